@@ -1,0 +1,7 @@
+"""Tricycle: deep learning from scratch, from a Tensor to a GPT, on NumPy and CuPy."""
+
+from tricycle import einsum, ops  # noqa: F401  (they give Tensor its operators)
+from tricycle.tensor import Tensor, no_grad, to_tensor
+
+__version__ = "0.1.0"
+__all__ = ["Tensor", "no_grad", "to_tensor"]

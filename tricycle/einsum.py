@@ -1,0 +1,270 @@
+"""Einstein summation: any product and sum of Tensors from one line of subscripts.
+
+`contract` computes on arrays: each pair of inputs becomes one BLAS matrix multiplication. The gradient of
+an einsum with respect to one input is an einsum again: swap that input's subscripts with the output's, and
+put the gradient in its place. So `Einsum` is `contract` forward and `contract` backward.
+"""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tricycle.backend import Array, array_module
+from tricycle.ops import Op, as_tensor, check_device, register
+from tricycle.tensor import Operand, Tensor, record
+
+
+class Einsum(Op):
+    """Multiply Tensors along the indices they share, sum along those that the output does not name.
+
+    Args:
+        subscripts: NumPy's notation, such as "ij,jk->ik": repeated indices within an input take a
+            diagonal, "..." stands for any axes before or between, and without "->" the output has the
+            indices that occur once, in alphabetical order. With batched inputs the subscripts describe
+            one item and the batch axis is carried through.
+
+    Raises:
+        ValueError: malformed subscripts, or inputs that do not fit them.
+    """
+
+    def __init__(self, subscripts: str) -> None:
+        self.subscripts = subscripts
+        inputs, output = _parse(subscripts)
+        self._inputs, self._output = inputs, output
+
+    def __repr__(self) -> str:
+        return f"Einsum({self.subscripts!r})"
+
+    def forward(self, *tensors: Operand) -> Tensor:
+        """One Tensor for each input of the subscripts; the result is named after them."""
+        inputs = tuple(as_tensor(t) for t in tensors)
+        batched = any(t.is_batched for t in inputs)
+        flags = tuple(t.is_batched for t in inputs)
+        labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), flags)
+        return _record(inputs, labels, out, sizes, f"einsum {self.subscripts}", batched)
+
+
+@register
+def matmul(x: Operand, y: Operand) -> Tensor:
+    """Matrix product over the last two axes, as `numpy.matmul`: leading axes broadcast, vectors are allowed."""
+    x = as_tensor(x, y if isinstance(y, Tensor) else None)
+    y = as_tensor(y, x)
+    if x.ndim == 0 or y.ndim == 0:
+        raise ValueError(f"matmul: expected at least one axis on both sides, got shapes {x.shape} and {y.shape}")
+    left = "j" if x.ndim == 1 else "...ij"
+    right = "j" if y.ndim == 1 else "...jk"
+    out = "..." * (x.ndim > 1 or y.ndim > 1) + "i" * (x.ndim > 1) + "k" * (y.ndim > 1)
+    einsum = Einsum(f"{left},{right}->{out}")
+    try:
+        labels, resolved, sizes = _resolve(einsum, (x.shape, y.shape), (False, False))
+    except ValueError:
+        raise ValueError(f"matmul: shapes {x.shape} and {y.shape} do not fit") from None
+    return _record((x, y), labels, resolved, sizes, "matmul", x.is_batched or y.is_batched)
+
+
+def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str,
+            batched: bool) -> Tensor:
+    arrays = tuple(t.array for t in inputs)
+    check_device(name, *arrays)
+
+    def back_fn(i: int) -> Any:
+        def gradient(grad: Tensor) -> Array:
+            others = arrays[:i] + (grad.array,) + arrays[i + 1 :]
+            # an axis of length 1 that "..." stretched is summed over, and comes back by the reshape
+            shape = arrays[i].shape
+            wanted = "".join(c for c, n in zip(labels[i], shape) if n == sizes[c])
+            return contract(others, labels[:i] + (out,) + labels[i + 1 :], wanted, sizes).reshape(shape)
+
+        return gradient
+
+    result = contract(arrays, labels, out, sizes)
+    return record(result, inputs, tuple(back_fn(i) for i in range(len(inputs))), name, batched)
+
+
+# -------------------------------------------------------------------- subscripts
+@lru_cache(maxsize=1024)
+def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
+    """Input and output subscripts, spaces gone and an implied output spelt out."""
+    text = subscripts.replace(" ", "")
+    left, arrow, output = text.partition("->")
+    inputs = tuple(left.split(","))
+    for part in (*inputs, output):
+        letters = part.replace("...", "", 1)
+        if letters and not (letters.isascii() and letters.isalpha()):
+            raise ValueError(f"Einsum({subscripts!r}): expected letters, at most one '...', commas and '->'")
+    if not arrow:
+        counts = Counter("".join(inputs).replace(".", ""))
+        output = "..." * ("..." in left) + "".join(sorted(c for c, n in counts.items() if n == 1))
+    unknown = set(output.replace(".", "")) - set(left)
+    if unknown or len(set(output.replace("...", ""))) != len(output.replace("...", "")):
+        raise ValueError(f"Einsum({subscripts!r}): expected an output that names indices of the inputs, each once")
+    if "..." in output and "..." not in left:
+        raise ValueError(f"Einsum({subscripts!r}): '...' in the output stands for no axes of any input")
+    return inputs, output
+
+
+def _resolve(einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]):
+    """Subscripts with a letter for every axis (batch and "..." too), and the length behind each letter."""
+    inputs, out = einsum._inputs, einsum._output
+    title = f"Einsum({einsum.subscripts!r})"
+    if len(inputs) != len(shapes):
+        raise ValueError(f"{title}: expected {len(inputs)} inputs, got {len(shapes)}")
+    spare = [c for c in string.ascii_letters if c not in einsum.subscripts]
+    batch = spare.pop() if any(batched) else ""
+    n_hidden = [len(shape) - has_batch - len(part.replace("...", "")) for part, shape, has_batch in zip(inputs, shapes, batched)]
+    most = max([n for n, part in zip(n_hidden, inputs) if "..." in part], default=0)
+    if most > len(spare):
+        raise ValueError(f"{title}: too many axes for one letter each, in shapes {shapes}")
+    ellipsis = "".join(spare[:max(most, 0)])
+    labels = []
+    sizes: dict[str, int] = {}
+    for part, shape, has_batch, hidden in zip(inputs, shapes, batched, n_hidden):
+        if hidden < 0 or hidden and "..." not in part:
+            kind = " for each item of a batch" if has_batch else ""
+            raise ValueError(f"{title}: expected {part!r}{kind} to name every axis, got shape {shape}")
+        letters = (batch if has_batch else "") + part.replace("...", ellipsis[most - hidden :])
+        labels.append(letters)
+        for letter, n in zip(letters, shape):
+            known = sizes.get(letter, n)
+            # only the axes behind "..." broadcast; a named index has one length everywhere
+            if known != n and not (letter in ellipsis and 1 in (known, n)):
+                index = "the batch" if letter == batch else f"index {letter!r}"
+                raise ValueError(f"{title}: {index} has length {known} in one input and {n} in another: shapes {shapes}")
+            sizes[letter] = max(known, n) if 1 in (known, n) and 0 not in (known, n) else min(known, n)
+    return tuple(labels), batch + out.replace("...", ellipsis), sizes
+
+
+# -------------------------------------------------------------------- contraction of arrays
+def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]) -> Array:
+    """The einsum of arrays whose axes are labelled by letters.
+
+    More general than NumPy's, as a gradient needs it: the output may name an index that no input has (the
+    result is repeated along it) or name one twice (the result fills the diagonal, the rest is 0). An axis
+    of length 1 stands for any length.
+    """
+    if len(set(out)) < len(out):
+        return _onto_diagonal(contract(arrays, labels, "".join(dict.fromkeys(out)), sizes), out)
+    terms = [_diagonal(a, l, sizes) for a, l in zip(arrays, labels)]
+    for i, j in _pair_order(tuple(l for _, l in terms), out, tuple(sorted(sizes.items()))):
+        second, first = terms.pop(max(i, j)), terms.pop(min(i, j))
+        kept = set(out).union(*(l for _, l in terms))
+        terms.append(_multiply(first, second, kept))
+    array, left = terms[0]
+    gone = tuple(axis for axis, letter in enumerate(left) if letter not in out)
+    if gone:
+        array = array.sum(axis=gone)
+        left = "".join(letter for letter in left if letter in out)
+    array = _align(array, left, out)
+    full = tuple(sizes[letter] for letter in out)
+    return array if array.shape == full else array_module(array).broadcast_to(array, full)
+
+
+@lru_cache(maxsize=1024)
+def _pair_order(labels: tuple[str, ...], out: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Which two terms to multiply next, each result going to the end of the list."""
+    if len(labels) <= 2:
+        return ((0, 1),) * (len(labels) - 1)
+    lengths = dict(sizes)
+    known = "".join(letter for letter in out if any(letter in l for l in labels))
+    dummies = [np.broadcast_to(0.0, [lengths[letter] for letter in l]) for l in labels]
+    path, _ = np.einsum_path(f"{','.join(labels)}->{known}", *dummies, optimize="greedy")
+    pairs: list[tuple[int, int]] = []
+    n = len(labels)
+    for step in path[1:]:  # a step may name one term or several: fold it into pairs
+        places = sorted(step)
+        while len(places) > 1:
+            j, i = places.pop(), places.pop()
+            pairs.append((i, j))
+            n -= 1
+            places.append(n - 1)
+    return tuple(pairs)
+
+
+def _diagonal(array: Array, labels: str, sizes: dict[str, int]) -> tuple[Array, str]:
+    """Take the diagonal along indices named twice, and drop axes of length 1 that stand for any length."""
+    for letter in dict.fromkeys(labels):
+        while labels.count(letter) > 1:
+            i = labels.index(letter)
+            j = labels.index(letter, i + 1)
+            array = array.diagonal(axis1=i, axis2=j)  # the diagonal becomes the last axis
+            labels = labels[:i] + labels[i + 1 : j] + labels[j + 1 :] + letter
+    stretched = tuple(i for i, letter in enumerate(labels) if array.shape[i] == 1 and sizes[letter] != 1)
+    if stretched:
+        array = array.squeeze(stretched)
+        labels = "".join(letter for i, letter in enumerate(labels) if i not in stretched)
+    return array, labels
+
+
+def _onto_diagonal(array: Array, out: str) -> Array:
+    """Spread an array labelled with the distinct letters of `out` over the diagonals that `out` names."""
+    xp = array_module(array)
+    letters = "".join(dict.fromkeys(out))
+    lengths = dict(zip(letters, array.shape))
+    full = xp.zeros([lengths[letter] for letter in out], array.dtype)
+    strides = [
+        sum(stride for stride, other in zip(full.strides, out) if other == letter) for letter in letters
+    ]
+    xp.lib.stride_tricks.as_strided(full, array.shape, strides)[...] = array
+    return full
+
+
+def _align(array: Array, labels: str, out: str) -> Array:
+    """Transpose to the order of `out`, with axes of length 1 for the letters that are missing."""
+    array = array.transpose([labels.index(letter) for letter in out if letter in labels])
+    return array.reshape([array.shape[sorted(labels, key=out.index).index(letter)] if letter in labels else 1 for letter in out])
+
+
+def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str]) -> tuple[Array, str]:
+    """The product of two terms, summed over the letters that nothing else needs.
+
+    Letters fall in four groups: batch (in both, kept), rows (in the first), columns (in the second) and
+    inner (in both, summed). With inner letters that is one matmul; without, an elementwise product.
+    """
+    (a, left), (b, right) = first, second
+    a, left = _sum_out(a, left, kept | set(right))
+    b, right = _sum_out(b, right, kept | set(left))
+    batch = "".join(c for c in left if c in right and c in kept)
+    inner = "".join(c for c in left if c in right and c not in kept)
+    rows = "".join(c for c in left if c not in right)
+    columns = "".join(c for c in right if c not in left)
+    out = batch + rows + columns
+    if not inner:
+        return _align(a, left, out) * _align(b, right, out), out
+    lengths = dict(zip(left, a.shape)) | dict(zip(right, b.shape))
+    matrix_a = _as_matrix(a, left, batch, rows, inner)
+    matrix_b = _as_matrix(b, right, batch, inner, columns)
+    product = array_module(a).matmul(matrix_a, matrix_b)
+    return product.reshape([lengths[c] for c in out]), out
+
+
+def _sum_out(array: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
+    axes = tuple(i for i, letter in enumerate(labels) if letter not in needed)
+    return (array.sum(axis=axes), "".join(c for c in labels if c in needed)) if axes else (array, labels)
+
+
+def _as_matrix(array: Array, labels: str, batch: str, rows: str, columns: str) -> Array:
+    """The array as (batch..., rows, columns), without a copy where its memory allows.
+
+    BLAS reads transposed matrices as they lie, so if the letters lie as columns, rows, a view does.
+    """
+    lengths = dict(zip(labels, array.shape))
+    n_rows, n_columns = (int(np.prod([lengths[c] for c in group], dtype=int)) for group in (rows, columns))
+    lead = [lengths[c] for c in batch]
+    turned = labels == batch + columns + rows and rows and columns
+    order = batch + (columns + rows if turned else rows + columns)
+    array = array.transpose([labels.index(c) for c in order])
+    if turned:
+        return array.reshape([*lead, n_columns, n_rows]).swapaxes(-1, -2)
+    return array.reshape([*lead, n_rows, n_columns])
+
+
+
+
+setattr(Tensor, "__matmul__", matmul)
+setattr(Tensor, "__rmatmul__", lambda x, y: matmul(y, x))
+setattr(Tensor, "einsum", lambda x, subscripts: Einsum(subscripts)(x))

@@ -1,0 +1,54 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[IO]:
+    """Open a temporary file beside `path` that takes its name once the block has ended well.
+
+    The bytes are on the disk (fsync) before the rename, so a crash, a full disk or a kill at any
+    moment leaves either the old file or the new one. On an error the temporary file is removed.
+
+    Args:
+        path: the file to write or replace; missing folders are made.
+        text: write UTF-8 text with "\\n" line ends instead of bytes.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        # mkstemp makes files that only their owner may read; ask for what open() would have given
+        os.chmod(temporary, 0o666 & ~_umask())
+        with os.fdopen(handle, "w" if text else "wb", **({"encoding": "utf-8", "newline": "\n"} if text else {})) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable; Windows has no folder handles and needs none."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,462 @@
+"""Elementwise operations, reductions, shapes and indexing: each forward with its gradient beside it.
+
+Every function takes Tensors (numbers and arrays where a Tensor stands beside them), asks its arrays for
+the module `xp` that computes on them, and returns a Tensor whose `back_fns` are closures over local
+variables. The last lines make them the operators and methods of `Tensor`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from tricycle.backend import Array, array_module, is_array
+from tricycle.tensor import Axis, Operand, Tensor, record, to_tensor
+
+# Every operation with a gradient, by name. A test fails when one of them has no gradient check.
+OPS: dict[str, Callable] = {}
+
+
+def register(op: Callable) -> Callable:
+    """Enter a function in the registry of operations."""
+    OPS[op.__name__] = op
+    return op
+
+
+class Op:
+    """A callable with hyper-parameters and no other state: any number of calls may be alive at once.
+
+    A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.__name__.startswith("_") and cls.__module__.startswith("tricycle."):
+            OPS[cls.__name__] = cls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.forward(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+
+
+def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
+    """Sum a gradient over the axes along which NumPy stretched an input of this shape."""
+    if grad.shape == shape:
+        return grad
+    added = grad.ndim - len(shape)
+    stretched = tuple(added + i for i, n in enumerate(shape) if n == 1 and grad.shape[added + i] != 1)
+    return grad.sum(axis=tuple(range(added)) + stretched, keepdims=True).reshape(shape)
+
+
+def floating(array: Array) -> Array:
+    """Whole numbers and booleans as float32; floats as they are."""
+    return array.astype(np.float32) if array.dtype.kind in "biu" else array
+
+
+def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
+    """A Tensor as it is; anything else as a constant, in the dtype of the Tensor it meets."""
+    if isinstance(x, Tensor):
+        return x
+    array = x if is_array(x) else np.asarray(x)
+    if like is not None and like.dtype.kind == "f":
+        return to_tensor(array, dtype=like.dtype, requires_grad=False)
+    keep = array.dtype if array.dtype.kind in "biu" else None
+    return to_tensor(array, dtype=keep, requires_grad=False)
+
+
+def check_device(op: str, *arrays: Array) -> None:
+    """Refuse arrays of different devices.
+
+    Raises:
+        ValueError: one array lies in host memory, another on a GPU.
+    """
+    modules = {array_module(array).__name__ for array in arrays}
+    if len(modules) > 1:
+        raise ValueError(f"{op}: expected all inputs on one device, got {' and '.join(sorted(modules))} arrays")
+
+
+# -------------------------------------------------------------------- elementwise, one input
+def unary(name: str, forward: Callable, gradient: Callable) -> Callable[[Operand], Tensor]:
+    """An elementwise op. `forward(xp, x)` gives y; `gradient(xp, g, x, y)` gives the gradient of x."""
+
+    def op(x: Operand) -> Tensor:
+        x = as_tensor(x)
+        array, xp = floating(x.array), x.xp
+        y = forward(xp, array)
+        return record(y, (x,), (lambda grad: gradient(xp, grad.array, array, y),), name)
+
+    op.__name__ = name
+    return register(op)
+
+
+exp = unary("exp", lambda xp, x: xp.exp(x), lambda xp, g, x, y: g * y)
+log = unary("log", lambda xp, x: xp.log(x), lambda xp, g, x, y: g / x)
+sqrt = unary("sqrt", lambda xp, x: xp.sqrt(x), lambda xp, g, x, y: g / (2 * y))
+sin = unary("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
+cos = unary("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
+absolute = unary("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
+tanh = unary("tanh", lambda xp, x: xp.tanh(x), lambda xp, g, x, y: g * (1 - y * y))
+# 0.5 * (1 + tanh(x / 2)) is 1 / (1 + exp(-x)) without an exp that overflows
+sigmoid = unary("sigmoid", lambda xp, x: 0.5 * (1 + xp.tanh(0.5 * x)), lambda xp, g, x, y: g * y * (1 - y))
+
+
+@register
+def negative(x: Operand) -> Tensor:
+    x = as_tensor(x)
+    return record(-x.array, (x,), (lambda grad: -grad.array,), "negative")
+
+
+# -------------------------------------------------------------------- elementwise, two inputs
+def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Callable) -> Callable[..., Tensor]:
+    """An elementwise op with broadcasting. `forward(xp, x, y)` gives z; `left(xp, g, x, y, z)` and
+    `right(xp, g, x, y, z)` give the gradients of x and y before un-broadcasting.
+
+    A plain number is no input of the graph, and the result says so: `x + 4` is named "+ 4".
+    """
+
+    def op(x: Operand, y: Operand) -> Tensor:
+        if not isinstance(x, Tensor):
+            if isinstance(y, Tensor) and isinstance(x, Number):
+                return with_number_left(_plain(x), y)
+            x = as_tensor(x, y if isinstance(y, Tensor) else None)
+        if not isinstance(y, Tensor):
+            if isinstance(y, Number):
+                return with_number_right(x, _plain(y))
+            y = as_tensor(y, x)
+        a, b = x.array, y.array
+        if type(a) is not type(b):
+            check_device(name, a, b)
+        if a.dtype is not b.dtype:
+            a, b = _common_kind(a, b)
+        xp = x.xp
+        try:
+            z = forward(xp, a, b)
+        except ValueError:
+            raise ValueError(f"{name}: shapes {x.shape} and {y.shape} do not broadcast") from None
+        return record(
+            z,
+            (x, y),
+            (
+                lambda grad: unbroadcast(left(xp, grad.array, a, b, z), a.shape),
+                lambda grad: unbroadcast(right(xp, grad.array, a, b, z), b.shape),
+            ),
+            "b" + name,
+        )
+
+    def with_number_right(x: Tensor, y: float) -> Tensor:
+        a, xp = _ready_for(x.array, y), x.xp
+        z = forward(xp, a, y)
+        return record(z, (x,), (lambda grad: left(xp, grad.array, a, y, z),), f"{symbol} {y}")
+
+    def with_number_left(x: float, y: Tensor) -> Tensor:
+        b, xp = _ready_for(y.array, x), y.xp
+        z = forward(xp, x, b)
+        commutes = symbol in "+*"
+        return record(
+            z, (y,), (lambda grad: right(xp, grad.array, x, b, z),), f"{symbol} {x}" if commutes else f"{x} {symbol}"
+        )
+
+    op.__name__ = name
+    return register(op)
+
+
+def _plain(number: Any) -> Any:
+    """A Python number, which leaves the dtype of an array it meets alone; NumPy's scalars would not."""
+    return number.item() if isinstance(number, np.generic) else number
+
+
+def _ready_for(array: Array, number: float) -> Array:
+    return floating(array) if isinstance(number, float) else array
+
+
+def _common_kind(a: Array, b: Array) -> tuple[Array, Array]:
+    """Whole numbers take the dtype of the floats they meet (NumPy would make both float64)."""
+    if a.dtype.kind in "biu" and b.dtype.kind == "f":
+        return a.astype(b.dtype), b
+    if b.dtype.kind in "biu" and a.dtype.kind == "f":
+        return a, b.astype(a.dtype)
+    return a, b
+
+
+def _power_right(xp: Any, g: Array, x: Any, y: Any, z: Array) -> Array:
+    """x ** y log x, which goes to 0 with x."""
+    positive = xp.asarray(x) > 0
+    return g * xp.where(positive, z * xp.log(xp.where(positive, x, 1)), 0)
+
+
+def _power_left(xp: Any, g: Array, x: Array, y: Any, z: Array) -> Array:
+    if isinstance(y, (int, float)):
+        return g * (y * x ** (y - 1)) if y else xp.zeros_like(g)
+    return g * y * x ** xp.where(y == 0, 1, y - 1)
+
+
+add = binary("add", "+", lambda xp, x, y: x + y, lambda xp, g, x, y, z: g, lambda xp, g, x, y, z: g)
+subtract = binary("sub", "-", lambda xp, x, y: x - y, lambda xp, g, x, y, z: g, lambda xp, g, x, y, z: -g)
+multiply = binary("mul", "*", lambda xp, x, y: x * y, lambda xp, g, x, y, z: g * y, lambda xp, g, x, y, z: g * x)
+divide = binary(
+    "div",
+    "/",
+    # whole numbers divide to float32, as everything else here
+    lambda xp, x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
+    lambda xp, g, x, y, z: g / y,
+    lambda xp, g, x, y, z: -g * z / y,
+)
+power = binary("pow", "**", lambda xp, x, y: x**y, _power_left, _power_right)
+# equal values share the gradient, as the mean of the one-sided derivatives
+maximum = binary(
+    "maximum",
+    "max",
+    lambda xp, x, y: xp.maximum(x, y),
+    lambda xp, g, x, y, z: g * _share(xp, x, y, z),
+    lambda xp, g, x, y, z: g * _share(xp, y, x, z),
+)
+minimum = binary(
+    "minimum",
+    "min",
+    lambda xp, x, y: xp.minimum(x, y),
+    lambda xp, g, x, y, z: g * _share(xp, x, y, z),
+    lambda xp, g, x, y, z: g * _share(xp, y, x, z),
+)
+
+
+def _share(xp: Any, mine: Array, other: Array, chosen: Array) -> Array:
+    return ((mine == chosen) * (1 - 0.5 * (mine == other))).astype(chosen.dtype)
+
+
+def comparison(name: str, compare: Callable) -> Callable[[Operand, Operand], Tensor]:
+    """A comparison: a Tensor of booleans, through which no gradient flows."""
+
+    def op(x: Operand, y: Operand) -> Tensor:
+        a, b = (v.array if isinstance(v, Tensor) else v for v in (x, y))
+        if is_array(a) and is_array(b) and type(a) is not type(b):
+            check_device(name, a, b)
+        batched = any(v.is_batched for v in (x, y) if isinstance(v, Tensor))
+        try:
+            return Tensor(compare(a, b), False, batched)
+        except ValueError:
+            raise ValueError(f"{name}: shapes {np.shape(a)} and {np.shape(b)} do not broadcast") from None
+
+    op.__name__ = name
+    return op
+
+
+# -------------------------------------------------------------------- choosing, joining
+@register
+def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
+    """x where the condition holds, y elsewhere, with broadcasting."""
+    chosen = as_tensor(condition).array
+    x = as_tensor(x, y if isinstance(y, Tensor) else None)
+    y = as_tensor(y, x)
+    xp = x.xp
+    check_device("where", chosen, x.array, y.array)
+    z = xp.where(chosen, x.array, y.array)
+    return record(
+        z,
+        (x, y),
+        (
+            lambda grad: unbroadcast(xp.where(chosen, grad.array, 0), x.shape),
+            lambda grad: unbroadcast(xp.where(chosen, 0, grad.array), y.shape),
+        ),
+        "where",
+    )
+
+
+@register
+def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors one after another along an axis that they have."""
+    tensors = tuple(as_tensor(t) for t in tensors)
+    if not tensors:
+        raise ValueError("concatenate: expected at least one Tensor, got none")
+    check_device("concatenate", *(t.array for t in tensors))
+    z = tensors[0].xp.concatenate([t.array for t in tensors], axis=axis)
+    back_fns, start = [], 0
+    for t in tensors:
+        index = (slice(None),) * (axis % z.ndim) + (slice(start, start + t.shape[axis]),)
+        back_fns.append(lambda grad, index=index: grad.array[index])
+        start += t.shape[axis]
+    return record(z, tensors, tuple(back_fns), "concatenate")
+
+
+@register
+def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors of one shape side by side along a new axis."""
+    tensors = tuple(as_tensor(t) for t in tensors)
+    if not tensors:
+        raise ValueError("stack: expected at least one Tensor, got none")
+    check_device("stack", *(t.array for t in tensors))
+    xp = tensors[0].xp
+    z = xp.stack([t.array for t in tensors], axis=axis)
+    back_fns = tuple(lambda grad, i=i: xp.take(grad.array, i, axis=axis) for i in range(len(tensors)))
+    batched = any(t.is_batched for t in tensors) and axis % z.ndim != 0
+    return record(z, tensors, back_fns, "stack", batched)
+
+
+# -------------------------------------------------------------------- reductions
+def _reduced_axes(x: Tensor, axis: Axis) -> tuple[int, ...]:
+    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    for a in axes:
+        if not -x.ndim <= a < x.ndim:
+            raise ValueError(f"axis {a} is out of range for a Tensor of shape {x.shape}")
+    return tuple(a % x.ndim for a in axes)
+
+
+def _kept(grad: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    """A reduced gradient with its reduced axes back, of length 1."""
+    return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
+
+
+@register
+def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The sum over an axis, several, or all."""
+    x = as_tensor(x)
+    axes, xp, shape = _reduced_axes(x, axis), x.xp, x.shape
+    y = x.array.sum(axis=axes, keepdims=keepdims)
+    back_fn = lambda grad: xp.broadcast_to(_kept(grad.array, shape, axes), shape)  # noqa: E731
+    return record(y, (x,), (back_fn,), "sum", x.is_batched and 0 not in axes)
+
+
+@register
+def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The mean over an axis, several, or all."""
+    x = as_tensor(x)
+    axes, xp, shape = _reduced_axes(x, axis), x.xp, x.shape
+    count = math.prod(shape[a] for a in axes)
+    if count == 0:
+        raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
+    y = floating(x.array).mean(axis=axes, keepdims=keepdims)
+    back_fn = lambda grad: xp.broadcast_to(_kept(grad.array / count, shape, axes), shape)  # noqa: E731
+    return record(y, (x,), (back_fn,), "mean", x.is_batched and 0 not in axes)
+
+
+def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
+    """max or min. Equal extremes share the gradient evenly."""
+    x = as_tensor(x)
+    axes, array = _reduced_axes(x, axis), x.array
+    y = getattr(array, name)(axis=axes, keepdims=True)
+
+    def back_fn(grad: Tensor) -> Array:
+        chosen = array == y
+        return chosen * (_kept(grad.array, array.shape, axes) / chosen.sum(axis=axes, keepdims=True))
+
+    shape = y.shape if keepdims else tuple(n for i, n in enumerate(y.shape) if i not in axes)
+    return record(y.reshape(shape), (x,), (back_fn,), name, x.is_batched and 0 not in axes)
+
+
+@register
+def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The largest value over an axis, several, or all."""
+    return _extreme(x, axis, keepdims, "max")
+
+
+@register
+def min(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The smallest value over an axis, several, or all."""
+    return _extreme(x, axis, keepdims, "min")
+
+
+# -------------------------------------------------------------------- shapes and indexing
+def _flat(args: tuple) -> tuple[int, ...]:
+    """`f(2, 3)` and `f((2, 3))` alike."""
+    return tuple(args[0]) if len(args) == 1 and isinstance(args[0], Sequence) else args
+
+
+@register
+def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
+    """The same values in another shape; one length may be -1."""
+    x = as_tensor(x)
+    try:
+        y = x.array.reshape(_flat(shape))
+    except ValueError:
+        raise ValueError(f"reshape: {x.size} elements of shape {x.shape} do not fit {_flat(shape)}") from None
+    batched = x.is_batched and y.shape[:1] == x.shape[:1]
+    return record(y, (x,), (lambda grad: grad.array.reshape(x.shape),), "reshape", batched)
+
+
+@register
+def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
+    """The axes in another order; reversed if none is given."""
+    x = as_tensor(x)
+    order = tuple(a % x.ndim for a in _flat(axes)) or tuple(reversed(range(x.ndim)))
+    if sorted(order) != list(range(x.ndim)):
+        raise ValueError(f"transpose: expected an order of {x.ndim} axes, got {_flat(axes)} for shape {x.shape}")
+    back = tuple(order.index(i) for i in range(x.ndim))
+    batched = x.is_batched and order[:1] == (0,)
+    return record(x.array.transpose(order), (x,), (lambda grad: grad.array.transpose(back),), "transpose", batched)
+
+
+def _array_index(index: Any) -> Any:
+    """An index with the arrays of its Tensors."""
+    if isinstance(index, tuple):
+        return tuple(_array_index(i) for i in index)
+    return index.array if isinstance(index, Tensor) else index
+
+
+@register
+def getitem(x: Operand, index: Any) -> Tensor:
+    """NumPy's indexing: numbers, slices, None, Ellipsis, arrays or Tensors of whole numbers or booleans."""
+    x = as_tensor(x)
+    index = _array_index(index)
+    parts = index if isinstance(index, tuple) else (index,)
+    basic = all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts)
+    try:
+        y = x.array[index]
+    except IndexError as error:
+        raise IndexError(f"getitem: {error}, for a Tensor of shape {x.shape}") from None
+    xp, shape = x.xp, x.shape
+
+    def back_fn(grad: Tensor) -> Array:
+        full = xp.zeros(shape, grad.dtype)
+        if basic:
+            full[index] = grad.array
+        else:
+            xp.add.at(full, index, grad.array)  # an element taken twice gets both gradients
+        return full
+
+    batched = x.is_batched and not isinstance(parts[0], (int, np.integer, type(None)))
+    return record(y, (x,), (back_fn,), "getitem", batched)
+
+
+def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
+    """Equal parts along an axis."""
+    x = as_tensor(x)
+    (axis,) = _reduced_axes(x, axis)
+    if n_splits < 1 or x.shape[axis] % n_splits:
+        raise ValueError(f"split: {n_splits} equal parts do not fit axis {axis} of shape {x.shape}")
+    size = x.shape[axis] // n_splits
+    before = (slice(None),) * axis
+    return [getitem(x, (*before, slice(i * size, (i + 1) * size))) for i in range(n_splits)]
+
+
+def _iterate(x: Tensor) -> Iterator[Tensor]:
+    return (getitem(x, i) for i in range(len(x)))
+
+
+# -------------------------------------------------------------------- the operators and methods of Tensor
+def _reflected(op: Callable) -> Callable:
+    return lambda x, y: op(y, x)
+
+
+for _name, _op in {"add": add, "sub": subtract, "mul": multiply, "truediv": divide, "pow": power}.items():
+    setattr(Tensor, f"__{_name}__", _op)
+    setattr(Tensor, f"__r{_name}__", _reflected(_op))
+for _name, _compare in {
+    "less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
+    "equal": operator.eq, "not_equal": operator.ne,
+}.items():
+    setattr(Tensor, f"__{_compare.__name__}__", comparison(_name, _compare))
+for _name, _op in {
+    "__neg__": negative, "__getitem__": getitem, "__iter__": _iterate, "reshape": reshape, "transpose": transpose,
+    "split": split, "sum": sum, "mean": mean, "max": max, "min": min, "exp": exp, "log": log, "sqrt": sqrt,
+}.items():
+    setattr(Tensor, _name, _op)
