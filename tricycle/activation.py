@@ -1,0 +1,135 @@
+"""Activation functions, elementwise (the gated ones halve the last axis)."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+
+from tricycle import kernels
+from tricycle.backend import Array, array_module
+from tricycle.ops import Op, as_tensor, floating
+from tricycle.tensor import Operand, Tensor, record
+
+
+class ReLU(Op):
+    """max(x, 0); the slope at 0 is 0."""
+
+    def forward(self, x: Operand) -> Tensor:
+        x = as_tensor(x)
+        y = x.xp.maximum(x.array, 0)
+        return record(y, (x,), (lambda grad: grad.array * (y > 0),), "> 0")
+
+
+class GeLU(Op):
+    """x times the normal distribution function of x (Hendrycks and Gimpel 2016).
+
+    Args:
+        approximate: the tanh form that GPT-2 uses; False for the exact one.
+    """
+
+    def __init__(self, approximate: bool = True) -> None:
+        self.approximate = approximate
+
+    def forward(self, x: Operand) -> Tensor:
+        x = as_tensor(x)
+        array = floating(x.array)
+        if self.approximate:
+            return record(
+                kernels.gelu(array), (x,), (lambda grad: kernels.gelu_backward(grad.array, array),), "gelu"
+            )
+        xp = x.xp
+        below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
+
+        def back_fn(grad: Tensor) -> Array:
+            density = xp.exp(-0.5 * array * array) * (1 / math.sqrt(2 * math.pi))
+            return grad.array * (below + array * density)
+
+        return record(array * below, (x,), (back_fn,), "gelu")
+
+
+class Swish(Op):
+    """x sigmoid(x), also called SiLU (Ramachandran et al. 2017)."""
+
+    def forward(self, x: Operand) -> Tensor:
+        x = as_tensor(x)
+        array, xp = floating(x.array), x.xp
+        gate = _sigmoid(xp, array)
+        y = array * gate
+        return record(y, (x,), (lambda grad: grad.array * (gate + y * (1 - gate)),), "swish")
+
+
+class _Gated(Op):
+    """One half of the last axis times an activation of the other."""
+
+    def forward(self, x: Operand) -> Tensor:
+        x = as_tensor(x)
+        if x.ndim == 0 or x.shape[-1] % 2:
+            raise ValueError(f"{type(self).__name__}: expected a last axis of even length, got shape {x.shape}")
+        half = x.shape[-1] // 2
+        array = floating(x.array)
+        xp, value, gate = x.xp, array[..., :half], array[..., half:]
+        opened, slope = self._gate(xp, gate)
+
+        def back_fn(grad: Tensor) -> Array:
+            dx = xp.empty_like(array)
+            dx[..., :half] = grad.array * opened
+            dx[..., half:] = grad.array * value * slope
+            return dx
+
+        return record(value * opened, (x,), (back_fn,), type(self).__name__.lower())
+
+    def _gate(self, xp, x: Array) -> tuple[Array, Array]:
+        """The activation of the gate and its slope."""
+        raise NotImplementedError
+
+
+class GLU(_Gated):
+    """a sigmoid(b) for x = [a, b] along the last axis (Dauphin et al. 2016)."""
+
+    def _gate(self, xp, x: Array) -> tuple[Array, Array]:
+        y = _sigmoid(xp, x)
+        return y, y * (1 - y)
+
+
+class SwiGLU(_Gated):
+    """a swish(b) for x = [a, b] along the last axis (Shazeer 2020)."""
+
+    def _gate(self, xp, x: Array) -> tuple[Array, Array]:
+        s = _sigmoid(xp, x)
+        return x * s, s + x * s * (1 - s)
+
+
+def _sigmoid(xp, x: Array) -> Array:
+    return 0.5 * (1 + xp.tanh(0.5 * x))
+
+
+def erf(x: Array) -> Array:
+    """The error function to float64's precision; neither NumPy nor CuPy's core has one.
+
+    With t = 2 / (2 + |x|), erfc(|x|) = t exp(-x^2 + p(t)) and p is smooth (Numerical Recipes, section 6.2.2).
+    """
+    xp = array_module(x)
+    magnitude = xp.minimum(xp.abs(x), 6)  # beyond, erf is 1 to the last bit
+    t = 2 / (2 + magnitude)
+    *higher, lowest = _erfc_polynomial()
+    p = xp.zeros_like(t)
+    before = xp.zeros_like(t)
+    u = 4 * (t - 0.25) / 0.75 - 2  # twice t, mapped from [1/4, 1] to [-1, 1]
+    for coefficient in higher:  # Clenshaw's recurrence
+        p, before = u * p - before + coefficient, p
+    p = 0.5 * u * p - before + lowest
+    return xp.sign(x) * (1 - t * xp.exp(p - magnitude * magnitude))
+
+
+@cache
+def _erfc_polynomial() -> tuple[float, ...]:
+    """Chebyshev coefficients of p on t in [1/4, 1], highest first."""
+
+    def p(node: np.ndarray) -> np.ndarray:
+        t = 0.25 + 0.375 * (node + 1)
+        x = 2 / t - 2
+        return np.array([math.log(math.erfc(xi) / ti) + xi * xi for xi, ti in zip(x, t)])
+
+    return tuple(float(c) for c in np.polynomial.chebyshev.chebinterpolate(p, 26)[::-1])

@@ -1,0 +1,167 @@
+"""The blocks of a transformer: attention with its projections, the MLP, and both with norms and residuals.
+
+Shapes: B batch, T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tricycle.activation import GeLU, ReLU, SwiGLU, Swish
+from tricycle.attention import KeyValueCache, Rotary, SelfAttention
+from tricycle.initialisers import Initialiser, xavier
+from tricycle.layers import Dense, Dropout, Layer, LayerNorm, RMSNorm, new_generator, positive
+from tricycle.ops import as_tensor, reshape
+from tricycle.tensor import Operand, Tensor
+
+# What a config may name. Each is called without arguments (activations) or with the width (norms).
+ACTIVATIONS: dict[str, Callable] = {"gelu": GeLU, "relu": ReLU, "swish": Swish, "swiglu": SwiGLU}
+NORMS: dict[str, Callable] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+
+Generator = np.random.Generator | int | None
+
+
+class MultiHeadSelfAttention(Layer):
+    """Causal self-attention in several heads, with the projections before and after.
+
+    Args:
+        embedding_dim: C, a multiple of n_heads.
+        n_heads: H.
+        context_window: the most tokens it takes; any smaller number will do.
+        bias: the projections add a bias.
+        dropout: probability of dropping an element of the result.
+        rotary: turn queries and keys by position (`Rotary`).
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        n_heads: int,
+        context_window: int,
+        bias: bool = True,
+        dropout: float = 0.0,
+        rotary: bool = False,
+        initialiser: Initialiser = xavier,
+        generator: Generator = None,
+    ) -> None:
+        positive("MultiHeadSelfAttention", embedding_dim=embedding_dim, n_heads=n_heads, context_window=context_window)
+        if embedding_dim % n_heads:
+            raise ValueError(
+                f"MultiHeadSelfAttention: expected embedding_dim to be a multiple of n_heads, "
+                f"got {embedding_dim} and {n_heads}"
+            )
+        generator = new_generator(generator)
+        self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
+        self.qkv = Dense(embedding_dim, 3 * embedding_dim, bias, initialiser, generator)
+        self.rotary = Rotary(n_heads) if rotary else None
+        self.attention = SelfAttention(n_heads)
+        self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.dropout = Dropout(dropout, generator)
+
+    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, C), or (T, C) for one sequence, to the same shape.
+
+        Args:
+            cache: keys and values of earlier tokens, for generation.
+
+        Raises:
+            ValueError: a wrong width, or more tokens than the context window.
+        """
+        x = as_tensor(x, self.qkv.weights)
+        if x.ndim < 2 or x.shape[-1] != self.embedding_dim:
+            raise ValueError(
+                f"MultiHeadSelfAttention(embedding_dim={self.embedding_dim}): "
+                f"expected shape (batch, tokens, {self.embedding_dim}), got {x.shape}"
+            )
+        seen = cache.length if cache is not None else 0
+        if seen + x.shape[-2] > self.context_window:
+            raise ValueError(
+                f"MultiHeadSelfAttention(context_window={self.context_window}): "
+                f"expected at most {self.context_window} tokens, got {seen + x.shape[-2]}"
+            )
+        qkv = self.qkv(x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:]))
+        if self.rotary is not None:
+            qkv = self.rotary(qkv, offset=seen)
+        out = self.dropout(self.projection(self.attention(qkv, cache)))
+        return out if x.ndim == 3 else reshape(out, x.shape)
+
+
+class MLPBlock(Layer):
+    """A wider hidden layer with an activation, applied to each token by itself.
+
+    Args:
+        embedding_dim: C.
+        expansion_ratio: the hidden layer is this many times wider. "swiglu" has three matrices instead of two,
+            so its hidden layer is 2/3 as wide, rounded up to a multiple of 8 (Shazeer 2020).
+        activation: a name in ACTIVATIONS.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        expansion_ratio: float = 4,
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        initialiser: Initialiser = xavier,
+        generator: Generator = None,
+    ) -> None:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"MLPBlock: expected activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        generator = new_generator(generator)
+        gated = activation == "swiglu"
+        hidden = round(embedding_dim * expansion_ratio)
+        if gated:
+            hidden = -(-2 * hidden // 3 // 8) * 8
+        self.up = Dense(embedding_dim, 2 * hidden if gated else hidden, bias, initialiser, generator)
+        self.activation = ACTIVATIONS[activation]()
+        self.projection = Dense(hidden, embedding_dim, bias, initialiser, generator)
+        self.dropout = Dropout(dropout, generator)
+
+    def forward(self, x: Operand) -> Tensor:
+        """(..., C) to (..., C)."""
+        return self.dropout(self.projection(self.activation(self.up(x))))
+
+
+class GPT2TransformerBlock(Layer):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm block of GPT-2 (Radford et al. 2019)."""
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        n_heads: int,
+        context_window: int,
+        expansion_ratio: float = 4,
+        activation: str = "gelu",
+        norm: str = "layer_norm",
+        bias: bool = True,
+        dropout: float = 0.0,
+        rotary: bool = False,
+        initialiser: Initialiser = xavier,
+        generator: Generator = None,
+    ) -> None:
+        generator = new_generator(generator)
+        self.attention_norm = new_norm(norm, embedding_dim, bias)
+        self.attention = MultiHeadSelfAttention(
+            embedding_dim, n_heads, context_window, bias, dropout, rotary, initialiser, generator
+        )
+        self.mlp_norm = new_norm(norm, embedding_dim, bias)
+        self.mlp = MLPBlock(embedding_dim, expansion_ratio, activation, bias, dropout, initialiser, generator)
+
+    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        x = x + self.attention(self.attention_norm(x), cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def new_norm(name: str, size: int, bias: bool) -> Layer:
+    """A norm by its name; only the layer norm can have a bias.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in NORMS:
+        raise ValueError(f"expected norm to be one of {', '.join(NORMS)}, got {name!r}")
+    return LayerNorm(size, bias) if name == "layer_norm" else NORMS[name](size)

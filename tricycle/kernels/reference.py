@@ -1,0 +1,218 @@
+"""The plain versions: short, right, the same on NumPy and CuPy. Every faster kernel is tested against these.
+
+Shapes: B batch, T queries, S keys, H heads, D head size, C channels, N rows (all leading axes), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tricycle.backend import Array, array_module
+
+SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+
+
+# -------------------------------------------------------------------- softmax and its kin, over the last axis
+def softmax(x: Array) -> Array:
+    """exp(x_i) / sum_j exp(x_j). A row that is -inf everywhere gives zeros."""
+    return _normalised_exp(x, attend_nothing=False)
+
+
+def softmax1(x: Array) -> Array:
+    """exp(x_i) / (1 + sum_j exp(x_j)) (Miller 2023, "Attention is off by one")."""
+    return _normalised_exp(x, attend_nothing=True)
+
+
+def _normalised_exp(x: Array, attend_nothing: bool) -> Array:
+    xp = array_module(x)
+    # the "1 +" is one more score of 0, so the shift that keeps exp in range is the largest of both
+    shift = x.max(axis=-1, keepdims=True, initial=0 if attend_nothing else -xp.inf)
+    shift = xp.where(xp.isneginf(shift), xp.zeros_like(shift), shift)
+    with np.errstate(over="ignore"):  # scores that lie further apart than the dtype reaches give 0, as they should
+        y = xp.exp(x - shift)
+    total = y.sum(axis=-1, keepdims=True)
+    if attend_nothing:
+        total += xp.exp(-shift)
+    return y / xp.where(total == 0, xp.ones_like(total), total)
+
+
+def softmax_backward(grad: Array, y: Array) -> Array:
+    """The gradient of x for y = softmax(x), and for softmax1 too: both have dy_i/dx_j = y_i (delta_ij - y_j)."""
+    return y * (grad - (grad * y).sum(axis=-1, keepdims=True))
+
+
+def log_softmax(x: Array) -> Array:
+    xp = array_module(x)
+    shifted = x - x.max(axis=-1, keepdims=True)
+    return shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+# -------------------------------------------------------------------- activations
+def gelu(x: Array) -> Array:
+    """Hendrycks and Gimpel 2016, the tanh form that GPT-2 uses."""
+    xp = array_module(x)
+    return 0.5 * x * (1 + xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3)))
+
+
+def gelu_backward(grad: Array, x: Array) -> Array:
+    xp = array_module(x)
+    t = xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3))
+    slope = SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x**2)
+    return grad * 0.5 * (1 + t + x * (1 - t * t) * slope)
+
+
+# -------------------------------------------------------------------- normalisation, over the last axis
+def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float, centred: bool) -> tuple[Array, Array, Array]:
+    """Layer norm (Ba et al. 2016), or RMS norm (Zhang and Sennrich 2019) where not `centred`.
+
+    Args:
+        x: (..., C).
+        gain, bias: (C,).
+        eps: added to the variance (or mean square).
+
+    Returns:
+        y: (..., C), and the mean and 1 / deviation of each row (..., 1), which the backward needs.
+    """
+    xp = array_module(x)
+    mean = x.mean(axis=-1, keepdims=True) if centred else xp.zeros_like(x[..., :1])
+    difference = x - mean
+    scale = 1 / xp.sqrt((difference * difference).mean(axis=-1, keepdims=True) + eps)
+    y = difference * scale * gain
+    return (y if bias is None else y + bias), mean, scale
+
+
+def layer_norm_backward(
+    grad: Array, x: Array, gain: Array, mean: Array, scale: Array, centred: bool
+) -> tuple[Array, Array, Array]:
+    """The gradients of x, gain and bias."""
+    rows = tuple(range(x.ndim - 1))
+    normal = (x - mean) * scale
+    inner = grad * gain
+    dx = inner - normal * (inner * normal).mean(axis=-1, keepdims=True)
+    if centred:
+        dx -= inner.mean(axis=-1, keepdims=True)
+    return dx * scale, (grad * normal).sum(axis=rows), grad.sum(axis=rows)
+
+
+# -------------------------------------------------------------------- tables and losses
+def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
+    """The gradient of a table whose rows `ids` (N,) gave an output with gradient `grad` (N, C)."""
+    xp = array_module(grad)
+    table = xp.zeros((n_rows, grad.shape[-1]), grad.dtype)
+    xp.add.at(table, ids, grad)
+    return table
+
+
+def cross_entropy(logits: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
+    """Sum over rows of weight * -log softmax(logits)[label].
+
+    Args:
+        logits: (N, V).
+        labels: (N,) whole numbers in 0..V-1.
+        weights: (N,), 0 for rows that do not count.
+
+    Returns:
+        the sum, a 0-d array, and the log of each row's sum of exponentials (N,), which the backward needs.
+    """
+    xp = array_module(logits)
+    largest = logits.max(axis=-1)
+    log_total = largest + xp.log(xp.exp(logits - largest[:, None]).sum(axis=-1))
+    picked = logits[xp.arange(len(labels)), labels]
+    return ((log_total - picked) * weights).sum(), log_total
+
+
+def cross_entropy_backward(scale: Array, logits: Array, labels: Array, weights: Array, log_total: Array) -> Array:
+    """The gradient of the logits, times the 0-d array `scale`."""
+    xp = array_module(logits)
+    grad = xp.exp(logits - log_total[:, None])
+    grad[xp.arange(len(labels)), labels] -= 1
+    grad *= (weights * scale)[:, None]
+    return grad
+
+
+# -------------------------------------------------------------------- attention
+def causal_mask(xp, n_queries: int, n_keys: int) -> Array:
+    """(T, S) booleans: True where a key lies after the query. The last query sits at the last key."""
+    return xp.arange(n_keys) > xp.arange(n_keys - n_queries, n_keys)[:, None]
+
+
+def attention(q: Array, k: Array, v: Array, causal: bool) -> tuple[Array, Array]:
+    """softmax(q k^T / sqrt(D)) v for every item and head (Vaswani et al. 2017, section 3.2.1).
+
+    Args:
+        q: (B, T, H, D). k, v: (B, S, H, D).
+        causal: query t sees the keys up to its own place, S - T + t.
+
+    Returns:
+        out: (B, T, H, D), and the log of each row's sum of exponentials (B, H, T), which the backward needs.
+    """
+    xp = array_module(q)
+    scores = _scores(xp, q, k, causal)
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = xp.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    out = xp.matmul(weights / total, v.transpose(0, 2, 1, 3))
+    return xp.ascontiguousarray(out.transpose(0, 2, 1, 3)), (largest + xp.log(total))[..., 0]
+
+
+def attention_backward(
+    grad: Array, q: Array, k: Array, v: Array, out: Array, log_total: Array, causal: bool,
+    dq: Array, dk: Array, dv: Array,
+) -> None:
+    """Write the gradients of q, k and v into dq, dk and dv, whose memory may be strided and hold anything."""
+    xp = array_module(q)
+    weights = xp.exp(_scores(xp, q, k, causal) - log_total[..., None])
+    heads_first = lambda x: x.transpose(0, 2, 1, 3)  # noqa: E731
+    grad = heads_first(grad)
+    dweights = xp.matmul(grad, v.transpose(0, 2, 3, 1))
+    # sum_s weight_s dweight_s is the product of the output with its own gradient
+    inner = (grad * heads_first(out)).sum(axis=-1, keepdims=True)
+    dscores = weights * (dweights - inner) / math.sqrt(q.shape[-1])
+    heads_first(dq)[...] = xp.matmul(dscores, heads_first(k))
+    heads_first(dk)[...] = xp.matmul(dscores.swapaxes(-1, -2), heads_first(q))
+    heads_first(dv)[...] = xp.matmul(weights.swapaxes(-1, -2), grad)
+
+
+def _scores(xp, q: Array, k: Array, causal: bool) -> Array:
+    """(B, H, T, S), -inf where a key is hidden."""
+    scores = xp.matmul(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1)) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = xp.where(causal_mask(xp, q.shape[1], k.shape[1]), -xp.inf, scores)
+    return scores
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turn the pairs (x_i, x_{i + D/2}) by an angle for each position (Su et al. 2021, RoFormer).
+
+    Args:
+        x: (B, T, H, D). cos, sin: (T, D/2).
+    """
+    xp = array_module(x)
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return xp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+# -------------------------------------------------------------------- optimiser
+def adamw(
+    weights: Array, grad: Array, first: Array, second: Array, step: int, learning_rate: float,
+    betas: tuple[float, float], eps: float, decay: float,
+) -> None:
+    """One update of AdamW (Loshchilov and Hutter 2019, algorithm 2), in place on weights and both moments.
+
+    Args:
+        step: how many updates these weights will have had, this one included.
+    """
+    xp = array_module(weights)
+    beta1, beta2 = betas
+    first *= beta1
+    first += (1 - beta1) * grad
+    second *= beta2
+    second += (1 - beta2) * (grad * grad)
+    if decay:
+        weights *= 1 - learning_rate * decay
+    deviation = xp.sqrt(second) / math.sqrt(1 - beta2**step) + eps
+    weights -= learning_rate / (1 - beta1**step) * first / deviation

@@ -1,0 +1,343 @@
+"""`Layer`, the base of everything with weights, and the layers that models are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tricycle import backend, kernels
+from tricycle.backend import Array
+from tricycle.functions import linear, shared_backward
+from tricycle.initialisers import Initialiser, normal, xavier
+from tricycle.loss import check_range
+from tricycle.ops import as_tensor, floating
+from tricycle.tensor import Operand, Tensor, record, to_tensor
+
+if TYPE_CHECKING:
+    from tricycle.optimisers import Optimiser
+
+
+class Layer:
+    """Something with parameters that maps Tensors to Tensors.
+
+    A subclass sets its parameters (Tensors) and inner layers (alone, or in lists, tuples or dicts) as
+    attributes and defines `forward`. One walk over these attributes gives parameters, moves, state and
+    printing.
+    """
+
+    training: bool = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} defines no forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.forward(*args, **kwargs)
+
+    # ---------------------------------------------------------------- the walk
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """Every Tensor and Layer that is an attribute, or stands in a container that is, with its name."""
+        for name, value in vars(self).items():
+            yield from _unpack(name, value)
+
+    def layers(self) -> Iterator[Layer]:
+        """This layer and all inside it, each once."""
+        seen: set[int] = set()
+        stack: list[Layer] = [self]
+        while stack:
+            layer = stack.pop()
+            if id(layer) not in seen:
+                seen.add(id(layer))
+                yield layer
+                stack.extend(part for _, part in layer._parts() if isinstance(part, Layer))
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter once, under the first of its names, such as "blocks.0.attention.projection.weights"."""
+        seen: set[int] = set()
+
+        def walk(layer: Layer, prefix: str) -> Iterator[tuple[str, Tensor]]:
+            for name, part in layer._parts():
+                if isinstance(part, Layer):
+                    yield from walk(part, f"{prefix}{name}.")
+                elif id(part) not in seen:
+                    seen.add(id(part))
+                    yield prefix + name, part
+
+        return walk(self, "")
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Each parameter once."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    @property
+    def n_parameters(self) -> int:
+        """How many numbers the parameters hold; shared ones count once."""
+        return sum(parameter.size for parameter in self.parameters())
+
+    # ---------------------------------------------------------------- training
+    def train(self) -> Layer:
+        """Turn dropout on; returns self."""
+        return self._set_training(True)
+
+    def eval(self) -> Layer:
+        """Turn dropout off; returns self."""
+        return self._set_training(False)
+
+    def _set_training(self, training: bool) -> Layer:
+        for layer in self.layers():
+            layer.training = training
+        return self
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters():
+            parameter.zero_grad()
+
+    def update(self, optimiser: Optimiser) -> None:
+        """Let the optimiser change every parameter that has a gradient, once, and forget the gradients."""
+        optimiser.update(self.named_parameters())
+        self.zero_grad()
+
+    def freeze(self) -> Layer:
+        """Keep all parameters as they are: no gradient, no update; returns self."""
+        return self._set_requires_grad(False)
+
+    def unfreeze(self) -> Layer:
+        """Let all parameters learn again; returns self."""
+        return self._set_requires_grad(True)
+
+    def _set_requires_grad(self, requires_grad: bool) -> Layer:
+        for parameter in self.parameters():
+            parameter.requires_grad = requires_grad
+            parameter.zero_grad()
+        return self
+
+    # ---------------------------------------------------------------- moving and state
+    def to_gpu(self, device: int = 0) -> Layer:
+        """Move all parameters to a GPU, in place; returns self."""
+        for parameter in self.parameters():
+            parameter.to_gpu(device)
+        return self
+
+    def from_gpu(self) -> Layer:
+        """Move all parameters to host memory, in place; returns self."""
+        for parameter in self.parameters():
+            parameter.from_gpu()
+        return self
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The values of all parameters by name, in host memory (not copied where they lie there already)."""
+        return {name: parameter.numpy() for name, parameter in self.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take over the values of all parameters.
+
+        Raises:
+            ValueError: names every missing, extra and misshapen entry; nothing has changed then.
+        """
+        parameters = dict(self.named_parameters())
+        problems = [f"missing {name}" for name in parameters if name not in state]
+        problems += [f"unexpected {name}" for name in state if name not in parameters]
+        problems += [
+            f"{name}: expected shape {parameters[name].shape}, got {tuple(array.shape)}"
+            for name, array in state.items()
+            if name in parameters and tuple(array.shape) != parameters[name].shape
+        ]
+        if problems:
+            raise ValueError(f"{type(self).__name__}.load_state_dict: {'; '.join(problems)}")
+        for name, array in state.items():
+            array = backend.to_cpu(array)
+            own = parameters[name].array
+            own[...] = array if isinstance(own, np.ndarray) else parameters[name].xp.asarray(array)
+
+    # ---------------------------------------------------------------- printing
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__}: {self.n_parameters:,} parameters"]
+        for name, part in self._parts():
+            if isinstance(part, Tensor):
+                lines.append(f"  {name} {part.shape}")
+            else:
+                head, *rest = repr(part).splitlines()
+                lines += [f"  {name} {head}", *(f"  {line}" for line in rest)]
+        return "\n".join(lines)
+
+
+def _unpack(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Tensor, Layer)):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _unpack(f"{name}.{i}", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _unpack(f"{name}.{key}", item)
+
+
+def new_generator(generator: np.random.Generator | int | None) -> np.random.Generator:
+    """A generator as it is, one made from a seed, or for None one that differs from run to run."""
+    return np.random.default_rng(generator)
+
+
+def positive(layer: str, **sizes: int) -> None:
+    """Refuse sizes that are not whole numbers above 0.
+
+    Raises:
+        ValueError: names the layer and the argument.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{layer}: expected {name} to be a whole number above 0, got {size!r}")
+
+
+class Dense(Layer):
+    """x W + b over the last axis.
+
+    Args:
+        from_size, to_size: length of the last axis before and after.
+        bias: add a vector b, which starts at 0.
+        initialiser: first values of W.
+        generator: a NumPy generator or a seed.
+    """
+
+    def __init__(
+        self,
+        from_size: int,
+        to_size: int,
+        bias: bool = True,
+        initialiser: Initialiser = xavier,
+        generator: np.random.Generator | int | None = None,
+    ) -> None:
+        positive("Dense", from_size=from_size, to_size=to_size)
+        self.from_size, self.to_size = from_size, to_size
+        self.weights = to_tensor(initialiser((from_size, to_size), new_generator(generator)))
+        self.bias = to_tensor(np.zeros(to_size, np.float32)) if bias else None
+
+    def forward(self, x: Operand) -> Tensor:
+        """(..., from_size) to (..., to_size)."""
+        return linear(as_tensor(x, self.weights), self.weights, self.bias, "dense")
+
+
+class Embedding(Layer):
+    """A table that gives a vector for each id.
+
+    Args:
+        from_size: how many ids there are.
+        to_size: length of the vectors.
+    """
+
+    def __init__(
+        self,
+        from_size: int,
+        to_size: int,
+        initialiser: Initialiser | None = None,
+        generator: np.random.Generator | int | None = None,
+    ) -> None:
+        positive("Embedding", from_size=from_size, to_size=to_size)
+        self.from_size, self.to_size = from_size, to_size
+        self.weights = to_tensor((initialiser or normal(1.0))((from_size, to_size), new_generator(generator)))
+
+    def forward(self, ids: Operand) -> Tensor:
+        """Whole numbers (...) to vectors (..., to_size).
+
+        Raises:
+            ValueError: ids that are not whole numbers from 0 to from_size - 1 (checked in host memory only).
+        """
+        ids = as_tensor(ids)
+        table, index = self.weights.array, ids.array
+        if index.dtype.kind not in "iu":
+            raise ValueError(f"Embedding: expected whole-number ids (to_tensor(..., dtype=int)), got {index.dtype}")
+        check_range(f"Embedding(from_size={self.from_size})", index, self.from_size)
+
+        def back_fn(grad: Tensor) -> Array:
+            rows = grad.array.reshape(-1, self.to_size)
+            return kernels.embedding_backward(rows, index.reshape(-1), self.from_size)
+
+        return record(table[index], (self.weights,), (back_fn,), "embedding", ids.is_batched)
+
+
+class _Norm(Layer):
+    """Rows of the last axis brought to unit size, then scaled by learned gains."""
+
+    _centred: bool
+    _name: str
+
+    def __init__(self, size: int, bias: bool, eps: float) -> None:
+        positive(type(self).__name__, size=size)
+        self.size, self.eps = size, eps
+        self.gain = to_tensor(np.ones(size, np.float32))
+        self.bias = to_tensor(np.zeros(size, np.float32)) if bias else None
+
+    def forward(self, x: Operand) -> Tensor:
+        """(..., size) to (..., size)."""
+        x = as_tensor(x, self.gain)
+        if x.ndim == 0 or x.shape[-1] != self.size:
+            raise ValueError(
+                f"{type(self).__name__}(size={self.size}): expected the last axis to be {self.size}, got shape {x.shape}"
+            )
+        array, gain, centred = floating(x.array), self.gain.array, self._centred
+        bias = None if self.bias is None else self.bias.array
+        y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred)
+        args = (x, self.gain) if self.bias is None else (x, self.gain, self.bias)
+        back_fns = shared_backward(
+            lambda grad: kernels.layer_norm_backward(grad, array, gain, mean, scale, centred), len(args)
+        )
+        return record(y, args, back_fns, self._name)
+
+
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis (Ba et al. 2016).
+
+    Args:
+        size: length of the last axis.
+        bias: add a learned vector.
+    """
+
+    _centred, _name = True, "layer_norm"
+
+    def __init__(self, size: int, bias: bool = True, eps: float = 1e-5) -> None:
+        super().__init__(size, bias, eps)
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean square + eps) * gain over the last axis (Zhang and Sennrich 2019)."""
+
+    _centred, _name = False, "rms_norm"
+
+    def __init__(self, size: int, eps: float = 1e-5) -> None:
+        super().__init__(size, False, eps)
+
+
+class Dropout(Layer):
+    """While training, set each element to 0 with a probability and scale the others up to keep the mean.
+
+    Args:
+        probability: from 0 (never) to below 1.
+        generator: a NumPy generator or a seed; layers of one model may share a generator.
+    """
+
+    def __init__(self, probability: float, generator: np.random.Generator | int | None = None) -> None:
+        if not 0 <= probability < 1:
+            raise ValueError(f"Dropout: expected a probability from 0 to below 1, got {probability!r}")
+        self.probability = probability
+        self.generator = new_generator(generator)
+
+    def forward(self, x: Operand) -> Tensor:
+        x = as_tensor(x)
+        if not self.training or self.probability == 0:
+            return x
+        array = floating(x.array)
+        mask = backend.random_mask(self.generator, x.shape, 1 - self.probability, array)
+        return record(array * mask, (x,), (lambda grad: grad.array * mask,), "dropout")
+
+
+class Sequential(Layer):
+    """Layers and ops one after another."""
+
+    def __init__(self, *steps: Callable[..., Tensor]) -> None:
+        self.steps = list(steps)
+
+    def forward(self, x: Operand) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return as_tensor(x)

@@ -1,0 +1,94 @@
+"""Loss functions: the truth first, the prediction second, one number out."""
+
+from __future__ import annotations
+
+from tricycle import kernels
+from tricycle.backend import Array, on_gpu
+from tricycle.ops import Op, as_tensor, check_device, floating
+from tricycle.tensor import Operand, Tensor, record
+
+
+class CrossEntropy(Op):
+    """The mean of -log softmax(logits)[label] over all positions, in nats.
+
+    Args:
+        ignore_index: positions with this label count neither in the loss nor in the mean.
+    """
+
+    def __init__(self, ignore_index: int | None = None) -> None:
+        self.ignore_index = ignore_index
+
+    def forward(self, labels: Operand, logits: Operand) -> Tensor:
+        """
+        Args:
+            labels: whole numbers of shape (...).
+            logits: (..., V).
+
+        Raises:
+            ValueError: shapes that do not fit, labels that are not whole numbers in 0..V-1, no label at all.
+        """
+        labels, logits = as_tensor(labels), as_tensor(logits)
+        n_classes = logits.shape[-1] if logits.ndim else 0
+        if logits.ndim == 0 or labels.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"CrossEntropy: expected labels of shape {logits.shape[:-1]} for logits of shape {logits.shape}, "
+                f"got {labels.shape}"
+            )
+        if labels.dtype.kind not in "iu":
+            raise ValueError(f"CrossEntropy: expected whole-number labels (to_tensor(..., dtype=int)), got {labels.dtype}")
+        check_device("CrossEntropy", labels.array, logits.array)
+        rows = floating(logits.array).reshape(-1, n_classes)
+        ids = labels.array.reshape(-1)
+        xp = logits.xp
+        counted = xp.ones(ids.shape, bool) if self.ignore_index is None else ids != self.ignore_index
+        ids = xp.where(counted, ids, 0)
+        check_range("CrossEntropy: labels", ids, n_classes)
+        n_counted = counted.sum()
+        if not on_gpu(ids) and n_counted == 0:
+            raise ValueError(f"CrossEntropy: expected at least one label to count, got none of shape {labels.shape}")
+        weights = counted.astype(rows.dtype) / n_counted.astype(rows.dtype)
+        loss, log_total = kernels.cross_entropy(rows, ids, weights)
+
+        def back_fn(grad: Tensor) -> Array:
+            return kernels.cross_entropy_backward(grad.array, rows, ids, weights, log_total).reshape(logits.shape)
+
+        # the kernels take the array that decides on the device first
+        return record(loss, (logits,), (back_fn,), "cross_entropy", False)
+
+
+class MeanSquaredError(Op):
+    """The mean of (y_true - y_pred)^2 over everything."""
+
+    def forward(self, y_true: Operand, y_pred: Operand) -> Tensor:
+        """Two Tensors of one shape.
+
+        Raises:
+            ValueError: the shapes differ (broadcasting here is a mistake more often than a wish).
+        """
+        y_pred = as_tensor(y_pred)
+        y_true = as_tensor(y_true, y_pred)
+        if y_true.shape != y_pred.shape:
+            raise ValueError(f"MeanSquaredError: expected two equal shapes, got {y_true.shape} and {y_pred.shape}")
+        check_device("MeanSquaredError", y_true.array, y_pred.array)
+        difference = floating(y_pred.array) - floating(y_true.array)
+        loss = (difference * difference).mean()
+        scale = 2 / max(1, difference.size)
+        return record(
+            loss,
+            (y_true, y_pred),
+            (lambda grad: -scale * grad.array * difference, lambda grad: scale * grad.array * difference),
+            "mean_squared_error",
+            False,
+        )
+
+
+def check_range(what: str, ids: Array, limit: int) -> None:
+    """Refuse ids outside 0..limit-1. Host arrays only: to look on a GPU would wait for it.
+
+    Raises:
+        ValueError: the smallest or largest id is out of range.
+    """
+    if ids.size and not on_gpu(ids):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limit:
+            raise ValueError(f"{what}: expected ids from 0 to {limit - 1}, got {low if low < 0 else high}")

@@ -1,0 +1,169 @@
+"""Optimisers: they change parameters in place, given their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from tricycle import kernels
+from tricycle.backend import Array
+from tricycle.layers import Layer
+from tricycle.tensor import Tensor
+
+Schedule = Callable[[int], float]
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay shrinks a parameter: matrices yes; gains, biases and embeddings of position no."""
+    return parameter.ndim >= 2 and "position" not in name
+
+
+class Optimiser:
+    """Holds what it remembers of each parameter, such as moments.
+
+    Args:
+        learning_rate: a number, or a schedule: a function from the number of the step (1, 2, ...) to a number.
+        weight_decay: each step multiplies the weights that decay by 1 - learning_rate * weight_decay.
+        decays: the rule that says which, from name and parameter.
+    """
+
+    moments: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule,
+        weight_decay: float = 0.0,
+        decays: Callable[[str, Tensor], bool] = decays,
+    ) -> None:
+        kind = type(self).__name__
+        if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
+            raise ValueError(f"{kind}: expected a learning_rate of 0 or more, got {learning_rate!r}")
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"{kind}: expected a weight_decay of 0 or more, got {weight_decay!r}")
+        self.schedule = learning_rate if callable(learning_rate) else None
+        self.learning_rate = learning_rate(1) if callable(learning_rate) else learning_rate
+        self.weight_decay = weight_decay
+        self.decays = decays
+        self.n_steps = 0
+        self._step_is_open = False
+        # by identity: the parameter, how many updates it had, its moments
+        self._memory: dict[int, tuple[Tensor, int, dict[str, Array]]] = {}
+
+    def step(self) -> None:
+        """Open a step: count it and set the learning rate of the schedule. `update` opens one if none is open."""
+        self.n_steps += 1
+        self._step_is_open = True
+        if self.schedule is not None:
+            self.learning_rate = self.schedule(self.n_steps)
+
+    def update(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Change every parameter that has a gradient. Called by `Layer.update`."""
+        if not self._step_is_open:
+            self.step()
+        for name, parameter in named_parameters:
+            if parameter.grad is not None and parameter.requires_grad:
+                n_updates, moments = self.memory_of(parameter)
+                self._memory[id(parameter)] = parameter, n_updates + 1, moments
+                decay = self.weight_decay if self.decays(name, parameter) else 0.0
+                self._update_one(parameter.array, parameter.grad.array, moments, n_updates + 1, decay)
+        self._step_is_open = False
+
+    def memory_of(self, parameter: Tensor) -> tuple[int, dict[str, Array]]:
+        """How many updates a parameter had, and its moments; fresh ones where there are none or it has moved."""
+        _, n_updates, moments = self._memory.get(id(parameter), (parameter, 0, {}))
+        if not all(name in moments and type(moments[name]) is type(parameter.array) for name in self.moments):
+            xp = parameter.xp
+            moments = {
+                name: xp.asarray(moments[name]) if name in moments else xp.zeros_like(parameter.array)
+                for name in self.moments
+            }
+        return n_updates, moments
+
+    def remember(self, parameter: Tensor, n_updates: int, moments: dict[str, Array]) -> None:
+        """Set what is remembered of a parameter, as a checkpoint does."""
+        for name in self.moments:
+            if name not in moments or moments[name].shape != parameter.shape:
+                got = moments[name].shape if name in moments else "none"
+                raise ValueError(f"{type(self).__name__}: expected {name} moments of shape {parameter.shape}, got {got}")
+        self._memory[id(parameter)] = parameter, n_updates, moments
+
+    def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
+        raise NotImplementedError(f"{type(self).__name__} defines no update")
+
+
+class StochasticGradientDescent(Optimiser):
+    """weights -= learning_rate * velocity, where velocity = momentum * velocity + gradient."""
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        decays: Callable[[str, Tensor], bool] = decays,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay, decays)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"StochasticGradientDescent: expected a momentum from 0 to below 1, got {momentum!r}")
+        self.momentum = momentum
+        self.moments = ("velocity",) if momentum else ()
+
+    def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
+        if decay:
+            weights *= 1 - self.learning_rate * decay
+        if self.momentum:
+            velocity = moments["velocity"]
+            velocity *= self.momentum
+            velocity += grad
+            grad = velocity
+        weights -= self.learning_rate * grad
+
+
+class AdamW(Optimiser):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    Args:
+        betas: how much of the mean of gradients, and of their squares, each step keeps.
+        eps: added to the root of the mean square.
+    """
+
+    moments = ("first", "second")
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        decays: Callable[[str, Tensor], bool] = decays,
+    ) -> None:
+        super().__init__(learning_rate, weight_decay, decays)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"AdamW: expected two betas from 0 to below 1, got {betas!r}")
+        if not eps > 0:
+            raise ValueError(f"AdamW: expected an eps above 0, got {eps!r}")
+        self.betas, self.eps = tuple(betas), eps
+
+    def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
+        first, second = moments["first"], moments["second"]
+        kernels.adamw(weights, grad, first, second, n_updates, self.learning_rate, self.betas, self.eps, decay)
+
+
+def gradient_norm(model: Layer) -> float:
+    """The root of the sum of squares of all gradients, summed in float64."""
+    grads = [p.grad.array for p in model.parameters() if p.grad is not None]
+    # one small float per parameter comes to the host; the squares themselves are summed where they lie
+    return math.sqrt(sum(float(g.ravel() @ g.ravel()) for g in grads))
+
+
+def clip_gradients(model: Layer, max_norm: float) -> float:
+    """Scale all gradients, in place, so that their common norm is at most `max_norm`.
+
+    Returns:
+        the norm before.
+    """
+    norm = gradient_norm(model)
+    if math.isfinite(norm) and norm > max_norm:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.array *= max_norm / norm
+    return norm
