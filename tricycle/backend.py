@@ -7,6 +7,8 @@ no more than NumPy and works where no CUDA exists.
 from __future__ import annotations
 
 import sys
+import warnings
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +52,7 @@ def on_gpu(array: Array) -> bool:
     return array_module(array) is not np
 
 
+@cache
 def gpu_problem() -> str | None:
     """Why no GPU can be used here, in one line; None when one can."""
     try:
@@ -70,12 +73,13 @@ def gpu_available() -> bool:
 def to_gpu(array: Array, device: int = 0) -> Array:
     """A copy of `array` on GPU number `device`; the same array if it is there already.
 
-    Raises:
-        RuntimeError: no GPU can be used, and why.
+    Where no GPU can be used the array stays where it is, with one warning that says why: the same script then
+    runs on any machine. Programs that insist on a GPU ask `gpu_problem` first.
     """
     problem = gpu_problem()
     if problem:
-        raise RuntimeError(f"to_gpu: no GPU can be used: {problem}")
+        warnings.warn(f"to_gpu: no GPU can be used, so this stays on the CPU: {problem}", stacklevel=3)
+        return array
     import cupy
 
     ARRAY_MODULES[cupy.ndarray] = cupy

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, C channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -67,10 +68,10 @@ class MultiHeadSelfAttention(Layer):
             cache: keys and values of earlier tokens, for generation.
 
         Raises:
-            ValueError: a wrong width, or more tokens than the context window.
+            ValueError: a wrong width, no token, or more tokens than the context window.
         """
         x = as_tensor(x, self.qkv.weights)
-        if x.ndim < 2 or x.shape[-1] != self.embedding_dim:
+        if x.ndim < 2 or x.shape[-1] != self.embedding_dim or x.shape[-2] == 0:
             raise ValueError(
                 f"MultiHeadSelfAttention(embedding_dim={self.embedding_dim}): "
                 f"expected shape (batch, tokens, {self.embedding_dim}), got {x.shape}"
@@ -110,6 +111,9 @@ class MLPBlock(Layer):
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"MLPBlock: expected activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        positive("MLPBlock", embedding_dim=embedding_dim)
+        if not 0 < expansion_ratio < math.inf:
+            raise ValueError(f"MLPBlock: expected a finite expansion_ratio above 0, got {expansion_ratio!r}")
         generator = new_generator(generator)
         gated = activation == "swiglu"
         hidden = round(embedding_dim * expansion_ratio)
@@ -163,5 +167,5 @@ def new_norm(name: str, size: int, bias: bool) -> Layer:
         ValueError: an unknown name.
     """
     if name not in NORMS:
-        raise ValueError(f"expected norm to be one of {', '.join(NORMS)}, got {name!r}")
+        raise ValueError(f"new_norm: expected norm to be one of {', '.join(NORMS)}, got {name!r}")
     return LayerNorm(size, bias) if name == "layer_norm" else NORMS[name](size)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.backend import Array, array_module
-from tricycle.ops import Op, as_tensor, check_device, register
+from tricycle.ops import Op, as_tensors, check_device, common_kind, register
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -42,7 +42,7 @@ class Einsum(Op):
 
     def forward(self, *tensors: Operand) -> Tensor:
         """One Tensor for each input of the subscripts; the result is named after them."""
-        inputs = tuple(as_tensor(t) for t in tensors)
+        inputs = as_tensors(*tensors)
         batched = any(t.is_batched for t in inputs)
         flags = tuple(t.is_batched for t in inputs)
         labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), flags)
@@ -52,8 +52,7 @@ class Einsum(Op):
 @register
 def matmul(x: Operand, y: Operand) -> Tensor:
     """Matrix product over the last two axes, as `numpy.matmul`: leading axes broadcast, vectors are allowed."""
-    x = as_tensor(x, y if isinstance(y, Tensor) else None)
-    y = as_tensor(y, x)
+    x, y = as_tensors(x, y)
     if x.ndim == 0 or y.ndim == 0:
         raise ValueError(f"matmul: expected at least one axis on both sides, got shapes {x.shape} and {y.shape}")
     left = "j" if x.ndim == 1 else "...ij"
@@ -69,8 +68,8 @@ def matmul(x: Operand, y: Operand) -> Tensor:
 
 def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str,
             batched: bool) -> Tensor:
-    arrays = tuple(t.array for t in inputs)
-    check_device(name, *arrays)
+    check_device(name, *(t.array for t in inputs))
+    arrays = common_kind(*(t.array for t in inputs))
 
     def back_fn(i: int) -> Any:
         def gradient(grad: Tensor) -> Array:

@@ -60,6 +60,8 @@ class LogSoftmax(Op):
 
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
+        if x.ndim == 0:
+            raise ValueError("LogSoftmax: expected at least one axis, got a single number")
         xp, y = x.xp, kernels.log_softmax(floating(x.array))
 
         def back_fn(grad: Tensor) -> Array:
@@ -93,8 +95,11 @@ def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "
         (..., to_size).
 
     Raises:
-        ValueError: the last axis of `x` is not from_size long.
+        ValueError: the last axis of `x` is not from_size long, or weights and bias do not belong together.
     """
+    if weights.ndim != 2 or bias is not None and bias.shape != weights.shape[1:]:
+        got = weights.shape if bias is None else f"{weights.shape} and {bias.shape}"
+        raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
     from_size, to_size = weights.shape
     if x.ndim == 0 or x.shape[-1] != from_size:
         raise ValueError(f"{name}(from_size={from_size}): expected the last axis to be {from_size}, got shape {x.shape}")

@@ -134,16 +134,18 @@ class Layer:
         """Take over the values of all parameters.
 
         Raises:
-            ValueError: names every missing, extra and misshapen entry; nothing has changed then.
+            ValueError: names every missing, extra, misshapen and non-numeric entry; nothing has changed then.
         """
         parameters = dict(self.named_parameters())
         problems = [f"missing {name}" for name in parameters if name not in state]
         problems += [f"unexpected {name}" for name in state if name not in parameters]
-        problems += [
-            f"{name}: expected shape {parameters[name].shape}, got {tuple(array.shape)}"
-            for name, array in state.items()
-            if name in parameters and tuple(array.shape) != parameters[name].shape
-        ]
+        for name, parameter in parameters.items():
+            array = state.get(name, parameter.array)
+            if not backend.is_array(array) or not np.can_cast(array.dtype, parameter.dtype, "same_kind"):
+                got = array.dtype if backend.is_array(array) else type(array).__name__
+                problems.append(f"{name}: expected an array that fits {parameter.dtype}, got {got}")
+            elif array.shape != parameter.shape:
+                problems.append(f"{name}: expected shape {parameter.shape}, got {array.shape}")
         if problems:
             raise ValueError(f"{type(self).__name__}.load_state_dict: {'; '.join(problems)}")
         for name, array in state.items():
@@ -264,6 +266,8 @@ class _Norm(Layer):
 
     def __init__(self, size: int, bias: bool, eps: float) -> None:
         positive(type(self).__name__, size=size)
+        if not eps > 0:
+            raise ValueError(f"{type(self).__name__}: expected an eps above 0, got {eps!r}")
         self.size, self.eps = size, eps
         self.gain = to_tensor(np.ones(size, np.float32))
         self.bias = to_tensor(np.zeros(size, np.float32)) if bias else None

@@ -69,10 +69,12 @@ class MeanSquaredError(Op):
         y_true = as_tensor(y_true, y_pred)
         if y_true.shape != y_pred.shape:
             raise ValueError(f"MeanSquaredError: expected two equal shapes, got {y_true.shape} and {y_pred.shape}")
+        if y_pred.size == 0:
+            raise ValueError(f"MeanSquaredError: expected at least one element, got shape {y_pred.shape}")
         check_device("MeanSquaredError", y_true.array, y_pred.array)
         difference = floating(y_pred.array) - floating(y_true.array)
         loss = (difference * difference).mean()
-        scale = 2 / max(1, difference.size)
+        scale = 2 / difference.size
         return record(
             loss,
             (y_true, y_pred),

@@ -27,6 +27,8 @@ class GPT(Layer):
     """
 
     def __init__(self, config: GPTConfig) -> None:
+        if not isinstance(config, GPTConfig):
+            raise TypeError(f"GPT: expected a GPTConfig, got {config!r}")
         self.config = config
         # one generator draws the weights and then every dropout mask, so a checkpoint has one to save
         self.generator = np.random.default_rng(config.seed)
@@ -64,9 +66,11 @@ class GPT(Layer):
             logits (B, T, V), or (T, V).
 
         Raises:
-            ValueError: too many tokens or none, ids outside the vocabulary.
+            ValueError: too many tokens or none, ids outside the vocabulary, not one cache for each block.
         """
         tokens = as_tensor(tokens)
+        if caches and len(caches) != len(self.blocks):
+            raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
         seen = caches[0].length if caches else 0
         window = self.config.context_window
         if tokens.ndim not in (1, 2) or not 0 < seen + tokens.shape[-1] <= window or tokens.size == 0:

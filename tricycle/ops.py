@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Number
+from numbers import Real
 from types import EllipsisType
 from typing import Any
 
@@ -75,6 +75,24 @@ def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
     return to_tensor(array, dtype=keep, requires_grad=False)
 
 
+def as_tensors(*xs: Operand) -> tuple[Tensor, ...]:
+    """Tensors as they are; anything else as a constant, in the dtype of the first Tensor."""
+    like = next((x for x in xs if isinstance(x, Tensor)), None)
+    return tuple(as_tensor(x, like) for x in xs)
+
+
+def common_kind(*arrays: Array) -> tuple[Array, ...]:
+    """Whole numbers take the dtype of the floats they meet (NumPy would make both float64)."""
+    floats = [a.dtype for a in arrays if a.dtype.kind not in "biu"]
+    return tuple(a.astype(floats[0]) if floats and a.dtype.kind in "biu" else a for a in arrays)
+
+
+def refusal(op: str, error: ValueError, *arrays: Array) -> ValueError:
+    """NumPy's complaint, with the op and the shapes that came."""
+    shapes = " and ".join(str(array.shape) for array in arrays)
+    return ValueError(f"{op}: shapes {shapes} {'do not broadcast' if 'broadcast' in str(error) else f'do not fit: {error}'}")
+
+
 def check_device(op: str, *arrays: Array) -> None:
     """Refuse arrays of different devices.
 
@@ -127,23 +145,23 @@ def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Cal
 
     def op(x: Operand, y: Operand) -> Tensor:
         if not isinstance(x, Tensor):
-            if isinstance(y, Tensor) and isinstance(x, Number):
+            if isinstance(y, Tensor) and isinstance(x, Real):
                 return with_number_left(_plain(x), y)
             x = as_tensor(x, y if isinstance(y, Tensor) else None)
         if not isinstance(y, Tensor):
-            if isinstance(y, Number):
+            if isinstance(y, Real):
                 return with_number_right(x, _plain(y))
             y = as_tensor(y, x)
         a, b = x.array, y.array
         if type(a) is not type(b):
             check_device(name, a, b)
         if a.dtype is not b.dtype:
-            a, b = _common_kind(a, b)
+            a, b = common_kind(a, b)
         xp = x.xp
         try:
             z = forward(xp, a, b)
-        except ValueError:
-            raise ValueError(f"{name}: shapes {x.shape} and {y.shape} do not broadcast") from None
+        except ValueError as error:
+            raise refusal(name, error, a, b) from None
         return record(
             z,
             (x, y),
@@ -178,15 +196,6 @@ def _plain(number: Any) -> Any:
 
 def _ready_for(array: Array, number: float) -> Array:
     return floating(array) if isinstance(number, float) else array
-
-
-def _common_kind(a: Array, b: Array) -> tuple[Array, Array]:
-    """Whole numbers take the dtype of the floats they meet (NumPy would make both float64)."""
-    if a.dtype.kind in "biu" and b.dtype.kind == "f":
-        return a.astype(b.dtype), b
-    if b.dtype.kind in "biu" and a.dtype.kind == "f":
-        return a, b.astype(a.dtype)
-    return a, b
 
 
 def _power_right(xp: Any, g: Array, x: Any, y: Any, z: Array) -> Array:
@@ -256,11 +265,13 @@ def comparison(name: str, compare: Callable) -> Callable[[Operand, Operand], Ten
 def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     """x where the condition holds, y elsewhere, with broadcasting."""
     chosen = as_tensor(condition).array
-    x = as_tensor(x, y if isinstance(y, Tensor) else None)
-    y = as_tensor(y, x)
+    x, y = as_tensors(x, y)
     xp = x.xp
     check_device("where", chosen, x.array, y.array)
-    z = xp.where(chosen, x.array, y.array)
+    try:
+        z = xp.where(chosen, *common_kind(x.array, y.array))
+    except ValueError as error:
+        raise refusal("where", error, chosen, x.array, y.array) from None
     return record(
         z,
         (x, y),
@@ -272,14 +283,23 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     )
 
 
+def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:
+    """The inputs of an op that joins them: as Tensors, as arrays of one kind, and their module."""
+    tensors = as_tensors(*tensors)
+    if not tensors:
+        raise ValueError(f"{op}: expected at least one Tensor, got none")
+    check_device(op, *(t.array for t in tensors))
+    return tensors, common_kind(*(t.array for t in tensors)), tensors[0].xp
+
+
 @register
 def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Tensors one after another along an axis that they have."""
-    tensors = tuple(as_tensor(t) for t in tensors)
-    if not tensors:
-        raise ValueError("concatenate: expected at least one Tensor, got none")
-    check_device("concatenate", *(t.array for t in tensors))
-    z = tensors[0].xp.concatenate([t.array for t in tensors], axis=axis)
+    tensors, arrays, xp = _joined("concatenate", tensors)
+    try:
+        z = xp.concatenate(arrays, axis=axis)
+    except ValueError as error:
+        raise refusal("concatenate", error, *arrays) from None
     back_fns, start = [], 0
     for t in tensors:
         index = (slice(None),) * (axis % z.ndim) + (slice(start, start + t.shape[axis]),)
@@ -291,24 +311,27 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 @register
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Tensors of one shape side by side along a new axis."""
-    tensors = tuple(as_tensor(t) for t in tensors)
-    if not tensors:
-        raise ValueError("stack: expected at least one Tensor, got none")
-    check_device("stack", *(t.array for t in tensors))
-    xp = tensors[0].xp
-    z = xp.stack([t.array for t in tensors], axis=axis)
+    tensors, arrays, xp = _joined("stack", tensors)
+    try:
+        z = xp.stack(arrays, axis=axis)
+    except ValueError as error:
+        raise refusal("stack", error, *arrays) from None
     back_fns = tuple(lambda grad, i=i: xp.take(grad.array, i, axis=axis) for i in range(len(tensors)))
     batched = any(t.is_batched for t in tensors) and axis % z.ndim != 0
     return record(z, tensors, back_fns, "stack", batched)
 
 
 # -------------------------------------------------------------------- reductions
-def _reduced_axes(x: Tensor, axis: Axis) -> tuple[int, ...]:
-    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+def _axes(op: str, x: Tensor, axis: Axis) -> tuple[int, ...]:
+    """The axes that `axis` names, counted from the front."""
+    axes = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
     for a in axes:
-        if not -x.ndim <= a < x.ndim:
-            raise ValueError(f"axis {a} is out of range for a Tensor of shape {x.shape}")
-    return tuple(a % x.ndim for a in axes)
+        if not -x.ndim <= operator.index(a) < x.ndim:
+            raise ValueError(f"{op}: axis {a} is out of range for a Tensor of shape {x.shape}")
+    axes = tuple(a % x.ndim for a in axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: expected each axis once, got {axis} for a Tensor of shape {x.shape}")
+    return axes
 
 
 def _kept(grad: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -320,7 +343,7 @@ def _kept(grad: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
 def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The sum over an axis, several, or all."""
     x = as_tensor(x)
-    axes, xp, shape = _reduced_axes(x, axis), x.xp, x.shape
+    axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
     y = x.array.sum(axis=axes, keepdims=keepdims)
     back_fn = lambda grad: xp.broadcast_to(_kept(grad.array, shape, axes), shape)  # noqa: E731
     return record(y, (x,), (back_fn,), "sum", x.is_batched and 0 not in axes)
@@ -330,7 +353,7 @@ def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """The mean over an axis, several, or all."""
     x = as_tensor(x)
-    axes, xp, shape = _reduced_axes(x, axis), x.xp, x.shape
+    axes, xp, shape = _axes("mean", x, axis), x.xp, x.shape
     count = math.prod(shape[a] for a in axes)
     if count == 0:
         raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
@@ -342,7 +365,9 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
     """max or min. Equal extremes share the gradient evenly."""
     x = as_tensor(x)
-    axes, array = _reduced_axes(x, axis), x.array
+    axes, array = _axes(name, x, axis), x.array
+    if 0 in [array.shape[a] for a in axes]:
+        raise ValueError(f"{name}: expected at least one element along axes {axes}, got shape {x.shape}")
     y = getattr(array, name)(axis=axes, keepdims=True)
 
     def back_fn(grad: Tensor) -> Array:
@@ -387,8 +412,8 @@ def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
 def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
     """The axes in another order; reversed if none is given."""
     x = as_tensor(x)
-    order = tuple(a % x.ndim for a in _flat(axes)) or tuple(reversed(range(x.ndim)))
-    if sorted(order) != list(range(x.ndim)):
+    order = _axes("transpose", x, _flat(axes)) or tuple(reversed(range(x.ndim)))
+    if len(order) != x.ndim:
         raise ValueError(f"transpose: expected an order of {x.ndim} axes, got {_flat(axes)} for shape {x.shape}")
     back = tuple(order.index(i) for i in range(x.ndim))
     batched = x.is_batched and order[:1] == (0,)
@@ -423,14 +448,14 @@ def getitem(x: Operand, index: Any) -> Tensor:
             xp.add.at(full, index, grad.array)  # an element taken twice gets both gradients
         return full
 
-    batched = x.is_batched and not isinstance(parts[0], (int, np.integer, type(None)))
+    batched = x.is_batched and not isinstance(next(iter(parts), ...), (int, np.integer, type(None)))
     return record(y, (x,), (back_fn,), "getitem", batched)
 
 
 def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
     """Equal parts along an axis."""
     x = as_tensor(x)
-    (axis,) = _reduced_axes(x, axis)
+    (axis,) = _axes("split", x, axis)
     if n_splits < 1 or x.shape[axis] % n_splits:
         raise ValueError(f"split: {n_splits} equal parts do not fit axis {axis} of shape {x.shape}")
     size = x.shape[axis] // n_splits

@@ -46,8 +46,8 @@ class Optimiser:
         self.decays = decays
         self.n_steps = 0
         self._step_is_open = False
-        # by identity: the parameter, how many updates it had, its moments
-        self._memory: dict[int, tuple[Tensor, int, dict[str, Array]]] = {}
+        # how many updates each parameter had, and its moments (a Tensor is a key by identity)
+        self._memory: dict[Tensor, tuple[int, dict[str, Array]]] = {}
 
     def step(self) -> None:
         """Open a step: count it and set the learning rate of the schedule. `update` opens one if none is open."""
@@ -63,14 +63,14 @@ class Optimiser:
         for name, parameter in named_parameters:
             if parameter.grad is not None and parameter.requires_grad:
                 n_updates, moments = self.memory_of(parameter)
-                self._memory[id(parameter)] = parameter, n_updates + 1, moments
+                self._memory[parameter] = n_updates + 1, moments
                 decay = self.weight_decay if self.decays(name, parameter) else 0.0
                 self._update_one(parameter.array, parameter.grad.array, moments, n_updates + 1, decay)
         self._step_is_open = False
 
     def memory_of(self, parameter: Tensor) -> tuple[int, dict[str, Array]]:
         """How many updates a parameter had, and its moments; fresh ones where there are none or it has moved."""
-        _, n_updates, moments = self._memory.get(id(parameter), (parameter, 0, {}))
+        n_updates, moments = self._memory.get(parameter, (0, {}))
         if not all(name in moments and type(moments[name]) is type(parameter.array) for name in self.moments):
             xp = parameter.xp
             moments = {
@@ -85,7 +85,7 @@ class Optimiser:
             if name not in moments or moments[name].shape != parameter.shape:
                 got = moments[name].shape if name in moments else "none"
                 raise ValueError(f"{type(self).__name__}: expected {name} moments of shape {parameter.shape}, got {got}")
-        self._memory[id(parameter)] = parameter, n_updates, moments
+        self._memory[parameter] = n_updates, moments
 
     def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
         raise NotImplementedError(f"{type(self).__name__} defines no update")
@@ -137,7 +137,7 @@ class AdamW(Optimiser):
         decays: Callable[[str, Tensor], bool] = decays,
     ) -> None:
         super().__init__(learning_rate, weight_decay, decays)
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"AdamW: expected two betas from 0 to below 1, got {betas!r}")
         if not eps > 0:
             raise ValueError(f"AdamW: expected an eps above 0, got {eps!r}")
@@ -160,7 +160,12 @@ def clip_gradients(model: Layer, max_norm: float) -> float:
 
     Returns:
         the norm before.
+
+    Raises:
+        ValueError: a `max_norm` that is not above 0.
     """
+    if not max_norm > 0:
+        raise ValueError(f"clip_gradients: expected a max_norm above 0, got {max_norm!r}")
     norm = gradient_norm(model)
     if math.isfinite(norm) and norm > max_norm:
         for parameter in model.parameters():

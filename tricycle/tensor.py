@@ -206,7 +206,7 @@ class Tensor:
         """
         if not self.requires_grad:
             raise RuntimeError("backward: this Tensor does not require a gradient, nor does anything it was made from")
-        order = _topological_order(self)
+        order = topological_order(self)
         sums = _GradientSums()
         sums.add(self, self.xp.ones_like(self.array))
         while order:  # popped, so that a node's array can go as soon as nothing needs it
@@ -217,9 +217,10 @@ class Tensor:
                     _accumulate(node, grad, sums)
                 continue
             if grad is not None:
+                incoming = Tensor(grad, False, node.is_batched)  # one for all args: shared_backward goes by identity
                 for arg, back_fn in zip(node.args, node.back_fns, strict=True):
                     if arg.requires_grad:
-                        sums.add(arg, back_fn(Tensor(grad, False, node.is_batched)))
+                        sums.add(arg, back_fn(incoming))
             if not retain_graph:
                 node.args, node.back_fns, node._freed = (), (), True
 
@@ -309,10 +310,11 @@ def to_tensor(
             raise ValueError("to_tensor: expected numbers in rows of equal length, got an uneven list") from None
     if isinstance(x, np.generic) or type(x) is not np.ndarray and isinstance(x, np.ndarray):
         x = np.asarray(x)  # scalars, memory maps and other subclasses become plain arrays
-    if x.dtype.kind not in "biuf" and x.dtype.name != "bfloat16":
-        raise TypeError(f"to_tensor: expected numbers, got dtype {x.dtype}")
     if dtype is None:
-        dtype = x.dtype if x.dtype.kind == "b" else np.float32
+        dtype = np.float32 if x.dtype.kind != "b" else bool
+    for found in (x.dtype, np.dtype(dtype)):
+        if found.kind not in "biuf" and found.name != "bfloat16":
+            raise TypeError(f"to_tensor: expected numbers, got dtype {found}")
     array = x.astype(dtype, copy=False)
     differentiable = array.dtype.kind not in "biu"
     return Tensor(array, requires_grad and differentiable, is_batched, name)
@@ -329,7 +331,7 @@ def _layout(prefix: str, array: np.ndarray, suffix: str) -> str:
     return prefix + text + suffix
 
 
-def _topological_order(root: Tensor) -> list[Tensor]:
+def topological_order(root: Tensor) -> list[Tensor]:
     """Every Tensor behind `root` that requires a gradient, each after all that it was made from.
 
     Iterative, for a chain of a hundred thousand operations is deeper than Python's stack.

@@ -120,7 +120,8 @@ def cross_entropy(logits: Array, labels: Array, weights: Array) -> tuple[Array, 
     largest = logits.max(axis=-1)
     log_total = largest + xp.log(xp.exp(logits - largest[:, None]).sum(axis=-1))
     picked = logits[xp.arange(len(labels)), labels]
-    return ((log_total - picked) * weights).sum(), log_total
+    # where, for a row that does not count may cost infinitely much, and 0 times that is not 0
+    return (xp.where(weights == 0, 0, log_total - picked) * weights).sum(), log_total
 
 
 def cross_entropy_backward(scale: Array, logits: Array, labels: Array, weights: Array, log_total: Array) -> Array:

@@ -1,0 +1,1 @@
+"""Timing against other libraries. Nothing here passes or fails."""

@@ -1,0 +1,16 @@
+"""The model shapes that every benchmark uses."""
+
+from __future__ import annotations
+
+from tricycle.configs import GPTConfig
+
+SHAPES = {
+    "tiny": GPTConfig(vocab_size=256, context_window=32, embedding_dim=32, n_heads=2, n_layers=2, batch_size=2),
+    "S": GPTConfig(
+        vocab_size=1024, context_window=256, embedding_dim=384, n_heads=6, n_layers=6, batch_size=16, tied=False
+    ),
+    "M": GPTConfig(
+        vocab_size=16_384, context_window=512, embedding_dim=512, n_heads=8, n_layers=8, batch_size=4, tied=False
+    ),
+    "L": GPTConfig(vocab_size=50_304, context_window=256, batch_size=2),
+}

@@ -1,0 +1,55 @@
+"""Training speed beside PyTorch: python -m benchmarks.train --shape S --peer torch
+
+Forward, loss, backward and AdamW on random tokens. The sides take turns, a step at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+from datetime import date
+
+from benchmarks.shapes import SHAPES
+from benchmarks.workers import SIDES, Worker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
+    parser.add_argument("--compile", action="store_true", help="add torch.compile as a third side")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    arguments = parser.parse_args()
+    names = ["tricycle"] + (["torch"] if arguments.peer == "torch" else []) + ["torch-compile"] * arguments.compile
+    assert set(names) <= set(SIDES)
+    config = SHAPES[arguments.shape]
+    workers = [Worker(name, arguments.shape, arguments.threads) for name in names]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    # memory is read before the matrix product below, which has nothing to do with training
+    for number in range(arguments.warmup + arguments.steps):
+        for worker in workers:
+            seconds = worker.ask("step")["seconds"]
+            if number >= arguments.warmup:
+                times[worker.side].append(seconds)
+    memory = {worker.side: worker.ask("memory") for worker in workers}
+    rates = {worker.side: worker.ask("matmul") for worker in workers}
+    print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+    for worker in workers:
+        print(f"  {worker.side}: {worker.ask('versions')}")
+        worker.close()
+    n_tokens = config.batch_size * config.context_window
+    speeds = {name: n_tokens / statistics.median(seconds) for name, seconds in times.items()}
+    print(f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
+          f"medians of {arguments.steps} steps in turn")
+    print(f"{'':<15}{'tokens/s':>10}{'ratio':>8}{'memory MB':>11}{'matmul GFLOP/s':>16}")
+    for name in names:
+        ratio = speeds["tricycle"] / speeds[name]
+        print(f"{name:<15}{speeds[name]:>10,.0f}{ratio:>8.2f}{memory[name]:>11,.0f}{rates[name]:>16,.0f}")
+
+
+if __name__ == "__main__":
+    main()

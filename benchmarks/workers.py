@@ -1,0 +1,209 @@
+"""Both sides of a comparison in processes of their own, which take turns.
+
+Each worker builds its model once, then makes steps when asked and tells how long they took. While one works
+the others wait for input, so none disturbs another and each one's peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shapes import SHAPES
+from tricycle.configs import GPTConfig
+
+# Some build machines pin OpenBLAS to old kernels; users' machines do not.
+PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+
+
+class Worker:
+    """A process that answers each line with one of JSON."""
+
+    def __init__(self, side: str, shape: str, threads: int) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in PINS}
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            environment[name] = str(threads)
+        self.side = side
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.workers", side, shape],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment,
+        )
+
+    def ask(self, command: str) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker of {self.side} ended with status {self.process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def batches(config: GPTConfig):
+    """The same random tokens for every side."""
+    generator = np.random.default_rng(0)
+    while True:
+        yield generator.integers(0, config.vocab_size, (2, config.batch_size, config.context_window))
+
+
+def tricycle_step(config: GPTConfig):
+    """Forward, loss, backward and AdamW through the public API."""
+    from tricycle.loss import CrossEntropy
+    from tricycle.models import GPT
+    from tricycle.optimisers import AdamW
+    from tricycle.tensor import to_tensor
+
+    model, loss_fn, data = GPT(config), CrossEntropy(), batches(config)
+    optimiser = AdamW(1e-4, weight_decay=0.1)
+
+    def step() -> float:
+        inputs, outputs = (to_tensor(ids, dtype=int) for ids in next(data))
+        loss = loss_fn(outputs, model(inputs))
+        loss.backward()
+        model.update(optimiser)
+        return float(loss)
+
+    return step
+
+
+def torch_step(config: GPTConfig, compiled: bool = False):
+    """The same model in PyTorch: scaled_dot_product_attention and fused AdamW."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)
+    width, n_heads = config.embedding_dim, config.n_heads
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            n_items, n_tokens, _ = x.shape
+            qkv = self.qkv(self.norms[0](x)).view(n_items, n_tokens, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).reshape(x.shape)
+            x = x + self.out(y)
+            return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(config.vocab_size, width)
+            self.places = nn.Embedding(config.context_window, width)
+            self.blocks = nn.Sequential(*(Block() for _ in range(config.n_layers)))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, config.vocab_size, bias=False)
+            if config.tied:
+                self.head.weight = self.tokens.weight
+
+        def forward(self, ids):
+            x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+            return self.head(self.norm(self.blocks(x)))
+
+    model: Any = Model()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    if compiled:
+        model = torch.compile(model)
+    data = batches(config)
+
+    def step() -> float:
+        inputs, outputs = (torch.from_numpy(ids) for ids in next(data))
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), outputs.flatten())
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+SIDES = {
+    "tricycle": tricycle_step,
+    "torch": torch_step,
+    "torch-compile": lambda config: torch_step(config, compiled=True),
+}
+
+
+def matmul_rate(side: str, n: int = 2048, repeats: int = 5) -> float:
+    """GFLOP/s of an n x n float32 product, the best of several."""
+    generator = np.random.default_rng(0)
+    a: Any = generator.standard_normal((n, n), dtype=np.float32)
+    if side.startswith("torch"):
+        import torch
+
+        a = torch.from_numpy(a)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / min(times) / 1e9
+
+
+def peak_memory_mb() -> float:
+    """The most memory this process has held, in MB (0 where the system does not tell)."""
+    try:
+        import resource
+    except ImportError:
+        return 0.0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def versions(side: str) -> str:
+    if side.startswith("torch"):
+        import torch
+
+        return f"PyTorch {torch.__version__}"
+    import tricycle
+
+    return f"Tricycle {tricycle.__version__}, NumPy {np.__version__}, {blas_kernels()}"
+
+
+def blas_kernels() -> str:
+    """Which kernels NumPy's BLAS chose for this processor."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return "BLAS unknown (pip install threadpoolctl tells)"
+    return ", ".join(
+        f"{pool['internal_api']} {pool.get('architecture', '')} {pool['num_threads']} threads"
+        for pool in threadpool_info()
+        if pool["user_api"] == "blas"
+    )
+
+
+def main() -> None:
+    side, shape = sys.argv[1:3]
+    step = SIDES[side](SHAPES[shape])
+    for line in sys.stdin:
+        command = line.strip()
+        if command == "step":
+            start = time.perf_counter()
+            loss = step()
+            answer: Any = {"seconds": time.perf_counter() - start, "loss": loss}
+        elif command == "matmul":
+            answer = matmul_rate(side)
+        elif command == "memory":
+            answer = peak_memory_mb()
+        else:
+            answer = versions(side)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Train a GPT on real text, from the first token to samples.
+
+Without arguments it trains for about ten minutes on the source code of Python's standard library, needs no
+network, and ends with the command that generates from the result. --help lists every setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import gzip
+import json
+import lzma
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tricycle import backend
+from tricycle.checkpoint import load_checkpoint
+from tricycle.configs import PRESETS, GPTConfig, LaptopConfig
+from tricycle.files import atomic_write
+from tricycle.flags import parse, run_main
+from tricycle.plot import plot_losses
+from tricycle.training import (
+    FINAL_OVERLAP,
+    HeldOut,
+    NonFiniteError,
+    Run,
+    TrainingState,
+    estimate,
+    evaluate,
+    new_state,
+    read_metrics,
+    resume_state,
+    show_sample,
+    train,
+)
+
+Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to train, on what, and where to leave it."""
+
+    preset: Literal["debug", "laptop", "shakespeare", "smol", "gpt2"] = "laptop"
+    """where the settings below start from; without it "smol" on a GPU, else "laptop" """
+    data: Data = "python"
+    """the text: Python's standard library, tiny Shakespeare, your own --files, or a streamed corpus"""
+    files: tuple[Path, ...] = ()
+    """your own text files or folders of them, for --data text"""
+    run_folder: Path | None = None
+    """where the run leaves its files; without it a new folder in runs/"""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """where to compute; "auto" takes a GPU if there is one"""
+    config: GPTConfig = field(default_factory=LaptopConfig)
+
+
+@dataclass(frozen=True)
+class ResumeArguments:
+    """Go on with a run where its last checkpoint stands; all settings are the run's own."""
+
+    resume: Path
+    """the run folder"""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """where to compute"""
+
+
+def main() -> int:
+    started = time.perf_counter()
+    if any(word.split("=")[0] == "--resume" for word in sys.argv[1:]):
+        resumed = parse(ResumeArguments, description="Resume a run.")
+        on_gpu = use_gpu(resumed.device)
+        return train_and_report(resumed.resume, on_gpu, started)
+    arguments = parse_arguments()
+    on_gpu = use_gpu(arguments.device)
+    if arguments.data == "text" and not arguments.files:
+        raise ValueError("expected --files with --data text, got none")
+    if arguments.data != "text" and arguments.files:
+        raise ValueError(f"expected --files only with --data text, got --data {arguments.data}")
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = arguments.run_folder or Path("runs") / f"{arguments.preset}-{arguments.data}-{stamp}"
+    if (folder / "last.safetensors").exists():
+        raise ValueError(f"{folder} holds a run already: continue it with --resume {folder}, or name another --run-folder")
+    description = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in {"config": arguments.config.to_dict(), "data": description}.items():
+        with atomic_write(folder / f"{name}.json", text=True) as file:
+            json.dump(content, file, indent=2)
+    return train_and_report(folder, on_gpu, started)
+
+
+def parse_arguments() -> Arguments:
+    """The preset is read first, for the other flags start from its values."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--preset", default="smol" if backend.gpu_available() else "laptop")
+    try:
+        preset = first.parse_known_args()[0].preset
+    except argparse.ArgumentError:
+        preset = "laptop"
+    if preset not in PRESETS:
+        preset = "laptop"  # parse below says what is wrong with it
+    config = PRESETS[preset]()
+    data: Data = "shakespeare" if preset == "shakespeare" else "python"
+    default = Arguments(preset=preset, data=data, config=config)  # type: ignore[arg-type]
+    return parse(Arguments, default, description=__doc__ or "")
+
+
+def use_gpu(device: str) -> bool:
+    problem = backend.gpu_problem() if device != "cpu" else None
+    if device == "gpu" and problem:
+        raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")
+    return device != "cpu" and problem is None
+
+
+def load_corpus(data: str, files: list[str], vocab_size: int, tokeniser: Any = None) -> Any:
+    """The corpus of a --data flag."""
+    if data == "python":
+        from tricycle_datasets.python_code import PythonCode
+
+        return PythonCode(vocab_size, tokeniser=tokeniser)
+    if data == "shakespeare":
+        from tricycle_datasets.shakespeare import Shakespeare
+
+        return Shakespeare(vocab_size, tokeniser=tokeniser)
+    if data == "text":
+        from tricycle_datasets.text import TextFiles
+
+        return TextFiles([Path(name) for name in files], vocab_size, tokeniser=tokeniser)
+    if data == "codeparrot":
+        from tricycle_datasets.codeparrot import CodeParrot
+
+        return CodeParrot(vocab_size, tokeniser=tokeniser)
+    from tricycle_datasets.fineweb import FineWeb
+
+    return FineWeb(vocab_size, tokeniser=tokeniser)
+
+
+def train_and_report(folder: Path, on_gpu: bool, started: float) -> int:
+    """Train the run that a folder describes, from its last checkpoint if it has one."""
+    last = folder / "last.safetensors"
+    config, description = read_run(folder)
+    print(f"data: {description['data']} (text is tokenised once and cached)")
+    tokeniser = load_checkpoint(last).tokeniser() if last.exists() else None
+    corpus = load_corpus(description["data"], description["files"], config.vocab_size, tokeniser)
+    tokeniser = corpus.tokeniser
+    if tokeniser.n_vocab > config.vocab_size:
+        raise ValueError(f"expected a tokeniser of at most {config.vocab_size} tokens, got {tokeniser.n_vocab}")
+    tokeniser.save(folder / "tokeniser.json")
+    held_out_bytes = corpus.validation_bytes
+    # the end of some other text stands before the first token, so that it too is predicted
+    held_out = HeldOut(np.concatenate([[tokeniser.end_of_text], corpus.validation]), len(held_out_bytes))
+    state = resume_state(last, corpus.train, on_gpu) if last.exists() else new_state(config, corpus.train, on_gpu)
+    place = "GPU" if on_gpu else "CPU"
+    print(
+        f"model: {state.model.n_parameters:,} parameters on the {place}; {len(corpus.train):,} training tokens, "
+        f"{len(held_out.tokens) - 1:,} held out ({len(held_out_bytes):,} bytes)"
+    )
+    run = Run(folder, tokeniser, held_out, say=say, stop=stop_on_signals(), spent=time.perf_counter() - started)
+    print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
+    try:
+        finished = train(state, run)
+    except NonFiniteError as error:
+        run.flush()
+        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower --max-learning-rate") from None
+    if not finished:
+        print(f"stopped after step {state.step}; everything is saved. Continue with\n  python train_smol_gpt.py --resume {folder}")
+        return 0
+    report(state, run, held_out_bytes, on_gpu)
+    return 0
+
+
+def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
+    """The config and the data that a run folder names."""
+    try:
+        config = GPTConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return config, json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder}: expected a run folder, it has no {Path(error.filename).name}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder}: expected JSON in config.json and data.json: {error}") from None
+
+
+def say(text: str) -> None:
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
+def stop_on_signals() -> Any:
+    """A function that says whether Ctrl-C or SIGTERM came. A second Ctrl-C interrupts at once."""
+    came: list[int] = []
+
+    def remember(number: int, frame: Any) -> None:
+        came.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nstopping after this step (Ctrl-C again to leave at once)", file=sys.stderr)
+
+    signal.signal(signal.SIGINT, remember)
+    signal.signal(signal.SIGTERM, remember)
+    return lambda: bool(came)
+
+
+def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool) -> None:
+    """The final figures, the loss curve, samples, and how to go on."""
+    config = state.config
+    if state.evaluated_step != state.step:
+        estimate(state, run)
+    checkpoint = load_checkpoint(run.best)
+    best_step = checkpoint.about["progress"]["step"]
+    model = checkpoint.model()
+    if on_gpu:
+        model.to_gpu()
+    stride = max(1, config.context_window // FINAL_OVERLAP)
+    print("measuring the best checkpoint on all held-out text ...")
+    loss, n_tokens = evaluate(model, run.held_out.tokens, config.batch_size, stride=stride)
+    bits = run.held_out.bits_per_byte(loss)
+    run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
+    run.flush()
+    others = compressed_bits(held_out_bytes)
+    bits_per_nat = run.held_out.bits_per_byte(1.0)
+    picture = run.folder / "loss.png"
+    plot_losses(read_metrics(run.metrics), picture, bits_per_nat, others, f"{state.model.n_parameters:,} parameters")
+    show_sample(state, run)
+    print(f"\n{state.step} steps, {state.seconds / 60:.1f} minutes of training; best checkpoint: step {best_step}")
+    print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({n_tokens:,} tokens, {len(held_out_bytes):,} bytes)")
+    print("bits a byte for the same held-out bytes:")
+    for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
+        print(f"  {name:<12}{value:6.3f}")
+    print(f"loss curve: {picture}")
+    print(f"generate with\n  python inference.py {run.folder}")
+
+
+def compressed_bits(content: bytes) -> dict[str, float]:
+    """Bits a byte of the usual compressors at their best settings."""
+    sizes = {
+        "gzip -9": len(gzip.compress(content, 9)),
+        "bz2 -9": len(bz2.compress(content, 9)),
+        "xz -9": len(lzma.compress(content, preset=9)),
+    }
+    return {name: 8 * size / max(1, len(content)) for name, size in sizes.items()}
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,216 @@
+"""Checkpoints: weights, moments and everything else that training is made of, in one safetensors file.
+
+The tensors are "model.<parameter>" and "optimiser.<moment>.<parameter>"; the rest is JSON in the file's
+metadata. One file, written whole or not at all, so a run can be cut off at any moment. Also here: reading a
+pickled model without trusting it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricycle.configs import GPTConfig
+from tricycle.dataset import CausalLMDataset
+from tricycle.files import atomic_write
+from tricycle.layers import Layer
+from tricycle.models import GPT
+from tricycle.ops import Op
+from tricycle.optimisers import Optimiser
+from tricycle.tensor import Tensor
+from tricycle.tokeniser import BPETokeniser
+
+FORMAT = 1
+PathLike = str | os.PathLike[str]
+
+
+def save_checkpoint(
+    path: PathLike,
+    model: GPT,
+    tokeniser: BPETokeniser | None = None,
+    optimiser: Optimiser | None = None,
+    dataset: CausalLMDataset | None = None,
+    progress: dict[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint. A file of that name is replaced only by a whole one.
+
+    Args:
+        tokeniser: goes along, so that the model can be used without its run.
+        optimiser, dataset, progress: what training needs to go on as if it had not stopped.
+
+    Raises:
+        ValueError: a weight is not finite; nothing is written then.
+    """
+    from safetensors.numpy import save
+
+    tensors = {f"model.{name}": array for name, array in model.state_dict().items()}
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"save_checkpoint: expected finite weights, {name} has NaN or infinity")
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "config": model.config.to_dict(),
+        "tokeniser": tokeniser.to_dict() if tokeniser is not None else None,
+        "generator": model.generator.bit_generator.state,
+        "progress": progress or {},
+    }
+    if optimiser is not None:
+        n_updates: dict[str, int] = {}
+        for name, parameter in model.named_parameters():
+            n_updates[name], moments = optimiser.memory_of(parameter)
+            for moment, array in moments.items():
+                tensors[f"optimiser.{moment}.{name}"] = Tensor(array).numpy()
+        about["optimiser"] = {"n_steps": optimiser.n_steps, "n_updates": n_updates}
+    if dataset is not None:
+        about["dataset"] = dataset.state()
+    content = save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, {"tricycle": json.dumps(about)})
+    with atomic_write(path) as file:
+        file.write(content)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint file holds.
+
+    Attributes:
+        tensors: by name, as this module's docstring says.
+        about: the JSON beside them.
+    """
+
+    path: Path
+    config: GPTConfig
+    tensors: dict[str, np.ndarray]
+    about: dict[str, Any]
+
+    def _group(self, prefix: str) -> dict[str, np.ndarray]:
+        return {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
+
+    def model(self) -> GPT:
+        """The model, its dropout generator where it stood."""
+        model = GPT(self.config)
+        with _blame(self.path):
+            model.load_state_dict(self._group("model."))
+            model.generator.bit_generator.state = self.about["generator"]
+        return model
+
+    def tokeniser(self) -> BPETokeniser | None:
+        """The tokeniser that went along, if one did."""
+        with _blame(self.path):
+            return BPETokeniser.from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
+
+    def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
+        """Put the optimiser and the dataset where they stood; returns the progress."""
+        with _blame(self.path):
+            about = self.about["optimiser"]
+            optimiser.n_steps = int(about["n_steps"])
+            for name, parameter in model.named_parameters():
+                moments = {}
+                for moment in optimiser.moments:
+                    array = self.tensors[f"optimiser.{moment}.{name}"]
+                    moments[moment] = parameter.xp.asarray(array)
+                optimiser.remember(parameter, int(about["n_updates"][name]), moments)
+            dataset.load_state(self.about["dataset"])
+            return dict(self.about["progress"])
+
+
+class _blame:
+    """Turn the errors of odd content into one that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, KeyError):
+            raise ValueError(f"{self.path}: the checkpoint lacks {error.args[0]!r}") from None
+        if isinstance(error, (ValueError, TypeError, AttributeError)):
+            raise ValueError(f"{self.path}: not a checkpoint that can be used: {error}") from None
+
+
+def load_checkpoint(path: PathLike) -> Checkpoint:
+    """Read a checkpoint. Nothing in the file is executed.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is cut off, damaged or no checkpoint of Tricycle.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected a checkpoint, there is no such file")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            text = (file.metadata() or {}).get("tricycle")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator here)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: expected a whole safetensors file: {error}") from None
+    if text is None:
+        raise ValueError(f"{path}: expected a checkpoint of Tricycle, got a safetensors file without its metadata")
+    with _blame(path):
+        about = json.loads(text)
+        if about["format"] != FORMAT:
+            raise ValueError(f"expected format {FORMAT}, got {about['format']!r}")
+        return Checkpoint(path, GPTConfig.from_dict(about["config"]), tensors, about)
+
+
+# -------------------------------------------------------------------- pickles
+# What NumPy needs to bring back arrays and generators, and nothing else of it (numpy.testing, numpy.f2py and
+# others could run commands).
+_NUMPY_NAMES = {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("numpy.random._pickle", "__generator_ctor"),
+    ("numpy.random._pickle", "__bit_generator_ctor"),
+    ("numpy.random._pcg64", "PCG64"),
+    ("numpy.random.bit_generator", "SeedSequence"),
+    ("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"),
+}
+
+
+class _ModelUnpickler(pickle.Unpickler):
+    """Admits this library's layers, ops, Tensors and configs, and NumPy's arrays and generators."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module.replace("numpy.core.", "numpy._core."), name) in _NUMPY_NAMES:
+            return super().find_class(module, name)
+        if module.startswith("tricycle.") and module in sys.modules:
+            found = getattr(sys.modules[module], name, None)
+            if isinstance(found, type) and issubclass(found, (Layer, Op, Tensor, GPTConfig)):
+                return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no model needs")
+
+
+def load_pickled_model(path: PathLike) -> GPT:
+    """A GPT from a pickle, through an allow-list: whatever else the file asks for is refused before it runs.
+
+    The model is built anew from its config and its weights, so nothing odd in the file stays alive.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no pickle of a GPT, a damaged one, or one that asks for something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected a pickled model, there is no such file")
+    try:
+        with path.open("rb") as file:
+            found = _ModelUnpickler(file).load()
+        if not isinstance(found, GPT):
+            raise TypeError(f"it holds a {type(found).__name__}")
+        model = GPT(GPTConfig.from_dict(found.config.to_dict()))
+        model.load_state_dict(found.from_gpu().state_dict())
+    except Exception as error:  # a crafted pickle can fail in any way
+        raise ValueError(f"{path}: expected a pickled Tricycle GPT: {error or type(error).__name__}") from None
+    return model

@@ -1,0 +1,69 @@
+"""Command lines from dataclasses, through tyro, with errors on one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:
+    """The dataclass that a command line describes. Prints one line and leaves with status 2 if it cannot be.
+
+    Args:
+        default: values of the flags that are not given.
+        args: the words of the command line; those of this program if None.
+    """
+    import tyro
+
+    args = sys.argv[1:] if args is None else args
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            settings = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+            known = {} if default is None else {"default": default}
+            return tyro.cli(kind, args=args, description=description, config=settings, **known)
+    except SystemExit as leaving:
+        if leaving.code not in (0, None):
+            print(f"{_program()}: {_one_line(complaint.getvalue())}", file=sys.stderr)
+        raise
+    except ValueError as error:  # a config refuses its values when it is made
+        fail(str(error), status=2)
+
+
+def fail(message: str, status: int = 1):
+    """Print one line and leave the program."""
+    print(f"{_program()}: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """Run a program. Errors that say what was wrong with the input become one line instead of a trace."""
+    try:
+        raise SystemExit(main())
+    except (ValueError, OSError, ArithmeticError, ImportError) as error:
+        fail(str(error))
+    except RuntimeError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted", status=130)
+
+
+def _program() -> str:
+    return sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1]
+
+
+def _one_line(box: str) -> str:
+    """The words of the first paragraph in the box that tyro draws."""
+    lines = [re.sub(r"^[│╭╰|]\s?|\s*[│╮╯|]$", "", line).strip() for line in box.splitlines()]
+    words = []
+    for line in lines[1:]:
+        if line.startswith(("─", "-----")) and words:
+            break
+        words.append(line.strip("─ "))
+    return " ".join(word for word in words if word)

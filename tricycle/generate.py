@@ -1,0 +1,125 @@
+"""Sampling text from a model, token by token, with cached keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tricycle.models import GPT
+from tricycle.tensor import no_grad, to_tensor
+
+
+def sample(
+    logits: np.ndarray,
+    generator: np.random.Generator,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> int:
+    """Draw a token.
+
+    Args:
+        logits: (V,).
+        temperature: divides the logits; 0 takes the largest.
+        top_k: draw among the k largest only; 0 for all.
+        top_p: draw among the fewest largest whose probabilities reach this sum (Holtzman et al. 2020).
+
+    Raises:
+        ValueError: settings out of range, or logits that are not finite.
+    """
+    check_sampling(temperature, top_k, top_p)
+    logits = logits.astype(np.float64)
+    if not np.isfinite(logits).all():
+        raise ValueError("sample: expected finite logits, got NaN or infinity: the model's weights are broken")
+    if temperature == 0:
+        return int(logits.argmax())
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    # the shift keeps a small temperature from overflowing
+    probabilities = np.exp((logits[order] - logits[order[0]]) / max(temperature, 1e-6))
+    probabilities /= probabilities.sum()
+    if top_p < 1:
+        n_kept = int(np.searchsorted(probabilities.cumsum(), top_p)) + 1
+        order, probabilities = order[:n_kept], probabilities[:n_kept] / probabilities[:n_kept].sum()
+    return int(order[generator.choice(len(probabilities), p=probabilities)])
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuse settings out of range.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if not 0 <= temperature < np.inf:
+        raise ValueError(f"expected temperature to be 0 or more, got {temperature!r}")
+    if top_k < 0:
+        raise ValueError(f"expected top_k to be 0 or more, got {top_k!r}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"expected top_p to be above 0 and at most 1, got {top_p!r}")
+
+
+def generate(
+    model: GPT,
+    prompt: Sequence[int] | np.ndarray,
+    n_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | np.random.Generator | None = 0,
+    stop_token: int | None = None,
+    n_vocab: int | None = None,
+) -> Iterator[int]:
+    """Continue a prompt; gives each token as soon as it is drawn.
+
+    Keys and values of tokens seen are cached. When the context window is full, its later half is read anew
+    and generation goes on from there.
+
+    Args:
+        prompt: token ids, at least one and at most the context window.
+        n_tokens: how many to draw at most.
+        stop_token: end after drawing this one.
+        n_vocab: draw only ids below this (a tokeniser may know fewer than the model).
+
+    Raises:
+        ValueError: an empty or too long prompt, ids outside the vocabulary, settings out of range.
+    """
+    check_sampling(temperature, top_k, top_p)
+    tokens = [int(token) for token in prompt]
+    window = model.config.context_window
+    if not 1 <= len(tokens) <= window:
+        raise ValueError(f"generate: expected a prompt of 1 to {window} tokens, got {len(tokens)}")
+    if n_tokens < 0:
+        raise ValueError(f"generate: expected n_tokens to be 0 or more, got {n_tokens}")
+    return _generate(model, tokens, n_tokens, temperature, top_k, top_p, np.random.default_rng(seed), stop_token, n_vocab)
+
+
+def _generate(
+    model: GPT, tokens: list[int], n_tokens: int, temperature: float, top_k: int, top_p: float,
+    generator: np.random.Generator, stop_token: int | None, n_vocab: int | None,
+) -> Iterator[int]:
+    window = model.config.context_window
+    caches, unread = model.new_caches(), tokens
+    for _ in range(n_tokens):
+        if caches[0].length + len(unread) > window:
+            caches, unread = model.new_caches(), tokens[-max(1, window // 2) :]
+        token = sample(next_logits(model, unread, caches)[:n_vocab], generator, temperature, top_k, top_p)
+        tokens.append(token)
+        unread = [token]
+        yield token
+        if token == stop_token:
+            return
+
+
+def next_logits(model: GPT, tokens: list[int], caches: list) -> np.ndarray:
+    """The logits (V,) after some more tokens, in host memory; dropout is off."""
+    was_training = model.training
+    model.eval()
+    try:
+        with no_grad():
+            ids = to_tensor(np.array([tokens]), dtype=int)
+            if model.token_embedding.weights.on_gpu:
+                ids.to_gpu()
+            return model(ids, caches).numpy()[0, -1]
+    finally:
+        if was_training:
+            model.train()

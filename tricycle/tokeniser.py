@@ -1,0 +1,452 @@
+"""Text to token ids and back: byte-level byte-pair encoding, trained from scratch.
+
+Sennrich, Haddow and Birch, "Neural Machine Translation of Rare Words with Subword Units" (2016), on
+bytes as in Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2.
+Training is ours; encoding runs in tiktoken's core, built on the merges that training found.
+"""
+
+from __future__ import annotations
+
+import codecs
+import heapq
+import json
+import os
+import re
+import reprlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tricycle.files import atomic_write
+
+if TYPE_CHECKING:
+    import tiktoken
+    from numpy.typing import ArrayLike
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Text is cut into pieces before anything is merged, and no merge crosses a piece. The classes are
+# spelt out, with no \w, \s or \p{L}, so that Python's `re` (training) and Rust's regex (encoding)
+# agree on every character whatever version of Unicode each was built with. There is no look-around
+# either: matching stays linear in Rust, even on a megabyte of spaces.
+_SPACE = r" \t\n\v\f\r"
+_LETTER = (
+    "A-Za-z\u00c0-\u167f\u1681-\u1fff\u2c00-\u2dff\u2e80-\u2fff\u3041-\ud7ff\uf900-\ufdff"
+    "\uff21-\uff3a\uff41-\uff5a\uff66-\uffdc\U00010000-\U0001efff\U00020000-\U0003ffff"
+)
+_PIECE = "|".join(
+    [
+        rf"[^\r\n0-9{_LETTER}]?[{_LETTER}]+",  # a word with the one sign before it: " the", "_name", "'ll"
+        r" ?[0-9]{1,3}",
+        rf" ?[^{_SPACE}0-9{_LETTER}]+[{_SPACE}]*",  # signs with what space follows: ", ", "):\n        "
+        rf"[{_SPACE}]+",
+    ]
+)
+# After a letter and before a space every pattern here starts a new piece, so a text may be cut there.
+_SAFE_CUT = re.compile(rf"(?<=[{_LETTER}])(?=[ \n])")
+_CHUNK = 2**18  # characters: bounds memory, and the depth that GPT-2's look-ahead may backtrack
+_NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what errors="surrogateescape" makes of such bytes
+_FORMAT = {"format": "tricycle-bpe", "version": 1}
+
+
+class BPETokeniser:
+    """Byte-level BPE: every byte string encodes, and decodes to itself.
+
+    Ids run through the 256 bytes, then the merges in the order learnt, then the special tokens. Before
+    `train` there are no merges, and text encodes as its bytes. Bytes that are not UTF-8 become one
+    token each.
+
+    Args:
+        vocab_size: ids in all, the 256 bytes and the special tokens included. A small text may teach
+            fewer merges than asked for: `n_vocab` counts the ids there are.
+        special_tokens: names of ids that stand for no text. Ordinary text that happens to contain
+            such a name is ordinary text, see `encode`.
+
+    Raises:
+        ValueError: a vocabulary too small for the bytes and the special tokens, or bad special tokens.
+    """
+
+    def __init__(self, vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> None:
+        names = [special_tokens] if isinstance(special_tokens, str) else list(special_tokens)
+        if not all(_is_text(name) for name in names) or len(set(names)) < len(names):
+            raise ValueError(
+                f"BPETokeniser: expected special_tokens to be distinct texts, none empty, got {reprlib.repr(names)}"
+            )
+        is_integer = isinstance(vocab_size, (int, np.integer)) and not isinstance(vocab_size, bool)
+        if not is_integer or not 256 + len(names) <= vocab_size <= 2**32:
+            raise ValueError(
+                f"BPETokeniser: expected vocab_size to be an integer from {256 + len(names)} (256 bytes and "
+                f"{len(names)} special tokens) to 2**32, got {reprlib.repr(vocab_size)}"
+            )
+        self.vocab_size = int(vocab_size)
+        self._special_names = names
+        self._set_tokens([bytes([value]) for value in range(256)], split="tricycle")
+
+    def _set_tokens(self, tokens: list[bytes], split: str) -> None:
+        self._split = split  # which pattern cuts text into pieces: "tricycle" or "gpt2"
+        self._ordinary = tokens
+        self.special_tokens = {name: len(tokens) + i for i, name in enumerate(self._special_names)}
+        self._tokens = tokens + [name.encode("utf-8") for name in self._special_names]
+        # the first 256 tokens are the single bytes in some order; this inverts it
+        self._byte_ids = np.argsort([token[0] for token in tokens[:256]])
+        self._encoding: tiktoken.Encoding | None = None
+
+    # sizes and single tokens
+
+    @property
+    def n_vocab(self) -> int:
+        """How many ids there are; never more than `vocab_size`."""
+        return len(self._tokens)
+
+    def __len__(self) -> int:
+        return self.n_vocab
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What `encode` returns: uint16 where every id below `vocab_size` fits, else uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that separates documents."""
+        if END_OF_TEXT not in self.special_tokens:
+            raise ValueError(f"BPETokeniser: expected {END_OF_TEXT!r} among the special tokens, got {self._special_names}")
+        return self.special_tokens[END_OF_TEXT]
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one id; a special token gives its name."""
+        return self.decode_bytes([token])
+
+    # training
+
+    def train(self, text: str | bytes | Iterable[str | bytes], progress: bool = True) -> BPETokeniser:
+        """Learn the merges from a text, or from many; what was learnt before is dropped.
+
+        The pair of neighbouring tokens that occurs most often becomes a token, again and again. Ties
+        go to the pair with the smaller ids, so equal texts give equal tokenisers. A pair that occurs
+        only once is never merged.
+
+        Returns:
+            The tokeniser itself.
+
+        Raises:
+            ValueError: no text at all.
+        """
+        texts = [text] if isinstance(text, (str, bytes, bytearray, memoryview)) else text
+        find_pieces = re.compile(_PIECE).findall
+        counts: Counter[str] = Counter()
+        for one in texts:
+            for run in _runs(one)[::2]:
+                for chunk in _chunks(run):
+                    counts.update(find_pieces(chunk))
+        if not counts:
+            raise ValueError("BPETokeniser.train: expected some UTF-8 text to learn from, got none")
+        tokens = [bytes([value]) for value in range(256)]
+        for left, right in _learn_merges(counts, self.vocab_size - 256 - len(self._special_names), progress):
+            tokens.append(tokens[left] + tokens[right])
+        self._set_tokens(tokens, split="tricycle")
+        return self
+
+    # encoding and decoding
+
+    def encode(self, text: str | bytes, allowed_special: bool = False) -> np.ndarray:
+        """Token ids of a text, shape (T,), of type `dtype` (unsigned: mind `ids - 1`).
+
+        Args:
+            text: a str, or any bytes. Lone surrogates in a str count as the bytes that Python's
+                "surrogatepass" gives them.
+            allowed_special: read the name of a special token as that token. Leave it False for text
+                that you did not write yourself.
+        """
+        parts = []
+        for i, run in enumerate(_runs(text)):
+            if i % 2:
+                parts.append(self._byte_ids[np.frombuffer(run.encode("utf-8", "surrogateescape"), np.uint8)])
+            elif allowed_special and self.special_tokens:
+                # longest first, should one name begin with another
+                names = sorted(map(re.escape, self.special_tokens), key=len, reverse=True)
+                for piece in re.split(f"({'|'.join(names)})", run):
+                    special = self.special_tokens.get(piece)
+                    parts.extend(self._encode_ordinary(piece) if special is None else [np.array([special])])
+            else:
+                parts.extend(self._encode_ordinary(run))
+        return np.concatenate(parts).astype(self.dtype) if parts else np.empty(0, self.dtype)
+
+    def _encode_ordinary(self, text: str) -> Iterator[np.ndarray]:
+        if self._encoding is None:
+            self._encoding = self._build_encoding()
+        for chunk in _chunks(text):
+            # the Encoding knows no special tokens, so it can find none
+            yield self._encoding.encode_to_numpy(chunk, disallowed_special=())
+
+    def _build_encoding(self) -> tiktoken.Encoding:
+        import tiktoken
+
+        if self._split == "gpt2":
+            from tiktoken_ext.openai_public import r50k_pat_str as pattern
+        else:
+            pattern = _PIECE
+        ranks = {token: rank for rank, token in enumerate(self._ordinary)}
+        return tiktoken.Encoding("tricycle", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+
+    def decode_bytes(self, ids: ArrayLike) -> bytes:
+        """The exact bytes that the ids stand for.
+
+        Raises:
+            ValueError: something that is not an integer, or an id outside the vocabulary.
+        """
+        flat = np.asarray(ids).ravel()
+        if flat.size == 0:
+            return b""
+        if flat.dtype.kind not in "iu":
+            raise ValueError(f"BPETokeniser.decode: expected integer ids, got {flat.dtype} {reprlib.repr(flat.tolist())}")
+        wrong = flat[(flat < 0) | (flat >= self.n_vocab)]
+        if wrong.size:
+            raise ValueError(f"BPETokeniser.decode: expected ids from 0 to {self.n_vocab - 1}, got {wrong[0]}")
+        return b"".join([self._tokens[token] for token in flat.tolist()])
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text that the ids stand for; bytes that are not UTF-8 show as U+FFFD.
+
+        Raises:
+            ValueError: as `decode_bytes`.
+        """
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    # saving
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything there is to know, as plain values that JSON can hold (tokens in Latin-1)."""
+        return {
+            **_FORMAT,
+            "vocab_size": self.vocab_size,
+            "split": self._split,
+            "special_tokens": list(self._special_names),
+            "tokens": [token.decode("latin-1") for token in self._ordinary],
+        }
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> BPETokeniser:
+        """The tokeniser that `to_dict` described.
+
+        Raises:
+            ValueError: anything that `to_dict` could not have made.
+        """
+        fields = {*_FORMAT, "vocab_size", "split", "special_tokens", "tokens"}
+        if not isinstance(state, dict) or set(state) != fields:
+            raise _refusal(f"the fields {sorted(fields)}", state)
+        for name, value in _FORMAT.items():
+            if type(state[name]) is not type(value) or state[name] != value:
+                raise _refusal(f"{name} {value!r}", state[name])
+        if state["split"] not in ("tricycle", "gpt2"):
+            raise _refusal("split 'tricycle' or 'gpt2'", state["split"])
+        if not isinstance(state["special_tokens"], list):
+            raise _refusal("special_tokens to be a list", state["special_tokens"])
+        tokeniser = cls(state["vocab_size"], state["special_tokens"])
+        texts = state["tokens"]
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise _refusal("tokens to be a list of texts, none empty", texts)
+        try:
+            tokens = [text.encode("latin-1") for text in texts]
+        except UnicodeEncodeError as error:
+            raise _refusal("tokens in Latin-1", error.object) from None
+        if len(set(tokens)) < len(tokens) or sorted(tokens[:256]) != [bytes([value]) for value in range(256)]:
+            raise _refusal("distinct tokens, the 256 bytes first", texts)
+        if len(tokens) + len(tokeniser._special_names) > tokeniser.vocab_size:
+            raise _refusal(f"at most {tokeniser.vocab_size} tokens", len(tokens) + len(tokeniser._special_names))
+        tokeniser._set_tokens(tokens, state["split"])
+        return tokeniser
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file, whole or not at all."""
+        with atomic_write(path, text=True) as file:
+            json.dump(self.to_dict(), file)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BPETokeniser:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: a file that `save` did not write.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: expected a saved tokeniser: {error}") from None
+
+    @classmethod
+    def gpt2(cls, path_folder: str | os.PathLike[str] | None = None) -> BPETokeniser:
+        """GPT-2's published vocabulary: 50,257 ids, those of tiktoken's "gpt2".
+
+        Args:
+            path_folder: a folder that holds `vocab.bpe`. By default it is found or downloaded as all
+                data is, see `tricycle_datasets.download.fetch`.
+
+        Raises:
+            ValueError: the file is not the published one.
+            OSError: there is no file, and it could not be downloaded.
+        """
+        from tricycle_datasets.download import check_hash, fetch
+
+        name, sha256 = "vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+        if path_folder is None:
+            url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+            path = fetch(name, url, sha256, folder="gpt2")
+        else:
+            path = Path(path_folder) / name
+            check_hash(path, sha256)
+        # GPT-2 writes each byte as one visible character: itself where that is visible, and the
+        # characters from U+0100 on for the others. Its ids list the visible bytes first.
+        visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        hidden = [value for value in range(256) if value not in visible]
+        as_byte = {chr(value): bytes([value]) for value in visible}
+        as_byte |= {chr(0x100 + i): bytes([value]) for i, value in enumerate(hidden)}
+        tokens = list(as_byte.values())
+        for merge in path.read_text(encoding="utf-8").splitlines()[1:]:
+            tokens.append(b"".join(as_byte[character] for character in merge.replace(" ", "")))
+        tokeniser = cls(vocab_size=len(tokens) + 1)
+        tokeniser._set_tokens(tokens, split="gpt2")
+        return tokeniser
+
+    # being an object
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, BPETokeniser) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # training changes it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_encoding": None}  # rebuilt when next needed
+
+    def __repr__(self) -> str:
+        return f"BPETokeniser(vocab_size={self.vocab_size}, n_vocab={self.n_vocab}, split={self._split!r})"
+
+
+class StreamDecoder:
+    """Decodes ids as they are generated, and holds a character back until all of its bytes are there.
+
+    `"".join([*map(decoder.push, ids), decoder.flush()])` equals `tokeniser.decode(ids)`.
+    """
+
+    def __init__(self, tokeniser: BPETokeniser) -> None:
+        self.tokeniser = tokeniser
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: ArrayLike) -> str:
+        """Take one id or several; return the characters that they complete, perhaps none."""
+        return self._decoder.decode(self.tokeniser.decode_bytes(ids))
+
+    def flush(self) -> str:
+        """End the text: what is still incomplete shows as U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _is_text(name: object) -> bool:
+    return isinstance(name, str) and name != "" and not any("\ud800" <= c <= "\udfff" for c in name)
+
+
+def _refusal(expected: str, got: object) -> ValueError:
+    return ValueError(f"BPETokeniser.from_dict: expected {expected}, got {reprlib.repr(got)}")
+
+
+def _runs(text: str | bytes) -> list[str]:
+    """Split into runs of valid UTF-8 (even places) and of bytes that are not (odd, surrogate-escaped)."""
+    if not isinstance(text, (str, bytes, bytearray, memoryview)):
+        raise ValueError(f"BPETokeniser: expected text as str or bytes, got {type(text).__name__}")
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
+    try:
+        return [raw.decode("utf-8")]
+    except UnicodeDecodeError:
+        return _NOT_UTF8.split(raw.decode("utf-8", "surrogateescape"))
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """Cut a long text between pieces; where no such place is near, anywhere."""
+    start = 0
+    while len(text) - start > _CHUNK:
+        cut = _SAFE_CUT.search(text, start + _CHUNK // 2, start + _CHUNK)
+        end = cut.start() if cut else start + _CHUNK
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def _learn_merges(counts: Counter[str], n_merges: int, progress: bool) -> list[tuple[int, int]]:
+    """The pairs of ids to merge, in order; pair i makes id 256 + i.
+
+    All different pieces lie one after the other in one line of symbols, each piece weighted by how
+    often it occurs. Merged symbols are linked out of the line, so a merge costs what the pair occurs,
+    not what the text is long, and only counts of neighbouring pairs change. The heap may hold counts
+    that have fallen since; those are put back with today's count when they surface.
+    """
+    from tqdm import tqdm
+
+    n_ids = 256 + n_merges  # a pair (a, b) is kept as the number a * n_ids + b
+    edge, merged_away = -1, -2  # no symbols: the ends of pieces, and right halves of merged pairs
+
+    # lay the pieces out with an edge before, between and after them
+    pieces = [piece.encode("utf-8") for piece in counts]
+    lengths = np.fromiter(map(len, pieces), np.int64)
+    piece_of = np.repeat(np.arange(len(pieces)), lengths)
+    places = np.arange(len(piece_of)) + piece_of + 1
+    line = np.full(len(piece_of) + len(pieces) + 1, edge, np.int64)
+    line[places] = np.frombuffer(b"".join(pieces), np.uint8)
+    weights = np.zeros_like(line)
+    weights[places] = np.fromiter(counts.values(), np.int64)[piece_of]
+
+    # count the pairs of bytes, and note where each begins, in ascending order
+    starts = np.flatnonzero((line[:-1] != edge) & (line[1:] != edge))
+    pairs = line[starts] * n_ids + line[starts + 1]
+    order = np.argsort(pairs, kind="stable")
+    different, first = np.unique(pairs[order], return_index=True)
+    keys, groups = different.tolist(), np.split(starts[order], first[1:])
+    # a text of one-byte pieces has no pairs; np.split gives one (empty) group even then
+    where = {pair: group.tolist() for pair, group in zip(keys, groups)}
+    count = {pair: int(weights[group].sum()) for pair, group in zip(keys, groups)}
+    heap = [(-times, pair) for pair, times in count.items()]
+    heapq.heapify(heap)
+
+    symbol, weight = line.tolist(), weights.tolist()  # single items of lists are read faster than of arrays
+    before, after = list(range(-1, len(symbol) - 1)), list(range(1, len(symbol) + 1))
+    merges: list[tuple[int, int]] = []
+    with tqdm(total=n_merges, desc="Training tokeniser", unit=" merges", disable=not progress) as bar:
+        while heap and len(merges) < n_merges:
+            times, pair = heapq.heappop(heap)
+            if count[pair] != -times:
+                if count[pair] > 1:
+                    heapq.heappush(heap, (-count[pair], pair))
+                continue
+            if times > -2:
+                break  # nothing is left that occurs twice
+            a, b = divmod(pair, n_ids)
+            new = 256 + len(merges)
+            merges.append((a, b))
+            bar.update()
+            new_count: defaultdict[int, int] = defaultdict(int)
+            new_where: defaultdict[int, list[int]] = defaultdict(list)
+            for i in where.pop(pair):
+                j = after[i]
+                if symbol[i] != a or symbol[j] != b:
+                    continue  # an earlier merge took one of them
+                left, right = before[i], after[j]
+                symbol[i], symbol[j] = new, merged_away
+                after[i], before[right] = right, i
+                if symbol[left] != edge:
+                    # where the left neighbour was itself just merged, (new, a) is one of the new pairs
+                    (new_count if symbol[left] == new else count)[symbol[left] * n_ids + a] -= weight[i]
+                    new_count[symbol[left] * n_ids + new] += weight[i]
+                    new_where[symbol[left] * n_ids + new].append(left)
+                if symbol[right] != edge:
+                    count[b * n_ids + symbol[right]] -= weight[i]
+                    new_count[new * n_ids + symbol[right]] += weight[i]
+                    new_where[new * n_ids + symbol[right]].append(i)
+            for pair, times in new_count.items():
+                count[pair] = times
+                if times > 1:
+                    where[pair] = new_where[pair]
+                    heapq.heappush(heap, (-times, pair))
+    return merges
