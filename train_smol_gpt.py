@@ -23,7 +23,7 @@ import numpy as np
 
 from tricycle import backend
 from tricycle.checkpoint import load_checkpoint
-from tricycle.configs import PRESETS, GPTConfig, LaptopConfig
+from tricycle.configs import PRESETS, GPTConfig
 from tricycle.files import atomic_write
 from tricycle.flags import parse, run_main
 from tricycle.plot import plot_losses
@@ -43,6 +43,8 @@ from tricycle.training import (
 )
 
 Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
+# How the samples at the end begin, besides those of a new text.
+PROMPTS = {"python": ("", "def ", "class "), "codeparrot": ("", "def ", "class ")}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Arguments:
     """where the run leaves its files; without it a new folder in runs/"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """where to compute; "auto" takes a GPU if there is one"""
-    config: GPTConfig = field(default_factory=LaptopConfig)
+    config: GPTConfig = field(default_factory=GPTConfig)
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,9 @@ def parse_arguments() -> Arguments:
         preset = "laptop"
     if preset not in PRESETS:
         preset = "laptop"  # parse below says what is wrong with it
-    config = PRESETS[preset]()
+    config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # its fields carry the help
     data: Data = "shakespeare" if preset == "shakespeare" else "python"
-    default = Arguments(preset=preset, data=data, config=config)  # type: ignore[arg-type]
+    default = Arguments(preset=preset, data=data, config=config)
     return parse(Arguments, default, description=__doc__ or "")
 
 
@@ -172,7 +174,7 @@ def train_and_report(folder: Path, on_gpu: bool, started: float) -> int:
     if not finished:
         print(f"stopped after step {state.step}; everything is saved. Continue with\n  python train_smol_gpt.py --resume {folder}")
         return 0
-    report(state, run, held_out_bytes, on_gpu)
+    report(state, run, held_out_bytes, on_gpu, description["data"])
     return 0
 
 
@@ -207,7 +209,7 @@ def stop_on_signals() -> Any:
     return lambda: bool(came)
 
 
-def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool) -> None:
+def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, data: str) -> None:
     """The final figures, the loss curve, samples, and how to go on."""
     config = state.config
     if state.evaluated_step != state.step:
@@ -227,7 +229,8 @@ def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool) 
     bits_per_nat = run.held_out.bits_per_byte(1.0)
     picture = run.folder / "loss.png"
     plot_losses(read_metrics(run.metrics), picture, bits_per_nat, others, f"{state.model.n_parameters:,} parameters")
-    show_sample(state, run)
+    for prompt in PROMPTS.get(data, ("",)):
+        show_sample(state, run, 250, prompt)
     print(f"\n{state.step} steps, {state.seconds / 60:.1f} minutes of training; best checkpoint: step {best_step}")
     print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({n_tokens:,} tokens, {len(held_out_bytes):,} bytes)")
     print("bits a byte for the same held-out bytes:")

@@ -127,7 +127,7 @@ def erf(x: Array) -> Array:
 def _erfc_polynomial() -> tuple[float, ...]:
     """Chebyshev coefficients of p on t in [1/4, 1], highest first."""
 
-    def p(node: np.ndarray) -> np.ndarray:
+    def p(node: Array) -> Array:
         t = 0.25 + 0.375 * (node + 1)
         x = 2 / t - 2
         return np.array([math.log(math.erfc(xi) / ti) + xi * xi for xi, ti in zip(x, t)])

@@ -1,13 +1,24 @@
 """Configurations: everything that decides a model and its training, checked when it is made.
 
-Every field is a flag of `train_smol_gpt.py`; the text under a field is the flag's help.
+Every field is a flag of `train_smol_gpt.py`; the comment behind a field is the flag's help.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+# What values fields may have: names, rule, the rule in words.
+RULES: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("vocab_size context_window embedding_dim n_heads n_layers", lambda v: v >= 1, "at least 1"),
+    ("batch_size accumulation_steps eval_interval eval_batches", lambda v: v >= 1, "at least 1"),
+    ("steps minutes warmup_steps sample_interval seed", lambda v: v >= 0, "0 or more"),
+    ("weight_decay max_gradient_norm min_learning_rate", lambda v: v >= 0, "0 or more"),
+    ("dropout beta1 beta2", lambda v: 0 <= v < 1, "from 0 to below 1"),
+    ("expansion_ratio max_learning_rate", lambda v: v > 0, "above 0"),
+]
 
 
 @dataclass(frozen=True)
@@ -15,83 +26,47 @@ class GPTConfig:
     """A GPT and how to train it. The defaults are GPT-2's (124M parameters)."""
 
     # ---- the model
-    vocab_size: int = 50_257
-    """how many tokens there are"""
-    context_window: int = 1024
-    """the most tokens the model sees at once"""
-    embedding_dim: int = 768
-    """width of the model, a multiple of n_heads"""
-    n_heads: int = 12
-    """attention heads a layer"""
-    n_layers: int = 12
-    """transformer blocks"""
-    expansion_ratio: float = 4.0
-    """width of an MLP's hidden layer over the model's"""
-    activation: Literal["gelu", "relu", "swish", "swiglu"] = "gelu"
-    """activation of the MLPs"""
-    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    """normalisation before each block and at the end"""
-    positions: Literal["learned", "rotary"] = "learned"
-    """how the model knows the order of tokens"""
-    bias: bool = True
-    """whether linear layers and norms have biases"""
-    tied: bool = True
-    """whether the output layer shares its weights with the token embedding"""
-    dropout: float = 0.0
-    """probability of dropping an element of the embedding and of each block's result"""
+    vocab_size: int = 50_257  # how many tokens there are
+    context_window: int = 1024  # the most tokens the model sees at once
+    embedding_dim: int = 768  # width of the model, a multiple of n_heads
+    n_heads: int = 12  # attention heads a layer
+    n_layers: int = 12  # transformer blocks
+    expansion_ratio: float = 4.0  # width of an MLP's hidden layer over the model's
+    activation: Literal["gelu", "relu", "swish", "swiglu"] = "gelu"  # activation of the MLPs
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # normalisation before each block and at the end
+    positions: Literal["learned", "rotary"] = "learned"  # how the model knows the order of tokens
+    bias: bool = True  # whether linear layers and norms have biases
+    tied: bool = True  # whether the output layer shares its weights with the token embedding
+    dropout: float = 0.0  # probability of dropping an element of the embedding and of each block's result
 
     # ---- training
-    batch_size: int = 12
-    """sequences in one forward and backward pass"""
-    accumulation_steps: int = 1
-    """passes whose gradients are averaged for one update"""
-    steps: int = 600_000
-    """updates; 0 leaves it to `minutes`"""
-    minutes: float = 0.0
-    """with steps = 0: the first updates are timed, and as many are made as take about so long"""
-    max_learning_rate: float = 6e-4
-    """learning rate after the warm-up"""
-    min_learning_rate: float = 6e-5
-    """learning rate at the end of the cosine"""
-    warmup_steps: int = 2000
-    """updates over which the learning rate rises from 0; at most a tenth of all"""
-    weight_decay: float = 0.1
-    """decoupled decay of the matrices (AdamW)"""
-    beta1: float = 0.9
-    """how much of the mean gradient AdamW keeps a step"""
-    beta2: float = 0.95
-    """how much of the mean squared gradient AdamW keeps a step"""
-    max_gradient_norm: float = 1.0
-    """gradients are scaled down to this common norm; 0 leaves them"""
-    eval_interval: int = 500
-    """updates between estimates of the held-out loss, with a checkpoint before each"""
-    eval_batches: int = 20
-    """batches of held-out text in such an estimate; the one at the end reads all of it"""
-    sample_interval: int = 2000
-    """updates between samples of generated text; 0 for none"""
-    seed: int = 0
-    """decides the first weights, the order of the data, dropout and the samples"""
+    batch_size: int = 12  # sequences in one forward and backward pass
+    accumulation_steps: int = 1  # passes whose gradients are averaged for one update
+    steps: int = 600_000  # the most updates to make; 0 leaves it to `minutes`
+    minutes: float = 0.0  # the most minutes to take, as the first updates are timed; 0 leaves it to `steps`
+    max_learning_rate: float = 6e-4  # learning rate after the warm-up
+    min_learning_rate: float = 6e-5  # learning rate at the end of the cosine
+    warmup_steps: int = 2000  # updates over which the learning rate rises from 0; at most a tenth of all
+    weight_decay: float = 0.1  # decoupled decay of the matrices (AdamW)
+    beta1: float = 0.9  # how much of the mean gradient AdamW keeps a step
+    beta2: float = 0.95  # how much of the mean squared gradient AdamW keeps a step
+    max_gradient_norm: float = 1.0  # gradients are scaled down to this common norm; 0 leaves them
+    eval_interval: int = 500  # updates between estimates of the held-out loss, with a checkpoint before each
+    eval_batches: int = 20  # batches of held-out text in such an estimate; the one at the end reads all of it
+    sample_interval: int = 2000  # updates between samples of generated text; 0 for none
+    seed: int = 0  # decides the first weights, the order of the data, dropout and the samples
 
     def __post_init__(self) -> None:
         self._check_types()
-        whole = "vocab_size context_window embedding_dim n_heads n_layers batch_size accumulation_steps eval_interval eval_batches"
-        for name in whole.split():
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in "steps minutes warmup_steps weight_decay max_gradient_norm sample_interval seed min_learning_rate".split():
-            self._require(name, getattr(self, name) >= 0, "0 or more")
-        for name in "dropout beta1 beta2".split():
-            self._require(name, 0 <= getattr(self, name) < 1, "from 0 to below 1")
-        for name in ("expansion_ratio", "max_learning_rate"):
-            self._require(name, getattr(self, name) > 0, "above 0")
-        self._require("n_heads", self.embedding_dim % self.n_heads == 0, f"a divisor of embedding_dim {self.embedding_dim}")
-        self._require(
-            "min_learning_rate",
-            self.min_learning_rate <= self.max_learning_rate,
-            f"at most max_learning_rate {self.max_learning_rate}",
-        )
+        for names, holds, rule in RULES:
+            for name in names.split():
+                self._require(name, holds(getattr(self, name)), rule)
+        width, most = self.embedding_dim, self.max_learning_rate
+        self._require("n_heads", width % self.n_heads == 0, f"a divisor of embedding_dim {width}")
+        self._require("min_learning_rate", self.min_learning_rate <= most, f"at most max_learning_rate {most}")
         self._require("steps", self.steps > 0 or self.minutes > 0, "above 0 where minutes is 0")
-        if self.positions == "rotary":
-            self._require("embedding_dim", self.embedding_dim // self.n_heads % 2 == 0, "even in each head for rotary positions")
+        even = self.positions != "rotary" or width // self.n_heads % 2 == 0
+        self._require("embedding_dim", even, "even in each head for rotary positions")
 
     def _require(self, field: str, holds: bool, rule: str) -> None:
         if not holds:
@@ -102,14 +77,14 @@ class GPTConfig:
         for field in fields(self):
             value, wanted = getattr(self, field.name), hints[field.name]
             if get_origin(wanted) is Literal:
-                self._require(field.name, value in get_args(wanted), f"one of {', '.join(get_args(wanted))}")
+                choices = get_args(wanted)
+                self._require(field.name, isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
             elif wanted is bool:
                 self._require(field.name, isinstance(value, bool), "True or False")
-            elif wanted is int:
-                self._require(field.name, isinstance(value, int) and not isinstance(value, bool), "a whole number")
             else:
-                number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                self._require(field.name, number and math.isfinite(value), "a finite number")
+                kinds = int if wanted is int else (int, float)
+                is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+                self._require(field.name, is_number, "a whole number" if wanted is int else "a finite number")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, as JSON can hold them."""

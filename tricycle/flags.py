@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
     try:
         with contextlib.redirect_stderr(complaint):
             settings = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-            known = {} if default is None else {"default": default}
+            known: Any = {} if default is None else {"default": default}
             return tyro.cli(kind, args=args, description=description, config=settings, **known)
     except SystemExit as leaving:
         if leaving.code not in (0, None):
@@ -36,7 +36,7 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
         fail(str(error), status=2)
 
 
-def fail(message: str, status: int = 1):
+def fail(message: str, status: int = 1) -> NoReturn:
     """Print one line and leave the program."""
     print(f"{_program()}: {message}", file=sys.stderr)
     raise SystemExit(status)
@@ -61,7 +61,7 @@ def _program() -> str:
 def _one_line(box: str) -> str:
     """The words of the first paragraph in the box that tyro draws."""
     lines = [re.sub(r"^[│╭╰|]\s?|\s*[│╮╯|]$", "", line).strip() for line in box.splitlines()]
-    words = []
+    words: list[str] = []
     for line in lines[1:]:
         if line.startswith(("─", "-----")) and words:
             break

@@ -141,7 +141,7 @@ class AdamW(Optimiser):
             raise ValueError(f"AdamW: expected two betas from 0 to below 1, got {betas!r}")
         if not eps > 0:
             raise ValueError(f"AdamW: expected an eps above 0, got {eps!r}")
-        self.betas, self.eps = tuple(betas), eps
+        self.betas, self.eps = (betas[0], betas[1]), eps
 
     def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
         first, second = moments["first"], moments["second"]
@@ -150,7 +150,7 @@ class AdamW(Optimiser):
 
 def gradient_norm(model: Layer) -> float:
     """The root of the sum of squares of all gradients, summed in float64."""
-    grads = [p.grad.array for p in model.parameters() if p.grad is not None]
+    grads: list[Array] = [p.grad.array for p in model.parameters() if p.grad is not None]
     # one small float per parameter comes to the host; the squares themselves are summed where they lie
     return math.sqrt(sum(float(g.ravel() @ g.ravel()) for g in grads))
 

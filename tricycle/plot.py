@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def plot_losses(
     if shown:
         axes.set_ylim(max(0, min(shown) * 0.92), float(np.quantile(shown, 0.995)) * 1.05)
     axes.set(xlabel="step", ylabel="bits a byte", title=title)
-    right = axes.secondary_yaxis("right", functions=(lambda bits: bits / bits_per_nat, lambda nats: nats * bits_per_nat))
+    right = axes.secondary_yaxis("right", functions=(_times(1 / bits_per_nat), _times(bits_per_nat)))
     right.set_ylabel("nats a token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -51,6 +51,10 @@ def plot_losses(
     figure.savefig(picture, format="png", dpi=130)
     with atomic_write(path) as file:
         file.write(picture.getvalue())
+
+
+def _times(factor: float) -> Callable[[Any], Any]:
+    return lambda value: value * factor
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:

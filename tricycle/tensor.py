@@ -66,7 +66,7 @@ class Tensor:
         back_fns: tuple[BackFn, ...] = (),
     ) -> None:
         # an operation on a 0-d array gives a NumPy scalar, which is no array
-        self.array = np.asarray(array) if isinstance(array, np.generic) else array
+        self.array: Array = np.asarray(array) if isinstance(array, np.generic) else array
         self.grad: Tensor | None = None
         self.args = args
         self.back_fns = back_fns
@@ -323,7 +323,7 @@ def to_tensor(
 def _layout(prefix: str, array: np.ndarray, suffix: str) -> str:
     """NumPy's text of an array, rows joined by ", " where all of it fits on one line."""
     if array.ndim == 0:
-        return f"{prefix}{array}{suffix}"
+        return f"{prefix}{array!s}{suffix}"  # !s: format() would go through a Python float
     text = np.array2string(array, prefix=prefix)
     joined = re.sub(r"\]\s*\n\s*\[", "], [", text)
     if "\n" not in joined and len(joined) <= np.get_printoptions()["linewidth"]:

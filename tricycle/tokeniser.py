@@ -48,6 +48,7 @@ _PIECE = "|".join(
 # After a letter and before a space every pattern here starts a new piece, so a text may be cut there.
 _SAFE_CUT = re.compile(rf"(?<=[{_LETTER}])(?=[ \n])")
 _CHUNK = 2**18  # characters: bounds memory, and the depth that GPT-2's look-ahead may backtrack
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what errors="surrogateescape" makes of such bytes
 _FORMAT = {"format": "tricycle-bpe", "version": 1}
 
@@ -71,16 +72,12 @@ class BPETokeniser:
 
     def __init__(self, vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> None:
         names = [special_tokens] if isinstance(special_tokens, str) else list(special_tokens)
-        if not all(_is_text(name) for name in names) or len(set(names)) < len(names):
-            raise ValueError(
-                f"BPETokeniser: expected special_tokens to be distinct texts, none empty, got {reprlib.repr(names)}"
-            )
-        is_integer = isinstance(vocab_size, (int, np.integer)) and not isinstance(vocab_size, bool)
-        if not is_integer or not 256 + len(names) <= vocab_size <= 2**32:
-            raise ValueError(
-                f"BPETokeniser: expected vocab_size to be an integer from {256 + len(names)} (256 bytes and "
-                f"{len(names)} special tokens) to 2**32, got {reprlib.repr(vocab_size)}"
-            )
+        sound = all(isinstance(name, str) and name and not _SURROGATE.search(name) for name in names)
+        _expect(sound and len(set(names)) == len(names), "special_tokens to be distinct texts, none empty", names)
+        at_least = 256 + len(names)
+        sound = isinstance(vocab_size, (int, np.integer)) and not isinstance(vocab_size, bool)
+        what = f"vocab_size from {at_least} (256 bytes, {len(names)} special tokens) to 2**32"
+        _expect(sound and at_least <= vocab_size <= 2**32, what, vocab_size)
         self.vocab_size = int(vocab_size)
         self._special_names = names
         self._set_tokens([bytes([value]) for value in range(256)], split="tricycle")
@@ -112,8 +109,7 @@ class BPETokeniser:
     @property
     def end_of_text(self) -> int:
         """The id that separates documents."""
-        if END_OF_TEXT not in self.special_tokens:
-            raise ValueError(f"BPETokeniser: expected {END_OF_TEXT!r} among the special tokens, got {self._special_names}")
+        _expect(END_OF_TEXT in self.special_tokens, f"{END_OF_TEXT} among the special tokens", self._special_names)
         return self.special_tokens[END_OF_TEXT]
 
     def token_bytes(self, token: int) -> bytes:
@@ -135,15 +131,14 @@ class BPETokeniser:
         Raises:
             ValueError: no text at all.
         """
-        texts = [text] if isinstance(text, (str, bytes, bytearray, memoryview)) else text
+        texts = [text] if isinstance(text, (str, bytes, bytearray)) else text
         find_pieces = re.compile(_PIECE).findall
         counts: Counter[str] = Counter()
         for one in texts:
             for run in _runs(one)[::2]:
                 for chunk in _chunks(run):
                     counts.update(find_pieces(chunk))
-        if not counts:
-            raise ValueError("BPETokeniser.train: expected some UTF-8 text to learn from, got none")
+        _expect(bool(counts), "UTF-8 text to train on", "none")
         tokens = [bytes([value]) for value in range(256)]
         for left, right in _learn_merges(counts, self.vocab_size - 256 - len(self._special_names), progress):
             tokens.append(tokens[left] + tokens[right])
@@ -161,26 +156,22 @@ class BPETokeniser:
             allowed_special: read the name of a special token as that token. Leave it False for text
                 that you did not write yourself.
         """
-        parts = []
+        if self._encoding is None:
+            self._encoding = self._build_encoding()
+        special = self.special_tokens if allowed_special else {}
+        # longest first, should one name begin with another
+        names = "|".join(sorted(map(re.escape, special), key=len, reverse=True))
+        parts = [np.empty(0, self.dtype)]
         for i, run in enumerate(_runs(text)):
             if i % 2:
                 parts.append(self._byte_ids[np.frombuffer(run.encode("utf-8", "surrogateescape"), np.uint8)])
-            elif allowed_special and self.special_tokens:
-                # longest first, should one name begin with another
-                names = sorted(map(re.escape, self.special_tokens), key=len, reverse=True)
-                for piece in re.split(f"({'|'.join(names)})", run):
-                    special = self.special_tokens.get(piece)
-                    parts.extend(self._encode_ordinary(piece) if special is None else [np.array([special])])
-            else:
-                parts.extend(self._encode_ordinary(run))
-        return np.concatenate(parts).astype(self.dtype) if parts else np.empty(0, self.dtype)
-
-    def _encode_ordinary(self, text: str) -> Iterator[np.ndarray]:
-        if self._encoding is None:
-            self._encoding = self._build_encoding()
-        for chunk in _chunks(text):
-            # the Encoding knows no special tokens, so it can find none
-            yield self._encoding.encode_to_numpy(chunk, disallowed_special=())
+                continue
+            for piece in re.split(f"({names})", run) if special else [run]:
+                if piece in special:
+                    parts.append(np.array([special[piece]]))
+                else:  # the Encoding knows no special tokens, so it can find none
+                    parts += [self._encoding.encode_to_numpy(c, disallowed_special=()) for c in _chunks(piece)]
+        return np.concatenate(parts, dtype=self.dtype, casting="unsafe")
 
     def _build_encoding(self) -> tiktoken.Encoding:
         import tiktoken
@@ -201,11 +192,9 @@ class BPETokeniser:
         flat = np.asarray(ids).ravel()
         if flat.size == 0:
             return b""
-        if flat.dtype.kind not in "iu":
-            raise ValueError(f"BPETokeniser.decode: expected integer ids, got {flat.dtype} {reprlib.repr(flat.tolist())}")
+        _expect(flat.dtype.kind in "iu", "integer ids", flat[:4].tolist())
         wrong = flat[(flat < 0) | (flat >= self.n_vocab)]
-        if wrong.size:
-            raise ValueError(f"BPETokeniser.decode: expected ids from 0 to {self.n_vocab - 1}, got {wrong[0]}")
+        _expect(wrong.size == 0, f"ids from 0 to {self.n_vocab - 1}", wrong[:1].tolist())
         return b"".join([self._tokens[token] for token in flat.tolist()])
 
     def decode(self, ids: ArrayLike) -> str:
@@ -236,27 +225,20 @@ class BPETokeniser:
             ValueError: anything that `to_dict` could not have made.
         """
         fields = {*_FORMAT, "vocab_size", "split", "special_tokens", "tokens"}
-        if not isinstance(state, dict) or set(state) != fields:
-            raise _refusal(f"the fields {sorted(fields)}", state)
+        _expect(isinstance(state, dict) and set(state) == fields, f"a dict of {', '.join(sorted(fields))}", state)
         for name, value in _FORMAT.items():
-            if type(state[name]) is not type(value) or state[name] != value:
-                raise _refusal(f"{name} {value!r}", state[name])
-        if state["split"] not in ("tricycle", "gpt2"):
-            raise _refusal("split 'tricycle' or 'gpt2'", state["split"])
-        if not isinstance(state["special_tokens"], list):
-            raise _refusal("special_tokens to be a list", state["special_tokens"])
+            _expect(state[name] == value, f"{name} {value}", state[name])
+        _expect(state["split"] in ("tricycle", "gpt2"), "split tricycle or gpt2", state["split"])
+        _expect(isinstance(state["special_tokens"], list), "special_tokens to be a list", state["special_tokens"])
         tokeniser = cls(state["vocab_size"], state["special_tokens"])
         texts = state["tokens"]
-        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            raise _refusal("tokens to be a list of texts, none empty", texts)
-        try:
-            tokens = [text.encode("latin-1") for text in texts]
-        except UnicodeEncodeError as error:
-            raise _refusal("tokens in Latin-1", error.object) from None
-        if len(set(tokens)) < len(tokens) or sorted(tokens[:256]) != [bytes([value]) for value in range(256)]:
-            raise _refusal("distinct tokens, the 256 bytes first", texts)
-        if len(tokens) + len(tokeniser._special_names) > tokeniser.vocab_size:
-            raise _refusal(f"at most {tokeniser.vocab_size} tokens", len(tokens) + len(tokeniser._special_names))
+        sound = isinstance(texts, list) and all(isinstance(t, str) and t and max(t) <= "\xff" for t in texts)
+        _expect(sound, "tokens to be a list of Latin-1 texts, none empty", texts)
+        _expect(sorted(texts[:256]) == [chr(value) for value in range(256)], "the 256 bytes as the first tokens", texts)
+        _expect(len(set(texts)) == len(texts), "tokens to be distinct", texts)
+        n_vocab = len(texts) + len(tokeniser.special_tokens)
+        _expect(n_vocab <= tokeniser.vocab_size, f"at most vocab_size {tokeniser.vocab_size} ids", n_vocab)
+        tokens = [text.encode("latin-1") for text in texts]
         tokeniser._set_tokens(tokens, state["split"])
         return tokeniser
 
@@ -316,8 +298,6 @@ class BPETokeniser:
     def __eq__(self, other: object) -> bool:
         return self.to_dict() == other.to_dict() if isinstance(other, BPETokeniser) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # training changes it
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_encoding": None}  # rebuilt when next needed
 
@@ -344,18 +324,14 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def _is_text(name: object) -> bool:
-    return isinstance(name, str) and name != "" and not any("\ud800" <= c <= "\udfff" for c in name)
-
-
-def _refusal(expected: str, got: object) -> ValueError:
-    return ValueError(f"BPETokeniser.from_dict: expected {expected}, got {reprlib.repr(got)}")
+def _expect(ok: bool, what: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"BPETokeniser: expected {what}, got {reprlib.repr(got)}")
 
 
 def _runs(text: str | bytes) -> list[str]:
     """Split into runs of valid UTF-8 (even places) and of bytes that are not (odd, surrogate-escaped)."""
-    if not isinstance(text, (str, bytes, bytearray, memoryview)):
-        raise ValueError(f"BPETokeniser: expected text as str or bytes, got {type(text).__name__}")
+    _expect(isinstance(text, (str, bytes, bytearray)), "text as str or bytes", text)
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text)
     try:
         return [raw.decode("utf-8")]

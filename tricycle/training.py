@@ -388,11 +388,13 @@ def estimate(state: TrainingState, run: Run) -> float:
 
 def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
     """Print some generated text and add it to samples.txt."""
-    ids = list(run.tokeniser.encode(prompt)) or [run.tokeniser.end_of_text]
+    end = run.tokeniser.end_of_text
+    ids = list(run.tokeniser.encode(prompt)) or [end]
     seed = np.random.default_rng((state.config.seed, state.step))
-    drawn = generate(state.model, ids, n_tokens, 0.8, top_p=0.95, seed=seed, n_vocab=run.tokeniser.n_vocab)
-    text = prompt + run.tokeniser.decode(list(drawn))
+    drawn = generate(state.model, ids, n_tokens, 0.8, top_p=0.95, seed=seed, stop_token=end, n_vocab=run.tokeniser.n_vocab)
+    text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
+    title = f"--- sample at step {state.step}"
     with (run.folder / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:
-        file.write(f"--- step {state.step}\n{text}\n")
-    run.say(f"--- sample at step {state.step}\n{text}\n---")
+        file.write(f"{title}\n{text}\n")
+    run.say(f"{title}\n{text}\n---")
     return text

@@ -1,0 +1,280 @@
+"""What all corpora share: a tokeniser, token ids on disk, and text held out for validation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from tricycle.tokeniser import BPETokeniser
+from tricycle_datasets.download import cache_folder, file_sha256
+
+Document = tuple[bytes, bool]  # a text, and whether it is held out
+
+DEFAULT_VOCAB_SIZE = 1024
+SAMPLE_BYTES = 2**24  # at most so much of the training text teaches the tokeniser
+_BLOCK = 2**16  # a larger training text is sampled in blocks of so many bytes, evenly
+_FORMAT = 1  # of the cache: to be raised whenever the same corpus would give other files
+_FILES = ("tokeniser.json", "train.npy", "validation.npy", "validation.bin")
+
+
+class Corpus:
+    """Token ids of a collection of documents, ready for `CausalLMDataset`.
+
+    `len(corpus)`, `corpus[i]`, `corpus[a:b]` and `np.asarray(corpus)` give the training tokens.
+    Documents are separated by the end-of-text token. Everything is computed once, one document at a
+    time, and kept under `cache_folder()`; what is there already is used only if it is undamaged and
+    was made from the same texts with the same settings.
+
+    Attributes:
+        tokeniser: given, or trained on the training documents.
+        train: token ids, shape (n_train,), a read-only memory map.
+        validation: token ids of the held-out documents, shape (n_validation,), likewise.
+        validation_bytes: the held-out texts one after the other: the bytes of "bits a byte".
+        vocab_size: the tokeniser's.
+
+    Args:
+        name: what the cache folder's name begins with.
+        documents: called for a new pass over all documents, which must be the same each time.
+        vocab_size: of the tokeniser to be trained (default 1,024).
+        tokeniser: one to use instead.
+        fingerprint: says which documents these are, where reading them all to find out is too dear.
+        progress: show progress bars.
+
+    Raises:
+        ValueError: nothing to train on, nothing held out, or a vocab_size that is not the tokeniser's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documents: Callable[[], Iterable[Document]],
+        vocab_size: int | None = None,
+        tokeniser: BPETokeniser | None = None,
+        *,
+        fingerprint: str | None = None,
+        progress: bool = True,
+    ) -> None:
+        if tokeniser is not None and vocab_size not in (None, tokeniser.vocab_size):
+            raise ValueError(f"{name}: expected vocab_size {tokeniser.vocab_size}, the tokeniser's, got {vocab_size}")
+        self.name, self._documents, self._progress = name, documents, progress
+        self._given = tokeniser
+        untrained = BPETokeniser(DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size)
+        self._n_train_bytes = 0  # unknown where nobody counts
+        if fingerprint is None:
+            fingerprint = self._survey()
+        settings = (tokeniser or untrained).to_dict()
+        key = json.dumps([_FORMAT, fingerprint, settings, tokeniser is not None, SAMPLE_BYTES, _BLOCK])
+        folder = cache_folder() / "corpora" / f"{name}-{hashlib.sha256(key.encode('utf-8')).hexdigest()[:20]}"
+        if not _intact(folder):
+            self._build(folder, untrained)
+        self.tokeniser = BPETokeniser.load(folder / "tokeniser.json")
+        self.train = np.load(folder / "train.npy", mmap_mode="r", allow_pickle=False)
+        self.validation = np.load(folder / "validation.npy", mmap_mode="r", allow_pickle=False)
+        self._validation_file = folder / "validation.bin"
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokeniser.vocab_size
+
+    @cached_property
+    def validation_bytes(self) -> bytes:
+        return self._validation_file.read_bytes()
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.train[index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.train, dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(vocab_size={self.vocab_size}, {len(self.train):,} training and "
+            f"{len(self.validation):,} held-out tokens)"
+        )
+
+    def _survey(self) -> str:
+        """Read all documents once: count the training bytes, return a hash of everything."""
+        digest = hashlib.sha256()
+        for text, held_out in self._documents():
+            digest.update(f"{len(text)} {held_out} ".encode())
+            digest.update(text)
+            self._n_train_bytes += 0 if held_out else len(text)
+        return digest.hexdigest()
+
+    def _build(self, folder: Path, untrained: BPETokeniser) -> None:
+        """Write the files of the cache beside their places, then move them there.
+
+        The same documents and settings give the same bytes, so it does no harm when two processes do
+        this at once. The hashes come last: without them the other files are as good as absent.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as temporary:
+            self._write(Path(temporary), self._given or untrained.train(self._sample(), self._progress))
+            hashes = json.dumps({name: file_sha256(Path(temporary, name)) for name in _FILES})
+            Path(temporary, "hashes.json").write_text(hashes, encoding="utf-8")
+            try:
+                for name in (*_FILES, "hashes.json"):
+                    os.replace(Path(temporary, name), folder / name)
+            except PermissionError:  # Windows, when another process was faster and has them open
+                if not _intact(folder):
+                    raise
+
+    def _sample(self) -> Iterator[bytes]:
+        """Training text for the tokeniser, at most SAMPLE_BYTES of it, from all over where that is known."""
+        everything = not self._n_train_bytes or self._n_train_bytes <= SAMPLE_BYTES
+        seen = taken = 0
+        for text, held_out in self._documents():
+            if held_out:
+                continue
+            size = max(1, len(text)) if everything else _BLOCK
+            for start in range(0, len(text), size):
+                block = text[start : start + size]
+                seen += len(block)
+                budget = SAMPLE_BYTES if everything else SAMPLE_BYTES * seen // self._n_train_bytes
+                if taken < budget:
+                    yield block[: budget - taken]
+                    taken += min(len(block), budget - taken)
+            if taken == SAMPLE_BYTES:
+                return
+
+    def _write(self, folder: Path, tokeniser: BPETokeniser) -> None:
+        from tqdm import tqdm
+
+        tokeniser.save(folder / "tokeniser.json")
+        with (
+            open(folder / "train.npy", "wb") as train_file,
+            open(folder / "validation.npy", "wb") as validation_file,
+            open(folder / "validation.bin", "wb") as raw,
+            tqdm(desc=f"Encoding {self.name}", unit="B", unit_scale=True, disable=not self._progress) as bar,
+        ):
+            train, validation = _TokenWriter(train_file, tokeniser), _TokenWriter(validation_file, tokeniser)
+            for text, held_out in self._documents():
+                if not text:
+                    continue
+                (validation if held_out else train).add(text)
+                if held_out:
+                    raw.write(text)
+                bar.update(len(text))
+            for writer, purpose in ((train, "to train on"), (validation, "held out for validation")):
+                if writer.n_tokens == 0:
+                    raise ValueError(f"{self.name}: expected some text {purpose}, got none")
+                writer.finish()
+
+
+class HubCorpus(Corpus):
+    """A corpus that is streamed from the Hugging Face hub and tokenised straight to disk.
+
+    Every 20th document is held out, as long as the held-out ones stay within `held_out_bytes`. The
+    first documents teach the tokeniser. Needs `pip install "tricycle-gpt[datasets]"`.
+
+    Args:
+        vocab_size, tokeniser, progress: see `Corpus`.
+        max_bytes: stop before the document that would exceed this many bytes of text.
+        n_documents: stop after so many documents (default: no such limit).
+        revision: of the dataset. A branch may change on the hub without the cache's noticing; name a
+            commit to pin it.
+        held_out_bytes: the most that is held out.
+
+    Raises:
+        ImportError: Hugging Face `datasets` is not installed.
+        ValueError: a limit that is not a positive integer, or see `Corpus`.
+    """
+
+    hub_path: str
+    hub_config: str | None = None
+    text_field: str = "text"
+
+    def __init__(
+        self,
+        vocab_size: int | None = None,
+        tokeniser: BPETokeniser | None = None,
+        *,
+        max_bytes: int = 10**9,
+        n_documents: int | None = None,
+        revision: str = "main",
+        held_out_bytes: int = 4 * 10**6,
+        progress: bool = True,
+    ) -> None:
+        name = type(self).__name__
+        limits = {"max_bytes": max_bytes, "n_documents": n_documents, "held_out_bytes": held_out_bytes}
+        for limit, value in limits.items():
+            if not (isinstance(value, int) and value > 0) and (limit, value) != ("n_documents", None):
+                raise ValueError(f"{name}: expected {limit} to be a positive integer, got {value!r}")
+
+        def documents() -> Iterator[Document]:
+            try:
+                from datasets import load_dataset
+            except ImportError:
+                message = f'{name} is streamed by Hugging Face datasets: pip install "tricycle-gpt[datasets]"'
+                raise ImportError(message) from None
+            rows = load_dataset(self.hub_path, name=self.hub_config, split="train", streaming=True, revision=revision)
+            n_bytes = n_held_out = 0
+            for i, row in enumerate(islice(rows, n_documents)):
+                text = row[self.text_field].encode("utf-8", "surrogatepass")
+                n_bytes += len(text)
+                if n_bytes > max_bytes:
+                    return
+                held_out = i % 20 == 0 and n_held_out + len(text) <= held_out_bytes
+                n_held_out += len(text) if held_out else 0
+                yield text, held_out
+
+        fingerprint = json.dumps([self.hub_path, self.hub_config, self.text_field, revision, limits])
+        super().__init__(name.lower(), documents, vocab_size, tokeniser, fingerprint=fingerprint, progress=progress)
+
+
+def is_held_out(path: str) -> bool:
+    """One file in twenty: those the SHA-256 of whose relative POSIX path is 0 modulo 20."""
+    return int(hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 0
+
+
+def hold_out_tail(text: bytes) -> Iterator[Document]:
+    """Cut one text in two: the last tenth of its bytes is held out."""
+    cut = len(text) - len(text) // 10
+    yield text[:cut], False
+    yield text[cut:], True
+
+
+class _TokenWriter:
+    """Writes a one-dimensional .npy file whose length is known only at the end."""
+
+    def __init__(self, file: BinaryIO, tokeniser: BPETokeniser) -> None:
+        self.file, self.tokeniser = file, tokeniser
+        self.n_tokens = 0
+        self._write_header()
+
+    def add(self, text: bytes) -> None:
+        ids = self.tokeniser.encode(text)
+        if self.n_tokens:
+            ids = np.concatenate([[self.tokeniser.end_of_text], ids]).astype(ids.dtype)
+        self.file.write(ids.tobytes())
+        self.n_tokens += len(ids)
+
+    def finish(self) -> None:
+        # NumPy pads its headers so that one for a longer array takes the same room
+        self.file.seek(0)
+        self._write_header()
+
+    def _write_header(self) -> None:
+        header = {"descr": self.tokeniser.dtype.str, "fortran_order": False, "shape": (self.n_tokens,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+
+def _intact(folder: Path) -> bool:
+    """Whether a cache folder is whole: every file has the hash that was noted when it was made."""
+    try:
+        hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
+        return hashes == {name: file_sha256(folder / name) for name in _FILES}
+    except (OSError, ValueError, RecursionError):
+        return False

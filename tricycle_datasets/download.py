@@ -1,0 +1,128 @@
+"""Finding files of known content, and downloading those that are not there yet.
+
+Two environment variables say where: `TRICYCLE_DATA` names a folder with files put there by hand, which
+is read first and never written; `TRICYCLE_CACHE` names the folder for everything that Tricycle keeps
+(default: the user's cache folder, as the system has it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+_ATTEMPTS = 3  # to get on after a dropped connection, before giving up
+
+
+class DownloadError(OSError):
+    """A file is not here and could not be downloaded; the message says where to put it by hand."""
+
+
+def cache_folder() -> Path:
+    """Where Tricycle keeps what it downloads and computes. It need not exist yet."""
+    if folder := os.environ.get("TRICYCLE_CACHE"):
+        return Path(folder)
+    import pooch
+
+    return Path(pooch.os_cache("tricycle"))
+
+
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file's content, as lower-case hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_hash(path: str | os.PathLike[str], sha256: str) -> None:
+    """Raises ValueError where a file's content is not the expected one."""
+    found = file_sha256(path)
+    if found != sha256:
+        raise ValueError(f"{path}: expected a file with SHA-256 {sha256}, found {found}")
+
+
+def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
+    """The path of a file, wherever it is found first.
+
+    Looked for as `$TRICYCLE_DATA/<folder>/<name>`, then in the cache, then under its URL. A download
+    that breaks off leaves `<name>.part` beside the place of the file and goes on from there the next
+    time; the file itself appears only when whole, with the right hash.
+
+    Raises:
+        ValueError: the file under TRICYCLE_DATA has another hash.
+        DownloadError: an OSError; there is no file, and it could not be downloaded whole.
+    """
+    data = os.environ.get("TRICYCLE_DATA")
+    by_hand = Path(data or "$TRICYCLE_DATA", folder, name)
+    if data and by_hand.is_file():
+        check_hash(by_hand, sha256)
+        return by_hand
+    cached = cache_folder() / folder / name
+    if cached.is_file() and file_sha256(cached) == sha256:
+        return cached
+    try:
+        _download(url, cached, sha256)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise DownloadError(
+            f"{name} could not be downloaded from {url}; put the file at {by_hand} or at {cached} by hand "
+            f"(expected SHA-256 {sha256}; {type(error).__name__}: {reason})"
+        ) from error
+    return cached
+
+
+def _download(url: str, path: Path, sha256: str) -> None:
+    import pooch
+
+    part = path.with_name(f"{path.name}.part")
+
+    def resume(url: str, output: str, _: object) -> None:
+        _append(url, part)
+        # a copy, as another process may be writing to the same .part; the hash is taken of the copy
+        shutil.copyfile(part, output)
+
+    def afresh(url: str, output: str, _: object) -> None:
+        Path(output).unlink(missing_ok=True)
+        _append(url, Path(output))
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # pooch checks the hash of what the downloader wrote, and only then moves it into place
+    what = {"url": url, "known_hash": f"sha256:{sha256}", "fname": path.name, "path": path.parent}
+    resumed = part.exists()
+    try:
+        pooch.retrieve(**what, downloader=resume)
+    except ValueError:
+        part.unlink(missing_ok=True)
+        if not resumed:
+            raise
+        pooch.retrieve(**what, downloader=afresh)  # the .part was of no use
+    with suppress(OSError):  # Windows does not let go of a file that another process has open
+        part.unlink()
+
+
+def _append(url: str, path: Path) -> None:
+    """Download to `path`, after what is there already; go on from there when the connection drops."""
+    import requests
+    from tqdm import tqdm
+
+    for attempt in range(1, _ATTEMPTS + 1):
+        have = path.stat().st_size if path.exists() else 0
+        # uncompressed, so that positions in the file and in the stream are the same
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+        try:
+            with requests.get(url, headers=headers, stream=True, timeout=30) as response:
+                if have and response.status_code == 416:
+                    return  # there is nothing after what we have; the hash will tell
+                response.raise_for_status()
+                have = have if response.status_code == 206 else 0  # a server may send all of it nonetheless
+                total = have + int(response.headers.get("Content-Length", 0)) or None
+                bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=f"Downloading {path.name}")
+                with open(path, "ab" if have else "wb") as file, bar:
+                    for block in response.iter_content(2**16):
+                        file.write(block)
+                        bar.update(len(block))
+                return
+        except requests.RequestException as error:
+            if attempt == _ATTEMPTS or isinstance(error, requests.HTTPError):
+                raise

@@ -1,0 +1,41 @@
+"""The source code of the running Python's own standard library: real code, and always there."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from tricycle.tokeniser import BPETokeniser
+from tricycle_datasets.corpus import Corpus, Document, is_held_out
+
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages"}
+
+
+class PythonCode(Corpus):
+    """Every .py file is a document, in the order of their paths; `is_held_out` chooses one in twenty.
+
+    Args:
+        vocab_size, tokeniser, progress: see `Corpus`.
+
+    Raises:
+        ValueError: this Python has no source files (as some embedded ones), or see `Corpus`.
+    """
+
+    def __init__(
+        self, vocab_size: int | None = None, tokeniser: BPETokeniser | None = None, *, progress: bool = True
+    ) -> None:
+        root = Path(sysconfig.get_path("stdlib"))
+        names = []
+        for folder, subfolders, files in os.walk(root):
+            subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]  # not walked either
+            names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+        if not names:
+            raise ValueError(f"PythonCode: expected the standard library's .py files under {root}, got none")
+
+        def documents() -> Iterator[Document]:
+            for name in sorted(names):
+                yield (root / name).read_bytes(), is_held_out(name)
+
+        super().__init__("python_code", documents, vocab_size, tokeniser, progress=progress)

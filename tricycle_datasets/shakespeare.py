@@ -1,0 +1,28 @@
+"""Tiny Shakespeare: 1.1 MB of plays in one file, from Andrej Karpathy's char-rnn."""
+
+from __future__ import annotations
+
+from tricycle.tokeniser import BPETokeniser
+from tricycle_datasets.corpus import Corpus, hold_out_tail
+from tricycle_datasets.download import fetch
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+class Shakespeare(Corpus):
+    """The last tenth of the bytes is held out.
+
+    Args:
+        vocab_size, tokeniser, progress: see `Corpus`.
+
+    Raises:
+        OSError: the file is not here and could not be downloaded; the message says where to put it.
+        ValueError: the file put there is another one, or see `Corpus`.
+    """
+
+    def __init__(
+        self, vocab_size: int | None = None, tokeniser: BPETokeniser | None = None, *, progress: bool = True
+    ) -> None:
+        text = fetch("input.txt", URL, SHA256, folder="tinyshakespeare").read_bytes()
+        super().__init__("shakespeare", lambda: hold_out_tail(text), vocab_size, tokeniser, progress=progress)

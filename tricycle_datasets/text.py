@@ -1,0 +1,70 @@
+"""A user's own text files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tricycle.tokeniser import BPETokeniser
+from tricycle_datasets.corpus import Corpus, Document, hold_out_tail, is_held_out
+
+
+class TextFiles(Corpus):
+    """Every file is a document. `is_held_out` chooses the held-out ones by their path in the folder
+    given, or by their name; where it chooses none or all of them, the last tenth of each is held out.
+
+    Args:
+        paths: a file or a folder, or several. In folders, binary files are passed over, and so is
+            everything whose name begins with a dot.
+        vocab_size, tokeniser, progress: see `Corpus`.
+
+    Raises:
+        ValueError: a path that is not there, a binary file named by itself, no text, or see `Corpus`.
+        OSError: a file that may not be read.
+    """
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        vocab_size: int | None = None,
+        tokeniser: BPETokeniser | None = None,
+        *,
+        progress: bool = True,
+    ) -> None:
+        roots = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+        # a file that several paths lead to counts once, under the first
+        files: dict[Path, str] = {}
+        for root in roots:
+            for path, name in _text_files(root):
+                files.setdefault(path.resolve(), name)
+        if not files:
+            raise ValueError(f"TextFiles: expected text files, found none in {[str(root) for root in roots]}")
+        by_path = len({is_held_out(name) for name in files.values()}) == 2
+
+        def documents() -> Iterator[Document]:
+            for path, name in files.items():
+                text = path.read_bytes()
+                yield from [(text, is_held_out(name))] if by_path else hold_out_tail(text)
+
+        super().__init__("text", documents, vocab_size, tokeniser, progress=progress)
+
+
+def _text_files(root: Path) -> Iterator[tuple[Path, str]]:
+    """The text files at a path, in order, each with the name that its being held out depends on."""
+    if root.is_file():
+        if _is_binary(root):
+            raise ValueError(f"TextFiles: expected a text file, got one with NUL bytes (binary, or UTF-16): {root}")
+        yield root, root.name
+    elif root.is_dir():
+        names = {path: path.relative_to(root) for path in root.rglob("*") if path.is_file()}
+        for path, name in sorted(names.items(), key=lambda item: item[1].as_posix()):
+            if not any(part.startswith(".") for part in name.parts) and path.stat().st_size and not _is_binary(path):
+                yield path, name.as_posix()
+    else:
+        raise ValueError(f"TextFiles: expected a file or a folder, but there is none at {root}")
+
+
+def _is_binary(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return b"\0" in file.read(2**13)
