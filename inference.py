@@ -48,9 +48,8 @@ def main() -> None:
     check_sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     model, tokeniser = load(arguments.source, arguments.tokeniser)
     if tokeniser.n_vocab > model.config.vocab_size:
-        raise ValueError(
-            f"expected a tokeniser of at most {model.config.vocab_size} tokens, as the model knows, got {tokeniser.n_vocab}"
-        )
+        known = model.config.vocab_size
+        raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {tokeniser.n_vocab}")
     problem = backend.gpu_problem() if arguments.device != "cpu" else "not asked for"
     if arguments.device == "gpu" and problem:
         raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")

@@ -11,13 +11,14 @@ import bz2
 import gzip
 import json
 import lzma
+import shlex
 import signal
 import sys
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -89,7 +90,7 @@ def main() -> int:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.run_folder or Path("runs") / f"{arguments.preset}-{arguments.data}-{stamp}"
     if (folder / "last.safetensors").exists():
-        raise ValueError(f"{folder} holds a run already: continue it with --resume {folder}, or name another --run-folder")
+        raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
     description = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in {"config": arguments.config.to_dict(), "data": description}.items():
@@ -171,8 +172,12 @@ def train_and_report(folder: Path, on_gpu: bool, started: float) -> int:
     except NonFiniteError as error:
         run.flush()
         raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower --max-learning-rate") from None
+    finally:  # all that follows can be interrupted
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not finished:
-        print(f"stopped after step {state.step}; everything is saved. Continue with\n  python train_smol_gpt.py --resume {folder}")
+        print(f"stopped after step {state.step}; everything is saved. Continue with")
+        print(f"  python train_smol_gpt.py --resume {shlex.quote(str(folder))}")
         return 0
     report(state, run, held_out_bytes, on_gpu, description["data"])
     return 0
@@ -180,13 +185,20 @@ def train_and_report(folder: Path, on_gpu: bool, started: float) -> int:
 
 def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
     """The config and the data that a run folder names."""
-    try:
-        config = GPTConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        return config, json.loads((folder / "data.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{folder}: expected a run folder, it has no {Path(error.filename).name}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder}: expected JSON in config.json and data.json: {error}") from None
+    found = []
+    for path in (folder / "config.json", folder / "data.json"):
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}")
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: expected JSON: {error}") from None
+        if not isinstance(found[-1], dict):
+            raise ValueError(f"{path}: expected a JSON object, got a {type(found[-1]).__name__}")
+    config, data = found
+    if data.get("data") not in get_args(Data) or not isinstance(data.get("files"), list):
+        raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {data}")
+    return GPTConfig.from_dict(config), data
 
 
 def say(text: str) -> None:
@@ -232,12 +244,13 @@ def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, 
     for prompt in PROMPTS.get(data, ("",)):
         show_sample(state, run, 250, prompt)
     print(f"\n{state.step} steps, {state.seconds / 60:.1f} minutes of training; best checkpoint: step {best_step}")
-    print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({n_tokens:,} tokens, {len(held_out_bytes):,} bytes)")
+    sizes = f"{n_tokens:,} tokens, {len(held_out_bytes):,} bytes"
+    print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({sizes})")
     print("bits a byte for the same held-out bytes:")
     for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
         print(f"  {name:<12}{value:6.3f}")
     print(f"loss curve: {picture}")
-    print(f"generate with\n  python inference.py {run.folder}")
+    print(f"generate with\n  python inference.py {shlex.quote(str(run.folder))}")
 
 
 def compressed_bits(content: bytes) -> dict[str, float]:

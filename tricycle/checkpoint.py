@@ -11,6 +11,8 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,8 @@ def save_checkpoint(
         about["optimiser"] = {"n_steps": optimiser.n_steps, "n_updates": n_updates}
     if dataset is not None:
         about["dataset"] = dataset.state()
-    content = save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, {"tricycle": json.dumps(about)})
+    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    content = save(tensors, {"tricycle": json.dumps(about)})
     with atomic_write(path) as file:
         file.write(content)
 
@@ -94,11 +97,10 @@ class Checkpoint:
 
     def model(self) -> GPT:
         """The model, its dropout generator where it stood."""
-        model = GPT(self.config)
         with _blame(self.path):
-            model.load_state_dict(self._group("model."))
+            model = _build(self.config, self._group("model."))
             model.generator.bit_generator.state = self.about["generator"]
-        return model
+            return model
 
     def tokeniser(self) -> BPETokeniser | None:
         """The tokeniser that went along, if one did."""
@@ -114,25 +116,37 @@ class Checkpoint:
                 moments = {}
                 for moment in optimiser.moments:
                     array = self.tensors[f"optimiser.{moment}.{name}"]
-                    moments[moment] = parameter.xp.asarray(array)
+                    moments[moment] = parameter.xp.asarray(array, dtype=parameter.dtype)
                 optimiser.remember(parameter, int(about["n_updates"][name]), moments)
             dataset.load_state(self.about["dataset"])
             return dict(self.about["progress"])
 
 
-class _blame:
-    """Turn the errors of odd content into one that names the file."""
+def _build(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
+    """A model with these weights.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Raises:
+        ValueError: the weights are not those of the config.
+    """
+    size, n_numbers = config.embedding_dim, sum(array.size for array in weights.values())
+    positions = config.context_window if config.positions == "learned" else 0
+    least = size * (config.vocab_size + positions + config.n_layers * size * (4 + config.expansion_ratio))
+    if least > n_numbers:  # seen before a crafted config asks for more memory than there is
+        raise ValueError(f"expected at least {least:.0f} numbers in its weights, as its config says, got {n_numbers}")
+    model = GPT(config)
+    model.load_state_dict(weights)
+    return model
 
-    def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, KeyError):
-            raise ValueError(f"{self.path}: the checkpoint lacks {error.args[0]!r}") from None
-        if isinstance(error, (ValueError, TypeError, AttributeError)):
-            raise ValueError(f"{self.path}: not a checkpoint that can be used: {error}") from None
+@contextmanager
+def _blame(path: Path) -> Iterator[None]:
+    """Turn the errors of odd content, which can be any, into one that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path}: the checkpoint lacks {error.args[0]!r}") from None
+    except Exception as error:
+        raise ValueError(f"{path}: not a checkpoint that can be used: {' '.join(str(error).split())}") from None
 
 
 def load_checkpoint(path: PathLike) -> Checkpoint:
@@ -151,7 +165,7 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
         with safe_open(path, framework="numpy") as file:
             text = (file.metadata() or {}).get("tricycle")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator here)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path}: expected a whole safetensors file: {error}") from None
     if text is None:
         raise ValueError(f"{path}: expected a checkpoint of Tricycle, got a safetensors file without its metadata")
@@ -179,8 +193,21 @@ _NUMPY_NAMES = {
 }
 
 
-class _ModelUnpickler(pickle.Unpickler):
+_Unpickler: Any = pickle._Unpickler  # the one in Python: its steps can be overridden
+
+
+class _ModelUnpickler(_Unpickler):
     """Admits this library's layers, ops, Tensors and configs, and NumPy's arrays and generators."""
+
+    dispatch = dict(_Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        # sets attributes: of an object that was just made, never of a class or a function
+        if isinstance(self.stack[-2], type) or hasattr(self.stack[-2], "__code__"):
+            raise pickle.UnpicklingError(f"it would change {self.stack[-2].__qualname__}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         if (module.replace("numpy.core.", "numpy._core."), name) in _NUMPY_NAMES:
@@ -209,8 +236,7 @@ def load_pickled_model(path: PathLike) -> GPT:
             found = _ModelUnpickler(file).load()
         if not isinstance(found, GPT):
             raise TypeError(f"it holds a {type(found).__name__}")
-        model = GPT(GPTConfig.from_dict(found.config.to_dict()))
-        model.load_state_dict(found.from_gpu().state_dict())
+        return _build(GPTConfig.from_dict(found.config.to_dict()), found.from_gpu().state_dict())
     except Exception as error:  # a crafted pickle can fail in any way
-        raise ValueError(f"{path}: expected a pickled Tricycle GPT: {error or type(error).__name__}") from None
-    return model
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path}: expected a pickled Tricycle GPT: {reason}") from None

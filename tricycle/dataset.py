@@ -27,11 +27,11 @@ class _Batches:
 
     def batch(self, batch_size: int | None = None) -> Any:
         """Give batches of this many items (or as many as said before) instead of single items; returns self."""
-        self.batch_size = batch_size or self.batch_size
-        if self.batch_size is None:
+        size = self.batch_size if batch_size is None else batch_size
+        if size is None:
             raise ValueError(f"{type(self).__name__}.batch: expected a batch size, got none")
-        positive(type(self).__name__, batch_size=self.batch_size)
-        self._is_batched = True
+        positive(type(self).__name__, batch_size=size)
+        self.batch_size, self._is_batched = size, True
         return self
 
     def shuffle(self, seed: int | None = None) -> Any:
@@ -128,9 +128,9 @@ class _Endless(_Batches):
         return self
 
     def __next__(self) -> tuple[Any, Any]:
-        start = self.position
+        given = self._give(self.position, self.position + self._step)
         self.position += self._step
-        return self._give(start, self.position)
+        return given
 
     def state(self) -> dict[str, int]:
         """Where the dataset stands: enough to go on with exactly the batches that would have come."""
@@ -140,14 +140,19 @@ class _Endless(_Batches):
         """Go on where `state` was taken.
 
         Raises:
-            ValueError: it was taken from a dataset of another size, so other batches would come.
+            ValueError: it is no state, or that of a dataset of another size: other batches would come.
         """
         if state.get("n_items") != self.n_items:
             raise ValueError(
                 f"{type(self).__name__}: expected the state of a dataset with {self.n_items} items, "
                 f"got one with {state.get('n_items')}"
             )
-        self.position, self.seed = int(state["position"]), int(state["seed"])
+        for name in ("position", "seed"):
+            if not isinstance(state.get(name), int) or state[name] < 0:
+                got = repr(state.get(name))
+                raise ValueError(f"{type(self).__name__}: expected {name} to be a whole number, got {got}")
+        self.position, self.seed = state["position"], state["seed"]
+        self._order = (-1, self._order[1])
 
 
 class InfiniteBatchDataset(_Endless, _Pairs):
@@ -177,13 +182,17 @@ class CausalLMDataset(_Endless):
         seed: decides order and places once `shuffle` is called.
 
     Raises:
-        ValueError: fewer than T + 1 tokens; on `next()`, an id outside the vocabulary.
+        ValueError: fewer than T + 1 tokens, or no run of whole numbers; on `next()`, an id outside the vocabulary.
     """
 
     def __init__(self, tokens: Any, vocab_size: int, batch_size: int, context_window: int, seed: int = 0) -> None:
         positive("CausalLMDataset", vocab_size=vocab_size, batch_size=batch_size, context_window=context_window)
         self.tokens = np.asarray(tokens) if isinstance(tokens, (list, tuple)) else tokens
         self.vocab_size, self.context_window = vocab_size, context_window
+        first = np.asarray(self.tokens[:1])
+        if first.ndim != 1 or (first.size and first.dtype.kind not in "iu"):
+            got = f"items of type {first.dtype} and shape {first.shape[1:]}"
+            raise ValueError(f"CausalLMDataset: expected a run of whole numbers, got {got}")
         n_pairs = len(self.tokens) - 1
         if n_pairs < context_window:
             raise ValueError(

@@ -27,7 +27,8 @@ def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[I
     try:
         # mkstemp makes files that only their owner may read; ask for what open() would have given
         os.chmod(temporary, 0o666 & ~_umask())
-        with os.fdopen(handle, "w" if text else "wb", **({"encoding": "utf-8", "newline": "\n"} if text else {})) as file:
+        how: dict = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
+        with os.fdopen(handle, **how) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -38,7 +38,7 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
 
 def fail(message: str, status: int = 1) -> NoReturn:
     """Print one line and leave the program."""
-    print(f"{_program()}: {message}", file=sys.stderr)
+    print(f"{_program()}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(status)
 
 
@@ -46,9 +46,7 @@ def run_main(main: Callable[[], int | None]) -> None:
     """Run a program. Errors that say what was wrong with the input become one line instead of a trace."""
     try:
         raise SystemExit(main())
-    except (ValueError, OSError, ArithmeticError, ImportError) as error:
-        fail(str(error))
-    except RuntimeError as error:
+    except (ValueError, OSError, ArithmeticError, ImportError, MemoryError, RuntimeError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("interrupted", status=130)

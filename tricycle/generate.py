@@ -52,8 +52,8 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """
     if not 0 <= temperature < np.inf:
         raise ValueError(f"expected temperature to be 0 or more, got {temperature!r}")
-    if top_k < 0:
-        raise ValueError(f"expected top_k to be 0 or more, got {top_k!r}")
+    if not isinstance(top_k, (int, np.integer)) or top_k < 0:
+        raise ValueError(f"expected top_k to be a whole number, 0 or more, got {top_k!r}")
     if not 0 < top_p <= 1:
         raise ValueError(f"expected top_p to be above 0 and at most 1, got {top_p!r}")
 
@@ -90,7 +90,10 @@ def generate(
         raise ValueError(f"generate: expected a prompt of 1 to {window} tokens, got {len(tokens)}")
     if n_tokens < 0:
         raise ValueError(f"generate: expected n_tokens to be 0 or more, got {n_tokens}")
-    return _generate(model, tokens, n_tokens, temperature, top_k, top_p, np.random.default_rng(seed), stop_token, n_vocab)
+    if n_vocab is not None and not 1 <= n_vocab <= model.config.vocab_size:
+        raise ValueError(f"generate: expected n_vocab from 1 to {model.config.vocab_size}, got {n_vocab}")
+    generator = np.random.default_rng(seed)
+    return _generate(model, tokens, n_tokens, temperature, top_k, top_p, generator, stop_token, n_vocab)
 
 
 def _generate(

@@ -68,7 +68,7 @@ def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
     """A Tensor as it is; anything else as a constant, in the dtype of the Tensor it meets."""
     if isinstance(x, Tensor):
         return x
-    array = x if is_array(x) else np.asarray(x)
+    array: Array = x if is_array(x) else np.asarray(x)
     if like is not None and like.dtype.kind == "f":
         return to_tensor(array, dtype=like.dtype, requires_grad=False)
     keep = array.dtype if array.dtype.kind in "biu" else None
@@ -90,7 +90,8 @@ def common_kind(*arrays: Array) -> tuple[Array, ...]:
 def refusal(op: str, error: ValueError, *arrays: Array) -> ValueError:
     """NumPy's complaint, with the op and the shapes that came."""
     shapes = " and ".join(str(array.shape) for array in arrays)
-    return ValueError(f"{op}: shapes {shapes} {'do not broadcast' if 'broadcast' in str(error) else f'do not fit: {error}'}")
+    rule = "do not broadcast" if "broadcast" in str(error) else f"do not fit: {error}"
+    return ValueError(f"{op}: shapes {shapes} {rule}")
 
 
 def check_device(op: str, *arrays: Array) -> None:
@@ -480,8 +481,8 @@ for _name, _compare in {
     "equal": operator.eq, "not_equal": operator.ne,
 }.items():
     setattr(Tensor, f"__{_compare.__name__}__", comparison(_name, _compare))
-for _name, _op in {
+for _name, _method in {
     "__neg__": negative, "__getitem__": getitem, "__iter__": _iterate, "reshape": reshape, "transpose": transpose,
     "split": split, "sum": sum, "mean": mean, "max": max, "min": min, "exp": exp, "log": log, "sqrt": sqrt,
 }.items():
-    setattr(Tensor, _name, _op)
+    setattr(Tensor, _name, _method)

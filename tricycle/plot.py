@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tricycle.files import atomic_write
 
 
 def plot_losses(
-    metrics: Sequence[Mapping[str, Any]], path: Path, bits_per_nat: float, references: Mapping[str, float], title: str = ""
+    metrics: Sequence[Mapping[str, Any]], path: Path, bits_per_nat: float, references: Mapping[str, float], title: str
 ) -> None:
     """Draw the training and the held-out loss against the step as a PNG.
 
@@ -24,43 +24,30 @@ def plot_losses(
     """
     from matplotlib.figure import Figure
 
-    training = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
-    held_out = [(line["step"], line["held_out_loss"]) for line in metrics if "held_out_loss" in line]
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
-    if training:
-        steps, losses = np.array(training).T
-        axes.plot(steps, losses * bits_per_nat, color="#9ecae1", linewidth=0.6)
-        axes.plot(steps, _smooth(losses) * bits_per_nat, color="#3182bd", linewidth=1.6, label="training (running mean)")
-    if held_out:
-        steps, losses = np.array(held_out).T
-        axes.plot(steps, losses * bits_per_nat, "o-", color="#e6550d", markersize=4, linewidth=1.6, label="held out")
-        axes.annotate(f"{losses[-1] * bits_per_nat:.2f}", (steps[-1], losses[-1] * bits_per_nat), (-4, 8),
-                      textcoords="offset points", color="#e6550d", ha="right")
-    for (name, bits), style in zip(references.items(), (":", "--", "-.")):
-        axes.axhline(bits, color="#636363", linewidth=1, linestyle=style, label=f"{name} {bits:.2f}")
-    shown = [bits for bits in references.values()] + [loss * bits_per_nat for _, loss in training[len(training) // 20 :]]
-    if shown:
-        axes.set_ylim(max(0, min(shown) * 0.92), float(np.quantile(shown, 0.995)) * 1.05)
+    curves = {key: [(line["step"], line[key]) for line in metrics if key in line] for key in ("loss", "held_out_loss")}
+    bits = [loss * bits_per_nat for _, loss in curves["loss"]]
+    if bits:
+        steps = [step for step, _ in curves["loss"]]
+        width = max(1, len(bits) // 50)
+        smooth = np.convolve(bits, np.ones(width) / width, mode="valid")
+        axes.plot(steps, bits, color="#9ecae1", linewidth=0.6)
+        axes.plot(steps[width - 1 :], smooth, color="#3182bd", label=f"training (mean of {width} steps)")
+    if curves["held_out_loss"]:
+        steps, losses = np.array(curves["held_out_loss"]).T
+        label = f"held out (last {losses[-1] * bits_per_nat:.2f})"
+        axes.plot(steps, losses * bits_per_nat, "o-", color="#e6550d", markersize=4, label=label)
+    for (name, value), style in zip(references.items(), (":", "--", "-.")):
+        axes.axhline(value, color="#636363", linewidth=1, linestyle=style, label=f"{name} {value:.2f}")
+    held_out_bits = [loss * bits_per_nat for _, loss in curves["held_out_loss"]]
+    shown = [*references.values(), *held_out_bits, *(np.quantile(bits[len(bits) // 20 :], (0, 0.995)) if bits else [])]
+    if shown:  # the first steps, far above all others, may leave the picture
+        axes.set_ylim(min(shown) * 0.92, max(shown) * 1.05)
     axes.set(xlabel="step", ylabel="bits a byte", title=title)
-    right = axes.secondary_yaxis("right", functions=(_times(1 / bits_per_nat), _times(bits_per_nat)))
-    right.set_ylabel("nats a token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
     with atomic_write(path) as file:
         file.write(picture.getvalue())
-
-
-def _times(factor: float) -> Callable[[Any], Any]:
-    return lambda value: value * factor
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """The mean of the last fiftieth of the run at each step."""
-    width = max(1, len(values) // 50)
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - width)
-    return (sums[ends] - sums[starts]) / (ends - starts)

@@ -102,8 +102,11 @@ def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState
     state = new_state(checkpoint.config, tokens, on_gpu)
     state.model.load_state_dict(checkpoint.model().state_dict())
     state.model.generator.bit_generator.state = checkpoint.about["generator"]
-    for name, value in checkpoint.restore(state.model, state.optimiser, state.dataset).items():
-        setattr(state, name, value)
+    progress = checkpoint.restore(state.model, state.optimiser, state.dataset)
+    for name in state.PROGRESS:
+        if type(progress.get(name)) is not type(getattr(state, name)):
+            raise ValueError(f"{path}: expected {name} in the checkpoint to be a number, got {progress.get(name)!r}")
+        setattr(state, name, progress[name])
     return state
 
 
@@ -128,7 +131,9 @@ def train_step(state: TrainingState) -> tuple[float, float]:
         loss = loss_fn(outputs, model(inputs))
         value = float(loss)
         if not math.isfinite(value):
-            raise NonFiniteError(f"step {step}: the loss is {value}; the first bad tensor is {_first_bad(loss, model)}")
+            bad_name = _first_bad(loss, model)
+            model.zero_grad()
+            raise NonFiniteError(f"step {step}: the loss is {value}; the first bad tensor is {bad_name}")
         total += value / config.accumulation_steps
         if config.accumulation_steps > 1:
             loss = loss * (1 / config.accumulation_steps)
@@ -137,7 +142,8 @@ def train_step(state: TrainingState) -> tuple[float, float]:
     if not math.isfinite(norm):
         bad = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
         model.zero_grad()
-        raise NonFiniteError(f"step {step}: the norm of the gradients is {norm}; the first bad one is of {bad[0] if bad else 'none'}")
+        first = bad[0] if bad else "none"
+        raise NonFiniteError(f"step {step}: the norm of the gradients is {norm}; the first bad one is of {first}")
     state.optimiser.learning_rate = state.learning_rate(step)
     state.optimiser.step()
     model.update(state.optimiser)
@@ -282,8 +288,9 @@ class Run:
         self._log.clear()
 
     def forget_after(self, step: int) -> None:
-        """Drop the lines of updates that a resumed run will make again."""
-        kept = [line for line in read_metrics(self.metrics) if line["step"] <= step]
+        """Drop what a resumed run will write again: later updates, and estimates from this step on."""
+        lines = read_metrics(self.metrics)
+        kept = [line for line in lines if line["step"] < step or (line["step"] == step and "loss" in line)]
         with atomic_write(self.metrics, text=True) as file:
             file.writelines(json.dumps(line) + "\n" for line in kept)
 
@@ -317,6 +324,7 @@ def train(state: TrainingState, run: Run) -> bool:
     run.forget_after(state.step)
     if not run.last.exists():
         _save(state, run)  # a folder that cannot be written says so now, not after hours
+    _pause(state, run)  # where the run was left before what was due
     tokens_per_step = config.batch_size * config.context_window * config.accumulation_steps
     times: list[float] = []
     with tqdm(total=state.total_steps or None, initial=state.step, unit="step", disable=not run.show_progress,
@@ -335,18 +343,26 @@ def train(state: TrainingState, run: Run) -> bool:
                 bar.total = state.total_steps
             bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
-            done = state.total_steps and state.step >= state.total_steps
-            if run.stop() and not done:
+            if run.stop() and state.step != state.total_steps:
                 _save(state, run)
                 return False
-            if state.step % config.eval_interval == 0 and not done:
-                _save(state, run)
-                estimate(state, run)
-            if config.sample_interval and state.step % config.sample_interval == 0 and not done:
-                _save(state, run)
-                show_sample(state, run)
+            _pause(state, run)
     _save(state, run)
     return True
+
+
+def _pause(state: TrainingState, run: Run) -> None:
+    """A checkpoint, then the held-out estimate and the sample that are due at this step, but not at the last."""
+    config = state.config
+    evaluation_due = state.step % config.eval_interval == 0
+    sample_due = config.sample_interval and state.step % config.sample_interval == 0
+    if state.step in (0, state.total_steps) or not (evaluation_due or sample_due):
+        return
+    _save(state, run)
+    if evaluation_due:
+        estimate(state, run)
+    if sample_due:
+        show_sample(state, run)
 
 
 def _save(state: TrainingState, run: Run) -> None:
@@ -389,9 +405,10 @@ def estimate(state: TrainingState, run: Run) -> float:
 def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
     """Print some generated text and add it to samples.txt."""
     end = run.tokeniser.end_of_text
-    ids = list(run.tokeniser.encode(prompt)) or [end]
+    ids = list(run.tokeniser.encode(prompt))[-state.config.context_window :] or [end]
     seed = np.random.default_rng((state.config.seed, state.step))
-    drawn = generate(state.model, ids, n_tokens, 0.8, top_p=0.95, seed=seed, stop_token=end, n_vocab=run.tokeniser.n_vocab)
+    n_vocab = run.tokeniser.n_vocab
+    drawn = generate(state.model, ids, n_tokens, 0.8, top_p=0.95, seed=seed, stop_token=end, n_vocab=n_vocab)
     text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
     title = f"--- sample at step {state.step}"
     with (run.folder / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:

@@ -67,13 +67,16 @@ class Corpus:
             raise ValueError(f"{name}: expected vocab_size {tokeniser.vocab_size}, the tokeniser's, got {vocab_size}")
         self.name, self._documents, self._progress = name, documents, progress
         self._given = tokeniser
-        untrained = BPETokeniser(DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size)
+        if vocab_size is None:
+            vocab_size = tokeniser.vocab_size if tokeniser else DEFAULT_VOCAB_SIZE
+        untrained = BPETokeniser(vocab_size)
         self._n_train_bytes = 0  # unknown where nobody counts
         if fingerprint is None:
             fingerprint = self._survey()
-        settings = (tokeniser or untrained).to_dict()
-        key = json.dumps([_FORMAT, fingerprint, settings, tokeniser is not None, SAMPLE_BYTES, _BLOCK])
-        folder = cache_folder() / "corpora" / f"{name}-{hashlib.sha256(key.encode('utf-8')).hexdigest()[:20]}"
+        folder = self._folder(fingerprint, untrained, trained_here=True)
+        # a resumed run brings the tokeniser that this very corpus gave it: no need to encode again
+        if tokeniser and not (_intact(folder) and BPETokeniser.load(folder / "tokeniser.json") == tokeniser):
+            folder = self._folder(fingerprint, tokeniser, trained_here=False)
         if not _intact(folder):
             self._build(folder, untrained)
         self.tokeniser = BPETokeniser.load(folder / "tokeniser.json")
@@ -103,6 +106,11 @@ class Corpus:
             f"{type(self).__name__}(vocab_size={self.vocab_size}, {len(self.train):,} training and "
             f"{len(self.validation):,} held-out tokens)"
         )
+
+    def _folder(self, fingerprint: str, tokeniser: BPETokeniser, trained_here: bool) -> Path:
+        """The place in the cache for these texts with these settings."""
+        key = json.dumps([_FORMAT, fingerprint, tokeniser.to_dict(), trained_here, SAMPLE_BYTES, _BLOCK])
+        return cache_folder() / "corpora" / f"{self.name}-{hashlib.sha256(key.encode('utf-8')).hexdigest()[:20]}"
 
     def _survey(self) -> str:
         """Read all documents once: count the training bytes, return a hash of everything."""

@@ -119,7 +119,7 @@ def _append(url: str, path: Path) -> None:
                 total = have + int(response.headers.get("Content-Length", 0)) or None
                 bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=f"Downloading {path.name}")
                 with open(path, "ab" if have else "wb") as file, bar:
-                    for block in response.iter_content(2**16):
+                    for block in response.iter_content(2**14):
                         file.write(block)
                         bar.update(len(block))
                 return

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from tricycle.kernels import cpu, reference
 FASTER: dict[type, ModuleType] = {np.ndarray: cpu}
 
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
-Kernel = TypeVar("Kernel", bound=Callable)
 
 
 @contextmanager
@@ -35,7 +34,7 @@ def use_reference() -> Iterator[None]:
         _reference_only.reset(token)
 
 
-def _pick(plain: Kernel) -> Kernel:
+def _pick(plain: Callable) -> Callable:
     name = plain.__name__
 
     @wraps(plain)
@@ -43,21 +42,10 @@ def _pick(plain: Kernel) -> Kernel:
         module = None if _reference_only.get() else FASTER.get(type(array))
         return getattr(module, name, plain)(array, *args)
 
-    return run  # type: ignore[return-value]
+    return run
 
 
-softmax = _pick(reference.softmax)
-softmax1 = _pick(reference.softmax1)
-softmax_backward = _pick(reference.softmax_backward)
-log_softmax = _pick(reference.log_softmax)
-gelu = _pick(reference.gelu)
-gelu_backward = _pick(reference.gelu_backward)
-layer_norm = _pick(reference.layer_norm)
-layer_norm_backward = _pick(reference.layer_norm_backward)
-embedding_backward = _pick(reference.embedding_backward)
-cross_entropy = _pick(reference.cross_entropy)
-cross_entropy_backward = _pick(reference.cross_entropy_backward)
-attention = _pick(reference.attention)
-attention_backward = _pick(reference.attention_backward)
-rotate = _pick(reference.rotate)
-adamw = _pick(reference.adamw)
+if TYPE_CHECKING:
+    from tricycle.kernels.reference import *  # noqa: F403
+else:
+    globals().update({name: _pick(getattr(reference, name)) for name in reference.__all__})

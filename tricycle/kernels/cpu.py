@@ -175,9 +175,8 @@ def attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv):
 
 
 def adamw(weights, grad, first, second, step, learning_rate, betas, eps, decay):
-    arrays = (weights, grad, first, second)
-    if not all(a.flags.c_contiguous for a in arrays):
-        return reference.adamw(*arrays, step, learning_rate, betas, eps, decay)
-    flat = [a.reshape(-1) for a in arrays]
+    if not all(a.flags.c_contiguous for a in (weights, grad, first, second)):
+        return reference.adamw(weights, grad, first, second, step, learning_rate, betas, eps, decay)
+    w, g, m, v = (a.reshape(-1) for a in (weights, grad, first, second))
     for piece in _pieces(weights.size, 1):
-        reference.adamw(*(a[piece] for a in flat), step, learning_rate, betas, eps, decay)
+        reference.adamw(w[piece], g[piece], m[piece], v[piece], step, learning_rate, betas, eps, decay)

@@ -11,6 +11,13 @@ import numpy as np
 
 from tricycle.backend import Array, array_module
 
+# The kernels: what may have a faster version.
+__all__ = [
+    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_backward", "layer_norm",
+    "layer_norm_backward", "embedding_backward", "cross_entropy", "cross_entropy_backward", "attention",
+    "attention_backward", "rotate", "adamw",
+]
+
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 

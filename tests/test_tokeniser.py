@@ -1,0 +1,415 @@
+"""Byte-pair encoding against a slow one that follows the definition, and on whatever bytes there are."""
+
+import copy
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tricycle import tokeniser as module
+from tricycle.tokeniser import END_OF_TEXT, BPETokeniser, StreamDecoder
+
+TEXT = """def greet(name, times=3):
+    # says hello, more than once
+    for i in range(times):
+        print("Hello, " + name + "!", i)
+
+    return  times * 1000
+
+
+It was the best of times; it was the worst of times. Wasn't it? “Здравствуй, мир” - 你好、世界 🚲🚲
+"""
+# letters that repeat, all kinds of space, and characters on the borders of the pattern's classes
+LIKELY = st.text(alphabet="aab  \n\n\t\r.,(=_'09\x1c\x85\xa0éЖ你、\uff0c\u1680\u2028\u3000🚲\U000e0041", max_size=200)
+SCRAPS = [b"def ", b"\xe4\xbd", b"\xa0", b"\xff", b"  \n", b"\xed\xa0\x80", b"times", b"<|endoftext|>"]
+ANY_TEXT = st.one_of(LIKELY, st.text(max_size=100))
+ANY_BYTES = st.one_of(
+    st.binary(max_size=200), ANY_TEXT.map(str.encode), st.lists(st.sampled_from(SCRAPS)).map(b"".join)
+)
+
+
+@pytest.fixture(scope="module")
+def trained() -> BPETokeniser:
+    return BPETokeniser(290).train(TEXT, progress=False)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> BPETokeniser:
+    if not Path(os.environ.get("TRICYCLE_DATA", "-"), "gpt2", "vocab.bpe").is_file():
+        pytest.skip("gpt2/vocab.bpe is not under TRICYCLE_DATA")
+    return BPETokeniser.gpt2()
+
+
+def merge(ids: list[int], pair: tuple[int, int], new: int) -> list[int]:
+    out: list[int] = []
+    i = 0
+    while i < len(ids):
+        if tuple(ids[i : i + 2]) == pair:
+            out.append(new)
+            i += 2
+        else:
+            out.append(ids[i])
+            i += 1
+    return out
+
+
+def slow_merges(text: str, n_merges: int) -> list[tuple[int, int]]:
+    """Count every pair anew before each merge."""
+    pieces = [list(piece.encode()) for piece in re.findall(module._PIECE, text)]
+    merges: list[tuple[int, int]] = []
+    while len(merges) < n_merges:
+        counts = Counter(pair for piece in pieces for pair in pairwise(piece))
+        # "aaa" holds the pair (a, a) twice in this count, as it does in the fast one
+        best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
+        if best is None or counts[best] < 2:
+            break
+        pieces = [merge(piece, best, 256 + len(merges)) for piece in pieces]
+        merges.append(best)
+    return merges
+
+
+def slow_encode(text: str, merges: list[tuple[int, int]]) -> list[int]:
+    ids = []
+    for piece in re.findall(module._PIECE, text):
+        tokens = list(piece.encode())
+        for i, pair in enumerate(merges):
+            tokens = merge(tokens, pair, 256 + i)
+        ids += tokens
+    return ids
+
+
+def tokens_of(merges: list[tuple[int, int]]) -> list[bytes]:
+    tokens = [bytes([value]) for value in range(256)]
+    for left, right in merges:
+        tokens.append(tokens[left] + tokens[right])
+    return tokens
+
+
+# training
+
+
+@settings(max_examples=150, deadline=None)
+@given(train_on=LIKELY.filter(bool), text=ANY_TEXT)
+def test_training_and_encoding_follow_the_definition(train_on, text):
+    merges = slow_merges(train_on, 30)
+    tokeniser = BPETokeniser(256 + 30, special_tokens=()).train(train_on, progress=False)
+    assert [tokeniser.token_bytes(i) for i in range(len(tokeniser))] == tokens_of(merges)
+    assert tokeniser.encode(text).tolist() == slow_encode(text, merges)
+
+
+def test_training_follows_the_definition_on_real_text(trained):
+    merges = slow_merges(TEXT, 290 - 257)
+    assert [trained.token_bytes(i) for i in range(len(trained) - 1)] == tokens_of(merges)
+    assert trained.encode(TEXT * 3).tolist() == slow_encode(TEXT * 3, merges)
+
+
+def test_pieces_cover_the_text():
+    everything = "".join(chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
+    assert "".join(re.findall(module._PIECE, everything)) == everything
+
+
+def test_equal_texts_give_equal_tokenisers(trained):
+    again = BPETokeniser(290).train(TEXT.encode(), progress=False)
+    assert again == trained and again.to_dict() == trained.to_dict()
+    documents = [TEXT, "to be or not to be\n", "so be it\n"]
+    forwards = BPETokeniser(300).train(iter(documents), progress=False)
+    assert forwards == BPETokeniser(300).train(documents[::-1], progress=False)
+    assert forwards != trained and trained != "a tokeniser"
+
+
+def test_training_again_forgets(trained):
+    tokeniser = BPETokeniser(290).train("completely different words " * 9, progress=False)
+    assert tokeniser.train(TEXT, progress=False) is tokeniser
+    assert tokeniser == trained
+    assert tokeniser.encode(TEXT).tolist() == trained.encode(TEXT).tolist()
+
+
+def test_a_pair_that_occurs_once_is_never_merged():
+    tokeniser = BPETokeniser(1000).train("abcdefg", progress=False)
+    assert tokeniser.n_vocab == 257 and tokeniser.vocab_size == 1000
+    assert tokeniser.special_tokens == {END_OF_TEXT: 256}
+    assert BPETokeniser(1000).train("ab ab", progress=False).n_vocab == 258
+
+
+def test_training_shows_progress(capsys):
+    BPETokeniser(260).train(TEXT)
+    assert "Training tokeniser" in capsys.readouterr().err
+    BPETokeniser(260).train(TEXT, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_training_on_bytes_that_are_not_utf8():
+    tokeniser = BPETokeniser(300).train(b"\xff\xfe caf\xe9 caf\xe9 \xff\xfe", progress=False)
+    assert b" caf" in [tokeniser.token_bytes(i) for i in range(256, len(tokeniser))]
+    assert not any(0xE9 in tokeniser.token_bytes(i) for i in range(256, len(tokeniser)))
+
+
+@pytest.mark.parametrize("text", ["", b"", [], ["", b""], b"\xff\xff"])
+def test_training_on_nothing(text):
+    with pytest.raises(ValueError, match="expected UTF-8 text to train on, got 'none'"):
+        BPETokeniser(300).train(text, progress=False)
+
+
+@pytest.mark.parametrize("text", [3, None, [1, 2]])
+def test_text_of_the_wrong_type(text, trained):
+    with pytest.raises((ValueError, TypeError)):
+        BPETokeniser(300).train(text, progress=False)
+    with pytest.raises(ValueError, match="expected text as str or bytes, got"):
+        trained.encode(text)
+
+
+# encoding and decoding
+
+
+@settings(max_examples=200, deadline=None)
+@given(raw=ANY_BYTES)
+def test_every_byte_string_comes_back(raw, trained):
+    for tokeniser in (trained, BPETokeniser(257)):
+        ids = tokeniser.encode(raw)
+        assert tokeniser.decode_bytes(ids) == raw
+        assert tokeniser.decode(ids) == raw.decode("utf-8", errors="replace")
+        assert tokeniser.end_of_text not in ids
+
+
+@given(text=st.text(alphabet=st.one_of(st.characters(), st.characters(categories=["Cs"])), max_size=50))
+@settings(deadline=None)
+def test_lone_surrogates_come_back(text, trained):
+    assert trained.decode_bytes(trained.encode(text)).decode("utf-8", "surrogatepass") == text
+
+
+def test_untrained_encodes_as_bytes():
+    tokeniser = BPETokeniser(5000)
+    assert tokeniser.encode("né\xff").tolist() == list("né\xff".encode())
+    assert tokeniser.encode("").shape == (0,) and tokeniser.encode(b"").dtype == np.uint16
+    assert tokeniser.decode([]) == "" and tokeniser.decode(np.array([], int)) == ""
+    assert tokeniser.decode(104) == "h"
+
+
+def test_ids_are_as_narrow_as_the_vocabulary_allows():
+    assert BPETokeniser(2**16).encode("a").dtype == np.uint16
+    assert BPETokeniser(2**16 + 1).encode("a").dtype == np.uint32
+
+
+def test_where_a_long_text_is_cut_does_not_show(trained, monkeypatch):
+    text = TEXT * 20
+    whole = trained.encode(text)
+    monkeypatch.setattr(module, "_CHUNK", 150)
+    assert len(list(module._chunks(text))) > 50
+    assert trained.encode(text).tolist() == whole.tolist()
+    assert BPETokeniser(290).train(text, progress=False) == BPETokeniser(290).train([TEXT] * 20, progress=False)
+    monkeypatch.setattr(module, "_CHUNK", 7)  # no good place to cut within seven characters: still lossless
+    assert trained.decode(trained.encode(text)) == text
+
+
+@pytest.mark.parametrize("unit", [" ", "a", "\n", "!", "ab ", "\n\t", "你"])
+def test_long_runs(trained, gpt2, unit):
+    text = unit * 300_000 + "x"
+    for tokeniser in (trained, gpt2):
+        assert tokeniser.decode(tokeniser.encode(text)) == text
+
+
+def test_special_tokens_are_read_only_when_asked_for(trained):
+    text = f"one{END_OF_TEXT}two"
+    assert trained.end_of_text == trained.n_vocab - 1 == trained.special_tokens[END_OF_TEXT]
+    assert trained.end_of_text not in trained.encode(text)
+    ids = trained.encode(text, allowed_special=True)
+    assert ids.tolist() == [*trained.encode("one"), trained.end_of_text, *trained.encode("two")]
+    assert trained.decode(ids) == text
+    assert trained.encode(b"\xff" + text.encode(), allowed_special=True).tolist() == [0xFF, *ids]
+
+
+def test_several_special_tokens():
+    tokeniser = BPETokeniser(300, special_tokens=("<|a|>", "<|a|><|b|>", "\n(x)")).train(TEXT, progress=False)
+    assert list(tokeniser.special_tokens.values()) == [len(tokeniser) - 3, len(tokeniser) - 2, len(tokeniser) - 1]
+    ids = tokeniser.encode("<|a|><|b|>\n(x)<|a|>", allowed_special=True)
+    assert ids.tolist() == [len(tokeniser) - 2, len(tokeniser) - 1, len(tokeniser) - 3]
+    assert tokeniser.token_bytes(len(tokeniser) - 3) == b"<|a|>"
+    with pytest.raises(ValueError, match=r"expected <\|endoftext\|> among the special tokens"):
+        print(tokeniser.end_of_text)
+    assert BPETokeniser(256, special_tokens=()).encode("a", allowed_special=True).tolist() == [97]
+
+
+@pytest.mark.parametrize("ids", [[290], [-1], [0, 10**6], np.array([65535], np.uint16), [2**40]])
+def test_ids_outside_the_vocabulary(trained, ids):
+    with pytest.raises(ValueError, match=rf"expected ids from 0 to 289, got \[{np.max(np.abs(ids))}|got \[-1\]"):
+        trained.decode(ids)
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["a"], [None], [True], [2**70]])
+def test_ids_that_are_no_integers(trained, ids):
+    with pytest.raises(ValueError, match="expected integer ids, got"):
+        trained.decode_bytes(ids)
+
+
+@settings(deadline=None)
+@given(raw=ANY_BYTES)
+def test_streaming_gives_whole_characters(raw, trained):
+    decoder = StreamDecoder(trained)
+    ids = trained.encode(raw)
+    parts = [decoder.push(token) for token in ids]
+    assert "".join(parts) + decoder.flush() == trained.decode(ids)
+
+
+def test_streaming_waits_for_the_last_byte():
+    decoder = StreamDecoder(BPETokeniser(257))
+    assert [decoder.push(token) for token in "🚲!".encode()] == ["", "", "", "🚲", "!"]
+    assert decoder.push(list("né".encode())[:2]) == "n"
+    assert decoder.flush() == "\ufffd"
+
+
+# bad settings
+
+
+@pytest.mark.parametrize("vocab_size", [0, -5, 256, 2**32 + 1, 300.0, "300", None, True])
+def test_bad_vocabulary_sizes(vocab_size):
+    with pytest.raises(ValueError, match=r"expected vocab_size from 257 \(256 bytes, 1 .*\) to 2\*\*32, got"):
+        BPETokeniser(vocab_size)
+
+
+@pytest.mark.parametrize("names", [["a", "a"], [""], [3], ["\ud800"], [b"a"]])
+def test_bad_special_tokens(names):
+    with pytest.raises(ValueError, match="expected special_tokens to be distinct texts"):
+        BPETokeniser(300, special_tokens=names)
+
+
+# saving
+
+
+def test_saved_and_loaded(trained, tmp_path):
+    path = tmp_path / "deep" / "tokeniser.json"
+    trained.save(path)
+    loaded = BPETokeniser.load(path)
+    assert loaded == trained and len(loaded) == len(trained)
+    assert loaded.encode(TEXT).tolist() == trained.encode(TEXT).tolist()
+    assert [file.name for file in path.parent.iterdir()] == ["tokeniser.json"]
+    assert BPETokeniser.from_dict(json.loads(json.dumps(trained.to_dict()))) == trained
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, lambda t: pickle.loads(pickle.dumps(t))])
+def test_pickled_and_copied(trained, again):
+    trained.encode("so that there is an Encoding")
+    other = again(trained)
+    assert other._encoding is None
+    assert other == trained and other.encode(TEXT).tolist() == trained.encode(TEXT).tolist()
+
+
+def test_a_copy_is_trained_alone(trained):
+    other = copy.copy(trained).train("other words other words", progress=False)
+    assert other != trained and trained == BPETokeniser(290).train(TEXT, progress=False)
+
+
+def changed(**changes):
+    def change(state):
+        return {**state, **changes}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: None,
+        lambda state: [state],
+        lambda state: {},
+        lambda state: {name: value for name, value in state.items() if name != "tokens"},
+        changed(extra=1),
+        changed(format="other"),
+        changed(version=2),
+        changed(version=None),
+        changed(split="(a+)+$"),
+        changed(split=["tricycle"]),
+        changed(vocab_size=289),
+        changed(vocab_size=10),
+        changed(vocab_size="290"),
+        changed(vocab_size=1e300),
+        changed(special_tokens="<|endoftext|>"),
+        changed(special_tokens=None),
+        changed(special_tokens=["a", "a"]),
+        changed(special_tokens=[["a"]]),
+        changed(tokens=None),
+        changed(tokens={}),
+        changed(tokens=[]),
+        lambda state: changed(tokens=state["tokens"][:255])(state),
+        lambda state: changed(tokens=state["tokens"][1:])(state),
+        lambda state: changed(tokens=[*state["tokens"][:280], "the", "the"])(state),
+        lambda state: changed(tokens=[*state["tokens"][:280], ""])(state),
+        lambda state: changed(tokens=[*state["tokens"][:280], "€"])(state),
+        lambda state: changed(tokens=[*state["tokens"][:280], 7])(state),
+        lambda state: changed(tokens=[*state["tokens"][:280], ["a"]])(state),
+    ],
+)
+def test_crafted_states(trained, tmp_path, change):
+    state = change(trained.to_dict())
+    with pytest.raises(ValueError, match=r"expected .*, got") as error:
+        BPETokeniser.from_dict(state)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    path = tmp_path / "crafted.json"
+    path.write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"crafted\.json: expected a saved tokeniser"):
+        BPETokeniser.load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04.", b"\xff\xfe", b"[" * 100_000, b"NaN", b"9" * 5000])
+def test_foreign_files(tmp_path, content):
+    path = tmp_path / "foreign.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"foreign\.json: expected a saved tokeniser") as error:
+        BPETokeniser.load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_truncated_file(trained, tmp_path):
+    path = tmp_path / "tokeniser.json"
+    trained.save(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"tokeniser\.json: expected a saved tokeniser"):
+        BPETokeniser.load(path)
+    with pytest.raises(FileNotFoundError):
+        BPETokeniser.load(tmp_path / "absent.json")
+
+
+# GPT-2
+
+
+def test_gpt2_is_the_published_vocabulary(gpt2):
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    names = json.loads(Path(os.environ["TRICYCLE_DATA"], "gpt2", "encoder.json").read_text(encoding="utf-8"))
+    assert len(gpt2) == len(names) == gpt2.vocab_size == 50257
+    assert gpt2.end_of_text == names[END_OF_TEXT] == 50256
+    assert gpt2.token_bytes(names["Ġhello"]) == b" hello"
+    ranks = {gpt2.token_bytes(i): i for i in range(50256)}
+    theirs = tiktoken.Encoding("theirs", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    for text in (TEXT, TEXT * 2000):  # the second is cut in several places
+        assert gpt2.encode(text).tolist() == theirs.encode_ordinary(text)
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+    assert gpt2.decode_bytes(gpt2.encode(bytes(range(256)) * 2)) == bytes(range(256)) * 2
+
+
+def test_gpt2_saves_and_loads(gpt2, tmp_path):
+    gpt2.save(tmp_path / "gpt2.json")
+    loaded = BPETokeniser.load(tmp_path / "gpt2.json")
+    assert loaded == gpt2 and loaded.encode(TEXT).tolist() == gpt2.encode(TEXT).tolist()
+
+
+def test_gpt2_from_a_folder(gpt2, tmp_path):
+    assert BPETokeniser.gpt2(Path(os.environ["TRICYCLE_DATA"], "gpt2")) == gpt2
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"vocab\.bpe: expected a file with SHA-256 1ce1664"):
+        BPETokeniser.gpt2(tmp_path)
+
+
+def test_importing_is_light():
+    code = "import sys, tricycle.tokeniser; print(*{'tiktoken', 'tqdm', 'regex', 'requests'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
