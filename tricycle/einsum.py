@@ -115,7 +115,9 @@ def _resolve(einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple
         raise ValueError(f"{title}: expected {len(inputs)} inputs, got {len(shapes)}")
     spare = [c for c in string.ascii_letters if c not in einsum.subscripts]
     batch = spare.pop() if any(batched) else ""
-    n_hidden = [len(shape) - has_batch - len(part.replace("...", "")) for part, shape, has_batch in zip(inputs, shapes, batched)]
+    n_hidden = [
+        len(shape) - has_batch - len(part.replace("...", "")) for part, shape, has_batch in zip(inputs, shapes, batched)
+    ]
     most = max([n for n, part in zip(n_hidden, inputs) if "..." in part], default=0)
     if most > len(spare):
         raise ValueError(f"{title}: too many axes for one letter each, in shapes {shapes}")
@@ -123,7 +125,7 @@ def _resolve(einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple
     labels = []
     sizes: dict[str, int] = {}
     for part, shape, has_batch, hidden in zip(inputs, shapes, batched, n_hidden):
-        if hidden < 0 or hidden and "..." not in part:
+        if hidden < 0 or (hidden and "..." not in part):
             kind = " for each item of a batch" if has_batch else ""
             raise ValueError(f"{title}: expected {part!r}{kind} to name every axis, got shape {shape}")
         letters = (batch if has_batch else "") + part.replace("...", ellipsis[most - hidden :])
@@ -133,7 +135,9 @@ def _resolve(einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple
             # only the axes behind "..." broadcast; a named index has one length everywhere
             if known != n and not (letter in ellipsis and 1 in (known, n)):
                 index = "the batch" if letter == batch else f"index {letter!r}"
-                raise ValueError(f"{title}: {index} has length {known} in one input and {n} in another: shapes {shapes}")
+                raise ValueError(
+                    f"{title}: {index} has length {known} in one input and {n} in another: shapes {shapes}"
+                )
             sizes[letter] = max(known, n) if 1 in (known, n) and 0 not in (known, n) else min(known, n)
     return tuple(labels), batch + out.replace("...", ellipsis), sizes
 
@@ -215,7 +219,8 @@ def _onto_diagonal(array: Array, out: str) -> Array:
 def _align(array: Array, labels: str, out: str) -> Array:
     """Transpose to the order of `out`, with axes of length 1 for the letters that are missing."""
     array = array.transpose([labels.index(letter) for letter in out if letter in labels])
-    return array.reshape([array.shape[sorted(labels, key=out.index).index(letter)] if letter in labels else 1 for letter in out])
+    lengths = dict(zip(sorted(labels, key=out.index), array.shape))
+    return array.reshape([lengths.get(letter, 1) for letter in out])
 
 
 def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str]) -> tuple[Array, str]:

@@ -97,12 +97,14 @@ def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "
     Raises:
         ValueError: the last axis of `x` is not from_size long, or weights and bias do not belong together.
     """
-    if weights.ndim != 2 or bias is not None and bias.shape != weights.shape[1:]:
+    if weights.ndim != 2 or (bias is not None and bias.shape != weights.shape[1:]):
         got = weights.shape if bias is None else f"{weights.shape} and {bias.shape}"
         raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
     from_size, to_size = weights.shape
     if x.ndim == 0 or x.shape[-1] != from_size:
-        raise ValueError(f"{name}(from_size={from_size}): expected the last axis to be {from_size}, got shape {x.shape}")
+        raise ValueError(
+            f"{name}(from_size={from_size}): expected the last axis to be {from_size}, got shape {x.shape}"
+        )
     check_device(name, x.array, weights.array)
     rows, matrix = floating(x.array).reshape(-1, from_size), weights.array
     y = rows @ matrix

@@ -1,0 +1,28 @@
+"""What all tests share: warnings as errors, a seeded generator, GPU tests only where a GPU is."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from tricycle import backend
+
+settings.register_profile("tricycle", max_examples=60, deadline=None, derandomize=True, database=None)
+settings.load_profile("tricycle")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs CuPy and a CUDA device")
+    for category in ("RuntimeWarning", "DeprecationWarning:tricycle", "ResourceWarning:tricycle"):
+        config.addinivalue_line("filterwarnings", f"error::{category}")
+
+
+def pytest_collection_modifyitems(items):
+    if any("gpu" in item.keywords for item in items) and (problem := backend.gpu_problem()):
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=problem))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

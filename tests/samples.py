@@ -1,0 +1,458 @@
+"""Sample inputs for every op in the registry: what the generic tests of test_registry.py run on.
+
+An op that stands in `tricycle.ops.OPS` and not here fails a test. To add one, give it a row in a table
+below (or a call of `add`), with inputs that keep clear of kinks, and the PyTorch function if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tricycle.activation as activation
+import tricycle.attention as attention
+import tricycle.einsum as einsum
+import tricycle.functions as functions
+import tricycle.loss as loss
+from tricycle import ops
+from tricycle.tensor import Tensor, to_tensor
+
+
+class Sample(NamedTuple):
+    """One call of one op.
+
+    Attributes:
+        op: the name in the registry.
+        call: takes a Tensor for each input.
+        inputs: float64 arrays (whole numbers for labels), read-only.
+        torch: the same call in PyTorch; takes the module, then its tensors.
+        batched: per input, the flag `is_batched`.
+    """
+
+    op: str
+    call: Callable[..., Tensor]
+    inputs: tuple[np.ndarray, ...]
+    torch: Callable[..., Any] | None
+    batched: tuple[bool, ...]
+
+    def tensors(self, dtype: Any = np.float64, change: Callable = lambda array: array) -> list[Tensor]:
+        """The inputs as Tensors, floats in `dtype`, after `change`."""
+        return [
+            to_tensor(change(a), dtype=a.dtype if a.dtype.kind in "biu" else dtype, is_batched=flag)
+            for a, flag in zip(self.inputs, self.batched)
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.op}-{'-'.join('x'.join(map(str, a.shape)) or 'scalar' for a in self.inputs)}"
+
+
+SAMPLES: dict[str, list[Sample]] = {}
+_rng = np.random.default_rng(42)
+
+
+class Whole(list):
+    """Labels and indices: an input of whole numbers."""
+
+
+def add(op: str, call: Callable, *inputs: Any, torch: Callable | None = None, batched: tuple[bool, ...] = ()) -> None:
+    arrays = []
+    for x in inputs:
+        array = np.array(x, dtype=np.int64 if isinstance(x, Whole) else np.float64)
+        array.flags.writeable = False
+        arrays.append(array)
+    flags = batched or (False,) * len(arrays)
+    SAMPLES.setdefault(op, []).append(Sample(op, call, tuple(arrays), torch, flags))
+
+
+# -------------------------------------------------------------------- inputs
+def normal(*shape: int) -> np.ndarray:
+    return _rng.standard_normal(shape)
+
+
+def positive(*shape: int) -> np.ndarray:
+    return _rng.uniform(0.5, 2.5, shape)
+
+
+def nonzero(*shape: int) -> np.ndarray:
+    """Both signs, at least 0.3 from 0."""
+    return _rng.choice([-1, 1], shape) * _rng.uniform(0.3, 2, shape)
+
+
+def distinct(*shape: int, offset: float = 0.0) -> np.ndarray:
+    """No two values closer than 0.5, nor closer than 0.25 to those of another offset of 0.25."""
+    size = int(np.prod(shape))
+    return (_rng.permutation(size) - size // 2).reshape(shape) * 0.5 + offset
+
+
+def distinct_too(*shape: int) -> np.ndarray:
+    return distinct(*shape, offset=0.25)
+
+
+# -------------------------------------------------------------------- elementwise, one input
+SHAPES = [(), (1,), (5,), (2, 3), (2, 1, 3), (0,), (2, 0, 3)]
+
+# name, op, inputs, edge values, PyTorch
+UNARY = [
+    ("exp", ops.exp, normal, [-30, 0, 5], lambda torch, x: x.exp()),
+    ("log", ops.log, positive, [1e-3, 1, 1e4], lambda torch, x: x.log()),
+    ("sqrt", ops.sqrt, positive, [1e-2, 1, 1e4], lambda torch, x: x.sqrt()),
+    ("sin", ops.sin, normal, [-30, 0, 30], lambda torch, x: x.sin()),
+    ("cos", ops.cos, normal, [-30, 0, 30], lambda torch, x: x.cos()),
+    ("absolute", ops.absolute, nonzero, [-1e3, 1e3], lambda torch, x: x.abs()),
+    ("tanh", ops.tanh, normal, [-30, 0, 30], lambda torch, x: x.tanh()),
+    ("sigmoid", ops.sigmoid, normal, [-30, 0, 30], lambda torch, x: x.sigmoid()),
+    ("negative", ops.negative, normal, [-1e3, 0, 1e3], lambda torch, x: -x),
+    ("Sigmoid", functions.Sigmoid(), normal, [-30, 0, 30], lambda torch, x: x.sigmoid()),
+    ("Tanh", functions.Tanh(), normal, [-30, 0, 30], lambda torch, x: x.tanh()),
+    ("ReLU", activation.ReLU(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu()),
+    ("GeLU", activation.GeLU(), normal, [-30, 0, 30], lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh")),
+    (
+        "GeLU",
+        activation.GeLU(approximate=False),
+        normal,
+        [-30, -5, 0, 5, 30],
+        lambda torch, x: torch.nn.functional.gelu(x),
+    ),
+    ("Swish", activation.Swish(), normal, [-30, 0, 30], lambda torch, x: torch.nn.functional.silu(x)),
+]
+for _name, _op, _make, _edges, _torch in UNARY:
+    for _shape in SHAPES:
+        add(_name, _op, _make(*_shape), torch=_torch)
+    add(_name, _op, _edges, torch=_torch)
+    add(_name, _op, _make(3, 2), torch=_torch, batched=(True,))
+
+# -------------------------------------------------------------------- elementwise, two inputs
+SHAPE_PAIRS = [
+    ((3,), (3,)),
+    ((2, 3), (3,)),
+    ((3,), (2, 3)),
+    ((2, 1), (1, 3)),
+    ((), (2, 2)),
+    ((2, 2), ()),
+    ((), ()),
+    ((4, 1, 3), (2, 1)),
+    ((1,), (5,)),
+    ((0, 3), (1, 3)),
+    ((2, 1), (2, 0)),
+]
+
+BINARY = [
+    ("add", ops.add, normal, normal, lambda torch, x, y: x + y),
+    ("sub", ops.subtract, normal, normal, lambda torch, x, y: x - y),
+    ("mul", ops.multiply, normal, normal, lambda torch, x, y: x * y),
+    ("div", ops.divide, normal, nonzero, lambda torch, x, y: x / y),
+    ("pow", ops.power, positive, normal, lambda torch, x, y: x**y),
+    ("maximum", ops.maximum, distinct, distinct_too, lambda torch, x, y: torch.maximum(x, y)),
+    ("minimum", ops.minimum, distinct, distinct_too, lambda torch, x, y: torch.minimum(x, y)),
+]
+for _name, _op, _left, _right, _torch in BINARY:
+    for _a, _b in SHAPE_PAIRS:
+        add(_name, _op, _left(*_a), _right(*_b), torch=_torch)
+    add(_name, _op, _left(2, 3), _right(3), torch=_torch, batched=(True, False))
+    # a number on either side is no input
+    add(
+        _name,
+        lambda x, op=_op: op(x, 1.375),
+        _left(2, 3),
+        torch=lambda torch, x, op=_torch: op(torch, x, x * 0 + 1.375),
+    )
+    add(
+        _name,
+        lambda y, op=_op: op(1.375, y),
+        _right(2, 3),
+        torch=lambda torch, y, op=_torch: op(torch, y * 0 + 1.375, y),
+    )
+for _exponent in (0, 1, 2, 3, -1, -2, 0.5, 2.5):
+    _base = nonzero(4) if isinstance(_exponent, int) else positive(4)
+    add("pow", lambda x, n=_exponent: x**n, _base, torch=lambda torch, x, n=_exponent: x**n)
+add(
+    "pow", ops.power, [-2.0, -1.5, 0.5, 3.0], Whole([2, 3, 2, -1]), torch=lambda torch, x, n: x**n
+)  # a Tensor of whole numbers
+
+# -------------------------------------------------------------------- choosing, joining
+for _condition, _a, _b in [
+    ([True, False, True], (3,), (3,)),
+    ([[True], [False]], (3,), (2, 1)),
+    (True, (2,), ()),
+    ([[False]], (0, 1), (1, 2)),
+]:
+    add(
+        "where",
+        lambda x, y, c=_condition: ops.where(c, x, y),
+        normal(*_a),
+        normal(*_b),
+        torch=lambda torch, x, y, c=_condition: torch.where(torch.tensor(c), x, y),
+    )
+for _axis, _shapes in [
+    (0, [(2, 3), (1, 3), (4, 3)]),
+    (1, [(2, 1), (2, 4)]),
+    (-1, [(2, 0), (2, 2)]),
+    (-2, [(1, 2), (1, 2)]),
+    (0, [(3,)]),
+]:
+    add(
+        "concatenate",
+        lambda *xs, axis=_axis: ops.concatenate(xs, axis=axis),
+        *(normal(*s) for s in _shapes),
+        torch=lambda torch, *xs, axis=_axis: torch.cat(xs, axis),
+    )
+for _axis, _n, _shape in [(0, 3, (2, 3)), (1, 2, (2, 3)), (-1, 2, (2, 3)), (0, 2, ()), (0, 1, (4,)), (1, 2, (0, 2))]:
+    add(
+        "stack",
+        lambda *xs, axis=_axis: ops.stack(xs, axis=axis),
+        *(normal(*_shape) for _ in range(_n)),
+        torch=lambda torch, *xs, axis=_axis: torch.stack(xs, axis),
+    )
+
+# -------------------------------------------------------------------- reductions
+AXES = [
+    (None, (2, 3)),
+    (0, (2, 3)),
+    (-1, (2, 3)),
+    ((0, 2), (2, 3, 4)),
+    ((-1, 0), (2, 3, 4)),
+    (None, ()),
+    (0, (1,)),
+    (1, (3, 1)),
+    (1, (0, 2)),
+    (None, (1, 1)),
+]
+REDUCTIONS = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}
+for _name, _method in REDUCTIONS.items():
+    for _axis, _shape in AXES:
+        for _keep in (False, True):
+            add(
+                _name,
+                lambda x, op=ops.OPS[_name], axis=_axis, keep=_keep: op(x, axis, keep),
+                distinct(*_shape),
+                torch=lambda torch, x, f=_method, axis=_axis, keep=_keep: getattr(x, f)(
+                    tuple(range(x.ndim)) if axis is None else axis, keepdim=keep
+                ),
+            )
+    add(_name, lambda x, op=ops.OPS[_name]: op(x, axis=()), distinct(2, 3))
+    add(_name, lambda x, op=ops.OPS[_name]: op(x, axis=1), distinct(2, 3), batched=(True,))
+add("sum", lambda x: ops.sum(x, 0), normal(0, 3), torch=lambda torch, x: x.sum(0))
+
+# -------------------------------------------------------------------- shapes and indexing
+for _shape, _new in [((2, 3), (3, 2)), ((2, 3), (-1,)), ((6,), (1, 2, -1)), ((), (1, 1)), ((0, 3), (3, 0)), ((1,), ())]:
+    add(
+        "reshape",
+        lambda x, new=_new: ops.reshape(x, *new),
+        normal(*_shape),
+        torch=lambda torch, x, new=_new: x.reshape(new),
+    )
+for _shape, _order in [
+    ((2, 3), (1, 0)),
+    ((2, 3, 4), (2, 0, 1)),
+    ((2, 3, 4), (0, -1, 1)),
+    ((3,), (0,)),
+    ((0, 2, 1), (1, 2, 0)),
+]:
+    add(
+        "transpose",
+        lambda x, order=_order: ops.transpose(x, *order),
+        normal(*_shape),
+        torch=lambda torch, x, order=_order: x.permute(order),
+    )
+add("transpose", ops.transpose, normal(2, 3, 4), torch=lambda torch, x: x.permute(2, 1, 0))
+add("transpose", ops.transpose, normal(), torch=lambda torch, x: x)
+
+INDICES = [
+    0,
+    -1,
+    slice(1, None),
+    slice(None, None, 2),
+    slice(2, 2),
+    ...,
+    None,
+    (),
+    (0, 1),
+    (slice(None), 0),
+    (..., -1),
+    (0, None, slice(1, 3)),
+    [0, 2, 0],
+    [],
+    np.array([[0, 1], [1, 1]]),
+    ([0, 1, 0], [1, 1, 1]),
+    (slice(None), [0, 0]),
+    np.array([True, False, True]),
+    np.int64(1),
+]
+for _index in INDICES:
+    add("getitem", lambda x, index=_index: x[index], normal(3, 2, 4), torch=lambda torch, x, index=_index: x[index])
+for _index in (slice(None, None, -1), (2, slice(3, None, -2)), (0, ..., [1, 1])):  # PyTorch has none or means another
+    add("getitem", lambda x, index=_index: x[index], normal(3, 4))
+add("getitem", lambda x: x[()], normal(2), batched=(True,))
+add("getitem", lambda x, ids: x[ids], normal(4, 2), Whole([[3, 0], [3, 3]]), torch=lambda torch, x, ids: x[ids])
+
+# -------------------------------------------------------------------- products
+for _a, _b in [
+    ((2, 3), (3, 4)),
+    ((3,), (3,)),
+    ((2, 3), (3,)),
+    ((3,), (3, 2)),
+    ((5, 2, 3), (3, 4)),
+    ((2, 3), (5, 3, 4)),
+    ((4, 1, 2, 3), (5, 3, 1)),
+    ((1, 1), (1, 1)),
+    ((2, 0), (0, 3)),
+    ((0, 2), (2, 3)),
+    ((2, 2, 3), (3,)),
+]:
+    add("matmul", einsum.matmul, normal(*_a), normal(*_b), torch=lambda torch, x, y: x @ y)
+add(
+    "matmul", einsum.matmul, normal(2, 3), Whole([[1, 0], [2, -1], [0, 3]]), torch=lambda torch, x, y: x @ y.to(x.dtype)
+)
+
+# subscripts, shapes; None where PyTorch's einsum has no such notation
+EINSUMS = [
+    ("ij->ji", (2, 3)),
+    ("ij->ij", (2, 3)),
+    ("ij->i", (2, 3)),
+    ("ij->", (2, 3)),
+    ("ii->i", (3, 3)),
+    ("ii->", (3, 3)),
+    ("ii", (3, 3)),
+    ("iij->ij", (2, 2, 3)),
+    ("iji->j", (2, 3, 2)),
+    ("iii->i", (2, 2, 2)),
+    ("ji", (2, 3)),
+    ("->", ()),
+    ("ij,jk->ik", (2, 3), (3, 4)),
+    ("ij,jk", (2, 3), (3, 4)),
+    ("ij,kj->ki", (2, 3), (4, 3)),
+    ("i,j->ij", (2,), (3,)),
+    ("ij,ij->", (2, 3), (2, 3)),
+    ("ij,ij->ij", (2, 3), (2, 3)),
+    ("bij,bjk->bik", (2, 3, 4), (2, 4, 5)),
+    ("i,->i", (3,), ()),
+    ("zxTb,bW->zxTW", (2, 3, 4, 5), (5, 6)),
+    ("ij,ij,ij->j", (2, 3), (2, 3), (2, 3)),
+    ("ij,jk,kl->il", (2, 3), (3, 4), (4, 2)),
+    ("a,ab,bc,cd->d", (2,), (2, 3), (3, 2), (2, 4)),
+    ("ij,k->i", (2, 3), (4,)),
+    ("ii,ij->j", (3, 3), (3, 2)),
+    ("aab,bc->ac", (2, 2, 3), (3, 4)),
+    ("...ij,...jk->...ik", (5, 2, 3), (5, 3, 4)),
+    ("...ij,...jk->...ik", (2, 1, 2, 3), (5, 3, 4)),
+    ("i...->...i", (2, 3, 4)),
+    ("...,...", (2, 3), (3,)),
+    ("...i->...", (2, 3)),
+    ("i...j,j->i...", (2, 3, 4), (4,)),
+    ("ij,jk->ik", (2, 1), (1, 3)),
+    ("ij,jk->ik", (2, 0), (0, 3)),
+    ("ij,jk->ik", (0, 2), (2, 3)),
+    ("ij,ij->ij", (1, 1), (1, 1)),
+]
+for _subscripts, *_shapes in EINSUMS:
+    add(
+        "Einsum",
+        einsum.Einsum(_subscripts),
+        *(normal(*s) for s in _shapes),
+        torch=(lambda torch, *xs, s=_subscripts: torch.einsum(s, *xs)) if _subscripts != "->" else None,
+    )
+# with a batch the subscripts describe one item
+for _subscripts, _full, _flags, *_shapes in [
+    ("ij->ji", "bij->bji", (True,), (5, 2, 3)),
+    ("i->", "bi->b", (True,), (5, 2)),
+    ("ii->i", "bii->bi", (True,), (2, 3, 3)),
+    ("ij,jk->ik", "bij,jk->bik", (True, False), (5, 2, 3), (3, 4)),
+    ("ij,jk->ik", "ij,bjk->bik", (False, True), (2, 3), (5, 3, 4)),
+    ("ij,jk->ik", "bij,bjk->bik", (True, True), (5, 2, 3), (5, 3, 4)),
+    ("...j,jk->...k", "b...j,jk->b...k", (True, False), (5, 2, 3), (3, 4)),
+]:
+    add(
+        "Einsum",
+        einsum.Einsum(_subscripts),
+        *(normal(*s) for s in _shapes),
+        batched=_flags,
+        torch=lambda torch, *xs, s=_full: torch.einsum(s, *xs),
+    )
+
+for _shape in [(3,), (2, 3), (2, 4, 3), (1, 3), (0, 3)]:
+    add("linear", functions.linear, normal(*_shape), normal(3, 5), normal(5), torch=lambda torch, x, w, b: x @ w + b)
+    add("linear", functions.linear, normal(*_shape), normal(3, 5), torch=lambda torch, x, w: x @ w)
+
+
+# -------------------------------------------------------------------- softmax and its kin, gates
+def _softmax1(torch, x):
+    """A further score of 0 takes part, and is then dropped."""
+    return torch.cat([x, torch.zeros_like(x[..., :1])], -1).softmax(-1)[..., :-1]
+
+
+def _rows(name, op, torch, shapes):
+    for shape in shapes:
+        add(name, op, normal(*shape), torch=torch)
+    add(name, op, normal(2, shapes[0][-1]), torch=torch, batched=(True,))
+    add(name, op, [[0] * 4, [-50, 0, 50, 3], [1e3, 1e3 - 1, 0, -1e3]], torch=torch)
+
+
+ROWS = [(4,), (1,), (2, 3), (2, 1, 5), (0, 3)]
+_rows("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1), [*ROWS, (2, 0)])
+_rows("Softmax1", functions.Softmax1(), _softmax1, ROWS)
+_rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1), ROWS)
+PAIRED_ROWS = [(4,), (2, 6), (2, 1, 2), (0, 4), (2, 0)]
+_rows("GLU", activation.GLU(), lambda torch, x: torch.nn.functional.glu(x) if x.shape[-1] else x, PAIRED_ROWS)
+_rows(
+    "SwiGLU",
+    activation.SwiGLU(),
+    lambda torch, x: x.chunk(2, -1)[0] * torch.nn.functional.silu(x.chunk(2, -1)[1]),
+    PAIRED_ROWS,
+)
+
+
+# -------------------------------------------------------------------- losses
+def _torch_cross_entropy(torch, labels, logits, ignore=-100):
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=ignore
+    )
+
+
+_cross_entropy, _ignoring = loss.CrossEntropy(), loss.CrossEntropy(ignore_index=-1)
+for _labels, _classes in [([1, 0, 2], 3), ([2], 4), ([[0, 1], [1, 1], [0, 0]], 2), ([0, 0], 1)]:
+    add(
+        "CrossEntropy", _cross_entropy, Whole(_labels), normal(*np.shape(_labels), _classes), torch=_torch_cross_entropy
+    )
+add("CrossEntropy", _cross_entropy, Whole([1, 0]), [[50, -50, 0], [0, 0, 0]], torch=_torch_cross_entropy)
+add("CrossEntropy", _cross_entropy, Whole([1, 0]), normal(2, 3), torch=_torch_cross_entropy, batched=(True, True))
+add(
+    "CrossEntropy",
+    _ignoring,
+    Whole([[1, -1], [-1, 3]]),
+    normal(2, 2, 4),
+    torch=lambda torch, *xs: _torch_cross_entropy(torch, *xs, ignore=-1),
+)
+for _shape in [(), (3,), (2, 3), (1, 1)]:
+    add(
+        "MeanSquaredError",
+        loss.MeanSquaredError(),
+        normal(*_shape),
+        normal(*_shape),
+        torch=lambda torch, x, y: torch.nn.functional.mse_loss(y, x),
+    )
+
+
+# -------------------------------------------------------------------- attention
+def _torch_attention(torch, qkv, n_heads, causal):
+    n_items, n_tokens, width = qkv.shape
+    q, k, v = qkv.reshape(n_items, n_tokens, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return out.transpose(1, 2).reshape(n_items, n_tokens, width // 3)
+
+
+for _heads, _causal in [(1, True), (2, True), (2, False)]:
+    _op = attention.SelfAttention(_heads, _causal)
+    for _items, _tokens, _size in [(1, 1, 1), (2, 5, 3), (1, 19, 2)]:
+        add(
+            "SelfAttention",
+            _op,
+            normal(_items, _tokens, 3 * _heads * _size),
+            torch=lambda torch, x, n=_heads, causal=_causal: _torch_attention(torch, x, n, causal),
+        )
+for _heads in (1, 2):
+    _op = attention.Rotary(_heads)
+    for _items, _tokens, _size in [(1, 1, 2), (2, 5, 4)]:
+        add("Rotary", _op, normal(_items, _tokens, 3 * _heads * _size))
+add("Rotary", lambda x: attention.Rotary(1, base=100.0)(x, offset=3), normal(1, 2, 12))

@@ -1,0 +1,78 @@
+"""Activations at known points and at the edges; their gradients are in test_registry.py."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tricycle import to_tensor
+from tricycle.activation import GLU, GeLU, ReLU, SwiGLU, Swish, erf
+
+X = [-1e4, -3, -1, -0.5, 0, 0.5, 1, 3, 1e4]
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("op", "formula"),
+    [
+        (ReLU(), lambda x: max(x, 0)),
+        (GeLU(), lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+        (GeLU(approximate=False), lambda x: x * 0.5 * math.erfc(-x / math.sqrt(2))),
+        (Swish(), lambda x: x * sigmoid(x)),
+        (GLU(), lambda x: x * sigmoid(x)),
+        (SwiGLU(), lambda x: x * x * sigmoid(x)),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
+def test_values(op, formula, dtype, tolerance):
+    gated = isinstance(op, (GLU, SwiGLU))
+    x = to_tensor([[x, x] for x in X] if gated else X, dtype=dtype)
+    y = op(x)
+    y.backward()
+    assert y.dtype == dtype
+    np.testing.assert_allclose(y.array.reshape(-1), [formula(x) for x in X], tolerance, tolerance)
+    assert np.isfinite(x.grad.array).all()
+
+
+def test_slope_of_relu_at_zero():
+    x = to_tensor([-1, 0, -0.0, 1])
+    ReLU()(x).backward()
+    assert x.grad.array.tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-15)])
+def test_erf(dtype, tolerance):
+    x = np.concatenate([np.linspace(-8, 8, 4_001), [0, 1e-300, -1e-8, 1e30, -1e30, np.inf, -np.inf]]).astype(dtype)
+    assert erf(x).dtype == dtype
+    np.testing.assert_allclose(erf(x), [math.erf(v) for v in x.tolist()], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (ReLU(), "> 0"),
+        (GeLU(), "gelu"),
+        (GeLU(False), "gelu"),
+        (Swish(), "swish"),
+        (GLU(), "glu"),
+        (SwiGLU(), "swiglu"),
+    ],
+    ids=repr,
+)
+def test_names_and_reprs(op, name):
+    y = op([[1.0, 2.0]])
+    assert y.name == name and y.dtype == np.float32
+    assert repr(op) in {"ReLU()", "GeLU(approximate=True)", "GeLU(approximate=False)", "Swish()", "GLU()", "SwiGLU()"}
+
+
+@pytest.mark.parametrize("op", [GLU(), SwiGLU()], ids=repr)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
+def test_gates_need_an_even_axis(op, shape):
+    with pytest.raises(
+        ValueError, match=rf"{type(op).__name__}: expected a last axis of even length, got shape \({str(shape)[1:-1]}\)"
+    ):
+        op(to_tensor(np.ones(shape)))

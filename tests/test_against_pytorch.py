@@ -1,0 +1,304 @@
+"""PyTorch as a second opinion: the same weights and batches give the same losses, gradients and training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from tricycle.configs import GPTConfig
+from tricycle.layers import Dense, Embedding, Layer, LayerNorm, RMSNorm
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW, Optimiser, StochasticGradientDescent, clip_gradients, decays
+from tricycle.scheduler import WarmupCosine
+from tricycle.tensor import to_tensor
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+BATCH, TOKENS, STEPS = 4, 24, 20
+BASE = GPTConfig(
+    vocab_size=61,
+    context_window=32,
+    embedding_dim=24,
+    n_heads=3,
+    n_layers=2,
+    max_learning_rate=1e-2,
+    min_learning_rate=1e-3,
+    warmup_steps=5,
+    steps=STEPS,
+    weight_decay=0.1,
+    beta2=0.95,
+)
+CONFIGS: dict[str, GPTConfig] = {
+    "GPT-2": BASE,
+    "untied": replace(BASE, tied=False),
+    "no bias": replace(BASE, bias=False, activation="relu"),
+    "RMSNorm": replace(BASE, norm="rms_norm", activation="swish", tied=False),
+    "rotary": replace(BASE, positions="rotary", bias=False, tied=False),
+    "modern": replace(BASE, positions="rotary", norm="rms_norm", activation="swiglu", bias=False),
+    "mixed": replace(BASE, positions="rotary", activation="swiglu", expansion_ratio=2.5),
+}
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two thread pools that wait for each other's cores take seconds for what is done in milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class TorchGPT:
+    """The model as a function of a dict of torch parameters, which has the names of ours."""
+
+    config: GPTConfig
+    p: dict[str, torch.Tensor]
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.linear(x, self.p[f"{name}.weights"].T, self.p.get(f"{name}.bias"))
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        size, gain = (self.config.embedding_dim,), self.p[f"{name}.gain"]
+        if self.config.norm == "rms_norm":
+            return F.rms_norm(x, size, gain, eps=1e-5)
+        return F.layer_norm(x, size, gain, self.p.get(f"{name}.bias"), eps=1e-5)
+
+    def activation(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.activation == "swiglu":
+            value, gate = x.chunk(2, dim=-1)
+            return value * F.silu(gate)
+        return {"gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "swish": F.silu}[
+            self.config.activation
+        ](x)
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, T, D), with channels i and i + D/2 as one complex number."""
+        n_tokens, size = x.shape[-2:]
+        speeds = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        angles = torch.arange(n_tokens, dtype=torch.float64)[:, None] * speeds
+        turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        z = torch.complex(x[..., : size // 2].contiguous(), x[..., size // 2 :].contiguous()) * turn
+        return torch.cat([z.real, z.imag], dim=-1)
+
+    def attention(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        n_items, n_tokens, width = x.shape
+        heads = (n_items, n_tokens, self.config.n_heads, width // self.config.n_heads)
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.linear(x, f"{name}.qkv").chunk(3, dim=-1))
+        if self.config.positions == "rotary":
+            q, k = self.rotate(q), self.rotate(k)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.linear(out.transpose(1, 2).reshape(x.shape), f"{name}.projection")
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.p["token_embedding.weights"][tokens]
+        if self.config.positions == "learned":
+            x = x + self.p["position_embedding.weights"][: tokens.shape[1]]
+        for i in range(self.config.n_layers):
+            block = f"blocks.{i}"
+            x = x + self.attention(self.norm(x, f"{block}.attention_norm"), f"{block}.attention")
+            hidden = self.activation(self.linear(self.norm(x, f"{block}.mlp_norm"), f"{block}.mlp.up"))
+            x = x + self.linear(hidden, f"{block}.mlp.projection")
+        x = self.norm(x, "norm")
+        return x @ self.p["token_embedding.weights"].T if self.config.tied else self.linear(x, "head")
+
+    def loss(self, inputs: np.ndarray, outputs: np.ndarray) -> torch.Tensor:
+        logits = self(torch.from_numpy(inputs))
+        return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(outputs).flatten())
+
+
+def copy_of(model: Layer) -> dict[str, torch.Tensor]:
+    """The parameters as torch's, by name."""
+    return {name: torch.tensor(array, requires_grad=True) for name, array in model.state_dict().items()}
+
+
+def a_pair(config: GPTConfig) -> tuple[GPT, TorchGPT]:
+    """Our model and torch's with the same weights; biases and gains are moved off 0 and 1 to count."""
+    model, generator = GPT(config), np.random.default_rng(1)
+    for p in model.parameters():
+        if p.ndim == 1:
+            p.array += 0.1 * generator.standard_normal(p.shape, dtype=np.float32)
+    return model, TorchGPT(config, copy_of(model))
+
+
+def batches(config: GPTConfig) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Text that can be learned: each token follows from the one before, with some noise."""
+    generator = np.random.default_rng(2)
+    tokens = generator.integers(0, config.vocab_size, (STEPS, BATCH, TOKENS + 1))
+    for t in range(1, TOKENS + 1):
+        follow = generator.random((STEPS, BATCH)) < 0.8
+        tokens[..., t] = np.where(follow, (7 * tokens[..., t - 1] + 3) % config.vocab_size, tokens[..., t])
+    return [(batch[:, :-1].copy(), batch[:, 1:].copy()) for batch in tokens]
+
+
+def assert_close(ours: np.ndarray, theirs: torch.Tensor, what: str, tolerance: float = 1e-4) -> None:
+    """Relative to the largest element: where terms cancel, an element by itself has no relative precision."""
+    expected = theirs.detach().numpy()
+    assert ours.shape == expected.shape, what
+    assert np.abs(expected).max() > 0, what
+    assert np.abs(ours - expected).max() <= tolerance * np.abs(expected).max(), what
+    assert np.linalg.norm(ours - expected) <= tolerance * np.linalg.norm(expected), what
+
+
+# -------------------------------------------------------------------- whole models
+@each_config
+def test_loss_and_every_gradient_agree_at_step_0(config: GPTConfig) -> None:
+    model, theirs = a_pair(config)
+    inputs, outputs = batches(config)[0]
+    assert_close(model(inputs).array, theirs(torch.from_numpy(inputs)), "logits")
+
+    loss, their_loss = CrossEntropy()(outputs, model(inputs)), theirs.loss(inputs, outputs)
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
+    loss.backward()
+    their_loss.backward()
+    for name, p in model.named_parameters():
+        assert_close(p.grad.array, theirs.p[name].grad, name)
+
+
+@each_config
+def test_twenty_steps_of_training_agree(config: GPTConfig) -> None:
+    """AdamW with the same rule of decay, a schedule and clipping, as training does it."""
+    model, theirs = a_pair(config)
+    schedule = WarmupCosine(config.max_learning_rate, config.min_learning_rate, config.warmup_steps, STEPS)
+    optimiser = AdamW(schedule, (config.beta1, config.beta2), weight_decay=config.weight_decay)
+    names = [name for name, _ in model.named_parameters()]
+    matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and name != "position_embedding.weights"]
+    assert matrices == [name for name, p in model.named_parameters() if decays(name, p)]
+    groups = [
+        {"params": [theirs.p[name] for name in names if (name in matrices) == decayed], "weight_decay": decay}
+        for decayed, decay in ((True, config.weight_decay), (False, 0.0))
+    ]
+    their_optimiser = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=1e-8)
+
+    ours_trace, their_trace, n_clipped = [], [], 0
+    for step, (inputs, outputs) in enumerate(batches(config), start=1):
+        optimiser.step()
+        loss = CrossEntropy()(outputs, model(inputs))
+        loss.backward()
+        norm = clip_gradients(model, 0.5)
+        model.update(optimiser)
+        ours_trace.append(loss.item())
+
+        for group in their_optimiser.param_groups:
+            group["lr"] = schedule(step)
+        their_optimiser.zero_grad()
+        their_loss = theirs.loss(inputs, outputs)
+        their_loss.backward()
+        their_norm = torch.nn.utils.clip_grad_norm_(theirs.p.values(), 0.5)
+        their_optimiser.step()
+        their_trace.append(their_loss.item())
+        assert norm == pytest.approx(their_norm.item(), rel=1e-3)
+        n_clipped += norm > 0.5
+
+    np.testing.assert_allclose(ours_trace, their_trace, rtol=0, atol=1e-3)
+    assert ours_trace[-1] < ours_trace[0] - 0.3 and n_clipped > 0  # it did learn, and clipping did happen
+    for name, p in model.named_parameters():
+        assert_close(p.array, theirs.p[name], name, tolerance=1e-2)
+
+
+# -------------------------------------------------------------------- layers
+LAYERS: dict[str, tuple[Layer, Callable]] = {
+    "dense": (Dense(6, 4), lambda x, p: F.linear(x, p["weights"].T, p["bias"])),
+    "dense without bias": (Dense(6, 4, bias=False), lambda x, p: F.linear(x, p["weights"].T)),
+    "layer norm": (LayerNorm(6), lambda x, p: F.layer_norm(x, (6,), p["gain"], p["bias"])),
+    "layer norm without bias": (LayerNorm(6, bias=False), lambda x, p: F.layer_norm(x, (6,), p["gain"])),
+    "rms norm": (RMSNorm(6), lambda x, p: F.rms_norm(x, (6,), p["gain"], eps=1e-5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_agree(name: str, rng: np.random.Generator) -> None:
+    layer, function = LAYERS[name]
+    for p in layer.parameters():
+        p.array[...] = rng.standard_normal(p.shape)
+    x = rng.standard_normal((5, 3, 6)).astype(np.float32)
+    ours, theirs, parameters = to_tensor(x), torch.tensor(x, requires_grad=True), copy_of(layer)
+    y, their_y = layer(ours), function(theirs, parameters)
+    weighting = rng.standard_normal(y.shape).astype(np.float32)
+    (y * weighting).sum().backward()
+    (their_y * torch.from_numpy(weighting)).sum().backward()
+    assert_close(y.array, their_y, "output", 1e-5)
+    assert_close(ours.grad.array, theirs.grad, "input", 1e-5)
+    for key, p in layer.named_parameters():
+        assert_close(p.grad.array, parameters[key].grad, key, 1e-5)
+    layer.zero_grad()
+
+
+def test_embedding_agrees(rng: np.random.Generator) -> None:
+    layer, ids = Embedding(7, 3), rng.integers(0, 5, (4, 6))
+    weights = copy_of(layer)["weights"]
+    weighting = rng.standard_normal((4, 6, 3)).astype(np.float32)
+    (layer(ids) * weighting).sum().backward()
+    (F.embedding(torch.from_numpy(ids), weights) * torch.from_numpy(weighting)).sum().backward()
+    assert_close(layer.weights.grad.array, weights.grad, "weights", 1e-5)
+
+
+# -------------------------------------------------------------------- optimisers
+def both_ways(optimiser: Optimiser, make: Callable, rng: np.random.Generator, n_steps: int = 25) -> None:
+    """The same random gradients, of sizes from 1e-6 to 1e3, to a layer here and to its copy in torch."""
+    layer = Dense(5, 4, generator=0)
+    theirs = copy_of(layer)
+    their_optimiser = make([theirs["weights"]], [theirs["bias"]])
+    for _ in range(n_steps):
+        for name, p in layer.named_parameters():
+            grad = (rng.standard_normal(p.shape) * 10.0 ** rng.integers(-6, 4, p.shape)).astype(np.float32)
+            p.grad, theirs[name].grad = to_tensor(grad), torch.from_numpy(grad)
+        layer.update(optimiser)
+        their_optimiser.step()
+    for name, p in layer.named_parameters():
+        np.testing.assert_allclose(p.array, theirs[name].detach().numpy(), rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("betas, eps", [((0.9, 0.999), 1e-8), ((0.8, 0.9), 1e-3), ((0.0, 0.95), 1e-8)], ids=str)
+def test_adamw_agrees(betas: tuple[float, float], eps: float, decay: float, rng: np.random.Generator) -> None:
+    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.01, betas=betas, eps=eps, weight_decay=decay)
+
+    both_ways(AdamW(0.01, betas, eps, decay), make, rng)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.95])
+def test_sgd_agrees(momentum: float, rng: np.random.Generator) -> None:
+    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD(matrices + vectors, lr=1e-3, momentum=momentum)
+
+    both_ways(StochasticGradientDescent(1e-3, momentum=momentum), make, rng)
+
+
+def test_sgd_with_decay_agrees(rng: np.random.Generator) -> None:
+    """Without momentum, torch's decay through the gradient and ours beside it are the same."""
+
+    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": matrices, "weight_decay": 0.5}, {"params": vectors}], lr=1e-3)
+
+    both_ways(StochasticGradientDescent(1e-3, weight_decay=0.5), make, rng)
+
+
+def test_sgd_with_momentum_and_decay_agrees_where_torch_decays_beside_the_gradient(rng: np.random.Generator) -> None:
+    class Decoupled(torch.optim.SGD):
+        def step(self) -> None:
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.mul_(1 - 1e-3 * 0.5)
+            super().step()
+
+    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
+        return Decoupled([{"params": matrices}, {"params": vectors}], lr=1e-3, momentum=0.9)
+
+    both_ways(StochasticGradientDescent(1e-3, momentum=0.9, weight_decay=0.5), make, rng)
+
+
+def test_the_first_loss_is_that_of_a_guess() -> None:
+    model, theirs = a_pair(BASE)
+    inputs, outputs = batches(BASE)[0]
+    assert theirs.loss(inputs, outputs).item() == pytest.approx(math.log(BASE.vocab_size), rel=0.05)
+    assert CrossEntropy()(outputs, model(inputs)).item() == pytest.approx(math.log(BASE.vocab_size), rel=0.05)

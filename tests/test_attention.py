@@ -1,0 +1,206 @@
+"""Attention as pure functions, rotary positions and the cache of keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tricycle.attention import KeyValueCache, Rotary, SelfAttention
+from tricycle.gradcheck import gradcheck
+from tricycle.kernels import use_reference
+from tricycle.tensor import no_grad, to_tensor
+
+
+def plain_attention(qkv: np.ndarray, n_heads: int, causal: bool) -> np.ndarray:
+    """The formula, one item, head and query at a time, in float64."""
+    n_items, n_tokens, width = qkv.shape
+    q, k, v = np.split(qkv.astype(np.float64), 3, axis=-1)
+    size = width // 3 // n_heads
+    out = np.zeros(q.shape)
+    for item in range(n_items):
+        for head in range(n_heads):
+            channels = slice(head * size, (head + 1) * size)
+            for t in range(n_tokens):
+                seen = t + 1 if causal else n_tokens
+                scores = k[item, :seen, channels] @ q[item, t, channels] / math.sqrt(size)
+                weights = np.exp(scores - scores.max())
+                out[item, t, channels] = weights @ v[item, :seen, channels] / weights.sum()
+    return out
+
+
+SHAPES = [(1, 1, 1, 1), (2, 5, 2, 3), (3, 15, 1, 4), (1, 16, 3, 2), (2, 33, 2, 4), (1, 130, 1, 8), (1, 257, 2, 4)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n_items, n_tokens, n_heads, size", SHAPES)
+def test_self_attention_follows_its_formula(
+    n_items: int, n_tokens: int, n_heads: int, size: int, causal: bool, rng: np.random.Generator
+) -> None:
+    qkv = rng.standard_normal((n_items, n_tokens, 3 * n_heads * size)).astype(np.float32)
+    out = SelfAttention(n_heads, causal)(qkv)
+    assert out.dtype == np.float32 and out.name == "attention"
+    np.testing.assert_allclose(out.array, plain_attention(qkv, n_heads, causal), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n_items, n_tokens, n_heads, size", [s for s in SHAPES if s[1] < 200])
+def test_self_attention_gradients(
+    n_items: int, n_tokens: int, n_heads: int, size: int, causal: bool, rng: np.random.Generator
+) -> None:
+    qkv = rng.standard_normal((n_items, n_tokens, 3 * n_heads * size))
+    gradcheck(SelfAttention(n_heads, causal), qkv, elementwise_up_to=40)
+
+
+def test_one_op_at_two_shapes_before_backward(rng: np.random.Generator) -> None:
+    op = SelfAttention(2)
+    inputs = [to_tensor(rng.standard_normal(shape)) for shape in ((2, 20, 12), (3, 7, 12), (2, 20, 12))]
+    outputs = [op(x) for x in inputs]
+    sum((out * out).sum() for out in outputs).backward()
+    for x in inputs:
+        alone = to_tensor(x.array)
+        out = op(alone)
+        (out * out).sum().backward()
+        np.testing.assert_allclose(x.grad.array, alone.grad.array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_large_scores_stay_finite(reference: bool, rng: np.random.Generator) -> None:
+    x = to_tensor(100 * rng.standard_normal((1, 20, 12)))
+    if reference:
+        with use_reference():
+            out = SelfAttention(2)(x)
+    else:
+        out = SelfAttention(2)(x)
+    out.backward()
+    assert np.isfinite(out.array).all() and np.isfinite(x.grad.array).all()
+    np.testing.assert_allclose(out.array, plain_attention(x.array, 2, True), rtol=1e-3, atol=1e-2)
+
+
+# -------------------------------------------------------------------- rotary positions
+def plain_rotary(qkv: np.ndarray, n_heads: int, offset: int, base: float) -> np.ndarray:
+    """Channels i and i + D/2 as the real and imaginary part of a number, turned by position * speed."""
+    n_items, n_tokens, width = qkv.shape
+    size = width // 3 // n_heads
+    packed = qkv.astype(np.float64).reshape(n_items, n_tokens, 3, n_heads, size).copy()
+    for t in range(n_tokens):
+        for i in range(size // 2):
+            turn = np.exp(1j * (t + offset) * base ** (-2 * i / size))
+            for part in (0, 1):
+                z = (packed[:, t, part, :, i] + 1j * packed[:, t, part, :, i + size // 2]) * turn
+                packed[:, t, part, :, i], packed[:, t, part, :, i + size // 2] = z.real, z.imag
+    return packed.reshape(qkv.shape)
+
+
+@pytest.mark.parametrize("offset", [0, 3, 500])
+@pytest.mark.parametrize("n_heads, size", [(1, 2), (2, 4), (3, 8)])
+def test_rotary_follows_its_formula(n_heads: int, size: int, offset: int, rng: np.random.Generator) -> None:
+    qkv = rng.standard_normal((2, 9, 3 * n_heads * size))
+    out = Rotary(n_heads, base=100.0)(to_tensor(qkv, dtype=np.float64), offset=offset)
+    np.testing.assert_allclose(out.array, plain_rotary(qkv, n_heads, offset, 100.0), rtol=1e-9, atol=1e-12)
+
+
+def test_rotary_gradients(rng: np.random.Generator) -> None:
+    qkv = rng.standard_normal((2, 3, 24))
+    gradcheck(lambda x: Rotary(2)(x, offset=4), qkv)
+
+
+def test_rotary_attention_depends_on_distance_only(rng: np.random.Generator) -> None:
+    qkv = to_tensor(rng.standard_normal((2, 12, 24)), dtype=np.float64)
+    rotary, attention = Rotary(2), SelfAttention(2)
+    here, moved = (attention(rotary(qkv, offset=offset)).array for offset in (0, 1000))
+    np.testing.assert_allclose(moved, here, rtol=1e-8, atol=1e-10)
+    # and it does depend on that: without positions the past is a set
+    order = [2, 0, 1, *range(3, 12)]
+    shuffled = to_tensor(qkv.array[:, order], dtype=np.float64)
+    np.testing.assert_allclose(attention(shuffled).array[:, -1], attention(qkv).array[:, -1], rtol=1e-9)
+    assert abs(attention(rotary(shuffled)).array - attention(rotary(qkv)).array)[:, -1].max() > 1e-3
+
+
+# -------------------------------------------------------------------- the cache
+@pytest.mark.parametrize("pieces", [[1] * 9, [4, 5], [8, 1], [1, 8], [9], [3, 3, 3]], ids=str)
+def test_attention_with_a_cache_equals_attention_over_all(pieces: list[int], rng: np.random.Generator) -> None:
+    qkv = rng.standard_normal((2, 9, 12)).astype(np.float32)
+    op, cache, parts, start = SelfAttention(2), KeyValueCache(20), [], 0
+    for n in pieces:
+        parts.append(op(qkv[:, start : start + n], cache).array)
+        start += n
+        assert cache.length == start
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), op(qkv).array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [20, 130])
+def test_long_pieces_through_the_cache(first: int, rng: np.random.Generator) -> None:
+    qkv = rng.standard_normal((1, 200, 12)).astype(np.float32)
+    op, cache = SelfAttention(2), KeyValueCache(200)
+    parts = [op(qkv[:, :first], cache).array, op(qkv[:, first:], cache).array]
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), op(qkv).array, rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_holds_what_it_was_given_and_no_graph(rng: np.random.Generator) -> None:
+    cache = KeyValueCache(3)
+    keys, values = rng.standard_normal((2, 2, 3, 1, 4))
+    k, v = cache.append(keys[:, :2], values[:, :2])
+    assert np.array_equal(k, keys[:, :2]) and np.array_equal(v, values[:, :2])
+    k, v = cache.append(keys[:, 2:], values[:, 2:])
+    assert np.array_equal(k, keys) and np.array_equal(v, values)
+    out = SelfAttention(1)(to_tensor(np.ones((1, 1, 3))), KeyValueCache(1))
+    assert not out.requires_grad and out.args == ()
+
+
+def test_no_grad_gives_the_same_numbers(rng: np.random.Generator) -> None:
+    qkv = to_tensor(rng.standard_normal((1, 20, 12)))
+    with no_grad():
+        out = SelfAttention(2)(qkv)
+    assert out.args == () and np.array_equal(out.array, SelfAttention(2)(qkv).array)
+
+
+# -------------------------------------------------------------------- bad input
+def full_cache() -> KeyValueCache:
+    cache = KeyValueCache(2)
+    cache.append(np.ones((1, 2, 1, 4)), np.ones((1, 2, 1, 4)))
+    return cache
+
+
+def other_batch() -> None:
+    cache = KeyValueCache(4)
+    cache.append(np.ones((2, 1, 1, 4)), np.ones((2, 1, 1, 4)))
+    cache.append(np.ones((3, 1, 1, 4)), np.ones((3, 1, 1, 4)))
+
+
+BAD = {
+    "two axes": (
+        lambda: SelfAttention(2)(np.ones((4, 6))),
+        "SelfAttention(n_heads=2): expected shape (batch, tokens, 3 * 2 * head size), got (4, 6)",
+    ),
+    "a width that does not divide": (
+        lambda: SelfAttention(2)(np.ones((1, 4, 9))),
+        "SelfAttention(n_heads=2): expected shape (batch, tokens, 3 * 2 * head size), got (1, 4, 9)",
+    ),
+    "rotary shape": (
+        lambda: Rotary(2)(np.ones((4, 12))),
+        "Rotary(n_heads=2): expected shape (batch, tokens, 3 * 2 * head size), got (4, 12)",
+    ),
+    "rotary of odd heads": (lambda: Rotary(1)(np.ones((1, 4, 9))), "Rotary: expected an even head size, got 3"),
+    "a full cache": (
+        lambda: full_cache().append(np.ones((1, 1, 1, 4)), np.ones((1, 1, 1, 4))),
+        "KeyValueCache: 2 + 1 tokens exceed its capacity of 2",
+    ),
+    "another batch": (other_batch, "KeyValueCache: expected a batch of 2, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    attempt, message = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        attempt()
+    assert str(caught.value) == message
+
+
+def test_a_refused_append_leaves_the_cache_as_it_was() -> None:
+    cache = full_cache()
+    with pytest.raises(ValueError):
+        cache.append(np.ones((1, 1, 1, 4)), np.ones((1, 1, 1, 4)))
+    assert cache.length == 2

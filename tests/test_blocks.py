@@ -1,0 +1,254 @@
+"""The blocks of a transformer: shapes, causality, gradients, caches, refusals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from test_layers import check_layer_gradients
+
+from tricycle.attention import KeyValueCache
+from tricycle.blocks import ACTIVATIONS, NORMS, GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention
+from tricycle.layers import Layer
+from tricycle.tensor import to_tensor
+
+BLOCKS: dict[str, Callable[[], Layer]] = {
+    "attention": lambda: MultiHeadSelfAttention(8, 2, 24, generator=0),
+    "attention, rotary": lambda: MultiHeadSelfAttention(8, 2, 24, rotary=True, generator=0),
+    "attention without bias": lambda: MultiHeadSelfAttention(8, 4, 24, bias=False, generator=0),
+    "block": lambda: GPT2TransformerBlock(8, 2, 24, generator=0),
+    "block, modern": lambda: GPT2TransformerBlock(
+        8, 2, 24, activation="swiglu", norm="rms_norm", bias=False, rotary=True, generator=0
+    ),
+}
+each_block = pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+
+
+@each_block
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 7), (1, 23), (2, 24), (0, 4)], ids=str)
+def test_any_batch_and_any_length_up_to_the_window(make: Callable, shape: tuple, rng: np.random.Generator) -> None:
+    x = to_tensor(rng.standard_normal((*shape, 8)))
+    y = make()(x)
+    assert y.shape == (*shape, 8) and y.dtype == np.float32
+    y.backward()
+    assert x.grad.shape == x.shape and np.isfinite(x.grad.array).all()
+
+
+@each_block
+def test_one_sequence_without_a_batch_axis_and_items_of_a_batch_alone(make: Callable, rng: np.random.Generator) -> None:
+    block, x = make(), rng.standard_normal((3, 5, 8))
+    together = block(x).array
+    for item in range(3):
+        np.testing.assert_allclose(block(x[item]).array, together[item], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(block(x[None])[0].array, together, rtol=1e-4, atol=1e-5)
+
+
+@each_block
+@pytest.mark.parametrize("n_tokens", [6, 20])
+def test_a_later_token_changes_no_earlier_output(make: Callable, n_tokens: int, rng: np.random.Generator) -> None:
+    block, x = make(), rng.standard_normal((2, n_tokens, 8)).astype(np.float32)
+    before = block(x).array
+    for place in (0, 3, n_tokens - 1):
+        changed = x.copy()
+        changed[:, place] += rng.standard_normal((2, 8))
+        after = block(changed).array
+        np.testing.assert_allclose(after[:, :place], before[:, :place], rtol=1e-5, atol=1e-6)
+        assert (abs(after[:, place:] - before[:, place:]).max(axis=(0, 2)) > 1e-5).all()
+
+
+@each_block
+def test_an_output_sends_no_gradient_to_later_tokens(make: Callable, rng: np.random.Generator) -> None:
+    block = make()
+    for place in (0, 4, 19):
+        x = to_tensor(rng.standard_normal((2, 20, 8)))
+        (block(x)[:, place] * rng.standard_normal((2, 8))).sum().backward()
+        assert not x.grad.array[:, place + 1 :].any()
+        assert (abs(x.grad.array[:, : place + 1]).max(axis=(0, 2)) > 0).all()
+
+
+@each_block
+@pytest.mark.parametrize("shape", [(2, 3, 8), (1, 18, 8), (4, 8)], ids=str)
+def test_gradients(make: Callable, shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    check_layer_gradients(make(), rng.standard_normal(shape))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_the_mlp(activation: str, bias: bool, rng: np.random.Generator) -> None:
+    check_layer_gradients(MLPBlock(3, 2, activation, bias=bias), rng.standard_normal((2, 3, 3)))
+
+
+@pytest.mark.parametrize(
+    "norm, activation, rotary", list(itertools.product(NORMS, ACTIVATIONS, [False, True])), ids=str
+)
+def test_gradients_of_the_transformer_block(norm: str, activation: str, rotary: bool, rng: np.random.Generator) -> None:
+    block = GPT2TransformerBlock(4, 2, 8, 2, activation, norm, rotary=rotary)
+    check_layer_gradients(block, rng.standard_normal((2, 3, 4)))
+
+
+@each_block
+def test_one_block_twice_and_at_two_shapes_before_backward(make: Callable, rng: np.random.Generator) -> None:
+    """The gradients of a joint loss are the sums of those of each call."""
+    block = make()
+    inputs = [rng.standard_normal(shape).astype(np.float32) for shape in ((2, 20, 8), (3, 5, 8), (2, 20, 8))]
+
+    def gradients(*parts: np.ndarray) -> list[np.ndarray]:
+        outputs = [block(part) for part in parts]
+        sum((out * out).sum() for out in outputs).backward()
+        found = [p.grad.array for p in block.parameters()]
+        block.zero_grad()
+        return found
+
+    alone = [gradients(part) for part in inputs]
+    for i, together in enumerate(gradients(*inputs)):
+        expected = sum(grads[i] for grads in alone)
+        np.testing.assert_allclose(together, expected, rtol=1e-3, atol=1e-4 * abs(expected).max())
+
+
+@each_block
+@pytest.mark.parametrize("pieces", [[1] * 20, [7, 1, 12], [19, 1]], ids=str)
+def test_a_cache_changes_nothing(make: Callable, pieces: list[int], rng: np.random.Generator) -> None:
+    block, cache, x = make(), KeyValueCache(24), rng.standard_normal((2, 20, 8))
+    parts, start = [], 0
+    for n in pieces:
+        parts.append(block(x[:, start : start + n], cache).array)
+        start += n
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), block(x).array, rtol=1e-4, atol=1e-5)
+
+
+# -------------------------------------------------------------------- what they compute
+def test_the_mlp_is_two_projections_around_its_activation(rng: np.random.Generator) -> None:
+    mlp, x = MLPBlock(4, 3, "relu", generator=1), rng.standard_normal((5, 4)).astype(np.float32)
+    hidden = np.maximum(x @ mlp.up.weights.array, 0)
+    np.testing.assert_allclose(mlp(x).array, hidden @ mlp.projection.weights.array, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "activation, ratio, up, hidden",
+    [
+        ("gelu", 4, 96, 96),
+        ("relu", 1.5, 36, 36),
+        ("swish", 0.5, 12, 12),
+        ("swiglu", 4, 128, 64),  # 2/3 of 96
+        ("swiglu", 2, 64, 32),
+        ("swiglu", 2.1, 80, 40),  # 2/3 of 50 is 33.3, rounded up to a multiple of 8
+    ],
+)
+def test_the_width_of_the_mlp(activation: str, ratio: float, up: int, hidden: int) -> None:
+    mlp = MLPBlock(24, ratio, activation)
+    assert mlp.up.weights.shape == (24, up) and mlp.projection.weights.shape == (hidden, 24)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_block_adds_both_parts_to_a_stream(norm: str, rng: np.random.Generator) -> None:
+    block, x = GPT2TransformerBlock(8, 2, 6, norm=norm, generator=0), to_tensor(rng.standard_normal((2, 6, 8)))
+    middle = x + block.attention(block.attention_norm(x))
+    expected = middle + block.mlp(block.mlp_norm(middle))
+    assert np.array_equal(block(x).array, expected.array)
+    for p in (*block.attention.projection.parameters(), *block.mlp.projection.parameters()):
+        p.array[...] = 0
+    assert np.array_equal(block(x).array, x.array)
+
+
+def test_dropout_stands_after_both_projections_and_not_in_eval(rng: np.random.Generator) -> None:
+    block, x = GPT2TransformerBlock(8, 2, 6, dropout=0.5, generator=0), rng.standard_normal((2, 6, 8))
+    for part in (block.attention, block.mlp):
+        share = (part(x).array == 0).mean()
+        assert 0.2 < share < 0.8
+    assert not np.array_equal(block(x).array, block(x).array)
+    block.eval()
+    assert np.array_equal(block(x).array, block(x).array)
+    same = GPT2TransformerBlock(8, 2, 6, dropout=0.0, generator=0)
+    assert np.array_equal(block(x).array, same(x).array)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_has_a_bias(norm: str, bias: bool) -> None:
+    block = GPT2TransformerBlock(8, 2, 6, norm=norm, bias=bias)
+    names = {name for name, _ in block.named_parameters() if name.endswith("bias")}
+    dense = {f"{part}.bias" for part in ("attention.qkv", "attention.projection", "mlp.up", "mlp.projection")}
+    norms = {"attention_norm.bias", "mlp_norm.bias"} if norm == "layer_norm" else set()
+    assert names == (dense | norms if bias else set())
+
+
+@each_block
+def test_weights_come_from_the_generator(make: Callable) -> None:
+    state, same = make().state_dict(), make().state_dict()
+    assert all(np.array_equal(state[name], same[name]) for name in state)
+
+
+# -------------------------------------------------------------------- bad input
+BAD = {
+    "heads": (
+        lambda: MultiHeadSelfAttention(8, 3, 4),
+        "MultiHeadSelfAttention: expected embedding_dim to be a multiple of n_heads, got 8 and 3",
+    ),
+    "no head": (
+        lambda: MultiHeadSelfAttention(8, 0, 4),
+        "MultiHeadSelfAttention: expected n_heads to be a whole number above 0, got 0",
+    ),
+    "no window": (
+        lambda: MultiHeadSelfAttention(8, 2, -1),
+        "MultiHeadSelfAttention: expected context_window to be a whole number above 0, got -1",
+    ),
+    "dropout": (
+        lambda: MultiHeadSelfAttention(8, 2, 4, dropout=1.0),
+        "Dropout: expected a probability from 0 to below 1, got 1.0",
+    ),
+    "width": (
+        lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 4, 6))),
+        "MultiHeadSelfAttention(embedding_dim=8): expected shape (batch, tokens, 8), got (1, 4, 6)",
+    ),
+    "a vector": (
+        lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones(8)),
+        "MultiHeadSelfAttention(embedding_dim=8): expected shape (batch, tokens, 8), got (8,)",
+    ),
+    "no token": (
+        lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 0, 8))),
+        "MultiHeadSelfAttention(embedding_dim=8): expected shape (batch, tokens, 8), got (1, 0, 8)",
+    ),
+    "too long": (
+        lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 5, 8))),
+        "MultiHeadSelfAttention(context_window=4): expected at most 4 tokens, got 5",
+    ),
+    "mlp width": (lambda: MLPBlock(0), "MLPBlock: expected embedding_dim to be a whole number above 0, got 0"),
+    "mlp ratio 0": (lambda: MLPBlock(8, 0), "MLPBlock: expected a finite expansion_ratio above 0, got 0"),
+    "mlp ratio nan": (lambda: MLPBlock(8, np.nan), "MLPBlock: expected a finite expansion_ratio above 0, got nan"),
+    "mlp activation": (
+        lambda: MLPBlock(8, activation="tanh"),
+        "MLPBlock: expected activation to be one of gelu, relu, swish, swiglu, got 'tanh'",
+    ),
+    "mlp input": (
+        lambda: MLPBlock(8)(np.ones((2, 4))),
+        "dense(from_size=8): expected the last axis to be 8, got shape (2, 4)",
+    ),
+    "norm": (
+        lambda: GPT2TransformerBlock(8, 2, 4, norm="batch_norm"),
+        "new_norm: expected norm to be one of layer_norm, rms_norm, got 'batch_norm'",
+    ),
+    "block input": (
+        lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 6))),
+        "LayerNorm(size=8): expected the last axis to be 8, got shape (1, 4, 6)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    attempt, message = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        attempt()
+    assert str(caught.value) == message
+
+
+def test_the_cache_counts_towards_the_window() -> None:
+    attention, cache = MultiHeadSelfAttention(8, 2, 4), KeyValueCache(10)
+    attention(np.ones((1, 3, 8)), cache)
+    with pytest.raises(
+        ValueError, match=r"^MultiHeadSelfAttention\(context_window=4\): expected at most 4 tokens, got 5$"
+    ):
+        attention(np.ones((1, 2, 8)), cache)
+    assert cache.length == 3

@@ -1,0 +1,202 @@
+"""Configurations: what they refuse, that they do not change, and what the presets promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pickle
+from typing import Any
+
+import pytest
+
+from tricycle.configs import (
+    PRESETS,
+    DebugConfig,
+    GPT2Config,
+    GPTConfig,
+    LaptopConfig,
+    ShakespeareConfig,
+    SmolGPTConfig,
+)
+
+FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
+
+AT_LEAST_1 = (
+    "vocab_size", "context_window", "embedding_dim", "n_heads", "n_layers", "batch_size", "accumulation_steps",
+    "eval_interval", "eval_batches",
+)  # fmt: skip
+AT_LEAST_0 = ("steps", "warmup_steps", "sample_interval", "seed")
+NUMBERS = {
+    "expansion_ratio": "above 0",
+    "dropout": "from 0 to below 1",
+    "minutes": "0 or more",
+    "max_learning_rate": "above 0",
+    "min_learning_rate": "0 or more",
+    "weight_decay": "0 or more",
+    "beta1": "from 0 to below 1",
+    "beta2": "from 0 to below 1",
+    "max_gradient_norm": "0 or more",
+}
+CHOICES = {
+    "activation": "one of gelu, relu, swish, swiglu",
+    "norm": "one of layer_norm, rms_norm",
+    "positions": "one of learned, rotary",
+}
+SWITCHES = ("bias", "tied")
+
+
+def bad_values() -> list[tuple[str, Any, str]]:
+    """For every field: values that it may not have, and the rule that the error states."""
+    table: list[tuple[str, Any, str]] = []
+    for name in AT_LEAST_1 + AT_LEAST_0:
+        lowest = int(name in AT_LEAST_1)
+        rule = "at least 1" if lowest else "0 or more"
+        table += [(name, value, rule) for value in (lowest - 1, -7)]
+        table += [(name, value, "a whole number") for value in (1.5, 2.0, "2", None, True, [1], math.nan)]
+    for name, rule in NUMBERS.items():
+        table += [(name, -0.5, rule), (name, -1, rule)]
+        table += [
+            (name, value, "a finite number") for value in (math.nan, math.inf, -math.inf, "0.1", None, True, [0.1])
+        ]
+        if rule == "above 0":
+            table += [(name, 0, rule), (name, 0.0, rule)]
+        if "below 1" in rule:
+            table += [(name, 1, rule), (name, 1.0, rule)]
+    for name, rule in CHOICES.items():
+        table += [(name, value, rule) for value in ("", "GELU", "unknown", None, 3, ["gelu"])]
+    for name in SWITCHES:
+        table += [(name, value, "True or False") for value in (0, 1, "yes", None)]
+    return table
+
+
+@pytest.mark.parametrize("name, value, rule", bad_values())
+def test_a_bad_value_is_refused_by_field_and_rule(name: str, value: Any, rule: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        GPTConfig(**{name: value})
+    assert str(caught.value) == f"GPTConfig: expected {name} to be {rule}, got {value!r}"
+
+
+def test_the_table_of_bad_values_knows_every_field() -> None:
+    assert {name for name, _, _ in bad_values()} == set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"embedding_dim": 32, "n_heads": 5}, "n_heads to be a divisor of embedding_dim 32, got 5"),
+        (
+            {"max_learning_rate": 1e-3, "min_learning_rate": 1e-2},
+            "min_learning_rate to be at most max_learning_rate 0.001, got 0.01",
+        ),
+        ({"steps": 0, "minutes": 0.0}, "steps to be above 0 where minutes is 0, got 0"),
+        (
+            {"embedding_dim": 6, "n_heads": 2, "positions": "rotary"},
+            "embedding_dim to be even in each head for rotary positions, got 6",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_together_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        GPTConfig(**values)
+    assert str(caught.value) == f"GPTConfig: expected {message}"
+
+
+def test_the_error_names_the_preset() -> None:
+    with pytest.raises(ValueError, match=r"^DebugConfig: expected n_heads to be a divisor of embedding_dim 32, got 3$"):
+        DebugConfig(n_heads=3)
+    with pytest.raises(ValueError, match=r"^ShakespeareConfig: expected dropout to be from 0 to below 1, got 1\.5$"):
+        dataclasses.replace(ShakespeareConfig(), dropout=1.5)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dropout": 0},
+        {"dropout": 0.999},
+        {"min_learning_rate": 0.0},
+        {"min_learning_rate": 6e-4, "max_learning_rate": 6e-4},
+        {"warmup_steps": 0, "sample_interval": 0, "max_gradient_norm": 0, "weight_decay": 0},
+        {"steps": 0, "minutes": 0.5},
+        {"expansion_ratio": 2},
+        {"embedding_dim": 1, "n_heads": 1, "vocab_size": 1, "context_window": 1, "n_layers": 1},
+    ],
+    ids=str,
+)
+def test_values_at_the_edge_are_allowed(values: dict[str, Any]) -> None:
+    config = GPTConfig(**values)
+    assert all(getattr(config, name) == value for name, value in values.items())
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_config_does_not_change(name: str) -> None:
+    config = DebugConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, name, getattr(config, name))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_to_dict_and_back_through_json(preset: str) -> None:
+    config = dataclasses.replace(PRESETS[preset](), seed=3, bias=False)
+    values = config.to_dict()
+    assert list(values) == list(FIELDS)
+    back = GPTConfig.from_dict(json.loads(json.dumps(values)))
+    assert back.to_dict() == values
+    assert {name: type(value) for name, value in back.to_dict().items()} == {n: type(v) for n, v in values.items()}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_configs_pickle_compare_and_hash(preset: str) -> None:
+    config = PRESETS[preset]()
+    assert pickle.loads(pickle.dumps(config)) == config == PRESETS[preset]()
+    assert hash(config) == hash(PRESETS[preset]())
+    assert config != dataclasses.replace(config, seed=1)
+
+
+def test_from_dict_fills_in_defaults_and_refuses_what_it_does_not_know() -> None:
+    assert GPTConfig.from_dict({}) == GPTConfig()
+    assert GPTConfig.from_dict({"n_layers": 3}).n_layers == 3
+    with pytest.raises(ValueError) as caught:
+        GPTConfig.from_dict({"n_layers": 3, "width": 1, "heads": 2})
+    assert str(caught.value) == "GPTConfig: expected only known fields, got heads, width"
+    with pytest.raises(ValueError, match=r"^GPTConfig: expected n_layers to be at least 1, got 0$"):
+        GPTConfig.from_dict({"n_layers": 0})
+
+
+# -------------------------------------------------------------------- presets
+MODEL_SHAPES = {
+    ShakespeareConfig: {"vocab_size": 1024, "context_window": 256, "embedding_dim": 384, "n_heads": 6, "n_layers": 6},
+    SmolGPTConfig: {
+        "vocab_size": 50_257, "context_window": 256, "embedding_dim": 384, "n_heads": 6, "n_layers": 6, "dropout": 0.2,
+    },
+    GPT2Config: {
+        "vocab_size": 50_257, "context_window": 1024, "embedding_dim": 768, "n_heads": 12, "n_layers": 12,
+        "expansion_ratio": 4, "activation": "gelu", "norm": "layer_norm", "positions": "learned", "bias": True,
+        "tied": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", MODEL_SHAPES, ids=lambda preset: preset.__name__)
+def test_presets_have_the_shapes_that_were_promised(preset: type[GPTConfig]) -> None:
+    config = preset()
+    promised = MODEL_SHAPES[preset]
+    assert {name: getattr(config, name) for name in promised} == promised
+
+
+def test_the_presets_by_name() -> None:
+    assert set(PRESETS.values()) == {DebugConfig, LaptopConfig, ShakespeareConfig, SmolGPTConfig, GPT2Config}
+    assert all(name == name.lower() for name in PRESETS)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_change_values_and_add_no_fields(preset: str) -> None:
+    config = PRESETS[preset]()
+    assert isinstance(config, GPTConfig)
+    assert [field.name for field in dataclasses.fields(config)] == list(FIELDS)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "batch_size", "context_window", "max_learning_rate", "weight_decay",
+                                  "beta1", "beta2", "steps"])  # fmt: skip
+def test_the_toy_script_finds_its_fields_on_the_shakespeare_preset(name: str) -> None:
+    assert getattr(ShakespeareConfig(), name) > 0

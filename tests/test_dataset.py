@@ -1,0 +1,254 @@
+"""Windows, passes and positions: every batch is one that can be worked out by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tricycle.dataset import CausalLMDataset, Dataset, InfiniteBatchDataset
+from tricycle.tensor import Tensor
+
+VOCAB = 1000
+
+
+def windows(n_tokens: int = 100, batch_size: int = 3, context_window: int = 7, seed: int = 0) -> CausalLMDataset:
+    """Windows over the tokens 0, 1, 2, ..., so that a token is its own place."""
+    return CausalLMDataset(np.arange(n_tokens), VOCAB, batch_size, context_window, seed)
+
+
+def first_tokens(dataset, n_items: int) -> list[int]:
+    return [int(next(dataset)[0][0]) for _ in range(n_items)]
+
+
+# -------------------------------------------------------------------- windows
+def test_outputs_are_inputs_moved_on_by_one():
+    dataset = windows().batch()
+    for _ in range(10):
+        inputs, outputs = next(dataset)
+        assert inputs.shape == outputs.shape == (3, 7)
+        np.testing.assert_array_equal(outputs, inputs + 1)
+        np.testing.assert_array_equal(inputs, inputs[:, :1] + np.arange(7))
+
+
+def test_without_shuffle_windows_follow_each_other():
+    dataset = windows()
+    assert first_tokens(dataset, 14) == [7 * i for i in range(13)] + [0]
+    inputs, _ = next(dataset)
+    assert inputs.shape == (7,)
+
+
+def test_tensors_are_whole_numbers_and_batched():
+    inputs, outputs = next(windows().batch().shuffle().to_tensor())
+    for tensor in (inputs, outputs):
+        assert isinstance(tensor, Tensor)
+        assert tensor.dtype.kind == "i"
+        assert tensor.is_batched
+        assert not tensor.requires_grad
+    assert not next(windows().to_tensor())[0].is_batched
+
+
+@given(st.integers(2, 60), st.integers(1, 9), st.integers(0, 5))
+def test_each_pass_visits_every_window_once(n_tokens, context_window, seed):
+    if n_tokens <= context_window:
+        return
+    dataset = windows(n_tokens, 1, context_window, seed).shuffle()
+    for _ in range(3):
+        starts = sorted(first_tokens(dataset, dataset.n_items))
+        assert 0 <= starts[0]
+        assert starts[-1] + context_window < n_tokens
+        assert np.diff(starts).tolist() == [context_window] * (dataset.n_items - 1)
+
+
+def test_passes_differ_in_order_and_place():
+    dataset = windows(1000).shuffle()
+    passes = [first_tokens(dataset, dataset.n_items) for _ in range(4)]
+    orders = {tuple(np.argsort(starts)) for starts in passes}
+    assert len(orders) == 4
+    assert len({min(starts) for starts in passes}) > 1
+
+
+def test_the_seed_decides_the_order():
+    runs = [first_tokens(windows(seed=seed).shuffle(), 40) for seed in (3, 3, 4)]
+    assert runs[0] == runs[1] != runs[2]
+    assert first_tokens(windows(seed=0).shuffle(seed=3), 40) == runs[0]
+
+
+def test_shuffling_again_with_another_seed_takes_effect_at_once():
+    dataset = windows().shuffle(seed=1)
+    next(dataset)
+    dataset.shuffle(seed=2)
+    dataset.position = 0
+    assert first_tokens(dataset, 10) == first_tokens(windows().shuffle(seed=2), 10)
+
+
+def test_it_is_endless_and_its_own_iterator():
+    dataset = windows(20, 4).batch()
+    assert iter(dataset) is dataset
+    assert [inputs.shape for (inputs, _), _ in zip(dataset, range(50))] == [(4, 7)] * 50
+
+
+def test_a_batch_may_be_larger_than_a_pass():
+    inputs, _ = next(windows(22, batch_size=10).batch())
+    assert inputs[:, 0].tolist() == [0, 7, 0, 7, 0, 7, 0, 7, 0, 7]
+
+
+def test_one_window_is_enough():
+    inputs, outputs = next(windows(8, 1).shuffle())
+    assert (inputs[0], outputs[-1]) == (0, 7)
+
+
+def test_a_memory_map_is_read_in_windows_only(tmp_path):
+    path = tmp_path / "tokens.bin"
+    with path.open("wb") as file:  # 1 GiB on paper, a hole on the disk
+        file.truncate(2**30)
+    dataset = CausalLMDataset(np.memmap(path, np.uint16, "r"), VOCAB, 4, 256).batch().shuffle()
+    for _ in range(5):
+        inputs, outputs = next(dataset)
+        assert inputs.dtype == np.int64
+        assert not inputs.any()
+        assert not outputs.any()
+
+
+def test_every_window_of_a_memory_map_is_the_right_one(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(500, dtype=np.uint16))
+    dataset = CausalLMDataset(np.load(tmp_path / "tokens.npy", mmap_mode="r"), VOCAB, 4, 16).shuffle()
+    plain = windows(500, context_window=16).shuffle()
+    assert first_tokens(dataset, 80) == first_tokens(plain, 80)
+
+
+# -------------------------------------------------------------------- position
+@given(
+    st.integers(9, 90), st.integers(1, 8), st.integers(1, 12), st.booleans(), st.integers(0, 20), st.integers(0, 20),
+    st.integers(0, 3),
+)
+def test_a_saved_position_gives_the_batches_that_would_have_come(
+    n_tokens, context_window, batch_size, shuffled, n_before, n_used, other_seed
+):
+    def new(seed):
+        dataset = windows(n_tokens, batch_size, context_window, seed).batch()
+        return dataset.shuffle() if shuffled else dataset
+
+    dataset = new(seed=1)
+    for _ in range(n_before):
+        next(dataset)
+    state = dataset.state()
+    expected = [next(dataset) for _ in range(5)]
+
+    other = new(seed=other_seed)  # wherever it stands, and whatever its seed was
+    for _ in range(n_used):
+        next(other)
+    other.load_state(state)
+    for wanted, got in zip(expected, [next(other) for _ in range(5)]):
+        np.testing.assert_array_equal(wanted, got)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_items": 5}, "with 13 items, got one with 5"),
+        ({"n_items": None}, "with 13 items, got one with None"),
+        ({"position": "3"}, "expected position to be a whole number, got '3'"),
+        ({"position": -1}, "expected position to be a whole number, got -1"),
+        ({"position": 1.5}, "expected position to be a whole number, got 1.5"),
+        ({"seed": None}, "expected seed to be a whole number, got None"),
+        ({"seed": float("inf")}, "expected seed to be a whole number, got inf"),
+    ],
+)
+def test_a_wrong_state_is_refused(change, message):
+    dataset = windows()
+    next(dataset)
+    with pytest.raises(ValueError, match=message):
+        dataset.load_state({**dataset.state(), **change})
+    assert dataset.position == 1
+
+
+# -------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "message"),
+    [
+        ([], {}, "expected at least 9 tokens, got 0"),
+        (range(8), {}, "expected at least 9 tokens, got 8"),
+        (np.zeros((9, 20), int), {}, r"a run of whole numbers, got items of type int64 and shape \(20,\)"),
+        (np.linspace(0, 1, 50), {}, "a run of whole numbers, got items of type float64"),
+        (["a"] * 50, {}, "a run of whole numbers"),
+        (range(50), {"vocab_size": 0}, "expected vocab_size to be a whole number above 0, got 0"),
+        (range(50), {"batch_size": 0}, "expected batch_size to be a whole number above 0, got 0"),
+        (range(50), {"batch_size": -2}, "expected batch_size to be a whole number above 0, got -2"),
+        (range(50), {"batch_size": 2.0}, "expected batch_size to be a whole number above 0, got 2.0"),
+        (range(50), {"context_window": 0}, "expected context_window to be a whole number above 0, got 0"),
+    ],
+)
+def test_bad_arguments_are_named(tokens, sizes, message):
+    tokens = list(tokens) if isinstance(tokens, range) else tokens
+    with pytest.raises(ValueError, match=message):
+        CausalLMDataset(tokens, **{"vocab_size": 50, "batch_size": 2, "context_window": 8, **sizes})
+
+
+@pytest.mark.parametrize(("bad", "named"), [(50, "50"), (10**6, "1000000"), (-1, "-1")])
+def test_ids_outside_the_vocabulary_are_named_and_the_position_stays(bad, named):
+    tokens = np.arange(40)
+    tokens[20] = bad
+    dataset = CausalLMDataset(tokens, 50, 2, 8).batch()
+    next(dataset)
+    with pytest.raises(ValueError, match=f"expected ids from 0 to 49, got {named}"):
+        next(dataset)
+    assert dataset.position == 2
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_a_wrong_batch_size_is_refused_and_changes_nothing(size):
+    dataset = windows(batch_size=3)
+    with pytest.raises(ValueError, match="expected batch_size to be a whole number above 0"):
+        dataset.batch(size)
+    assert next(dataset.batch())[0].shape == (3, 7)
+
+
+# -------------------------------------------------------------------- pairs
+def test_dataset_gives_everything_once_a_pass():
+    dataset = Dataset(np.arange(10), np.arange(10) * 2).batch(4).shuffle()
+    assert len(dataset) == 3
+    passes = []
+    for _ in range(2):
+        batches = list(dataset)
+        assert [len(inputs) for inputs, _ in batches] == [4, 4, 2]
+        inputs, outputs = (np.concatenate(parts) for parts in zip(*batches))
+        np.testing.assert_array_equal(outputs, inputs * 2)
+        assert sorted(inputs) == list(range(10))
+        passes.append(inputs.tolist())
+    assert passes[0] != passes[1]
+
+
+def test_dataset_gives_single_items_until_told_otherwise():
+    dataset = Dataset([[1.5, 2.5], [3.5, 4.5]], [0, 1]).to_tensor()
+    assert len(dataset) == 2
+    (x, y), _ = list(dataset)
+    assert (x.shape, y.shape) == ((2,), ())
+    assert (x.dtype, y.dtype.kind) == (np.float32, "i")
+    assert not x.is_batched
+
+
+def test_infinite_batches_go_round():
+    dataset = InfiniteBatchDataset(np.arange(5), -np.arange(5), batch_size=3)
+    batches = [next(dataset) for _ in range(5)]
+    assert np.concatenate([inputs for inputs, _ in batches]).tolist() == list(range(5)) * 3
+    assert np.concatenate([outputs for _, outputs in batches]).tolist() == [-i for i in range(5)] * 3
+    shuffled = InfiniteBatchDataset(np.arange(50), np.arange(50), batch_size=10, seed=1).shuffle().to_tensor()
+    passes = [np.concatenate([next(shuffled)[0].array for _ in range(5)]) for _ in range(2)]
+    assert passes[0].tolist() != passes[1].tolist()
+    assert all(sorted(one) == list(range(50)) for one in passes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dataset([1, 2], [1]), "got 2 inputs and 1 outputs"),
+        (lambda: Dataset([], []), "at least one, got 0 inputs and 0 outputs"),
+        (lambda: Dataset([1], [1]).batch(), "expected a batch size, got none"),
+        (lambda: Dataset([1], [1]).batch(0), "expected batch_size to be a whole number above 0, got 0"),
+        (lambda: InfiniteBatchDataset([1, 2], [1], 1), "InfiniteBatchDataset: expected as many outputs as inputs"),
+        (lambda: InfiniteBatchDataset([1], [1], 0), "expected batch_size to be a whole number above 0, got 0"),
+    ],
+)
+def test_bad_pairs_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,146 @@
+"""Command lines from dataclasses: values, and errors on one line."""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from tricycle.flags import fail, parse, run_main
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Numbers."""
+
+    size: int = 3
+    """how large"""
+    rate: float = 0.5
+    """how fast"""
+    on: bool = True
+    """whether"""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Inner: expected size to be at least 1, got {self.size}")
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Everything."""
+
+    kind: Literal["red", "green"] = "red"
+    """which"""
+    inner: Inner = field(default_factory=Inner)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Has no default."""
+
+    source: str
+
+
+@pytest.fixture(autouse=True)
+def program(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["some/folder/program.py", "--size", "7"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], Outer()),
+        (["--size", "5", "--kind", "green"], Outer("green", Inner(5))),
+        (["--rate=1e-3"], Outer(inner=Inner(rate=1e-3))),
+        (["--no-on"], Outer(inner=Inner(on=False))),
+        (["--on"], Outer()),
+    ],
+)
+def test_values(words, expected):
+    assert parse(Outer, args=words) == expected
+
+
+def test_words_come_from_the_command_line_and_values_from_the_default():
+    assert parse(Outer) == Outer(inner=Inner(7))
+    assert parse(Outer, default=Outer("green", Inner(2, 0.25))) == Outer("green", Inner(7, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        (Outer, ["--sise", "4"], "--sise"),
+        (Outer, ["surplus"], "surplus"),
+        (Outer, ["--size", "many"], "--size: invalid literal for int() with base 10: 'many'"),
+        (Outer, ["--size"], "--size"),
+        (Outer, ["--size", "1.5"], "1.5"),
+        (Outer, ["--rate", "fast"], "fast"),
+        (Outer, ["--kind", "blue"], "'red', 'green'"),
+        (Outer, ["--size", "0"], "expected size to be at least 1, got 0"),
+        (Needs, [], "source"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(kind, words, said, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse(kind, args=words)
+    assert leaving.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("program.py: ")
+    assert said in err
+
+
+def test_help_shows_descriptions_and_defaults(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as leaving:
+        parse(Outer, args=["--help"], description="What this is.")
+    assert leaving.value.code in (0, None)
+    out, err = capsys.readouterr()
+    assert err == ""
+    for said in ("What this is.", "how large (default: 3)", "how fast (default: 0.5)", "(default: red)"):
+        assert said in out
+
+
+def test_fail_prints_one_line(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        fail("two\n  lines", status=3)
+    assert leaving.value.code == 3
+    assert capsys.readouterr().err == "program.py: two lines\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("expected a, got b"), 1, "expected a, got b"),
+        (FileNotFoundError("no such file"), 1, "no such file"),
+        (ZeroDivisionError("division by zero"), 1, "division by zero"),
+        (MemoryError("Unable to allocate"), 1, "Unable to allocate"),
+        (RuntimeError("no GPU"), 1, "no GPU"),
+        (ImportError("pip install it"), 1, "pip install it"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_run_main_turns_errors_into_one_line(error, status, said, capsys):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as leaving:
+        run_main(main)
+    assert leaving.value.code == status
+    assert capsys.readouterr().err == f"program.py: {said}\n"
+
+
+def test_run_main_shows_our_own_mistakes_in_full():
+    def main():
+        return {}["missing"]
+
+    with pytest.raises(KeyError):
+        run_main(main)
+
+
+@pytest.mark.parametrize("status", [0, None, 4])
+def test_run_main_leaves_with_the_status_of_main(status, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        run_main(lambda: status)
+    assert leaving.value.code == status
+    assert capsys.readouterr() == ("", "")

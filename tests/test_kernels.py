@@ -1,0 +1,327 @@
+"""Every kernel against the plain one in float64: odd shapes, strided inputs, poisoned outputs."""
+
+import inspect
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from tricycle import kernels
+from tricycle.kernels import cpu, reference, use_reference
+
+
+def kernel_names(module: ModuleType) -> set[str]:
+    return {
+        name
+        for name, f in inspect.getmembers(module, inspect.isfunction)
+        if f.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+# -------------------------------------------------------------------- arguments
+def _rows(rng, shape):
+    return (rng.standard_normal(shape),)
+
+
+def _two(rng, shape):
+    return rng.standard_normal(shape), rng.standard_normal(shape)
+
+
+def _softmax_backward(rng, shape):
+    return rng.standard_normal(shape), reference.softmax(rng.standard_normal(shape))
+
+
+def _layer_norm(rng, shape, centred, bias):
+    x, channels = rng.standard_normal(shape) * 3 + 1, shape[-1]
+    return x, rng.standard_normal(channels), rng.standard_normal(channels) if bias else None, 1e-5, centred
+
+
+def _layer_norm_backward(rng, shape, centred):
+    x, gain, _, eps, _ = _layer_norm(rng, shape, centred, False)
+    _, mean, scale = reference.layer_norm(x, gain, None, eps, centred)
+    return rng.standard_normal(shape), x, gain, mean, scale, centred
+
+
+def _embedding_backward(rng, n_ids, n_rows, channels):
+    return rng.standard_normal((n_ids, channels)), rng.integers(0, n_rows, n_ids), n_rows
+
+
+def _cross_entropy(rng, n, n_classes):
+    weights = rng.random(n) * (rng.random(n) < 0.8)
+    return rng.standard_normal((n, n_classes)) * 5, rng.integers(0, n_classes, n), weights
+
+
+def _cross_entropy_backward(rng, n, n_classes):
+    logits, labels, weights = _cross_entropy(rng, n, n_classes)
+    return np.array(rng.random()), logits, labels, weights, reference.cross_entropy(logits, labels, weights)[1]
+
+
+def _attention(rng, items, queries, keys, heads, size, causal):
+    """q, k and v as the library hands them over: slices of one packed array."""
+    packed = rng.standard_normal((items, max(queries, keys), 3, heads, size))
+    return packed[:, :queries, 0], packed[:, :keys, 1], packed[:, :keys, 2], causal
+
+
+def _attention_backward(rng, *sizes):
+    q, k, v, causal = _attention(rng, *sizes)
+    out, log_total = reference.attention(q, k, v, causal)
+    return rng.standard_normal(q.shape), q, k, v, out, log_total, causal, *(np.full(a.shape, np.nan) for a in (q, k, v))
+
+
+def _rotate(rng, items, tokens, heads, size):
+    angles = rng.standard_normal((tokens, size // 2))
+    return rng.standard_normal((items, tokens, heads, size)), np.cos(angles), np.sin(angles)
+
+
+def _adamw(rng, shape, step, decay):
+    weights, grad, first = (rng.standard_normal(shape) for _ in range(3))
+    return weights, grad, first, rng.random(shape), step, 0.01, (0.9, 0.95), 1e-8, decay
+
+
+ROWS = [(1,), (7,), (3, 5), (1, 1), (2, 3, 7), (0, 4), (131, 1031)]
+ANY = [(), *ROWS, (2, 0, 3), (65_537,), (140_000,)]
+# items, queries, keys, heads, size; 16 queries and blocks of 128 are where the CPU's version turns
+ATTENTION = [
+    (1, 1, 1, 1, 1),
+    (2, 5, 5, 3, 4),
+    (1, 3, 7, 2, 4),
+    (2, 16, 16, 2, 3),
+    (2, 17, 17, 3, 5),
+    (1, 16, 41, 2, 3),
+    (1, 1, 300, 2, 2),
+    (1, 127, 127, 1, 4),
+    (1, 128, 128, 1, 1),
+    (1, 129, 129, 2, 4),
+    (1, 130, 257, 1, 8),
+    (1, 257, 300, 1, 2),
+    (0, 17, 17, 2, 2),
+    (1, 0, 3, 1, 2),
+]
+
+# name -> how to draw its arguments, and the sizes to draw them in
+CASES = {
+    "softmax": (_rows, [(shape,) for shape in ROWS]),
+    "softmax1": (_rows, [(shape,) for shape in ROWS]),
+    "softmax_backward": (_softmax_backward, [(shape,) for shape in ROWS]),
+    "log_softmax": (_rows, [(shape,) for shape in ROWS]),
+    "gelu": (_rows, [(shape,) for shape in ANY]),
+    "gelu_backward": (_two, [(shape,) for shape in ANY]),
+    "layer_norm": (
+        _layer_norm,
+        [(shape, centred, bias) for shape in ROWS for centred in (True, False) for bias in (True, False)],
+    ),
+    "layer_norm_backward": (_layer_norm_backward, [(shape, centred) for shape in ROWS for centred in (True, False)]),
+    "embedding_backward": (
+        _embedding_backward,
+        [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7)],
+    ),
+    "cross_entropy": (_cross_entropy, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
+    "cross_entropy_backward": (_cross_entropy_backward, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
+    "attention": (_attention, [(*sizes, causal) for sizes in ATTENTION for causal in (True, False)]),
+    "attention_backward": (_attention_backward, [(*sizes, causal) for sizes in ATTENTION for causal in (True, False)]),
+    "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
+    "adamw": (
+        _adamw,
+        [((1,), 1, 0.0), ((7, 3), 1, 0.1), ((65_539,), 5, 0.1), ((0,), 1, 0.1), ((), 2, 0.1), ((300, 500), 1000, 0.0)],
+    ),
+}
+IN_PLACE = {"attention_backward": slice(-3, None), "adamw": slice(0, 4)}  # which arguments they write
+NOT_OPS = {"causal_mask"}  # a helper that the kernels share
+
+all_cases = pytest.mark.parametrize(
+    ("name", "size"),
+    [pytest.param(name, size, id=f"{name}-{size}") for name, (_, sizes) in CASES.items() for size in sizes],
+)
+
+
+# -------------------------------------------------------------------- running one
+def contiguous(array: np.ndarray) -> np.ndarray:
+    return np.array(array, order="C")
+
+
+def strided(array: np.ndarray) -> np.ndarray:
+    """The same values with gaps between elements and rows in reverse; NaN in the gaps."""
+    if not array.ndim:
+        return array.copy()
+    memory = np.full((*array.shape[:-1], 2 * array.shape[-1]), np.nan if array.dtype.kind == "f" else 10**9).astype(
+        array.dtype
+    )
+    view = memory[..., ::2][::-1]
+    view[...] = array
+    return view
+
+
+def draw(name: str, size: tuple, dtype: type, layout=contiguous) -> list:
+    make, _ = CASES[name]
+    arguments = make(np.random.default_rng(3), *size)
+    return [
+        layout(a.astype(dtype) if a.dtype.kind == "f" else a) if isinstance(a, np.ndarray) else a
+        for a in map(_as_array, arguments)
+    ]
+
+
+def _as_array(argument):
+    return np.asarray(argument) if isinstance(argument, np.generic) else argument
+
+
+def outputs(name: str, kernel, arguments: list) -> list[np.ndarray]:
+    """What the kernel returns or writes; inputs that it only reads must stay as they are."""
+    written = arguments[IN_PLACE[name]] if name in IN_PLACE else []
+    read = [(a, a.copy()) for a in arguments if isinstance(a, np.ndarray) and not any(a is w for w in written)]
+    result = kernel(*arguments)
+    for array, before in read:
+        if not (name == "adamw" and array is arguments[1]):
+            np.testing.assert_array_equal(array, before)
+    if name in IN_PLACE:
+        assert result is None
+        return written
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def assert_close(name: str, found: list, expected: list, dtype: type) -> None:
+    tolerance = {np.float64: 1e-11, np.float32: 3e-4}[dtype]
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected):
+        assert mine.dtype == dtype and np.shape(mine) == np.shape(theirs)
+        scale = max(1.0, float(np.abs(theirs).max(initial=0)))
+        np.testing.assert_allclose(mine, theirs, tolerance, tolerance * scale / 10, err_msg=name)
+
+
+# -------------------------------------------------------------------- tests
+def test_every_kernel_is_tested_and_offered():
+    assert kernel_names(reference) - NOT_OPS == set(CASES)
+    assert kernel_names(cpu) <= set(CASES)
+    for name in CASES:
+        assert callable(getattr(kernels, name)), name
+
+
+@all_cases
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("layout", [contiguous, strided])
+def test_agrees_with_the_reference_in_float64(name, size, dtype, layout):
+    expected = outputs(name, getattr(reference, name), draw(name, size, np.float64))
+    found = outputs(name, getattr(kernels, name), draw(name, size, dtype, layout))
+    assert_close(name, found, expected, dtype)
+
+
+@all_cases
+def test_the_reference_keeps_float32_and_layout(name, size):
+    expected = outputs(name, getattr(reference, name), draw(name, size, np.float64))
+    with use_reference():
+        found = outputs(name, getattr(kernels, name), draw(name, size, np.float32, strided))
+    assert_close(name, found, expected, np.float32)
+
+
+@pytest.mark.gpu
+@all_cases
+@pytest.mark.parametrize("plain", [False, True])
+def test_gpu_agrees(name, size, plain):
+    cupy = pytest.importorskip("cupy")
+    expected = outputs(name, getattr(reference, name), draw(name, size, np.float64))
+    arguments = [cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in draw(name, size, np.float32)]
+    kernel = getattr(reference if plain else kernels, name)
+    result = kernel(*arguments)
+    found = arguments[IN_PLACE[name]] if name in IN_PLACE else list(result) if isinstance(result, tuple) else [result]
+    assert_close(name, [cupy.asnumpy(a) for a in found], expected, np.float32)
+
+
+@pytest.mark.parametrize("name", sorted(kernel_names(cpu)))
+def test_use_reference_forces_the_plain_version(name, monkeypatch):
+    calls = []
+    plain = getattr(cpu, name)
+    monkeypatch.setattr(cpu, name, lambda *args: calls.append(name) or plain(*args))
+    size = CASES[name][1][0]
+    getattr(kernels, name)(*draw(name, size, np.float64))
+    assert calls == [name]
+    with use_reference():
+        with use_reference():
+            pass
+        getattr(kernels, name)(*draw(name, size, np.float64))
+    assert calls == [name]
+    with pytest.raises(KeyError), use_reference():
+        raise KeyError
+    getattr(kernels, name)(*draw(name, size, np.float64))
+    assert calls == [name, name]
+
+
+def test_attention_backward_writes_into_a_packed_gradient():
+    """dq, dk and dv as slices of one poisoned array, as SelfAttention passes them."""
+    for queries in (5, 40):
+        arguments = draw("attention_backward", (2, queries, queries, 3, 4, True), np.float64)
+        expected = outputs("attention_backward", reference.attention_backward, list(arguments))
+        packed = np.full((2, queries, 3, 3, 4), np.nan)
+        kernels.attention_backward(*arguments[:7], *(packed[:, :, i] for i in range(3)))
+        for i in range(3):
+            np.testing.assert_allclose(packed[:, :, i], expected[i], 1e-11, 1e-12)
+
+
+@pytest.mark.parametrize("sizes", [s for s in ATTENTION if s[0]], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_as_pytorch(sizes, causal):
+    torch = pytest.importorskip("torch")
+    q, k, v, _ = draw("attention", (*sizes, causal), np.float64)
+    n_queries, n_keys = sizes[1:3]
+    tensors = [torch.tensor(a.transpose(0, 2, 1, 3), requires_grad=True) for a in (q, k, v)]
+    mask = torch.ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries) if causal else None
+    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
+    out, log_total = kernels.attention(q, k, v, causal)
+    np.testing.assert_allclose(out, expected.detach().numpy().transpose(0, 2, 1, 3), 1e-10, 1e-12)
+    grad = np.random.default_rng(5).standard_normal(out.shape)
+    expected.backward(torch.tensor(grad.transpose(0, 2, 1, 3)))
+    found = [np.full(a.shape, np.nan) for a in (q, k, v)]
+    kernels.attention_backward(grad, q, k, v, out, log_total, causal, *found)
+    for mine, theirs in zip(found, tensors):
+        np.testing.assert_allclose(mine, theirs.grad.numpy().transpose(0, 2, 1, 3), 1e-9, 1e-11)
+
+
+@pytest.mark.parametrize("n_tokens", [5, 40, 200])
+def test_causal_attention_sees_no_later_token(n_tokens):
+    q, k, v, _ = draw("attention", (1, n_tokens, n_tokens, 2, 3, True), np.float64)
+    before, _ = kernels.attention(q, k, v, True)
+    cut = n_tokens // 2
+    k[:, cut:], v[:, cut:] = 1e3, -1e3
+    after, _ = kernels.attention(q, k, v, True)
+    np.testing.assert_allclose(after[:, :cut], before[:, :cut], 1e-12)
+    assert (np.abs(after[:, cut:] - before[:, cut:]).max(axis=(0, 2, 3)) > 1e-3).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n_tokens", [4, 40])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_attention_with_scores_of_any_size(n_tokens, dtype):
+    q, k, v, _ = draw("attention", (1, n_tokens, n_tokens, 1, 2, True), dtype)
+    out, log_total = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, True)
+    assert np.isfinite(out).all() and np.isfinite(log_total).all()
+    assert np.abs(out).max() <= np.abs(v).max() * (1 + 1e-5)
+
+
+def test_adamw_as_pytorch():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    start, grads = rng.standard_normal((5, 3)), rng.standard_normal((6, 5, 3))
+    theirs = torch.nn.Parameter(torch.tensor(start))
+    optimiser = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    weights, first, second = start.copy(), np.zeros_like(start), np.zeros_like(start)
+    for step, grad in enumerate(grads, 1):
+        theirs.grad = torch.tensor(grad)
+        optimiser.step()
+        kernels.adamw(weights, grad, first, second, step, 0.01, (0.9, 0.95), 1e-8, 0.1)
+    np.testing.assert_allclose(weights, theirs.detach().numpy(), 1e-12)
+
+
+def test_layer_norm_as_pytorch():
+    torch = pytest.importorskip("torch")
+    for shape in ROWS[:5]:
+        x, gain, bias, eps, _ = draw("layer_norm", (shape, True, True), np.float64)
+        inputs = [torch.tensor(a, requires_grad=True) for a in (x, gain, bias)]
+        expected = torch.nn.functional.layer_norm(inputs[0], shape[-1:], *inputs[1:], eps=eps)
+        y, mean, scale = kernels.layer_norm(x, gain, bias, eps, True)
+        np.testing.assert_allclose(y, expected.detach().numpy(), 1e-9, 1e-12)
+        grad = np.random.default_rng(1).standard_normal(shape)
+        expected.backward(torch.tensor(grad))
+        for mine, theirs in zip(kernels.layer_norm_backward(grad, x, gain, mean, scale, True), inputs):
+            np.testing.assert_allclose(mine, theirs.grad.numpy(), 1e-7, 1e-9)
+
+
+def test_causal_mask():
+    assert reference.causal_mask(np, 2, 3).tolist() == [[False, False, True], [False, False, False]]

@@ -1,0 +1,515 @@
+"""Layers: the walk over parameters, training, state, printing, and the gradient of each layer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tricycle.activation import GeLU, ReLU
+from tricycle.gradcheck import gradcheck
+from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm, Sequential
+from tricycle.optimisers import AdamW, StochasticGradientDescent
+from tricycle.tensor import Tensor, no_grad, to_tensor
+
+
+def check_layer_gradients(layer: Layer, *inputs: Any, **forward_options: Any) -> None:
+    """Compare the gradients of all parameters and inputs with finite differences, in float64.
+
+    The parameters take random values, for the first ones (biases of 0, gains of 1) would hide mistakes.
+    """
+    generator = np.random.default_rng(7)
+    names = [name for name, _ in layer.named_parameters()]
+    values = [0.3 * generator.standard_normal(p.shape) + (p.ndim == 1) for p in layer.parameters()]
+
+    def fn(*tensors: Tensor) -> Tensor:
+        for name, tensor in zip(names, tensors):
+            put(layer, name, tensor)
+        return layer(*tensors[len(names) :], **forward_options)
+
+    gradcheck(fn, *values, *inputs, elementwise_up_to=16)
+
+
+def put(layer: Layer, name: str, tensor: Tensor) -> None:
+    """Set the parameter of a dotted name."""
+    *path, last = name.split(".")
+    place: Any = layer
+    for part in path:
+        place = place[int(part)] if isinstance(place, list) else getattr(place, part)
+    setattr(place, last, tensor)
+
+
+class Zoo(Layer):
+    """A parameter in every kind of container, and one Dense under two names."""
+
+    def __init__(self) -> None:
+        shared = Dense(2, 2, generator=0)
+        self.alone = to_tensor(np.ones(3))
+        self.layer = shared
+        self.in_list = [Dense(2, 3, bias=False, generator=1), to_tensor([1.0])]
+        self.in_tuple = (shared, to_tensor([2.0, 3.0]))
+        self.in_dict = {"a": to_tensor([[4.0]]), "b": {"deep": [Embedding(3, 2, generator=2)]}}
+        self.again = shared.weights
+        self.no_parameter = "text", 3, None, np.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+LAYERS: dict[str, tuple[Callable[[], Layer], tuple[int, ...]]] = {
+    "Dense": (lambda: Dense(5, 3, generator=0), (4, 5)),
+    "Dense without bias": (lambda: Dense(5, 3, bias=False, generator=0), (4, 5)),
+    "Dense on a vector": (lambda: Dense(5, 3, generator=0), (5,)),
+    "Dense on three axes": (lambda: Dense(5, 3, generator=0), (2, 3, 5)),
+    "LayerNorm": (lambda: LayerNorm(5), (4, 5)),
+    "LayerNorm without bias": (lambda: LayerNorm(5, bias=False), (2, 3, 5)),
+    "LayerNorm on a vector": (lambda: LayerNorm(5), (5,)),
+    "RMSNorm": (lambda: RMSNorm(5), (2, 3, 5)),
+    "Dropout of nothing": (lambda: Dropout(0.0), (4, 5)),
+    "Sequential": (
+        lambda: Sequential(Dense(5, 4, generator=0), GeLU(), LayerNorm(4), Dense(4, 2, generator=1)),
+        (3, 5),
+    ),
+}
+
+
+def layer_and_input(name: str, rng: np.random.Generator) -> tuple[Layer, np.ndarray]:
+    make, shape = LAYERS[name]
+    return make(), rng.standard_normal(shape)
+
+
+# -------------------------------------------------------------------- the walk
+def test_the_walk_finds_parameters_in_every_container_and_shared_ones_once() -> None:
+    zoo = Zoo()
+    assert [(name, p.shape) for name, p in zoo.named_parameters()] == [
+        ("alone", (3,)),
+        ("layer.weights", (2, 2)),
+        ("layer.bias", (2,)),
+        ("in_list.0.weights", (2, 3)),
+        ("in_list.1", (1,)),
+        ("in_tuple.1", (2,)),
+        ("in_dict.a", (1, 1)),
+        ("in_dict.b.deep.0.weights", (3, 2)),
+    ]
+    assert [id(p) for p in zoo.parameters()] == [id(p) for _, p in zoo.named_parameters()]
+    assert zoo.n_parameters == 3 + 4 + 2 + 6 + 1 + 2 + 1 + 6
+    assert len(list(zoo.layers())) == 4
+
+
+def test_parameters_can_be_asked_for_again() -> None:
+    layer = Dense(2, 3)
+    assert len(list(layer.parameters())) == len(list(layer.parameters())) == 2
+    assert Sequential().n_parameters == 0
+
+
+def test_train_and_eval_reach_every_inner_layer() -> None:
+    inner = Dropout(0.5)
+    model = Sequential(Dense(2, 2), Sequential(inner))
+    assert model.training and inner.training
+    assert model.eval() is model
+    assert not any(layer.training for layer in model.layers())
+    assert model.train() is model
+    assert all(layer.training for layer in model.layers())
+
+
+def test_zero_grad_forgets_every_gradient(rng: np.random.Generator) -> None:
+    model = Sequential(Dense(2, 3), LayerNorm(3))
+    model(rng.standard_normal((4, 2))).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "optimiser", [StochasticGradientDescent(0.5), AdamW(0.5, weight_decay=0.1)], ids=lambda o: type(o).__name__
+)
+def test_update_changes_a_shared_parameter_once(optimiser: Any) -> None:
+    shared = Dense(2, 2, generator=0)
+    alone = copy.deepcopy(shared)
+    model = Sequential(shared, shared)
+    for layer in (shared, alone):
+        layer.weights.grad = to_tensor(np.ones((2, 2)))
+    model.update(optimiser)
+    alone.update(copy.deepcopy(optimiser))
+    assert np.array_equal(shared.weights.array, alone.weights.array)
+    assert shared.weights.grad is None
+    assert not np.array_equal(shared.weights.array, Dense(2, 2, generator=0).weights.array)
+
+
+# -------------------------------------------------------------------- freezing
+def test_a_frozen_layer_keeps_every_byte_and_passes_the_gradient_on(rng: np.random.Generator) -> None:
+    first, frozen, last = Dense(3, 3), Dense(3, 3), Dense(3, 2)
+    assert frozen.freeze() is frozen
+    model = Sequential(first, frozen, last)
+    before = {name: array.tobytes() for name, array in model.state_dict().items()}
+    optimiser = AdamW(0.1, weight_decay=0.5)
+    for _ in range(3):
+        model(rng.standard_normal((4, 3))).backward()
+        assert frozen.weights.grad is None and frozen.bias.grad is None
+        model.update(optimiser)
+    changed = {name for name, array in model.state_dict().items() if array.tobytes() != before[name]}
+    assert changed == {"steps.0.weights", "steps.0.bias", "steps.2.weights", "steps.2.bias"}
+
+    assert model.unfreeze() is model
+    model(rng.standard_normal((4, 3))).backward()
+    model.update(optimiser)
+    assert frozen.weights.array.tobytes() != before["steps.1.weights"]
+
+
+def test_freezing_forgets_a_gradient_that_was_there(rng: np.random.Generator) -> None:
+    layer = Dense(3, 2)
+    layer(rng.standard_normal((4, 3))).backward()
+    layer.freeze()
+    assert layer.weights.grad is None and layer.bias.grad is None
+    before = layer.weights.array.copy()
+    layer.update(StochasticGradientDescent(1.0))
+    assert np.array_equal(layer.weights.array, before)
+    assert not layer(rng.standard_normal((4, 3))).requires_grad
+
+
+# -------------------------------------------------------------------- state
+def test_state_goes_from_one_model_to_another(rng: np.random.Generator) -> None:
+    make = LAYERS["Sequential"][0]
+    model, other = make(), make()
+    for p in model.parameters():
+        p.array += rng.standard_normal(p.shape).astype(np.float32)
+    arrays = [p.array for p in other.parameters()]
+    other.load_state_dict(model.state_dict())
+    for p, q, array in zip(model.parameters(), other.parameters(), arrays, strict=True):
+        assert np.array_equal(p.array, q.array)
+        assert q.array is array and not np.shares_memory(p.array, q.array)
+
+
+def test_loading_keeps_the_dtype() -> None:
+    layer = Dense(2, 1)
+    layer.load_state_dict({"weights": np.ones((2, 1)), "bias": np.array([3])})
+    assert layer.weights.dtype == layer.bias.dtype == np.float32
+    assert layer.bias.item() == 3
+
+
+def test_loading_names_every_problem_and_changes_nothing() -> None:
+    model = Sequential(Dense(2, 3), Dense(3, 1))
+    before = {name: array.copy() for name, array in model.state_dict().items()}
+    bad = {
+        "steps.0.weights": np.ones((2, 3)),  # right
+        "steps.0.bias": np.ones((3, 1)),
+        "steps.1.weights": np.array([["x"], ["y"], ["z"]]),
+        "steps.7.weights": np.ones(1),
+        "head": np.ones(1),
+    }
+    with pytest.raises(ValueError) as caught:
+        model.load_state_dict(bad)
+    assert str(caught.value) == (
+        "Sequential.load_state_dict: missing steps.1.bias; unexpected steps.7.weights; unexpected head; "
+        "steps.0.bias: expected shape (3,), got (3, 1); steps.1.weights: expected an array that fits float32, got <U1"
+    )
+    for name, array in model.state_dict().items():
+        assert np.array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("value", [[1.0], None, to_tensor([1.0]), np.array([1j]), np.array([None])], ids=repr)
+def test_loading_takes_arrays_of_numbers_only(value: Any) -> None:
+    layer = Dense(1, 1, generator=0)
+    weights = layer.weights.array.copy()
+    with pytest.raises(ValueError, match=r"Dense.load_state_dict: bias: expected an array that fits float32, got \w+$"):
+        layer.load_state_dict({"weights": np.zeros((1, 1)), "bias": value})
+    assert np.array_equal(layer.weights.array, weights)
+
+
+# -------------------------------------------------------------------- printing, copies
+def test_the_printed_tree_shows_names_and_sizes() -> None:
+    model = Sequential(Dense(1000, 3), ReLU(), Sequential(RMSNorm(3)))
+    assert repr(model).splitlines() == [
+        "Sequential: 3,006 parameters",
+        "  steps.0 Dense: 3,003 parameters",
+        "    weights (1000, 3)",
+        "    bias (3,)",
+        "  steps.2 Sequential: 3 parameters",
+        "    steps.0 RMSNorm: 3 parameters",
+        "      gain (3,)",
+    ]
+    assert str(model) == repr(model)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_copy_computes_the_same_and_is_independent(name: str, duplicate: Callable, rng: np.random.Generator) -> None:
+    layer, x = layer_and_input(name, rng)
+    layer(x)  # a graph is alive, and gradients are there
+    (layer(to_tensor(x)) * 2.0).backward()
+    twin = duplicate(layer)
+    assert np.array_equal(twin(x).array, layer(x).array)
+    for p, q in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert q.grad is None and q.args == () and q.requires_grad
+        assert not np.shares_memory(p.array, q.array)
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_a_copy_keeps_what_is_shared_frozen_and_eval(duplicate: Callable) -> None:
+    zoo = Zoo()
+    zoo.in_list[0].freeze()
+    zoo.eval()
+    twin = duplicate(zoo)
+    assert twin.layer is twin.in_tuple[0] and twin.again is twin.layer.weights
+    assert twin.n_parameters == zoo.n_parameters
+    assert not twin.in_list[0].weights.requires_grad and twin.layer.weights.requires_grad
+    assert not twin.in_list[0].training
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_a_graph_never_goes_along(duplicate: Callable, rng: np.random.Generator) -> None:
+    layer = Sequential(Dense(3, 3))
+    layer.result = layer(rng.standard_normal((2, 3)))  # a user's own attribute
+    twin = duplicate(layer)
+    assert layer.result.args and twin.result.args == () and twin.result.back_fns == ()
+
+
+# -------------------------------------------------------------------- gradients
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients(name: str, rng: np.random.Generator) -> None:
+    check_layer_gradients(*layer_and_input(name, rng))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_layer_applied_twice_and_at_two_shapes_before_backward(name: str, rng: np.random.Generator) -> None:
+    """All calls of a layer add up: their joint gradient is the sum of the gradients of each alone."""
+    layer, x = layer_and_input(name, rng)
+    shapes = [x.shape, (7, *x.shape), (x.shape[-1],)]
+    inputs = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+    def gradients(*parts: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        tensors = [to_tensor(part) for part in parts]
+        outputs = [layer(t) for t in tensors]  # every call is alive before the first backward
+        total = sum(((out * out).sum() for out in outputs), to_tensor(0.0))
+        total.backward()
+        found = [t.grad.array for t in tensors], [p.grad.array for p in layer.parameters()]
+        layer.zero_grad()
+        return found
+
+    of_inputs, of_parameters = gradients(*inputs)
+    each = [gradients(part) for part in inputs]
+    for together, (alone, _) in zip(of_inputs, each, strict=True):
+        np.testing.assert_allclose(together, alone[0], rtol=1e-5, atol=1e-6)
+    for i, together in enumerate(of_parameters):
+        np.testing.assert_allclose(together, sum(alone[i] for _, alone in each), rtol=1e-4, atol=1e-5)
+
+
+class Twice(Layer):
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x) * 0.5)
+
+
+@pytest.mark.parametrize("layer", [Dense(4, 4), LayerNorm(4), RMSNorm(4)], ids=lambda layer: type(layer).__name__)
+def test_a_layer_on_its_own_output(layer: Layer, rng: np.random.Generator) -> None:
+    check_layer_gradients(Twice(layer), rng.standard_normal((3, 4)))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_result_with_two_losses_after_it(name: str, rng: np.random.Generator) -> None:
+    """A graph that is kept serves a second gradient, which has nothing to do with the first."""
+    layer, x = layer_and_input(name, rng)
+
+    def gradients(*weightings: np.ndarray) -> list[np.ndarray]:
+        tensor = to_tensor(x)
+        y = layer(tensor)
+        for weighting in weightings:
+            (y * weighting).sum().backward(retain_graph=True)
+        found = [tensor.grad.array, *(p.grad.array for p in layer.parameters())]
+        layer.zero_grad()
+        return found
+
+    first, second = rng.standard_normal((2, *layer(x).shape))
+    for both, once in zip(gradients(first, second), gradients(first + second), strict=True):
+        np.testing.assert_allclose(both, once, rtol=1e-4, atol=1e-5)
+
+
+# -------------------------------------------------------------------- each layer by itself
+def test_dense_is_a_linear_map(rng: np.random.Generator) -> None:
+    layer, x = Dense(3, 2, generator=1), rng.standard_normal((4, 5, 3)).astype(np.float32)
+    layer.bias.array[...] = [1, -1]
+    y = layer(x)
+    np.testing.assert_allclose(y.array, x @ layer.weights.array + layer.bias.array, rtol=1e-5, atol=1e-6)
+    assert y.name == "dense" and y.dtype == np.float32
+    assert layer.weights.shape == (3, 2) and not Dense(3, 2).bias.array.any()
+    assert Dense(3, 2, bias=False).bias is None
+
+
+def test_dense_draws_from_its_generator() -> None:
+    a, b, c = (Dense(6, 6, generator=g).weights.array for g in (3, np.random.default_rng(3), 4))
+    assert np.array_equal(a, b) and not np.array_equal(a, c)
+    assert not np.array_equal(Dense(6, 6).weights.array, Dense(6, 6).weights.array)
+
+
+def test_layers_take_lists_and_arrays_and_carry_the_batch_flag() -> None:
+    layer = Dense(2, 2)
+    assert layer([1, 2]).shape == (2,)
+    assert layer(np.ones((3, 2))).dtype == np.float32
+    for module in (layer, LayerNorm(2), RMSNorm(2), Dropout(0.5), Sequential(layer, ReLU())):
+        assert module(to_tensor(np.ones((3, 2)), is_batched=True)).is_batched
+        assert not module(to_tensor(np.ones((3, 2)))).is_batched
+
+
+@pytest.mark.parametrize("scale, shift", [(1, 0), (1e-3, 5), (100, -100)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_follows_its_formula(scale: float, shift: float, bias: bool, rng: np.random.Generator) -> None:
+    layer, x = LayerNorm(6, bias=bias), scale * rng.standard_normal((2, 3, 6)) + shift
+    layer.gain.array[...] = gain = rng.standard_normal(6)
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * gain
+    if bias:
+        layer.bias.array[...] = offset = rng.standard_normal(6)
+        expected = expected + offset
+    y = layer(to_tensor(x, dtype=np.float64)).array
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1, 1e-3, 1e3])
+@pytest.mark.parametrize("layer, eps", [(RMSNorm(6), 1e-5), (RMSNorm(6, eps=1e-3), 1e-3)], ids=["", "another eps"])
+def test_rms_norm_follows_its_formula(layer: RMSNorm, eps: float, scale: float, rng: np.random.Generator) -> None:
+    x = scale * rng.standard_normal((2, 3, 6))
+    layer.gain.array[...] = gain = rng.standard_normal(6)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain
+    np.testing.assert_allclose(layer(x).array, expected, rtol=1e-5, atol=1e-6)
+    assert [name for name, _ in layer.named_parameters()] == ["gain"]
+
+
+@pytest.mark.parametrize("layer", [LayerNorm(4), RMSNorm(4)], ids=lambda layer: type(layer).__name__)
+def test_norms_of_a_constant_row_stay_finite(layer: Layer) -> None:
+    x = to_tensor(np.zeros((2, 4)))
+    y = layer(x)
+    y.backward()
+    assert not y.array.any() and np.isfinite(x.grad.array).all()
+
+
+def test_embedding_gives_rows_and_sums_the_gradients_of_equal_ids(rng: np.random.Generator) -> None:
+    layer, ids = Embedding(5, 3, generator=0), np.array([[1, 4, 1], [0, 1, 4]])
+    out = layer(ids)
+    assert np.array_equal(out.array, layer.weights.array[ids]) and out.shape == (2, 3, 3)
+    weighting = rng.standard_normal(out.shape).astype(np.float32)
+    (out * weighting).sum().backward()
+    expected = np.zeros((5, 3))
+    for place in np.ndindex(ids.shape):
+        expected[ids[place]] += weighting[place]
+    np.testing.assert_allclose(layer.weights.grad.array, expected, rtol=1e-5, atol=1e-6)
+    assert not layer.weights.grad.array[[2, 3]].any()
+
+
+@pytest.mark.parametrize("ids", [3, [1, 1, 1], np.zeros((2, 2), np.uint8), np.zeros((0, 2), int)], ids=repr)
+def test_embedding_gradients(ids: Any) -> None:
+    check_layer_gradients(Embedding(4, 2), np.asarray(ids))
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_mean_and_drops_the_right_share(probability: float) -> None:
+    x = to_tensor(np.ones((200, 500)))
+    y = Dropout(probability, generator=1)(x)
+    kept = y.array != 0
+    deviation = np.sqrt(probability * (1 - probability) / kept.size)
+    assert abs(kept.mean() - (1 - probability)) < 5 * deviation
+    np.testing.assert_allclose(y.array[kept], 1 / (1 - probability), rtol=1e-6)
+    y.backward()
+    assert np.array_equal(x.grad.array, y.array)  # the gradient goes where the value went
+    # no row or column is dropped as a whole
+    assert kept.mean(0).min() > 0 and 0 < kept.mean(1).min() < 1
+
+
+def test_dropout_is_decided_by_its_seed_and_differs_from_call_to_call() -> None:
+    x = np.ones((20, 20))
+    a, b, c = (Dropout(0.5, generator=seed) for seed in (1, 1, 2))
+    first, second = a(x).array, a(x).array
+    assert np.array_equal(first, b(x).array) and np.array_equal(second, b(x).array)
+    assert not np.array_equal(first, second) and not np.array_equal(first, c(x).array)
+
+
+def test_dropout_twice_before_backward_uses_the_mask_of_each_call() -> None:
+    layer, x, y = Dropout(0.5, generator=0), to_tensor(np.ones(100)), to_tensor(np.ones(100))
+    first, second = layer(x), layer(y)
+    (first + second).backward()
+    assert np.array_equal(x.grad.array, first.array) and np.array_equal(y.grad.array, second.array)
+
+
+def test_dropout_is_off_in_eval_and_draws_nothing() -> None:
+    layer = Dropout(0.5, generator=3)
+    state = layer.generator.bit_generator.state
+    x = to_tensor(np.ones((4, 4)))
+    assert np.array_equal(layer.eval()(x).array, x.array)
+    assert layer.generator.bit_generator.state == state
+    assert not np.array_equal(layer.train()(x).array, x.array)
+
+
+def test_sequential_applies_layers_ops_and_functions_in_order() -> None:
+    double, minus_one = (lambda x: x * 2), (lambda x: x - 1)
+    assert Sequential(double, ReLU(), minus_one)(to_tensor([-1.0, 3.0])).array.tolist() == [-1, 5]
+    assert Sequential()([1.0]).array.tolist() == [1]
+
+
+def test_layers_compute_without_a_graph_in_no_grad() -> None:
+    layer = Sequential(Dense(2, 2), LayerNorm(2), Dropout(0.5))
+    with no_grad():
+        out = layer(np.ones((3, 2)))
+    assert not out.requires_grad and out.args == ()
+
+
+# -------------------------------------------------------------------- bad input
+BAD = {
+    "Dense size 0": (lambda: Dense(0, 3), "Dense: expected from_size to be a whole number above 0, got 0"),
+    "Dense negative": (lambda: Dense(3, -1), "Dense: expected to_size to be a whole number above 0, got -1"),
+    "Dense fraction": (lambda: Dense(2.5, 3), "Dense: expected from_size to be a whole number above 0, got 2.5"),
+    "Dense bool": (lambda: Dense(True, 3), "Dense: expected from_size to be a whole number above 0, got True"),
+    "Dense shape": (
+        lambda: Dense(3, 2)(np.ones((4, 2))),
+        "dense(from_size=3): expected the last axis to be 3, got shape (4, 2)",
+    ),
+    "Dense scalar": (lambda: Dense(3, 2)(1.0), "dense(from_size=3): expected the last axis to be 3, got shape ()"),
+    "Embedding size": (lambda: Embedding(3, 0), "Embedding: expected to_size to be a whole number above 0, got 0"),
+    "Embedding above": (lambda: Embedding(3, 2)([0, 3]), "Embedding(from_size=3): expected ids from 0 to 2, got 3"),
+    "Embedding below": (lambda: Embedding(3, 2)([0, -1]), "Embedding(from_size=3): expected ids from 0 to 2, got -1"),
+    "Embedding floats": (
+        lambda: Embedding(3, 2)([0.0, 1.0]),
+        "Embedding: expected whole-number ids (to_tensor(..., dtype=int)), got float32",
+    ),
+    "Embedding booleans": (
+        lambda: Embedding(3, 2)([True]),
+        "Embedding: expected whole-number ids (to_tensor(..., dtype=int)), got bool",
+    ),
+    "LayerNorm size": (lambda: LayerNorm(0), "LayerNorm: expected size to be a whole number above 0, got 0"),
+    "LayerNorm eps": (lambda: LayerNorm(3, eps=-1), "LayerNorm: expected an eps above 0, got -1"),
+    "LayerNorm shape": (
+        lambda: LayerNorm(3)(np.ones((3, 1))),
+        "LayerNorm(size=3): expected the last axis to be 3, got shape (3, 1)",
+    ),
+    "RMSNorm size": (lambda: RMSNorm(-2), "RMSNorm: expected size to be a whole number above 0, got -2"),
+    "RMSNorm eps": (lambda: RMSNorm(3, eps=0), "RMSNorm: expected an eps above 0, got 0"),
+    "RMSNorm shape": (lambda: RMSNorm(3)(1.0), "RMSNorm(size=3): expected the last axis to be 3, got shape ()"),
+    "Dropout 1": (lambda: Dropout(1), "Dropout: expected a probability from 0 to below 1, got 1"),
+    "Dropout negative": (lambda: Dropout(-0.1), "Dropout: expected a probability from 0 to below 1, got -0.1"),
+    "Dropout nan": (lambda: Dropout(np.nan), "Dropout: expected a probability from 0 to below 1, got nan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    attempt, message = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        attempt()
+    assert str(caught.value) == message
+
+
+def test_a_layer_without_forward_says_so() -> None:
+    class Empty(Layer):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"^Empty defines no forward$"):
+        Empty()(1)

@@ -1,0 +1,125 @@
+"""Losses: seed values, masks, ranges, bad input; their gradients are in test_registry.py."""
+
+import numpy as np
+import pytest
+
+from tricycle import to_tensor
+from tricycle.kernels import use_reference
+from tricycle.loss import CrossEntropy, MeanSquaredError, check_range
+
+ROWS = [[0.0, 0, 1], [0, 0, 1], [0, 0, 1]]
+
+
+def labels(values, dtype=int):
+    return to_tensor(values, dtype=dtype)
+
+
+def test_cross_entropy_of_the_seed():
+    loss = CrossEntropy()(labels([0, 1, 2]), to_tensor(ROWS))
+    assert str(loss) == "Tensor(1.2181114, name=cross_entropy)"
+    assert f"{loss:.3f}" == "1.218" and loss.shape == () and not loss.is_batched
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint16])
+def test_labels_of_any_whole_dtype(dtype):
+    assert CrossEntropy(ignore_index=-100)(labels([0, 1, 2], dtype), ROWS).close_to(1.2181114)
+
+
+def test_cross_entropy_takes_plain_lists():
+    assert CrossEntropy()([0, 1, 2], ROWS).close_to(1.2181114)
+
+
+@pytest.mark.parametrize("n_classes", [1, 2, 7, 1000])
+def test_even_logits_cost_the_log_of_the_classes(n_classes):
+    loss = CrossEntropy()(labels([0] * 3), to_tensor(np.full((3, n_classes), 5.0)))
+    assert abs(float(loss) - np.log(n_classes)) < 1e-5
+
+
+@pytest.mark.filterwarnings("error")
+def test_large_logits_neither_overflow_nor_round_away():
+    logits = to_tensor([[1e30, 0], [1e30, 0], [0, -80], [1e4, 0]])
+    for row, (label, expected) in enumerate([(0, 0), (1, 1e30), (0, 0), (1, 1e4)]):
+        assert CrossEntropy()(labels([label]), logits[row : row + 1]).close_to(expected)
+    CrossEntropy()(labels([0, 1, 0, 1]), logits).backward()
+    np.testing.assert_allclose(logits.grad.array, np.float32([[0, 0], [1, -1], [0, 0], [1, -1]]) / 4, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (3, 1, 2)])
+def test_mean_over_all_positions(shape, rng):
+    ids, logits = rng.integers(0, 5, 6), rng.standard_normal((6, 5))
+    expected = CrossEntropy()(labels(ids), to_tensor(logits))
+    assert CrossEntropy()(labels(ids.reshape(shape)), to_tensor(logits.reshape(*shape, 5))).close_to(expected)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("ignore", [-1, -100, 0, 2])
+def test_ignored_positions_count_nowhere(ignore, rng):
+    ids, logits = np.array([1, ignore, 1, ignore]), rng.standard_normal((4, 3))
+    logits[1] = [-np.inf, 0, 3]  # an infinite cost that must not count
+    x = to_tensor(logits)
+    loss = CrossEntropy(ignore_index=ignore)(labels(ids), x)
+    loss.backward()
+    kept = to_tensor(logits[[0, 2]])
+    expected = CrossEntropy()(labels([1, 1]), kept)
+    expected.backward()
+    assert loss.close_to(expected)
+    np.testing.assert_allclose(x.grad.array[[0, 2]], kept.grad.array, 1e-6)
+    assert (x.grad.array[[1, 3]] == 0).all()
+    with use_reference():
+        assert CrossEntropy(ignore_index=ignore)(labels(ids), x).close_to(expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "truth", "predicted", "message"),
+    [
+        (
+            CrossEntropy(),
+            labels([0, 1]),
+            np.ones((3, 4)),
+            r"expected labels of shape \(3,\) for logits of shape \(3, 4\), got \(2,\)",
+        ),
+        (CrossEntropy(), labels([[0], [1]]), np.ones((2, 4)), r"expected labels of shape \(2,\)"),
+        (CrossEntropy(), labels(0), np.ones(()), r"expected labels of shape \(\) for logits of shape \(\), got \(\)"),
+        (CrossEntropy(), to_tensor([0, 1]), np.ones((2, 4)), "expected whole-number labels .*, got float32"),
+        (CrossEntropy(), to_tensor([True, False]), np.ones((2, 4)), "expected whole-number labels .*, got bool"),
+        (CrossEntropy(), labels([0, 4]), np.ones((2, 4)), "labels: expected ids from 0 to 3, got 4"),
+        (CrossEntropy(), labels([0, -1]), np.ones((2, 4)), "labels: expected ids from 0 to 3, got -1"),
+        (CrossEntropy(ignore_index=-1), labels([-1, -2]), np.ones((2, 4)), "labels: expected ids from 0 to 3, got -2"),
+        (
+            CrossEntropy(ignore_index=1),
+            labels([1, 1]),
+            np.ones((2, 4)),
+            r"expected at least one label to count, got none of shape \(2,\)",
+        ),
+        (
+            CrossEntropy(),
+            labels([]),
+            np.ones((0, 4)),
+            r"expected at least one label to count, got none of shape \(0,\)",
+        ),
+        (MeanSquaredError(), to_tensor([1, 2]), np.ones(3), r"expected two equal shapes, got \(2,\) and \(3,\)"),
+        (MeanSquaredError(), to_tensor([1, 2]), np.ones((2, 1)), r"expected two equal shapes, got \(2,\) and \(2, 1\)"),
+        (MeanSquaredError(), to_tensor([]), np.ones(0), r"expected at least one element, got shape \(0,\)"),
+    ],
+)
+def test_bad_input(loss, truth, predicted, message):
+    with pytest.raises(ValueError, match=f"{type(loss).__name__}:? ?{message}") as caught:
+        loss(truth, to_tensor(predicted))
+    assert "\n" not in str(caught.value)
+
+
+def test_mean_squared_error():
+    x, y = to_tensor([1, 2]), to_tensor([4, 6])
+    loss = MeanSquaredError()(x, y)
+    assert str(loss) == "Tensor(12.5, name=mean_squared_error)"
+    loss.backward()
+    assert x.grad.array.tolist() == [-3, -4] and y.grad.array.tolist() == [3, 4]
+    assert MeanSquaredError()(labels([1, 2]), y).item() == 12.5
+    assert MeanSquaredError()([1, 2], y).dtype == np.float32
+
+
+def test_check_range():
+    check_range("ids", np.array([0, 3]), 4)
+    check_range("ids", np.array([], int), 0)
+    with pytest.raises(ValueError, match=r"^ids: expected ids from 0 to 3, got 9$"):
+        check_range("ids", np.array([9, 1]), 4)

@@ -1,0 +1,360 @@
+"""GPT: shapes, first weights, causality, gradients, caches, both heads, copies, refusals."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_layers import check_layer_gradients
+
+from tricycle.blocks import NORMS
+from tricycle.configs import DebugConfig, GPT2Config, GPTConfig, ShakespeareConfig, SmolGPTConfig
+from tricycle.layers import LayerNorm, RMSNorm
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.tensor import no_grad, to_tensor
+
+TINY = GPTConfig(vocab_size=11, context_window=20, embedding_dim=8, n_heads=2, n_layers=2, expansion_ratio=2)
+KINDS: dict[str, GPTConfig] = {
+    "gpt2": TINY,
+    "untied, no bias": replace(TINY, tied=False, bias=False),
+    "rotary, rms, swiglu": replace(TINY, positions="rotary", norm="rms_norm", activation="swiglu", bias=False),
+    "rotary, untied, relu": replace(TINY, positions="rotary", tied=False, activation="relu"),
+}
+each_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+
+
+def lively(config: GPTConfig) -> GPT:
+    """A GPT with weights large enough that every part shows in the logits."""
+    model, generator = GPT(config), np.random.default_rng(5)
+    for p in model.parameters():
+        p.array[...] = 0.4 * generator.standard_normal(p.shape) + (p.ndim == 1)
+    return model
+
+
+@pytest.fixture
+def tokens(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, TINY.vocab_size, (3, TINY.context_window))
+
+
+# -------------------------------------------------------------------- shapes and inputs
+@each_kind
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 7), (1, 19), (2, 20), (5,), (20,)], ids=str)
+def test_any_batch_and_any_length_up_to_the_window(config: GPTConfig, shape: tuple, rng: np.random.Generator) -> None:
+    model, tokens = GPT(config), rng.integers(0, config.vocab_size, shape)
+    logits = model(tokens)
+    assert logits.shape == (*shape, config.vocab_size) and logits.dtype == np.float32
+    CrossEntropy()(tokens, logits).backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+@each_kind
+def test_items_of_a_batch_do_not_meet(config: GPTConfig, tokens: np.ndarray) -> None:
+    model = lively(config)
+    together = model(tokens).array
+    for item in range(len(tokens)):
+        np.testing.assert_allclose(model(tokens[item]).array, together[item], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
+def test_every_whole_number_type_will_do(dtype: Any, tokens: np.ndarray) -> None:
+    model = lively(TINY)
+    assert np.array_equal(model(tokens.astype(dtype)).array, model(tokens.tolist()).array)
+    assert np.array_equal(model(to_tensor(tokens, dtype=dtype)).array, model(tokens).array)
+
+
+def test_the_batch_flag_is_carried_to_the_logits() -> None:
+    assert GPT(TINY)(to_tensor([[1, 2]], dtype=int, is_batched=True)).is_batched
+
+
+# -------------------------------------------------------------------- parameters and their first values
+def count_by_formula(config: GPTConfig) -> int:
+    width, hidden = config.embedding_dim, round(config.embedding_dim * config.expansion_ratio)
+    gated = config.activation == "swiglu"
+    if gated:
+        hidden = math.ceil(hidden * 2 / 3 / 8) * 8
+    norm = width * (2 if config.bias and config.norm == "layer_norm" else 1)
+    attention = 4 * width**2 + config.bias * 4 * width
+    up = hidden * (2 if gated else 1)
+    mlp = width * up + hidden * width + config.bias * (up + width)
+    tables = config.vocab_size * width * (1 if config.tied else 2)
+    if config.positions == "learned":
+        tables += config.context_window * width
+    return tables + config.n_layers * (attention + mlp + 2 * norm) + norm
+
+
+@each_kind
+def test_the_number_of_parameters(config: GPTConfig) -> None:
+    assert GPT(config).n_parameters == count_by_formula(config)
+
+
+@pytest.mark.parametrize(
+    "config, lowest, highest",
+    [
+        (GPT2Config(), 124_439_808, 124_439_808),  # exactly GPT-2's
+        (SmolGPTConfig(), 48_500_000, 49_500_000),
+        (ShakespeareConfig(), 10_000_000, 12_000_000),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, GPTConfig) else "",
+)
+def test_the_size_of_the_presets(config: GPTConfig, lowest: int, highest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # zeros that nothing writes to take no memory
+    monkeypatch.setattr("tricycle.models._initialise", lambda *args: None)
+    n_parameters = GPT(config).n_parameters
+    assert lowest <= n_parameters <= highest
+    assert n_parameters == count_by_formula(config)
+
+
+@each_kind
+def test_the_norms_are_those_of_the_config(config: GPTConfig) -> None:
+    norms = [layer for layer in GPT(config).layers() if isinstance(layer, (LayerNorm, RMSNorm))]
+    assert len(norms) == 2 * config.n_layers + 1
+    assert {type(norm) for norm in norms} == {NORMS[config.norm]}
+
+
+@pytest.mark.parametrize("n_layers", [2, 8])
+def test_the_first_weights_are_gpt2s(n_layers: int) -> None:
+    model = GPT(replace(TINY, embedding_dim=96, vocab_size=300, context_window=64, n_layers=n_layers, tied=False))
+    residual = 0
+    for name, p in model.named_parameters():
+        if p.ndim == 1:
+            assert (p.array == (1 if name.endswith("gain") else 0)).all(), name
+            continue
+        is_residual = name.endswith(("attention.projection.weights", "mlp.projection.weights"))
+        residual += is_residual
+        std = 0.02 / math.sqrt(2 * n_layers) if is_residual else 0.02
+        assert p.array.std() == pytest.approx(std, rel=0.05), name
+        assert abs(p.array.mean()) < 5 * std / math.sqrt(p.size), name
+    assert residual == 2 * n_layers
+
+
+@each_kind
+def test_weights_are_decided_by_the_seed(config: GPTConfig) -> None:
+    states = [GPT(replace(config, seed=seed)).state_dict() for seed in (1, 1, 2)]
+    for name, array in states[0].items():
+        assert np.array_equal(array, states[1][name])
+        assert array.ndim == 1 or not np.array_equal(array, states[2][name])
+
+
+@each_kind
+def test_a_fresh_model_is_undecided(config: GPTConfig, tokens: np.ndarray) -> None:
+    loss = CrossEntropy()(np.roll(tokens, 7), GPT(config)(tokens))
+    assert loss.item() == pytest.approx(math.log(config.vocab_size), abs=0.1)
+
+
+# -------------------------------------------------------------------- causality
+@each_kind
+def test_a_later_token_changes_no_earlier_logit(config: GPTConfig, tokens: np.ndarray) -> None:
+    model = lively(config)
+    before = model(tokens).array
+    for place in (0, 7, 19):
+        changed = tokens.copy()
+        changed[:, place] = (changed[:, place] + 1) % config.vocab_size
+        after = model(changed).array
+        np.testing.assert_allclose(after[:, :place], before[:, :place], rtol=1e-4, atol=1e-5)
+        assert (abs(after - before)[:, place:].max(axis=(0, 2)) > 1e-4).all()
+
+
+def test_a_logit_sends_no_gradient_to_later_positions(tokens: np.ndarray) -> None:
+    model = lively(TINY)
+    (model(tokens)[:, 6] ** 2).sum().backward()
+    reached = abs(model.position_embedding.weights.grad.array).max(axis=1) > 0
+    assert reached.tolist() == [True] * 7 + [False] * 13
+
+
+# -------------------------------------------------------------------- gradients
+@each_kind
+def test_gradients(config: GPTConfig, rng: np.random.Generator) -> None:
+    model = GPT(replace(config, n_layers=1, embedding_dim=4, vocab_size=5, context_window=4))
+    check_layer_gradients(model, rng.integers(0, 5, (2, 3)))
+
+
+def test_the_gradient_of_a_tied_head_is_the_sum_of_both_uses(tokens: np.ndarray) -> None:
+    tied, untied = lively(TINY), GPT(replace(TINY, tied=False))
+    state = tied.state_dict()
+    untied.load_state_dict(state | {"head.weights": state["token_embedding.weights"].T})
+    targets = np.roll(tokens, 1)
+    losses = []
+    for model in (tied, untied):
+        loss = CrossEntropy()(targets, model(tokens))
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    both = untied.token_embedding.weights.grad.array + untied.head.weights.grad.array.T
+    np.testing.assert_allclose(tied.token_embedding.weights.grad.array, both, rtol=1e-4, atol=1e-6)
+    assert tied.head is None and "head.weights" not in state
+
+
+def test_gradients_of_two_batches_add_up(tokens: np.ndarray) -> None:
+    model, loss = lively(TINY), CrossEntropy()
+    batches = [(tokens[:1], tokens[1:2]), (tokens[:, :9], tokens[:, 1:10])]
+    alone = []
+    for x, y in batches:
+        loss(y, model(x)).backward()
+        alone.append([p.grad.array for p in model.parameters()])
+        model.zero_grad()
+    for x, y in batches:
+        loss(y, model(x)).backward()
+    for p, first, second in zip(model.parameters(), *alone, strict=True):
+        np.testing.assert_allclose(p.grad.array, first + second, rtol=1e-4, atol=1e-6)
+
+
+# -------------------------------------------------------------------- generation
+@each_kind
+@pytest.mark.parametrize("pieces", [[1] * 20, [6, 1, 1, 12], [19, 1], [20]], ids=str)
+def test_caches_change_nothing(config: GPTConfig, pieces: list[int], tokens: np.ndarray) -> None:
+    model, parts, start = lively(config).eval(), [], 0
+    caches = model.new_caches()
+    assert len(caches) == config.n_layers
+    with no_grad():
+        for n in pieces:
+            parts.append(model(tokens[:, start : start + n], caches).array)
+            start += n
+        whole = model(tokens).array
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-3, atol=1e-4)
+
+
+def test_one_sequence_without_batch_axis_through_caches(tokens: np.ndarray) -> None:
+    model = lively(TINY).eval()
+    caches = model.new_caches()
+    parts = [model(tokens[0, :5], caches).array, model(tokens[0, 5:6], caches).array]
+    np.testing.assert_allclose(np.concatenate(parts), model(tokens[0, :6]).array, rtol=1e-3, atol=1e-4)
+
+
+def test_dropout_works_in_training_only_and_follows_the_seed(tokens: np.ndarray) -> None:
+    config = replace(TINY, dropout=0.3)
+    a, b = GPT(config), GPT(config)
+    first, second = a(tokens).array, a(tokens).array
+    assert np.array_equal(first, b(tokens).array) and np.array_equal(second, b(tokens).array)
+    assert not np.array_equal(first, second)
+    a.eval()
+    assert np.array_equal(a(tokens).array, a(tokens).array)
+    assert np.array_equal(a(tokens).array, GPT(TINY)(tokens).array)
+
+
+def test_dropout_stands_after_the_embedding_too(tokens: np.ndarray) -> None:
+    model = GPT(replace(TINY, dropout=0.5))
+    model.blocks = []
+    assert not np.array_equal(model(tokens).array, model(tokens).array)
+
+
+# -------------------------------------------------------------------- state and copies
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
+@each_kind
+def test_a_copy_learns_the_same_and_is_independent(config: GPTConfig, duplicate: Callable, tokens: np.ndarray) -> None:
+    model = GPT(replace(config, dropout=0.2))
+    CrossEntropy()(tokens, model(tokens)).backward()  # a gradient is there, which stays behind
+    before = len(pickle.dumps(GPT(replace(config, dropout=0.2))))
+    assert len(pickle.dumps(model)) < before + 100
+    twin = duplicate(model)
+    assert twin.config == model.config and twin.n_parameters == model.n_parameters
+    assert all(p.grad is None and p.args == () for p in twin.parameters())
+    assert twin.blocks[0].mlp.dropout.generator is twin.generator is not model.generator
+
+    model.zero_grad()
+    for each in (model, twin):
+        CrossEntropy()(tokens, each(tokens)).backward()  # with the same dropout masks
+        each.update(AdamW(0.01))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert np.array_equal(p.array, q.array) and not np.shares_memory(p.array, q.array)
+
+
+@each_kind
+def test_state_moves_to_a_fresh_model(config: GPTConfig, tokens: np.ndarray) -> None:
+    model, fresh = lively(config), GPT(replace(config, seed=9))
+    fresh.load_state_dict(model.state_dict())
+    assert np.array_equal(fresh(tokens).array, model(tokens).array)
+
+
+def test_frozen_parts_keep_every_byte_while_the_rest_learns(tokens: np.ndarray) -> None:
+    model, optimiser = GPT(TINY), AdamW(0.01, weight_decay=0.1)
+    model.blocks[0].freeze()
+    before = {name: array.tobytes() for name, array in model.state_dict().items()}
+    for _ in range(2):
+        CrossEntropy()(np.roll(tokens, 1), model(tokens)).backward()
+        model.update(optimiser)
+    for name, array in model.state_dict().items():
+        assert (array.tobytes() == before[name]) == name.startswith("blocks.0."), name
+
+
+def test_the_printed_tree() -> None:
+    lines = repr(GPT(DebugConfig())).splitlines()
+    assert lines[0] == f"GPT: {count_by_formula(DebugConfig()):,} parameters"
+    assert lines[1:3] == ["  token_embedding Embedding: 9,600 parameters", "    weights (300, 32)"]
+    assert "  blocks.1 GPT2TransformerBlock: 12,704 parameters" in lines
+    assert "      qkv Dense: 3,168 parameters" in lines
+
+
+@each_kind
+def test_a_small_text_is_learned_by_heart(config: GPTConfig) -> None:
+    model, optimiser = GPT(config), AdamW(0.02, weight_decay=0.0)
+    text = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]])
+    for _ in range(80):
+        loss = CrossEntropy()(text[:, 1:], model(text[:, :-1]))
+        loss.backward()
+        model.update(optimiser)
+    assert loss.item() < 0.1
+    assert np.array_equal(model(text[:, :-1]).array.argmax(-1), text[:, 1:])
+
+
+# -------------------------------------------------------------------- bad input
+def model_call(tokens: Any) -> Callable[[], Any]:
+    return lambda: GPT(TINY)(tokens)
+
+
+def shape_message(got: str) -> str:
+    return f"GPT(context_window=20): expected shape (batch, tokens) with 1 to 20 tokens, got {got}"
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "too long": (model_call(np.zeros((2, 21), int)), shape_message("(2, 21)")),
+    "no token": (model_call(np.zeros((2, 0), int)), shape_message("(2, 0)")),
+    "no sequence": (model_call(np.zeros((0, 5), int)), shape_message("(0, 5)")),
+    "an empty list": (model_call([]), shape_message("(0,)")),
+    "one number": (model_call(3), shape_message("()")),
+    "three axes": (model_call(np.zeros((1, 2, 3), int)), shape_message("(1, 2, 3)")),
+    "id too large": (model_call([[1, 11]]), "Embedding(from_size=11): expected ids from 0 to 10, got 11"),
+    "id below 0": (model_call([[-1, 1]]), "Embedding(from_size=11): expected ids from 0 to 10, got -1"),
+    "floats": (
+        model_call([[0.0, 1.0]]),
+        "Embedding: expected whole-number ids (to_tensor(..., dtype=int)), got float32",
+    ),
+    "a cache too few": (
+        lambda: GPT(TINY)([1], GPT(TINY).new_caches()[:1]),
+        "GPT: expected a cache for each of 2 blocks, got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    attempt, message = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        attempt()
+    assert str(caught.value) == message
+
+
+def test_tokens_that_no_longer_fit_after_those_in_the_caches(tokens: np.ndarray) -> None:
+    model = GPT(TINY)
+    caches = model.new_caches()
+    model(tokens[:, :18], caches)
+    with pytest.raises(ValueError) as caught:
+        model(tokens[:, :3], caches)
+    assert str(caught.value) == shape_message("(3, 3) after 18 earlier ones")
+    assert all(cache.length == 18 for cache in caches)
+
+
+@pytest.mark.parametrize("config", [None, DebugConfig, {"n_layers": 2}], ids=["None", "the class", "a dict"])
+def test_only_a_config_makes_a_model(config: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        GPT(config)
+    assert str(caught.value) == f"GPT: expected a GPTConfig, got {config!r}"

@@ -1,0 +1,245 @@
+"""Elementwise ops, reductions, shapes and indexing against NumPy on any shapes; ties, kinks and bad input."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tricycle import ops, to_tensor
+from tricycle.gradcheck import gradcheck
+
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+SEEDS = st.integers(0, 2**16)
+
+
+def values(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Distinct, none near 0."""
+    size = int(np.prod(shape))
+    order = np.random.default_rng(seed).permutation(size)
+    return np.where(order % 2, 1, -1).reshape(shape) * (0.5 + order.reshape(shape) / max(size, 1))
+
+
+def check(fn, numpy_fn, *arrays) -> None:
+    """Values as NumPy's, gradient as finite differences'."""
+    found = fn(*(to_tensor(a, dtype=np.float64) for a in arrays))
+    expected = numpy_fn(*arrays)
+    assert found.shape == np.shape(expected)
+    np.testing.assert_allclose(found.array, expected, 1e-12, 1e-12)
+    gradcheck(fn, *arrays, n_directions=2, elementwise_up_to=4)
+
+
+# -------------------------------------------------------------------- any shape
+BINARY = {
+    "add": (ops.add, np.add),
+    "sub": (ops.subtract, np.subtract),
+    "mul": (ops.multiply, np.multiply),
+    "div": (ops.divide, np.divide),
+    "pow": (lambda x, y: ops.power(ops.absolute(x), y), lambda x, y: np.abs(x) ** y),
+    "maximum": (ops.maximum, np.maximum),
+    "minimum": (ops.minimum, np.minimum),
+    "where": (lambda x, y: ops.where(x < 0, x, y), lambda x, y: np.where(x < 0, x, y)),
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+@given(shapes=hnp.mutually_broadcastable_shapes(num_shapes=2, max_dims=4, min_side=0, max_side=3), seed=SEEDS)
+def test_binary_ops_broadcast(name, shapes, seed):
+    a, b = shapes.input_shapes
+    check(*BINARY[name], values(seed, a), values(seed + 1, b) + 0.013)
+
+
+@given(shape=SHAPES, other=SHAPES)
+def test_what_numpy_does_not_broadcast_is_refused(shape, other):
+    x, y = to_tensor(np.ones(shape)), to_tensor(np.ones(other))
+    try:
+        np.broadcast_shapes(shape, other)
+    except ValueError:
+        for op in (ops.add, ops.multiply, ops.power, ops.maximum):
+            with pytest.raises(ValueError, match=r"shapes .* and .* do not broadcast"):
+                op(x, y)
+    else:
+        assert (x + y).shape == np.broadcast_shapes(shape, other)
+
+
+REDUCTIONS = {"sum": (ops.sum, np.sum), "mean": (ops.mean, np.mean), "max": (ops.max, np.max), "min": (ops.min, np.min)}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@given(data=st.data(), seed=SEEDS, keepdims=st.booleans())
+def test_reductions_over_any_axes(name, data, seed, keepdims):
+    op, numpy_op = REDUCTIONS[name]
+    x = values(
+        seed, data.draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0 if name == "sum" else 1, max_side=4))
+    )
+    axes = st.none() | hnp.valid_tuple_axes(x.ndim, max_size=x.ndim)
+    axis = data.draw(axes | st.integers(-x.ndim, x.ndim - 1) if x.ndim else axes)
+    check(lambda t: op(t, axis, keepdims), lambda a: numpy_op(a, axis=axis, keepdims=keepdims), x)
+
+
+@given(data=st.data(), seed=SEEDS)
+def test_basic_indexing(data, seed):
+    x = values(seed, data.draw(SHAPES))
+    index = data.draw(hnp.basic_indices(x.shape, allow_newaxis=True))
+    check(lambda t: t[index], lambda a: a[index], x)
+
+
+@given(data=st.data(), seed=SEEDS)
+def test_indexing_with_arrays(data, seed):
+    x = values(seed, data.draw(hnp.array_shapes(min_dims=1, max_dims=3, max_side=4)))
+    index = data.draw(
+        hnp.integer_array_indices(x.shape, result_shape=hnp.array_shapes(max_dims=2, min_side=0, max_side=3))
+    )
+    check(lambda t: t[index], lambda a: a[index], x)
+    check(lambda t: t[tuple(to_tensor(i, dtype=int) for i in index)], lambda a: a[index], x)
+
+
+@given(data=st.data(), seed=SEEDS)
+def test_indexing_with_masks(data, seed):
+    x = values(seed, data.draw(hnp.array_shapes(min_dims=1, max_dims=3, max_side=4)))
+    mask = data.draw(hnp.arrays(bool, x.shape[: data.draw(st.integers(1, x.ndim))]))
+    check(lambda t: t[mask], lambda a: a[mask], x)
+    check(lambda t: t[to_tensor(mask)], lambda a: a[mask], x)
+
+
+@given(data=st.data(), seed=SEEDS)
+def test_transpose_and_reshape(data, seed):
+    x = values(seed, data.draw(SHAPES))
+    order = data.draw(st.permutations(range(x.ndim)))
+    check(lambda t: t.transpose(order), lambda a: a.transpose(order), x)
+    check(lambda t: t.transpose(*order).reshape(t.size), lambda a: a.transpose(order or None).reshape(-1), x)
+
+
+@given(data=st.data(), seed=SEEDS)
+def test_concatenate_stack_and_split(data, seed):
+    shape = data.draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=3))
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    a, b = values(seed, shape), values(seed + 1, shape)
+    check(lambda *ts: ops.concatenate(ts, axis), lambda *xs: np.concatenate(xs, axis), a, b)
+    check(lambda *ts: ops.stack(ts, axis), lambda *xs: np.stack(xs, axis), a, b)
+    if shape[axis]:
+        check(lambda t: ops.concatenate(t.split(shape[axis], axis), axis), lambda x: x, a)
+
+
+def test_split_gives_equal_parts():
+    parts = to_tensor([[1, 2, 3, 4], [5, 6, 7, 8]]).split(2)
+    assert [p.array.tolist() for p in parts] == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
+
+
+# -------------------------------------------------------------------- ties, kinks, edges
+@pytest.mark.parametrize(
+    ("fn", "x", "grad"),
+    [
+        (lambda x: x.max(), [1, 3, 3], [0, 0.5, 0.5]),
+        (lambda x: x.min(), [1, 1, 1], [1 / 3] * 3),
+        (lambda x: x.max(0), [[1, 2], [1, 3]], [[0.5, 0], [0.5, 1]]),
+        (lambda x: ops.maximum(x, 1), [0, 1, 2], [0, 0.5, 1]),
+        (lambda x: ops.minimum(1, x), [0, 1, 2], [1, 0.5, 0]),
+        (lambda x: ops.maximum(x, x), [0, 1, 2], [1, 1, 1]),
+        (lambda x: ops.absolute(x), [-2, 0, 3], [-1, 0, 1]),
+        (lambda x: x**0, [0, 2, -2], [0, 0, 0]),
+        (lambda x: x**1, [0, 2, -2], [1, 1, 1]),
+        (lambda x: x**2, [0, 2, -2], [0, 4, -4]),
+        (lambda x: 0**x, [1, 2, 3], [0, 0, 0]),
+        (lambda x: x[[0, 0, 2]], [5, 6, 7], [2, 0, 1]),
+        (lambda x: x[[]], [5, 6, 7], [0, 0, 0]),
+        (lambda x: ops.where(x > 0, x.sqrt(), x * 0), [4.0, 1.0, 16.0], [0.25, 0.5, 0.125]),
+    ],
+)
+def test_gradients_at_ties_and_kinks(fn, x, grad):
+    x = to_tensor(x)
+    fn(x).backward()
+    np.testing.assert_allclose(x.grad.array, np.float32(grad), 1e-6)
+
+
+def test_power_of_tensors_at_zero():
+    x, y = to_tensor([0, 0, 2]), to_tensor([0, 2, 0])
+    z = x**y
+    z.backward()
+    assert z.array.tolist() == [1, 0, 1]
+    assert x.grad.array.tolist() == [0, 0, 0]
+    np.testing.assert_allclose(y.grad.array, [0, 0, np.log(2)], 1e-6)
+
+
+@pytest.mark.parametrize("op", [ops.sigmoid, ops.tanh])
+def test_saturating_ops_do_not_overflow(op):
+    x = to_tensor([-1e30, -1e3, 1e3, 1e30])
+    y = op(x)
+    y.backward()
+    np.testing.assert_allclose(y.array, [0 if op is ops.sigmoid else -1] * 2 + [1, 1])
+    assert x.grad.array.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "message"),
+    [
+        (lambda x: x + to_tensor([1, 2]), ValueError, r"add: shapes \(2, 3\) and \(2,\) do not broadcast"),
+        (lambda x: x < to_tensor([1, 2]), ValueError, r"less: shapes \(2, 3\) and \(2,\) do not broadcast"),
+        (lambda x: x == [1, 2], ValueError, r"equal: shapes \(2, 3\) and \(2,\) do not broadcast"),
+        (
+            lambda x: to_tensor([2], dtype=int) ** to_tensor([-1], dtype=int),
+            ValueError,
+            "pow: shapes .* do not fit: Integers to negative",
+        ),
+        (
+            lambda x: ops.where([True, False], x, x),
+            ValueError,
+            r"where: shapes \(2,\) and \(2, 3\) and \(2, 3\) do not broadcast",
+        ),
+        (lambda x: ops.concatenate([]), ValueError, "concatenate: expected at least one Tensor, got none"),
+        (lambda x: ops.concatenate([x, x[0]]), ValueError, r"concatenate: shapes \(2, 3\) and \(3,\) do not fit"),
+        (lambda x: ops.concatenate([x, x], axis=2), ValueError, "concatenate: .* axis 2 is out of bounds"),
+        (lambda x: ops.stack([]), ValueError, "stack: expected at least one Tensor, got none"),
+        (lambda x: ops.stack([x, x[0]]), ValueError, r"stack: shapes \(2, 3\) and \(3,\) do not fit"),
+        (lambda x: ops.stack([x], axis=-4), ValueError, "stack: .* axis -4 is out of bounds"),
+        (lambda x: x.sum(2), ValueError, r"sum: axis 2 is out of range for a Tensor of shape \(2, 3\)"),
+        (lambda x: x.mean((0, -3)), ValueError, r"mean: axis -3 is out of range for a Tensor of shape \(2, 3\)"),
+        (lambda x: x.max((1, -1)), ValueError, r"max: expected each axis once, got \(1, -1\)"),
+        (lambda x: x.min(0.5), TypeError, "float"),
+        (
+            lambda x: x[:0].mean(),
+            ValueError,
+            r"mean: expected at least one element along axes \(0, 1\), got shape \(0, 3\)",
+        ),
+        (
+            lambda x: x[:0].max(0),
+            ValueError,
+            r"max: expected at least one element along axes \(0,\), got shape \(0, 3\)",
+        ),
+        (lambda x: x.reshape(4, 2), ValueError, r"reshape: 6 elements of shape \(2, 3\) do not fit \(4, 2\)"),
+        (lambda x: x.reshape(-1, -1), ValueError, r"reshape: 6 elements"),
+        (lambda x: x.transpose(0), ValueError, r"transpose: expected an order of 2 axes, got \(0,\)"),
+        (lambda x: x.transpose(0, 0), ValueError, r"transpose: expected each axis once, got \(0, 0\)"),
+        (lambda x: x.transpose(0, 3), ValueError, "transpose: axis 3 is out of range"),
+        (lambda x: to_tensor(1).transpose(0), ValueError, "transpose: axis 0 is out of range"),
+        (lambda x: x.split(2), ValueError, r"split: 2 equal parts do not fit axis 1 of shape \(2, 3\)"),
+        (lambda x: x.split(0), ValueError, "split: 0 equal parts"),
+        (lambda x: x.split(3, axis=5), ValueError, "split: axis 5 is out of range"),
+        (lambda x: x[2], IndexError, r"getitem: index 2 is out of bounds .* shape \(2, 3\)"),
+        (lambda x: x[0, 0, 0], IndexError, "getitem: too many indices"),
+        (lambda x: x[[0, 5]], IndexError, "getitem: index 5 is out of bounds"),
+        (lambda x: x[[True, False, True]], IndexError, "getitem: boolean index did not match"),
+        (lambda x: x[to_tensor([0, 1])], IndexError, "getitem: arrays used as indices must be of integer"),
+        (lambda x: x["a"], IndexError, "getitem: only integers"),
+        (lambda x: x < "a", TypeError, "less"),
+    ],
+)
+def test_bad_input(fn, error, message):
+    with pytest.raises(error, match=message) as caught:
+        fn(to_tensor(np.ones((2, 3))))
+    assert "\n" not in str(caught.value)
+
+
+def test_axes_may_be_numpy_numbers_and_lists():
+    x = to_tensor(np.arange(6).reshape(2, 3))
+    assert x.sum(np.int64(1)).array.tolist() == [3, 12]
+    assert x.sum([0, 1]).item() == 15
+
+
+def test_unbroadcast():
+    grad = np.arange(24.0).reshape(2, 3, 4)
+    for shape in ((2, 3, 4), (3, 4), (1, 3, 1), (4,), (1,), (), (2, 1, 4)):
+        found = ops.unbroadcast(grad, shape)
+        assert found.shape == shape
+        assert found.sum() == grad.sum()
+    assert ops.unbroadcast(np.zeros((2, 0)), (2, 1)).tolist() == [[0], [0]]

@@ -1,0 +1,364 @@
+"""Optimisers: each rule against its formula, steps, decay, memory, clipping."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tricycle.configs import DebugConfig
+from tricycle.layers import Dense, Layer, LayerNorm, Sequential
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW, Optimiser, StochasticGradientDescent, clip_gradients, decays, gradient_norm
+from tricycle.scheduler import WarmupCosine
+from tricycle.tensor import Tensor, to_tensor
+
+OPTIMISERS: dict[str, Callable[..., Optimiser]] = {
+    "sgd": StochasticGradientDescent,
+    "momentum": lambda *args, **kwargs: StochasticGradientDescent(*args, momentum=0.9, **kwargs),
+    "adamw": AdamW,
+}
+each_optimiser = pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS)
+
+
+class Weights(Layer):
+    """One matrix and one vector, and nothing to compute."""
+
+    def __init__(self) -> None:
+        self.matrix = to_tensor([[1.0, -2.0], [3.0, 0.5]])
+        self.vector = to_tensor([1.0, -1.0])
+
+    def receive(self, *grads: float) -> Weights:
+        """Set gradients that are constant over the matrix and over the vector."""
+        for parameter, grad in zip(self.parameters(), grads):
+            parameter.grad = to_tensor(np.full(parameter.shape, grad))
+        return self
+
+
+# -------------------------------------------------------------------- the rules
+def test_sgd_takes_the_gradient_times_the_rate() -> None:
+    model = Weights().receive(2.0, -4.0)
+    model.update(StochasticGradientDescent(0.25))
+    np.testing.assert_allclose(model.matrix.array, [[0.5, -2.5], [2.5, 0.0]])
+    np.testing.assert_allclose(model.vector.array, [2.0, 0.0])
+
+
+def test_momentum_keeps_a_velocity() -> None:
+    model, optimiser = Weights(), StochasticGradientDescent(0.1, momentum=0.5)
+    moved, velocity = 0.0, 0.0
+    for grad in (1.0, 3.0, -2.0):
+        model.receive(grad).update(optimiser)
+        velocity = 0.5 * velocity + grad
+        moved += 0.1 * velocity
+        np.testing.assert_allclose(model.matrix.array, Weights().matrix.array - moved, rtol=1e-6)
+
+
+def test_adamw_follows_algorithm_2() -> None:
+    rate, beta1, beta2, eps, decay = 0.1, 0.8, 0.9, 1e-3, 0.05
+    model, optimiser = Weights(), AdamW(rate, (beta1, beta2), eps, decay)
+    expected, m, v = Weights().matrix.array.astype(np.float64), 0.0, 0.0
+    for t, grad in enumerate((1.0, -3.0, 0.5, 0.0), start=1):
+        model.receive(grad).update(optimiser)
+        m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad**2
+        expected *= 1 - rate * decay
+        expected -= rate * (m / (1 - beta1**t)) / (math.sqrt(v / (1 - beta2**t)) + eps)
+        np.testing.assert_allclose(model.matrix.array, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
+def test_the_first_step_of_adamw_has_the_size_of_the_rate(size: float) -> None:
+    model = Weights().receive(size, -size)
+    model.update(AdamW(0.1, eps=1e-20, weight_decay=0))
+    np.testing.assert_allclose(model.vector.array, [1.1, -0.9], rtol=1e-5)
+
+
+@each_optimiser
+def test_a_rate_of_0_changes_nothing(make: Callable) -> None:
+    model = Weights().receive(1.0, 1.0)
+    model.update(make(0.0, weight_decay=0.5))
+    assert np.array_equal(model.matrix.array, Weights().matrix.array)
+
+
+@each_optimiser
+def test_arrays_are_changed_in_place_and_keep_their_dtype(make: Callable) -> None:
+    model = Weights().receive(1.0, 1.0)
+    array = model.matrix.array
+    model.update(make(np.float64(0.1), weight_decay=0.1))
+    assert model.matrix.array is array and array.dtype == np.float32
+    assert not np.array_equal(array, Weights().matrix.array)
+
+
+@each_optimiser
+def test_a_parameter_whose_memory_is_strided(make: Callable) -> None:
+    plain, strided = Weights(), Weights()
+    strided.matrix.array = np.asfortranarray(strided.matrix.array)
+    optimisers = make(0.1, weight_decay=0.1), make(0.1, weight_decay=0.1)
+    for _ in range(3):
+        for model, optimiser in zip((plain, strided), optimisers):
+            model.matrix.grad = to_tensor([[1.0, 2.0], [3.0, 4.0]])
+            model.update(optimiser)
+    np.testing.assert_allclose(strided.matrix.array, plain.matrix.array, rtol=1e-6)
+
+
+# -------------------------------------------------------------------- steps and schedules
+@each_optimiser
+def test_with_and_without_step(make: Callable) -> None:
+    with_step, without = Weights(), Weights()
+    first, second = make(lambda step: 0.1 * step), make(lambda step: 0.1 * step)
+    for n in range(1, 4):
+        first.step()
+        assert first.n_steps == n and first.learning_rate == pytest.approx(0.1 * n)
+        with_step.receive(1.0, 2.0).update(first)
+        without.receive(1.0, 2.0).update(second)
+        assert first.n_steps == second.n_steps == n
+        assert first.learning_rate == second.learning_rate
+    assert np.array_equal(with_step.matrix.array, without.matrix.array)
+    assert np.array_equal(with_step.vector.array, without.vector.array)
+
+
+def test_the_schedule_decides_every_step() -> None:
+    schedule = WarmupCosine(1.0, 0.1, 2, 4)
+    optimiser, model = StochasticGradientDescent(schedule), Weights()
+    assert optimiser.learning_rate == 0.5  # of the first step, for whoever looks before it
+    rates = []
+    for _ in range(5):
+        before = model.vector.array.copy()
+        model.receive(0.0, 1.0).update(optimiser)
+        rates.append(float((before - model.vector.array)[0]))
+    assert rates == pytest.approx([schedule(n) for n in range(1, 6)], rel=1e-5)
+
+
+def test_a_rate_set_by_hand_holds_until_changed() -> None:
+    optimiser, model = StochasticGradientDescent(0.5), Weights()
+    optimiser.learning_rate = 0.25
+    model.receive(1.0).update(optimiser)
+    np.testing.assert_allclose(model.matrix.array, Weights().matrix.array - 0.25)
+
+
+# -------------------------------------------------------------------- weight decay
+def test_which_parameters_of_a_gpt_decay() -> None:
+    model = GPT(DebugConfig(tied=False, n_layers=1))
+    assert {name for name, p in model.named_parameters() if decays(name, p)} == {
+        "token_embedding.weights",
+        "blocks.0.attention.qkv.weights",
+        "blocks.0.attention.projection.weights",
+        "blocks.0.mlp.up.weights",
+        "blocks.0.mlp.projection.weights",
+        "head.weights",
+    }
+
+
+@each_optimiser
+def test_decay_multiplies_what_decays_and_leaves_the_rest(make: Callable) -> None:
+    model = Weights().receive(0.0, 0.0)
+    model.update(make(0.5, weight_decay=0.2))
+    np.testing.assert_allclose(model.matrix.array, 0.9 * Weights().matrix.array, rtol=1e-6)
+    assert np.array_equal(model.vector.array, Weights().vector.array)
+
+
+@each_optimiser
+def test_a_rule_of_ones_own(make: Callable) -> None:
+    model = Weights().receive(0.0, 0.0)
+    model.update(make(0.5, weight_decay=0.2, decays=lambda name, parameter: name == "vector"))
+    np.testing.assert_allclose(model.vector.array, 0.9 * Weights().vector.array, rtol=1e-6)
+    assert np.array_equal(model.matrix.array, Weights().matrix.array)
+
+
+# -------------------------------------------------------------------- what is left alone
+@each_optimiser
+def test_a_parameter_without_gradient_keeps_weights_and_memory(make: Callable) -> None:
+    model, optimiser = Weights(), make(0.1, weight_decay=0.1)
+    model.receive(1.0).update(optimiser)  # none for the vector
+    assert np.array_equal(model.vector.array, Weights().vector.array)
+    assert optimiser.memory_of(model.matrix)[0] == 1 and optimiser.memory_of(model.vector)[0] == 0
+    # its own count of updates starts when its first gradient comes
+    late, fresh = model.receive(1.0, 1.0), Weights().receive(1.0, 1.0)
+    late.update(optimiser)
+    fresh.update(make(0.1, weight_decay=0.1))
+    assert np.array_equal(late.vector.array, fresh.vector.array)
+
+
+@each_optimiser
+def test_a_frozen_parameter_keeps_every_byte(make: Callable) -> None:
+    model, optimiser = Weights().receive(1.0, 1.0), make(0.1, weight_decay=0.1)
+    model.matrix.requires_grad = False  # frozen after its gradient came
+    model.update(optimiser)
+    assert model.matrix.array.tobytes() == Weights().matrix.array.tobytes()
+    assert model.matrix.grad is None
+    assert not np.array_equal(model.vector.array, Weights().vector.array)
+
+
+# -------------------------------------------------------------------- memory
+def test_memory_can_be_read_and_set() -> None:
+    model, optimiser = Weights(), AdamW(0.1)
+    assert optimiser.memory_of(model.matrix)[0] == 0
+    assert all(not moment.any() for moment in optimiser.memory_of(model.matrix)[1].values())
+    model.receive(2.0, 1.0).update(optimiser)
+    n_updates, moments = optimiser.memory_of(model.matrix)
+    assert n_updates == 1 and sorted(moments) == ["first", "second"]
+    np.testing.assert_allclose(moments["first"], 0.1 * 2.0, rtol=1e-6)
+    np.testing.assert_allclose(moments["second"], 0.001 * 4.0, rtol=1e-6)
+
+
+@each_optimiser
+def test_what_is_remembered_continues_bit_for_bit(make: Callable, rng: np.random.Generator) -> None:
+    grads = rng.standard_normal(8)
+    model, optimiser = Weights(), make(0.1)
+    for grad in grads[:4]:
+        model.receive(grad, -grad).update(optimiser)
+
+    other, resumed = Weights(), make(0.1)
+    other.load_state_dict(model.state_dict())
+    for theirs, ours in zip(model.parameters(), other.parameters()):
+        n_updates, moments = optimiser.memory_of(theirs)
+        resumed.remember(ours, n_updates, {name: moment.copy() for name, moment in moments.items()})
+    for grad in grads[4:]:
+        model.receive(grad, -grad).update(optimiser)
+        other.receive(grad, -grad).update(resumed)
+    assert other.matrix.array.tobytes() == model.matrix.array.tobytes()
+    assert other.vector.array.tobytes() == model.vector.array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
+@each_optimiser
+def test_a_copy_of_model_and_optimiser_together_continues_bit_for_bit(make: Callable, duplicate: Callable) -> None:
+    model, optimiser = Weights(), make(0.1)
+    for grad in (1.0, -2.0):
+        model.receive(grad, grad).update(optimiser)
+    twin, twin_optimiser = duplicate((model, optimiser))
+    for weights, memory in ((model, optimiser), (twin, twin_optimiser)):
+        weights.receive(0.5, 0.5).update(memory)
+    assert twin.matrix.array.tobytes() == model.matrix.array.tobytes()
+    assert twin_optimiser.memory_of(twin.matrix)[0] == 3
+
+
+def test_two_parameters_of_one_shape_have_memories_of_their_own() -> None:
+    model = Sequential(Dense(2, 2, bias=False), Dense(2, 2, bias=False))
+    first, second = model.parameters()
+    optimiser = AdamW(0.1)
+    first.grad, second.grad = to_tensor(np.ones((2, 2))), to_tensor(np.full((2, 2), -3.0))
+    model.update(optimiser)
+    assert optimiser.memory_of(first)[1]["first"][0, 0] == pytest.approx(0.1)
+    assert optimiser.memory_of(second)[1]["first"][0, 0] == pytest.approx(-0.3)
+
+
+@pytest.mark.parametrize(
+    "moments, got",
+    [
+        ({}, "first moments of shape (2, 2), got none"),
+        ({"first": np.zeros((2, 2))}, "second moments of shape (2, 2), got none"),
+        ({"first": np.zeros(2), "second": np.zeros((2, 2))}, "first moments of shape (2, 2), got (2,)"),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused(moments: dict, got: str) -> None:
+    model, optimiser = Weights(), AdamW(0.1)
+    with pytest.raises(ValueError) as caught:
+        optimiser.remember(model.matrix, 3, moments)
+    assert str(caught.value) == f"AdamW: expected {got}"
+    assert optimiser.memory_of(model.matrix)[0] == 0
+
+
+# -------------------------------------------------------------------- clipping
+def test_the_norm_is_that_of_all_gradients_together() -> None:
+    model = Weights().receive(2.0, 3.0)
+    assert gradient_norm(model) == pytest.approx(math.sqrt(4 * 4 + 2 * 9))
+    model.vector.grad = None
+    assert gradient_norm(model) == pytest.approx(4.0)
+    assert gradient_norm(Weights()) == 0.0
+
+
+def test_the_norm_counts_a_shared_parameter_once() -> None:
+    layer = Dense(2, 2, bias=False)
+    layer.weights.grad = to_tensor(np.ones((2, 2)))
+    assert gradient_norm(Sequential(layer, layer)) == pytest.approx(2.0)
+
+
+def test_long_gradients_are_scaled_to_the_limit_and_keep_their_direction() -> None:
+    model = Weights().receive(30.0, -40.0)
+    grads = [p.grad.array.copy() for p in model.parameters()]
+    norm = clip_gradients(model, 1.5)
+    assert norm == pytest.approx(math.sqrt(4 * 900 + 2 * 1600))
+    assert gradient_norm(model) == pytest.approx(1.5, rel=1e-5)
+    for parameter, before in zip(model.parameters(), grads, strict=True):
+        np.testing.assert_allclose(parameter.grad.array, before * (1.5 / norm), rtol=1e-6)
+
+
+@pytest.mark.parametrize("limit", [10.0, math.inf])
+def test_short_gradients_stay(limit: float) -> None:
+    model = Weights().receive(1.0, 2.0)
+    assert clip_gradients(model, limit) == pytest.approx(math.sqrt(12))
+    assert (model.matrix.grad.array == 1).all() and (model.vector.grad.array == 2).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_is_reported_and_left_for_the_loop_to_see(bad: float) -> None:
+    model = Weights().receive(1.0, bad)
+    assert not math.isfinite(clip_gradients(model, 1.0))
+    assert (model.matrix.grad.array == 1).all()
+
+
+def test_a_real_step_lowers_the_loss(rng: np.random.Generator) -> None:
+    x, wanted = rng.standard_normal((32, 3)), rng.standard_normal((32, 2))
+    for make in OPTIMISERS.values():
+        model, optimiser = Sequential(Dense(3, 8, generator=0), LayerNorm(8), Dense(8, 2, generator=1)), make(0.01)
+
+        def loss(model: Layer = model) -> Tensor:
+            return ((model(x) - wanted) ** 2).mean()
+
+        first = loss().item()
+        for _ in range(20):
+            loss().backward()
+            model.update(optimiser)
+        assert loss().item() < 0.9 * first
+
+
+# -------------------------------------------------------------------- bad input
+SGD = StochasticGradientDescent
+BAD = {
+    "negative rate": (lambda: SGD(-0.1), "StochasticGradientDescent: expected a learning_rate of 0 or more, got -0.1"),
+    "infinite rate": (lambda: AdamW(math.inf), "AdamW: expected a learning_rate of 0 or more, got inf"),
+    "rate nan": (lambda: AdamW(math.nan), "AdamW: expected a learning_rate of 0 or more, got nan"),
+    "negative decay": (lambda: AdamW(weight_decay=-1), "AdamW: expected a weight_decay of 0 or more, got -1"),
+    "decay nan": (
+        lambda: SGD(0.1, weight_decay=math.nan),
+        "StochasticGradientDescent: expected a weight_decay of 0 or more, got nan",
+    ),
+    "momentum 1": (
+        lambda: SGD(0.1, momentum=1),
+        "StochasticGradientDescent: expected a momentum from 0 to below 1, got 1",
+    ),
+    "negative momentum": (
+        lambda: SGD(0.1, momentum=-0.5),
+        "StochasticGradientDescent: expected a momentum from 0 to below 1, got -0.5",
+    ),
+    "beta 1": (lambda: AdamW(betas=(0.9, 1.0)), "AdamW: expected two betas from 0 to below 1, got (0.9, 1.0)"),
+    "negative beta": (lambda: AdamW(betas=(-0.1, 0.9)), "AdamW: expected two betas from 0 to below 1, got (-0.1, 0.9)"),
+    "one beta": (lambda: AdamW(betas=(0.9,)), "AdamW: expected two betas from 0 to below 1, got (0.9,)"),
+    "a number for betas": (lambda: AdamW(betas=0.9), "AdamW: expected two betas from 0 to below 1, got 0.9"),
+    "eps 0": (lambda: AdamW(eps=0), "AdamW: expected an eps above 0, got 0"),
+    "clip at 0": (lambda: clip_gradients(Weights(), 0), "clip_gradients: expected a max_norm above 0, got 0"),
+    "clip below 0": (lambda: clip_gradients(Weights(), -1.0), "clip_gradients: expected a max_norm above 0, got -1.0"),
+    "clip at nan": (
+        lambda: clip_gradients(Weights(), math.nan),
+        "clip_gradients: expected a max_norm above 0, got nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    attempt, message = BAD[name]
+    with pytest.raises(ValueError) as caught:
+        attempt()
+    assert str(caught.value) == message
+
+
+def test_an_optimiser_without_a_rule_says_so() -> None:
+    with pytest.raises(NotImplementedError, match=r"^Optimiser defines no update$"):
+        Weights().receive(1.0).update(Optimiser(0.1))
