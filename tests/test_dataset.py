@@ -54,7 +54,7 @@ def test_each_pass_visits_every_window_once(n_tokens, context_window, seed):
     dataset = windows(n_tokens, 1, context_window, seed).shuffle()
     for _ in range(3):
         starts = sorted(first_tokens(dataset, dataset.n_items))
-        assert 0 <= starts[0]
+        assert starts[0] >= 0
         assert starts[-1] + context_window < n_tokens
         assert np.diff(starts).tolist() == [context_window] * (dataset.n_items - 1)
 

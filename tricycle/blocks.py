@@ -37,15 +37,8 @@ class MultiHeadSelfAttention(Layer):
     """
 
     def __init__(
-        self,
-        embedding_dim: int,
-        n_heads: int,
-        context_window: int,
-        bias: bool = True,
-        dropout: float = 0.0,
-        rotary: bool = False,
-        initialiser: Initialiser = xavier,
-        generator: Generator = None,
+        self, embedding_dim: int, n_heads: int, context_window: int, bias: bool = True, dropout: float = 0.0,
+        rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
     ) -> None:
         positive("MultiHeadSelfAttention", embedding_dim=embedding_dim, n_heads=n_heads, context_window=context_window)
         if embedding_dim % n_heads:
@@ -100,14 +93,8 @@ class MLPBlock(Layer):
     """
 
     def __init__(
-        self,
-        embedding_dim: int,
-        expansion_ratio: float = 4,
-        activation: str = "gelu",
-        bias: bool = True,
-        dropout: float = 0.0,
-        initialiser: Initialiser = xavier,
-        generator: Generator = None,
+        self, embedding_dim: int, expansion_ratio: float = 4, activation: str = "gelu", bias: bool = True,
+        dropout: float = 0.0, initialiser: Initialiser = xavier, generator: Generator = None,
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(f"MLPBlock: expected activation to be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -133,18 +120,9 @@ class GPT2TransformerBlock(Layer):
     """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm block of GPT-2 (Radford et al. 2019)."""
 
     def __init__(
-        self,
-        embedding_dim: int,
-        n_heads: int,
-        context_window: int,
-        expansion_ratio: float = 4,
-        activation: str = "gelu",
-        norm: str = "layer_norm",
-        bias: bool = True,
-        dropout: float = 0.0,
-        rotary: bool = False,
-        initialiser: Initialiser = xavier,
-        generator: Generator = None,
+        self, embedding_dim: int, n_heads: int, context_window: int, expansion_ratio: float = 4,
+        activation: str = "gelu", norm: str = "layer_norm", bias: bool = True, dropout: float = 0.0,
+        rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
     ) -> None:
         generator = new_generator(generator)
         self.attention_norm = new_norm(norm, embedding_dim, bias)

@@ -11,11 +11,7 @@ from tricycle.tensor import no_grad, to_tensor
 
 
 def sample(
-    logits: np.ndarray,
-    generator: np.random.Generator,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    logits: np.ndarray, generator: np.random.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
 ) -> int:
     """Draw a token.
 
@@ -59,14 +55,8 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 
 
 def generate(
-    model: GPT,
-    prompt: Sequence[int] | np.ndarray,
-    n_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | np.random.Generator | None = 0,
-    stop_token: int | None = None,
+    model: GPT, prompt: Sequence[int] | np.ndarray, n_tokens: int, temperature: float = 1.0, top_k: int = 0,
+    top_p: float = 1.0, seed: int | np.random.Generator | None = 0, stop_token: int | None = None,
     n_vocab: int | None = None,
 ) -> Iterator[int]:
     """Continue a prompt; gives each token as soon as it is drawn.

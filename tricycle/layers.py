@@ -203,11 +203,7 @@ class Dense(Layer):
     """
 
     def __init__(
-        self,
-        from_size: int,
-        to_size: int,
-        bias: bool = True,
-        initialiser: Initialiser = xavier,
+        self, from_size: int, to_size: int, bias: bool = True, initialiser: Initialiser = xavier,
         generator: np.random.Generator | int | None = None,
     ) -> None:
         positive("Dense", from_size=from_size, to_size=to_size)
@@ -229,10 +225,7 @@ class Embedding(Layer):
     """
 
     def __init__(
-        self,
-        from_size: int,
-        to_size: int,
-        initialiser: Initialiser | None = None,
+        self, from_size: int, to_size: int, initialiser: Initialiser | None = None,
         generator: np.random.Generator | int | None = None,
     ) -> None:
         positive("Embedding", from_size=from_size, to_size=to_size)

@@ -11,6 +11,7 @@ from tricycle.layers import Layer
 from tricycle.tensor import Tensor
 
 Schedule = Callable[[int], float]
+DecayRule = Callable[[str, Tensor], bool]
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -30,10 +31,7 @@ class Optimiser:
     moments: tuple[str, ...] = ()
 
     def __init__(
-        self,
-        learning_rate: float | Schedule,
-        weight_decay: float = 0.0,
-        decays: Callable[[str, Tensor], bool] = decays,
+        self, learning_rate: float | Schedule, weight_decay: float = 0.0, decays: DecayRule = decays,
     ) -> None:
         kind = type(self).__name__
         if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
@@ -95,11 +93,8 @@ class StochasticGradientDescent(Optimiser):
     """weights -= learning_rate * velocity, where velocity = momentum * velocity + gradient."""
 
     def __init__(
-        self,
-        learning_rate: float | Schedule,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        decays: Callable[[str, Tensor], bool] = decays,
+        self, learning_rate: float | Schedule, momentum: float = 0.0, weight_decay: float = 0.0,
+        decays: DecayRule = decays,
     ) -> None:
         super().__init__(learning_rate, weight_decay, decays)
         if not 0 <= momentum < 1:
@@ -129,12 +124,8 @@ class AdamW(Optimiser):
     moments = ("first", "second")
 
     def __init__(
-        self,
-        learning_rate: float | Schedule = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        decays: Callable[[str, Tensor], bool] = decays,
+        self, learning_rate: float | Schedule = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.01, decays: DecayRule = decays,
     ) -> None:
         super().__init__(learning_rate, weight_decay, decays)
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):

@@ -57,13 +57,8 @@ class Tensor:
     __array_ufunc__ = None
 
     def __init__(
-        self,
-        array: Array,
-        requires_grad: bool = True,
-        is_batched: bool = False,
-        name: str | None = None,
-        args: tuple[Tensor, ...] = (),
-        back_fns: tuple[BackFn, ...] = (),
+        self, array: Array, requires_grad: bool = True, is_batched: bool = False, name: str | None = None,
+        args: tuple[Tensor, ...] = (), back_fns: tuple[BackFn, ...] = (),
     ) -> None:
         # an operation on a 0-d array gives a NumPy scalar, which is no array
         self.array: Array = np.asarray(array) if isinstance(array, np.generic) else array
@@ -268,12 +263,7 @@ def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[BackFn, ...],
 
 
 def to_tensor(
-    x: Operand,
-    *,
-    dtype: Any = None,
-    requires_grad: bool = True,
-    is_batched: bool = False,
-    name: str | None = None,
+    x: Operand, *, dtype: Any = None, requires_grad: bool = True, is_batched: bool = False, name: str | None = None,
 ) -> Tensor:
     """Make a Tensor of a number, a (nested) list, a NumPy or CuPy array, or another Tensor's values.
 
