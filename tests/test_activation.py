@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tricycle import to_tensor
+from tricycle import ops, to_tensor
 from tricycle.activation import GLU, GeLU, ReLU, SwiGLU, Swish, erf
 
 X = [-1e4, -3, -1, -0.5, 0, 0.5, 1, 3, 1e4]
@@ -76,3 +76,10 @@ def test_gates_need_an_even_axis(op, shape):
         ValueError, match=rf"{type(op).__name__}: expected a last axis of even length, got shape \({str(shape)[1:-1]}\)"
     ):
         op(to_tensor(np.ones(shape)))
+
+
+def test_sigmoid_keeps_the_precision_of_small_results():
+    x = np.array([-80, -20, -10, 0, 10, 80], np.float32)
+    expected = 1 / (1 + np.exp(-x.astype(np.float64)))
+    for y in (ops.sigmoid(to_tensor(x)), GLU()(to_tensor(np.concatenate([np.ones(6), x])))):
+        np.testing.assert_allclose(y.array, expected, rtol=1e-6)

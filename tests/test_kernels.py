@@ -106,6 +106,7 @@ CASES = {
     "log_softmax": (_rows, [(shape,) for shape in ROWS]),
     "gelu": (_rows, [(shape,) for shape in ANY]),
     "gelu_backward": (_two, [(shape,) for shape in ANY]),
+    "sigmoid": (_rows, [(shape,) for shape in ANY]),
     "layer_norm": (
         _layer_norm,
         [(shape, centred, bias) for shape in ROWS for centred in (True, False) for bias in (True, False)],

@@ -54,8 +54,8 @@ class Swish(Op):
 
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
-        array, xp = floating(x.array), x.xp
-        gate = _sigmoid(xp, array)
+        array = floating(x.array)
+        gate = kernels.sigmoid(array)
         y = array * gate
         return record(y, (x,), (lambda grad: grad.array * (gate + y * (1 - gate)),), "swish")
 
@@ -70,7 +70,7 @@ class _Gated(Op):
         half = x.shape[-1] // 2
         array = floating(x.array)
         xp, value, gate = x.xp, array[..., :half], array[..., half:]
-        opened, slope = self._gate(xp, gate)
+        opened, slope = self._gate(gate)
 
         def back_fn(grad: Tensor) -> Array:
             dx = xp.empty_like(array)
@@ -80,7 +80,7 @@ class _Gated(Op):
 
         return record(value * opened, (x,), (back_fn,), type(self).__name__.lower())
 
-    def _gate(self, xp, x: Array) -> tuple[Array, Array]:
+    def _gate(self, x: Array) -> tuple[Array, Array]:
         """The activation of the gate and its slope."""
         raise NotImplementedError
 
@@ -88,21 +88,17 @@ class _Gated(Op):
 class GLU(_Gated):
     """a sigmoid(b) for x = [a, b] along the last axis (Dauphin et al. 2016)."""
 
-    def _gate(self, xp, x: Array) -> tuple[Array, Array]:
-        y = _sigmoid(xp, x)
+    def _gate(self, x: Array) -> tuple[Array, Array]:
+        y = kernels.sigmoid(x)
         return y, y * (1 - y)
 
 
 class SwiGLU(_Gated):
     """a swish(b) for x = [a, b] along the last axis (Shazeer 2020)."""
 
-    def _gate(self, xp, x: Array) -> tuple[Array, Array]:
-        s = _sigmoid(xp, x)
+    def _gate(self, x: Array) -> tuple[Array, Array]:
+        s = kernels.sigmoid(x)
         return x * s, s + x * s * (1 - s)
-
-
-def _sigmoid(xp, x: Array) -> Array:
-    return 0.5 * (1 + xp.tanh(0.5 * x))
 
 
 def erf(x: Array) -> Array:

@@ -38,17 +38,8 @@ class GPT(Layer):
         self.dropout = Dropout(config.dropout, self.generator)
         self.blocks = [
             GPT2TransformerBlock(
-                size,
-                config.n_heads,
-                config.context_window,
-                config.expansion_ratio,
-                config.activation,
-                config.norm,
-                config.bias,
-                config.dropout,
-                rotary=not learned,
-                initialiser=zeros,
-                generator=self.generator,
+                size, config.n_heads, config.context_window, config.expansion_ratio, config.activation, config.norm,
+                config.bias, config.dropout, rotary=not learned, initialiser=zeros, generator=self.generator,
             )
             for _ in range(config.n_layers)
         ]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tricycle import kernels
 from tricycle.backend import Array, array_module, is_array
 from tricycle.tensor import Axis, Operand, Tensor, record, to_tensor
 
@@ -126,8 +127,7 @@ sin = unary("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
 cos = unary("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
 absolute = unary("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
 tanh = unary("tanh", lambda xp, x: xp.tanh(x), lambda xp, g, x, y: g * (1 - y * y))
-# 0.5 * (1 + tanh(x / 2)) is 1 / (1 + exp(-x)) without an exp that overflows
-sigmoid = unary("sigmoid", lambda xp, x: 0.5 * (1 + xp.tanh(0.5 * x)), lambda xp, g, x, y: g * y * (1 - y))
+sigmoid = unary("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x, y: g * y * (1 - y))
 
 
 @register

@@ -13,7 +13,7 @@ from tricycle.backend import Array, array_module
 
 # The kernels: what may have a faster version.
 __all__ = [
-    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_backward", "layer_norm",
+    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_backward", "sigmoid", "layer_norm",
     "layer_norm_backward", "embedding_backward", "cross_entropy", "cross_entropy_backward", "attention",
     "attention_backward", "rotate", "adamw",
 ]
@@ -57,6 +57,13 @@ def log_softmax(x: Array) -> Array:
 
 
 # -------------------------------------------------------------------- activations
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), by exp(-|x|), which cannot overflow and keeps the precision of small results."""
+    xp = array_module(x)
+    small = xp.exp(-xp.abs(x))
+    return xp.where(x >= 0, 1, small) / (1 + small)
+
+
 def gelu(x: Array) -> Array:
     """Hendrycks and Gimpel 2016, the tanh form that GPT-2 uses."""
     xp = array_module(x)
