@@ -223,7 +223,7 @@ BAD = {
     ),
     "mlp input": (
         lambda: MLPBlock(8)(np.ones((2, 4))),
-        "dense(from_size=8): expected the last axis to be 8, got shape (2, 4)",
+        "Dense(from_size=8): expected the last axis to be 8, got shape (2, 4)",
     ),
     "norm": (
         lambda: GPT2TransformerBlock(8, 2, 4, norm="batch_norm"),

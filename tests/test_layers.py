@@ -470,9 +470,9 @@ BAD = {
     "Dense bool": (lambda: Dense(True, 3), "Dense: expected from_size to be a whole number above 0, got True"),
     "Dense shape": (
         lambda: Dense(3, 2)(np.ones((4, 2))),
-        "dense(from_size=3): expected the last axis to be 3, got shape (4, 2)",
+        "Dense(from_size=3): expected the last axis to be 3, got shape (4, 2)",
     ),
-    "Dense scalar": (lambda: Dense(3, 2)(1.0), "dense(from_size=3): expected the last axis to be 3, got shape ()"),
+    "Dense scalar": (lambda: Dense(3, 2)(1.0), "Dense(from_size=3): expected the last axis to be 3, got shape ()"),
     "Embedding size": (lambda: Embedding(3, 0), "Embedding: expected to_size to be a whole number above 0, got 0"),
     "Embedding above": (lambda: Embedding(3, 2)([0, 3]), "Embedding(from_size=3): expected ids from 0 to 2, got 3"),
     "Embedding below": (lambda: Embedding(3, 2)([0, -1]), "Embedding(from_size=3): expected ids from 0 to 2, got -1"),

@@ -128,7 +128,7 @@ class Rotary(Op):
             return turned.reshape(qkv.shape)
 
         # a rotation is undone by the opposite angle, which is also its gradient
-        back_fn = lambda grad: turn(grad.array.reshape(packed.shape), -sin)  # noqa: E731
+        back_fn = lambda grad: turn(grad.array.reshape(packed.shape), -sin)
         return record(turn(packed, sin), (qkv,), (back_fn,), "rotary")
 
 
@@ -139,6 +139,7 @@ def _split_heads(op: str, qkv: Array, n_heads: int) -> Array:
         ValueError: another number of axes, or channels that do not divide.
     """
     if qkv.ndim != 3 or qkv.shape[-1] % (3 * n_heads):
-        raise ValueError(f"{op}(n_heads={n_heads}): expected shape (batch, tokens, 3 * {n_heads} * head size), got {qkv.shape}")
+        wanted = f"(batch, tokens, 3 * {n_heads} * head size)"
+        raise ValueError(f"{op}(n_heads={n_heads}): expected shape {wanted}, got {qkv.shape}")
     n_items, n_tokens, width = qkv.shape
     return qkv.reshape(n_items, n_tokens, 3, n_heads, width // (3 * n_heads))

@@ -269,6 +269,9 @@ def _as_matrix(array: Array, labels: str, batch: str, rows: str, columns: str) -
 
 
 
-setattr(Tensor, "__matmul__", matmul)
-setattr(Tensor, "__rmatmul__", lambda x, y: matmul(y, x))
-setattr(Tensor, "einsum", lambda x, subscripts: Einsum(subscripts)(x))
+for _name, _method in {
+    "__matmul__": matmul,
+    "__rmatmul__": lambda x, y: matmul(y, x),
+    "einsum": lambda x, subscripts: Einsum(subscripts)(x),
+}.items():
+    setattr(Tensor, _name, _method)

@@ -102,9 +102,8 @@ def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "
         raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
     from_size, to_size = weights.shape
     if x.ndim == 0 or x.shape[-1] != from_size:
-        raise ValueError(
-            f"{name}(from_size={from_size}): expected the last axis to be {from_size}, got shape {x.shape}"
-        )
+        title = f"{name.capitalize()}(from_size={from_size})"
+        raise ValueError(f"{title}: expected the last axis to be {from_size}, got shape {x.shape}")
     check_device(name, x.array, weights.array)
     rows, matrix = floating(x.array).reshape(-1, from_size), weights.array
     y = rows @ matrix

@@ -241,7 +241,7 @@ class Embedding(Layer):
         ids = as_tensor(ids)
         table, index = self.weights.array, ids.array
         if index.dtype.kind not in "iu":
-            raise ValueError(f"Embedding: expected whole-number ids (to_tensor(..., dtype=int)), got {index.dtype}")
+            raise ValueError(f"Embedding: expected whole numbers (dtype=int) as ids, got {index.dtype}")
         check_range(f"Embedding(from_size={self.from_size})", index, self.from_size)
 
         def back_fn(grad: Tensor) -> Array:
@@ -269,9 +269,8 @@ class _Norm(Layer):
         """(..., size) to (..., size)."""
         x = as_tensor(x, self.gain)
         if x.ndim == 0 or x.shape[-1] != self.size:
-            raise ValueError(
-                f"{type(self).__name__}(size={self.size}): expected the last axis to be {self.size}, got shape {x.shape}"
-            )
+            title = f"{type(self).__name__}(size={self.size})"
+            raise ValueError(f"{title}: expected the last axis to be {self.size}, got shape {x.shape}")
         array, gain, centred = floating(x.array), self.gain.array, self._centred
         bias = None if self.bias is None else self.bias.array
         y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred)

@@ -35,7 +35,7 @@ class CrossEntropy(Op):
                 f"got {labels.shape}"
             )
         if labels.dtype.kind not in "iu":
-            raise ValueError(f"CrossEntropy: expected whole-number labels (to_tensor(..., dtype=int)), got {labels.dtype}")
+            raise ValueError(f"CrossEntropy: expected whole numbers (dtype=int) as labels, got {labels.dtype}")
         check_device("CrossEntropy", labels.array, logits.array)
         rows = floating(logits.array).reshape(-1, n_classes)
         ids = labels.array.reshape(-1)

@@ -77,7 +77,7 @@ class GPT(Layer):
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
         x = self.norm(x)
-        return self.head(x) if self.head is not None else linear(x, self.token_embedding.weights.transpose(), None, "head")
+        return linear(x, self.token_embedding.weights.transpose()) if self.head is None else self.head(x)
 
     def new_caches(self) -> list[KeyValueCache]:
         """An empty cache for each block."""

@@ -346,7 +346,7 @@ def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     x = as_tensor(x)
     axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
     y = x.array.sum(axis=axes, keepdims=keepdims)
-    back_fn = lambda grad: xp.broadcast_to(_kept(grad.array, shape, axes), shape)  # noqa: E731
+    back_fn = lambda grad: xp.broadcast_to(_kept(grad.array, shape, axes), shape)
     return record(y, (x,), (back_fn,), "sum", x.is_batched and 0 not in axes)
 
 
@@ -359,7 +359,7 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     if count == 0:
         raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
     y = floating(x.array).mean(axis=axes, keepdims=keepdims)
-    back_fn = lambda grad: xp.broadcast_to(_kept(grad.array / count, shape, axes), shape)  # noqa: E731
+    back_fn = lambda grad: xp.broadcast_to(_kept(grad.array / count, shape, axes), shape)
     return record(y, (x,), (back_fn,), "mean", x.is_batched and 0 not in axes)
 
 

@@ -82,7 +82,8 @@ class Optimiser:
         for name in self.moments:
             if name not in moments or moments[name].shape != parameter.shape:
                 got = moments[name].shape if name in moments else "none"
-                raise ValueError(f"{type(self).__name__}: expected {name} moments of shape {parameter.shape}, got {got}")
+                kind = type(self).__name__
+                raise ValueError(f"{kind}: expected {name} moments of shape {parameter.shape}, got {got}")
         self._memory[parameter] = n_updates, moments
 
     def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from tricycle import backend
 from tricycle.backend import Array, array_module
 
 BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
-Operand: TypeAlias = Union["Tensor", Array, int, float, Sequence]
-Axis: TypeAlias = Union[int, tuple[int, ...], None]
+Operand: TypeAlias = "Tensor | Array | int | float | Sequence"
+Axis: TypeAlias = int | tuple[int, ...] | None
 
 _grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 
@@ -253,7 +253,7 @@ def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[BackFn, ...],
         is_batched: as any of the args is, unless given.
     """
     if is_batched is None:
-        is_batched = any([arg.is_batched for arg in args])
+        is_batched = any([arg.is_batched for arg in args])  # noqa: C419 (so few: a list is quicker)
     for arg in args:
         if arg.requires_grad:
             if _grad_enabled.get():

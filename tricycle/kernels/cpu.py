@@ -73,8 +73,7 @@ def layer_norm(x, gain, bias, eps, centred):
 
 
 def layer_norm_backward(grad, x, gain, mean, scale, centred):
-    n_channels = x.shape[-1]
-    rows, row_grads = np.ascontiguousarray(x).reshape(-1, n_channels), np.ascontiguousarray(grad).reshape(-1, n_channels)
+    rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
     mean, scale = mean.reshape(-1, 1), scale.reshape(-1, 1)
     dx, dgain, dbias = np.empty_like(rows), np.zeros_like(gain), np.zeros_like(gain)
     for piece in _pieces(*rows.shape):

@@ -179,7 +179,7 @@ def attention_backward(
     """Write the gradients of q, k and v into dq, dk and dv, whose memory may be strided and hold anything."""
     xp = array_module(q)
     weights = xp.exp(_scores(xp, q, k, causal) - log_total[..., None])
-    heads_first = lambda x: x.transpose(0, 2, 1, 3)  # noqa: E731
+    heads_first = lambda x: x.transpose(0, 2, 1, 3)
     grad = heads_first(grad)
     dweights = xp.matmul(grad, v.transpose(0, 2, 3, 1))
     # sum_s weight_s dweight_s is the product of the output with its own gradient
