@@ -105,7 +105,7 @@ def test_names_and_plain_inputs(op, name):
 @pytest.mark.parametrize(
     ("x", "weights", "bias", "message"),
     [
-        ((2, 4), (3, 5), None, r"linear\(from_size=3\): expected the last axis to be 3, got shape \(2, 4\)"),
+        ((2, 4), (3, 5), None, r"Linear\(from_size=3\): expected the last axis to be 3, got shape \(2, 4\)"),
         ((), (3, 5), None, r"expected the last axis to be 3, got shape \(\)"),
         (
             (2, 3),

@@ -478,11 +478,11 @@ BAD = {
     "Embedding below": (lambda: Embedding(3, 2)([0, -1]), "Embedding(from_size=3): expected ids from 0 to 2, got -1"),
     "Embedding floats": (
         lambda: Embedding(3, 2)([0.0, 1.0]),
-        "Embedding: expected whole-number ids (to_tensor(..., dtype=int)), got float32",
+        "Embedding: expected whole numbers (dtype=int) as ids, got float32",
     ),
     "Embedding booleans": (
         lambda: Embedding(3, 2)([True]),
-        "Embedding: expected whole-number ids (to_tensor(..., dtype=int)), got bool",
+        "Embedding: expected whole numbers (dtype=int) as ids, got bool",
     ),
     "LayerNorm size": (lambda: LayerNorm(0), "LayerNorm: expected size to be a whole number above 0, got 0"),
     "LayerNorm eps": (lambda: LayerNorm(3, eps=-1), "LayerNorm: expected an eps above 0, got -1"),

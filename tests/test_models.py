@@ -326,7 +326,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "id below 0": (model_call([[-1, 1]]), "Embedding(from_size=11): expected ids from 0 to 10, got -1"),
     "floats": (
         model_call([[0.0, 1.0]]),
-        "Embedding: expected whole-number ids (to_tensor(..., dtype=int)), got float32",
+        "Embedding: expected whole numbers (dtype=int) as ids, got float32",
     ),
     "a cache too few": (
         lambda: GPT(TINY)([1], GPT(TINY).new_caches()[:1]),
