@@ -145,13 +145,13 @@ def test_a_saved_position_gives_the_batches_that_would_have_come(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_items": 5}, "with 13 items, got one with 5"),
-        ({"n_items": None}, "with 13 items, got one with None"),
-        ({"position": "3"}, "expected position to be a whole number, got '3'"),
-        ({"position": -1}, "expected position to be a whole number, got -1"),
-        ({"position": 1.5}, "expected position to be a whole number, got 1.5"),
-        ({"seed": None}, "expected seed to be a whole number, got None"),
-        ({"seed": float("inf")}, "expected seed to be a whole number, got inf"),
+        ({"n_items": 5}, "expected n_items of the state to be 13, got 5"),
+        ({"n_items": None}, "expected n_items of the state to be 13, got None"),
+        ({"position": "3"}, "expected position of the state to be a whole number, got '3'"),
+        ({"position": -1}, "expected position of the state to be a whole number, got -1"),
+        ({"position": 1.5}, "expected position of the state to be a whole number, got 1.5"),
+        ({"seed": None}, "expected seed of the state to be a whole number, got None"),
+        ({"seed": float("inf")}, "expected seed of the state to be a whole number, got inf"),
     ],
 )
 def test_a_wrong_state_is_refused(change, message):

@@ -6,7 +6,7 @@ Shapes: N items, B batch, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,17 +15,32 @@ from tricycle.loss import check_range
 from tricycle.tensor import Tensor, to_tensor
 
 
-class _Batches:
-    """What datasets share: an order for each pass over the items, batches of them, conversion to Tensors."""
+class Dataset:
+    """Inputs and outputs, all of them once in each pass; the last batch of a pass may be smaller.
 
-    def __init__(self, n_items: int, batch_size: int | None, seed: int) -> None:
-        self.n_items = n_items
-        self.batch_size = batch_size
-        self.seed = seed
+    Args:
+        inputs, outputs: arrays or lists of N items each.
+        seed: decides the orders once `shuffle` is called; each pass has another.
+
+    Raises:
+        ValueError: not as many outputs as inputs, or none.
+    """
+
+    def __init__(self, inputs: Sequence, outputs: Sequence, seed: int = 0) -> None:
+        self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
+        n_inputs, n_outputs = len(self.inputs), len(self.outputs)
+        if n_inputs != n_outputs or not n_inputs:
+            got = f"{n_inputs} inputs and {n_outputs} outputs"
+            raise ValueError(f"{type(self).__name__}: expected as many outputs as inputs, at least one, got {got}")
+        self._begin(n_inputs, None, seed)
+
+    def _begin(self, n_items: int, batch_size: int | None, seed: int) -> None:
+        self.n_items, self.batch_size, self.seed = n_items, batch_size, seed
+        self.position = 0  # items given so far, in all passes
         self._is_batched = self._is_shuffled = self._as_tensors = False
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, int))
+        self._latest_order: tuple[int, Sequence] = (-1, ())
 
-    def batch(self, batch_size: int | None = None) -> Any:
+    def batch(self, batch_size: int | None = None) -> Self:
         """Give batches of this many items (or as many as said before) instead of single items; returns self."""
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
@@ -34,97 +49,69 @@ class _Batches:
         self.batch_size, self._is_batched = size, True
         return self
 
-    def shuffle(self, seed: int | None = None) -> Any:
+    def shuffle(self, seed: int | None = None) -> Self:
         """Give each pass an order of its own, which the seed decides; returns self."""
         self.seed = self.seed if seed is None else seed
-        self._is_shuffled = True
-        self._order = (-1, self._order[1])
+        self._is_shuffled, self._latest_order = True, (-1, ())
         return self
 
-    def to_tensor(self) -> Any:
+    def to_tensor(self) -> Self:
         """Give Tensors instead of NumPy arrays; whole numbers stay whole; returns self."""
         self._as_tensors = True
         return self
-
-    @property
-    def _step(self) -> int:
-        return self.batch_size if self._is_batched and self.batch_size else 1
-
-    def _generator(self, epoch: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, epoch))
-
-    def _indices(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The pass and the item behind each of the numbers start..stop-1 of an endless run."""
-        pairs = []
-        for number in range(start, stop):
-            epoch, place = divmod(number, self.n_items)
-            if self._is_shuffled and self._order[0] != epoch:
-                self._order = epoch, self._generator(epoch).permutation(self.n_items)
-            pairs.append((epoch, int(self._order[1][place]) if self._is_shuffled else place))
-        return pairs
-
-    def _items(self, pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError
-
-    def _give(self, start: int, stop: int) -> tuple[Any, Any]:
-        inputs, outputs = self._items(self._indices(start, stop))
-        if not self._is_batched:
-            inputs, outputs = inputs[0], outputs[0]
-        if self._as_tensors:
-            return self._tensor(inputs), self._tensor(outputs)
-        return inputs, outputs
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        dtype = int if array.dtype.kind in "iu" else None
-        return to_tensor(array, dtype=dtype, requires_grad=False, is_batched=self._is_batched)
-
-
-class _Pairs(_Batches):
-    """Inputs and outputs that lie in two arrays of equal length."""
-
-    def __init__(self, inputs: Sequence, outputs: Sequence, batch_size: int | None = None, seed: int = 0) -> None:
-        self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
-        if len(self.inputs) != len(self.outputs) or not len(self.inputs):
-            raise ValueError(
-                f"{type(self).__name__}: expected as many outputs as inputs, at least one, "
-                f"got {len(self.inputs)} inputs and {len(self.outputs)} outputs"
-            )
-        super().__init__(len(self.inputs), batch_size, seed)
-
-    def _items(self, pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        indices = [index for _, index in pairs]
-        return self.inputs[indices], self.outputs[indices]
-
-
-class Dataset(_Pairs):
-    """Inputs and outputs, all of them once in each pass; the last batch of a pass may be smaller.
-
-    Args:
-        inputs, outputs: arrays or lists of N items each.
-        seed: decides the orders once `shuffle` is called; each pass has another.
-    """
-
-    def __init__(self, inputs: Sequence, outputs: Sequence, seed: int = 0) -> None:
-        super().__init__(inputs, outputs, None, seed)
-        self._n_passes = 0
 
     def __len__(self) -> int:
         """How many batches (or items) a pass has."""
         return -(-self.n_items // self._step)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        start = self._n_passes * self.n_items
-        self._n_passes += 1
-        for first in range(start, start + self.n_items, self._step):
-            yield self._give(first, min(first + self._step, start + self.n_items))
+        start = self.position
+        self.position = stop = start + self.n_items  # the next pass is another one, even if this one is left early
+        for first in range(start, stop, self._step):
+            yield self._give(first, min(first + self._step, stop))
+
+    @property
+    def _step(self) -> int:
+        return self.batch_size if self._is_batched and self.batch_size else 1
+
+    def _order(self, epoch: int) -> Sequence:
+        if self._latest_order[0] != epoch:
+            order: Any = range(self.n_items)
+            if self._is_shuffled:
+                order = np.random.default_rng((self.seed, epoch)).permutation(self.n_items)
+            self._latest_order = epoch, order
+        return self._latest_order[1]
+
+    def _give(self, start: int, stop: int) -> tuple[Any, Any]:
+        """Items number start..stop-1 of an endless run."""
+        places = [divmod(number, self.n_items) for number in range(start, stop)]
+        arrays = self._items([(epoch, int(self._order(epoch)[place])) for epoch, place in places])
+        inputs, outputs = arrays if self._is_batched else (arrays[0][0], arrays[1][0])
+        return (self._tensor(inputs), self._tensor(outputs)) if self._as_tensors else (inputs, outputs)
+
+    def _items(self, chosen: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and outputs of some items, each named by its pass and its index."""
+        indices = [index for _, index in chosen]
+        return self.inputs[indices], self.outputs[indices]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        dtype = int if array.dtype.kind in "iu" else None
+        return to_tensor(array, dtype=dtype, requires_grad=False, is_batched=self._is_batched)
 
 
-class _Endless(_Batches):
-    """`next()` never ends, and the position is two numbers."""
+class InfiniteBatchDataset(Dataset):
+    """Batches of inputs and outputs without end, under `next()`; its position is a number.
 
-    position: int = 0
+    Args:
+        inputs, outputs: arrays or lists of N items each.
+        batch_size: items a batch; a batch may span two passes.
+    """
 
-    def __iter__(self) -> Any:
+    def __init__(self, inputs: Sequence, outputs: Sequence, batch_size: int, seed: int = 0) -> None:
+        super().__init__(inputs, outputs, seed)
+        self.batch(batch_size)
+
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Any, Any]:
@@ -142,33 +129,15 @@ class _Endless(_Batches):
         Raises:
             ValueError: it is no state, or that of a dataset of another size: other batches would come.
         """
-        if state.get("n_items") != self.n_items:
-            raise ValueError(
-                f"{type(self).__name__}: expected the state of a dataset with {self.n_items} items, "
-                f"got one with {state.get('n_items')}"
-            )
-        for name in ("position", "seed"):
-            if not isinstance(state.get(name), int) or state[name] < 0:
-                got = repr(state.get(name))
-                raise ValueError(f"{type(self).__name__}: expected {name} to be a whole number, got {got}")
-        self.position, self.seed = state["position"], state["seed"]
-        self._order = (-1, self._order[1])
+        for name in self.state():
+            value = state.get(name)
+            if not isinstance(value, int) or value < 0 or (name == "n_items" and value != self.n_items):
+                wanted = self.n_items if name == "n_items" else "a whole number"
+                raise ValueError(f"{type(self).__name__}: expected {name} of the state to be {wanted}, got {value!r}")
+        self.position, self.seed, self._latest_order = state["position"], state["seed"], (-1, ())
 
 
-class InfiniteBatchDataset(_Endless, _Pairs):
-    """Batches of inputs and outputs without end.
-
-    Args:
-        inputs, outputs: arrays or lists of N items each.
-        batch_size: items a batch; a batch may span two passes.
-    """
-
-    def __init__(self, inputs: Sequence, outputs: Sequence, batch_size: int, seed: int = 0) -> None:
-        super().__init__(inputs, outputs, batch_size, seed)
-        self.batch()
-
-
-class CausalLMDataset(_Endless):
+class CausalLMDataset(InfiniteBatchDataset):
     """Windows of a long run of tokens; the output is the input moved on by one token. Endless under `next()`.
 
     A pass visits neighbouring windows that do not overlap, each once. When shuffled, every pass has another
@@ -195,19 +164,17 @@ class CausalLMDataset(_Endless):
             raise ValueError(f"CausalLMDataset: expected a run of whole numbers, got {got}")
         n_pairs = len(self.tokens) - 1
         if n_pairs < context_window:
-            raise ValueError(
-                f"CausalLMDataset(context_window={context_window}): expected at least {context_window + 1} tokens, "
-                f"got {len(self.tokens)}"
-            )
+            title = f"CausalLMDataset(context_window={context_window})"
+            raise ValueError(f"{title}: expected at least {context_window + 1} tokens, got {len(self.tokens)}")
         n_windows, self._spare = divmod(n_pairs, context_window)
         if n_windows > 1:  # one window fewer leaves room to start anywhere
             n_windows, self._spare = n_windows - 1, self._spare + context_window
-        super().__init__(n_windows, batch_size, seed)
+        self._begin(n_windows, batch_size, seed)
 
-    def _items(self, pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def _items(self, chosen: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         length = self.context_window
-        windows = np.empty((len(pairs), length + 1), np.int64)
-        for row, (epoch, index) in zip(windows, pairs):
+        windows = np.empty((len(chosen), length + 1), np.int64)
+        for row, (epoch, index) in zip(windows, chosen):
             start = index * length + self._place(epoch)
             row[:] = self.tokens[start : start + length + 1]
         check_range("CausalLMDataset: tokens", windows, self.vocab_size)
