@@ -29,8 +29,10 @@ from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import Tensor, no_grad, to_tensor, topological_order
 from tricycle.tokeniser import BPETokeniser
 
-# With a limit in minutes, the updates after the first few (slow ones) up to here are timed.
-UNTIMED_STEPS, TIMED_STEPS = 4, 24
+# With a limit in minutes, the number of updates is estimated after these, while less than a quarter of the
+# time is over; then it stays, and so does everything that depends on it. The first few, slow ones are not timed.
+UNTIMED_STEPS = 4
+ESTIMATE_STEPS = tuple(24 * 2**doubling for doubling in range(16))
 SAMPLE_TOKENS = 160
 LINES_GATHERED = 50
 IGNORED = -1
@@ -72,7 +74,7 @@ class TrainingState:
         """The rate of an update, numbered from 1."""
         config = self.config
         # while the number of updates is not known yet, they are few: the warm-up is long enough
-        total = self.total_steps or max(10 * config.warmup_steps, TIMED_STEPS)
+        total = self.total_steps or max(10 * config.warmup_steps, ESTIMATE_STEPS[0])
         warmup = min(config.warmup_steps, total // 10)
         return WarmupCosine(config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
 
@@ -328,7 +330,7 @@ def train(state: TrainingState, run: Run) -> bool:
     tokens_per_step = config.batch_size * config.context_window * config.accumulation_steps
     times: list[float] = []
     with tqdm(total=state.total_steps or None, initial=state.step, unit="step", disable=not run.show_progress,
-              dynamic_ncols=True, smoothing=0.05) as bar:
+              dynamic_ncols=True, mininterval=0.5, smoothing=0.05) as bar:
         while not state.total_steps or state.step < state.total_steps:
             started = time.perf_counter()
             loss, norm = train_step(state)
@@ -338,7 +340,8 @@ def train(state: TrainingState, run: Run) -> bool:
             speed = tokens_per_step / seconds
             rate = state.optimiser.learning_rate
             run.record(step=state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
-            if not state.total_steps and len(times) == TIMED_STEPS:
+            early = not state.total_steps or run.spent + state.seconds < config.minutes * 60 / 4
+            if config.minutes and state.step in ESTIMATE_STEPS and early and len(times) > UNTIMED_STEPS:
                 state.total_steps = _affordable_steps(state, run, float(np.mean(times[UNTIMED_STEPS:])))
                 bar.total = state.total_steps
             bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s", refresh=False)
