@@ -103,6 +103,7 @@ def _generate(
             return
 
 
+@np.errstate(all="ignore")  # broken weights are an error of `sample`
 def next_logits(model: GPT, tokens: list[int], caches: list) -> np.ndarray:
     """The logits (V,) after some more tokens, in host memory; dropout is off."""
     was_training = model.training

@@ -113,6 +113,7 @@ def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState
 
 
 # -------------------------------------------------------------------- one update
+@np.errstate(all="ignore")  # what overflows is looked for below, and named
 def train_step(state: TrainingState) -> tuple[float, float]:
     """One update: batches, losses, gradients, clipping, AdamW.
 

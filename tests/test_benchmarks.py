@@ -1,0 +1,67 @@
+"""The benchmarks run and print their tables; how fast is no test's business."""
+
+import importlib.util
+import math
+import re
+
+import numpy as np
+import pytest
+from test_programs import call, good
+
+from benchmarks.shapes import SHAPES
+from benchmarks.workers import SIDES, batches
+from tricycle.models import GPT
+
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+PEERS = [("none", ["tricycle"]), pytest.param("torch", ["tricycle", "torch"], marks=NEEDS_TORCH)]
+
+
+@pytest.mark.parametrize(("peer", "sides"), PEERS)
+def test_training_prints_its_table(peer, sides):
+    words = ["--shape", "tiny", "--peer", peer, "--steps", "1", "--warmup", "1", "--threads", "1"]
+    out = good(call("-m", "benchmarks.train", *words))
+    assert "shape tiny: batch 2 x 32 tokens" in out
+    title = next(i for i, line in enumerate(out.splitlines()) if "tokens/s" in line)
+    rows = [line.split() for line in out.splitlines()[title + 1 :]]
+    assert [row[0] for row in rows] == sides
+    assert all(len(row) == 5 and float(row[1].replace(",", "")) > 0 for row in rows)
+    assert rows[0][2] == "1.00"
+    for side in sides:
+        assert re.search(rf"^  {side}: .*\d+\.\d+", out, re.MULTILINE)
+
+
+def test_wrong_words_are_refused():
+    done = call("-m", "benchmarks.train", "--shape", "enormous")
+    assert done.returncode == 2
+    assert "enormous" in done.stderr
+
+
+@NEEDS_TORCH
+def test_both_sides_do_the_same_work(monkeypatch):
+    """As many parameters, one of them updated by a step as by the other."""
+    import torch
+
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    sizes = {}
+    for side in ("tricycle", "torch"):
+        step = SIDES[side](SHAPES["tiny"])
+        model = dict(zip(step.__code__.co_freevars, step.__closure__))["model"].cell_contents
+        sizes[side] = sum(math.prod(parameter.shape) for parameter in model.parameters())
+        first, second = step(), step()
+        assert first != second
+        assert np.isfinite([first, second]).all()
+    assert sizes["tricycle"] == sizes["torch"]
+
+
+def test_batches_are_the_same_for_every_side():
+    first, second = batches(SHAPES["tiny"]), batches(SHAPES["tiny"])
+    for _ in range(3):
+        np.testing.assert_array_equal(next(first), next(second))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_sound(name):
+    config = SHAPES[name]
+    assert config.embedding_dim % config.n_heads == 0
+    if name == "tiny":
+        assert GPT(config).n_parameters < 100_000

@@ -1,0 +1,550 @@
+"""Checkpoints come back bit for bit, survive every accident, and never run or believe what a file says."""
+
+import builtins
+import errno
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from tricycle.checkpoint import load_checkpoint, load_pickled_model, save_checkpoint
+from tricycle.configs import DebugConfig, ShakespeareConfig
+from tricycle.dataset import CausalLMDataset
+from tricycle.layers import Dense
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.ops import OPS
+from tricycle.optimisers import AdamW, StochasticGradientDescent
+from tricycle.tokeniser import BPETokeniser
+
+CONFIG = DebugConfig(vocab_size=260, context_window=8, embedding_dim=8, n_layers=1, batch_size=2, dropout=0.2)
+PROGRESS = {"step": 3, "best_loss": float("inf"), "seconds": 0.1}
+
+
+def new_parts(config=CONFIG, optimiser=None):
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 500)
+    dataset = CausalLMDataset(tokens, config.vocab_size, 2, config.context_window).batch().shuffle().to_tensor()
+    return GPT(config), optimiser or AdamW(1e-2), dataset
+
+
+def train(model, optimiser, dataset, n_steps: int) -> list[float]:
+    losses = []
+    for _ in range(n_steps):
+        inputs, outputs = next(dataset)
+        loss = CrossEntropy()(outputs, model(inputs))
+        loss.backward()
+        model.update(optimiser)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def trained():
+    parts = new_parts()
+    train(*parts, 3)
+    return parts
+
+
+@pytest.fixture(scope="module")
+def tokeniser() -> BPETokeniser:
+    return BPETokeniser(260).train("hello hello hello", progress=False)
+
+
+@pytest.fixture
+def saved(tmp_path, trained, tokeniser) -> Path:
+    path = tmp_path / "run.safetensors"
+    save_checkpoint(path, trained[0], tokeniser, trained[1], trained[2], PROGRESS)
+    return path
+
+
+def use(path) -> dict:
+    """Everything that can be done with a checkpoint."""
+    checkpoint = load_checkpoint(path)
+    checkpoint.model()
+    checkpoint.tokeniser()
+    return checkpoint.restore(*new_parts(checkpoint.config))
+
+
+def refused(path, run=use) -> str:
+    """The one-line message with which a file is refused; it names the file."""
+    with pytest.raises(ValueError) as caught:
+        run(path)
+    message = str(caught.value)
+    assert type(caught.value) is ValueError
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    return message
+
+
+# -------------------------------------------------------------------- round trip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied": False, "positions": "rotary", "norm": "rms_norm", "activation": "swiglu", "bias": False},
+        {"n_layers": 3, "activation": "relu", "n_heads": 1},
+    ],
+)
+@pytest.mark.parametrize(
+    "optimiser",
+    [lambda: AdamW(1e-2), lambda: StochasticGradientDescent(0.1, 0.9), lambda: StochasticGradientDescent(0.1)],
+    ids=["AdamW", "momentum", "SGD"],
+)
+def test_training_goes_on_bit_for_bit(tmp_path, changes, optimiser, tokeniser):
+    model, first_optimiser, dataset = new_parts(replace(CONFIG, **changes), optimiser())
+    train(model, first_optimiser, dataset, 3)
+    save_checkpoint(tmp_path / "c", model, tokeniser, first_optimiser, dataset, PROGRESS)
+    expected = train(model, first_optimiser, dataset, 4)
+
+    checkpoint = load_checkpoint(tmp_path / "c")
+    again, (_, second_optimiser, dataset) = checkpoint.model(), new_parts(checkpoint.config, optimiser())
+    assert checkpoint.restore(again, second_optimiser, dataset) == PROGRESS
+    assert checkpoint.tokeniser() == tokeniser
+    assert checkpoint.config.to_dict() == model.config.to_dict()
+    assert train(again, second_optimiser, dataset, 4) == expected
+    for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert a.array.tobytes() == b.array.tobytes(), name
+        (n_first, first), (n_second, second) = first_optimiser.memory_of(a), second_optimiser.memory_of(b)
+        assert n_first == n_second == 7
+        assert first.keys() == second.keys()
+        assert all(first[key].tobytes() == second[key].tobytes() for key in first), name
+    assert model.generator.bit_generator.state == again.generator.bit_generator.state
+    assert first_optimiser.n_steps == second_optimiser.n_steps == 7
+
+
+def test_a_model_alone_is_enough(tmp_path, trained):
+    save_checkpoint(tmp_path / "c", trained[0])
+    checkpoint = load_checkpoint(str(tmp_path / "c"))
+    assert checkpoint.tokeniser() is None
+    for name, array in checkpoint.model().state_dict().items():
+        np.testing.assert_array_equal(array, trained[0].state_dict()[name])
+    with pytest.raises(ValueError, match="the checkpoint lacks 'optimiser'"):
+        checkpoint.restore(*new_parts())
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path, trained, tokeniser):
+    for name in "ab":
+        save_checkpoint(tmp_path / name, trained[0], tokeniser, trained[1], trained[2], PROGRESS)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+# -------------------------------------------------------------------- accidents while writing
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_checkpoint(saved, trained, monkeypatch, function):
+    before = saved.read_bytes()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, full)
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(saved, new_parts()[0])
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+    assert use(saved) == PROGRESS
+
+
+def test_a_disk_that_fills_up_half_way_leaves_the_old_checkpoint(saved, monkeypatch):
+    before, fdopen = saved.read_bytes(), os.fdopen
+
+    def small(*args, **kwargs):
+        file = fdopen(*args, **kwargs)
+        write = file.write
+
+        class Small:
+            def write(self, content):
+                write(content[: len(content) // 2])
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                file.close()
+
+        return Small()
+
+    monkeypatch.setattr(os, "fdopen", small)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(saved, new_parts()[0])
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_kill_leaves_the_old_checkpoint(saved, moment):
+    before = saved.read_bytes()
+    program = f"""
+import os, signal, sys
+from tricycle.checkpoint import save_checkpoint
+from tricycle.configs import DebugConfig
+from tricycle.models import GPT
+os.{moment} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+save_checkpoint(sys.argv[1], GPT(DebugConfig()))
+"""
+    assert subprocess.run([sys.executable, "-c", program, str(saved)]).returncode == -signal.SIGKILL
+    assert saved.read_bytes() == before
+    assert use(saved) == PROGRESS
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["token_embedding.weights", "norm.bias"])
+def test_weights_that_are_not_finite_are_never_written(saved, bad, name):
+    before = saved.read_bytes()
+    model = GPT(CONFIG)
+    dict(model.named_parameters())[name].array[..., -1] = bad
+    for path in (saved, saved.parent / "new"):
+        with pytest.raises(ValueError, match=f"expected finite weights, model.{name} has NaN or infinity"):
+            save_checkpoint(path, model)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+# -------------------------------------------------------------------- odd files
+@pytest.mark.parametrize("load", [load_checkpoint, load_pickled_model])
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_a_missing_file_is_named(tmp_path, load, name):
+    with pytest.raises(FileNotFoundError, match="there is no such file") as caught:
+        load(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_cut_file_is_refused_at_every_length(saved):
+    content = saved.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")  # where the header ends and the tensors begin
+    lengths = {0, 1, 7, 8, 9, 100, start // 2, start - 1, start, start + 1, (start + len(content)) // 2}
+    lengths.add(len(content) - 1)
+    path = saved.parent / "cut"
+    for length in sorted(lengths):
+        path.write_bytes(content[:length])
+        assert "expected a whole safetensors file" in refused(path), length
+    path.write_bytes(content + b"more")
+    refused(path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_bytes_are_refused(tmp_path, seed):
+    generator = np.random.default_rng(seed)
+    path = tmp_path / "random"
+    path.write_bytes(generator.bytes(int(generator.integers(1, 5000))))
+    refused(path)
+    refused(path, load_pickled_model)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_header_is_refused_or_harmless(saved, seed):
+    """One byte of the header changed: an error of the right kind, or (in a number, say) a checkpoint all the same."""
+    content = bytearray(saved.read_bytes())
+    generator = np.random.default_rng(seed)
+    place = int(generator.integers(0, 8 + int.from_bytes(content[:8], "little")))
+    content[place] ^= int(generator.integers(1, 256))
+    saved.write_bytes(content)
+    try:
+        use(saved)
+    except ValueError as error:
+        assert str(error).startswith(f"{saved}: ")
+        assert "\n" not in str(error)
+
+
+def test_foreign_safetensors_are_refused(tmp_path):
+    save_file({"weight": np.ones(3, np.float32)}, tmp_path / "plain")
+    assert "without its metadata" in refused(tmp_path / "plain")
+    save_file({"weight": np.ones(3, np.float32)}, tmp_path / "other", {"format": "pt"})
+    assert "without its metadata" in refused(tmp_path / "other")
+    header = json.dumps({"model.x": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "float8").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    refused(tmp_path / "float8")
+
+
+def rewrite(path: Path, change) -> None:
+    """Save a checkpoint again after changing its tensors and its JSON."""
+    with safe_open(path, framework="numpy") as file:
+        about = json.loads(file.metadata()["tricycle"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    changed = change(about, tensors)
+    text = changed if isinstance(changed, str) else json.dumps(about if changed is None else changed)
+    save_file(tensors, path, {"tricycle": text})
+
+
+def put(*keys, value):
+    """A change: about[keys[0]][keys[1]]... = value."""
+
+    def change(about, tensors):
+        for key in keys[:-1]:
+            about = about[key]
+        about[keys[-1]] = value
+
+    return change
+
+
+def drop(*keys):
+    def change(about, tensors):
+        for key in keys[:-1]:
+            about = about[key]
+        del about[keys[-1]]
+
+    return change
+
+
+def take(name):
+    def change(about, tensors):
+        del tensors[name]
+
+    return change
+
+
+TOKENS, MOMENT = "model.token_embedding.weights", "optimiser.first.norm.gain"
+CRAFTED = {
+    "not JSON": (lambda about, tensors: "{", "Expecting"),
+    "empty": (lambda about, tensors: "", "Expecting value"),
+    "a list": (lambda about, tensors: [], ""),
+    "a number": (lambda about, tensors: 3, ""),
+    "null": (lambda about, tensors: "null", ""),
+    "nested": (lambda about, tensors: "[" * 100_000, ""),
+    "no format": (drop("format"), "lacks 'format'"),
+    "format 2": (put("format", value=2), "expected format 1, got 2"),
+    "no config": (drop("config"), "lacks 'config'"),
+    "config null": (put("config", value=None), ""),
+    "config list": (put("config", value=["vocab_size"]), ""),
+    "unknown field": (put("config", "colour", value=1), "expected only known fields, got colour"),
+    "unknown field of two lines": (put("config", "a\nb", value=1), "expected only known fields, got a b"),
+    "field of a wrong type": (put("config", "n_layers", value="many"), "expected n_layers to be a whole number"),
+    "negative field": (put("config", "n_layers", value=-1), "expected n_layers to be at least 1, got -1"),
+    "heads": (put("config", "n_heads", value=3), "a divisor of embedding_dim 8, got 3"),
+    "activation": (put("config", "activation", value=["gelu"]), "expected activation to be one of"),
+    "many layers": (put("config", "n_layers", value=10**12), "expected at least"),
+    "wide": (put("config", "embedding_dim", value=2**40), "expected at least"),
+    "large vocabulary": (put("config", "vocab_size", value=10**15), "expected at least"),
+    "long context": (put("config", "context_window", value=10**15), "expected at least"),
+    "wide MLP": (put("config", "expansion_ratio", value=1e300), "expected at least"),
+    "huge integer": (put("config", "vocab_size", value=10**400), ""),
+    "huge real": (put("config", "dropout", value=10**400), ""),
+    "NaN": (put("config", "dropout", value=float("nan")), "expected dropout to be a finite number"),
+    "another width": (put("config", "vocab_size", value=259), "token_embedding.weights: expected shape (259, 8)"),
+    "a weight is missing": (take(TOKENS), "expected at least"),
+    "a gain is missing": (take("model.norm.gain"), "missing norm.gain"),
+    "a weight too many": (lambda about, tensors: tensors.update({"model.x": np.ones(1)}), "unexpected x"),
+    "a complex weight": (
+        lambda about, tensors: tensors.update({TOKENS: np.ones((260, 8), np.complex64)}), "expected an array that fits"
+    ),
+    "no generator": (drop("generator"), "lacks 'generator'"),
+    "generator of another kind": (put("generator", "bit_generator", value="MT19937"), ""),
+    "generator null": (put("generator", value=None), ""),
+    "generator text": (put("generator", "state", "state", value="x"), ""),
+    "generator huge": (put("generator", "state", "state", value=10**400), ""),
+    "generator lacks": (drop("generator", "state", "inc"), "lacks 'inc'"),
+    "tokeniser number": (put("tokeniser", value=5), "BPETokeniser"),
+    "tokeniser lacks": (drop("tokeniser", "tokens"), "BPETokeniser"),
+    "tokeniser tokens": (put("tokeniser", "tokens", value=["a"] * 300), "BPETokeniser"),
+    "tokeniser huge": (put("tokeniser", "vocab_size", value=10**400), "BPETokeniser"),
+    "no optimiser": (drop("optimiser"), "lacks 'optimiser'"),
+    "optimiser list": (put("optimiser", value=[]), ""),
+    "optimiser steps": (put("optimiser", "n_steps", value="x"), ""),
+    "optimiser steps infinite": (put("optimiser", "n_steps", value=float("inf")), ""),
+    "optimiser updates": (drop("optimiser", "n_updates", "norm.gain"), "lacks 'norm.gain'"),
+    "no moment": (take(MOMENT), f"lacks '{MOMENT}'"),
+    "moment of another shape": (
+        lambda about, tensors: tensors.update({MOMENT: np.ones(9, np.float32)}), "expected first moments of shape (8,)"
+    ),
+    "no dataset": (drop("dataset"), "lacks 'dataset'"),
+    "dataset of another size": (put("dataset", "n_items", value=7), "expected n_items of the state to be"),
+    "dataset position": (
+        put("dataset", "position", value=float("inf")), "expected position of the state to be a whole number, got inf"
+    ),
+    "dataset null": (put("dataset", value=None), ""),
+    "no progress": (drop("progress"), "lacks 'progress'"),
+    "progress number": (put("progress", value=3), ""),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), CRAFTED.values(), ids=CRAFTED)
+def test_crafted_metadata_is_refused(saved, change, said):
+    rewrite(saved, change)
+    assert said in refused(saved)
+
+
+def test_rewriting_without_a_change_is_harmless(saved):
+    rewrite(saved, lambda about, tensors: None)
+    assert use(saved) == PROGRESS
+
+
+# -------------------------------------------------------------------- pickles
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        replace(ShakespeareConfig(), n_layers=1, embedding_dim=12),
+        replace(CONFIG, positions="rotary", norm="rms_norm", activation="swiglu", bias=False),
+        replace(CONFIG, activation="swish"),
+        replace(CONFIG, activation="relu"),
+    ],
+)
+def test_a_pickled_model_comes_back(tmp_path, protocol, config):
+    model = GPT(config)
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps(model, protocol))
+    again = load_pickled_model(path)
+    assert again.config.to_dict() == config.to_dict()
+    for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert a.array.tobytes() == b.array.tobytes(), name
+
+
+class Call:
+    """Pickles as a call of any function."""
+
+    def __init__(self, function, *args) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self):
+        return self.function, self.args
+
+
+def named(module: str, name: str) -> bytes:
+    """A pickle (protocol 4) that asks for module.name and calls it with no argument."""
+    parts = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    return b"\x80\x04" + parts + b"\x93)R."
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a model"])
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+@pytest.mark.parametrize("how", ["os.system", "eval", "exec", "runstring", "subprocess", "Path", "open"])
+def test_a_pickle_that_runs_something_is_refused_before_it_does(tmp_path, protocol, how, inside):
+    marker = tmp_path / "marker"
+    code = f"open({str(marker)!r}, 'w').close()"
+    call = {
+        "os.system": lambda: Call(os.system, f"echo > {marker}"),
+        "eval": lambda: Call(eval, code),
+        "exec": lambda: Call(exec, code),
+        "runstring": lambda: Call(np.testing.runstring, code, {}),
+        "subprocess": lambda: Call(subprocess.call, [sys.executable, "-c", code]),
+        "Path": lambda: Call(Path.touch, marker),
+        "open": lambda: Call(builtins.open, str(marker), "w"),
+    }[how]()
+    content = call
+    if inside:
+        content = GPT(CONFIG)
+        content.extra = call
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps(content, protocol))
+    message = refused(path, load_pickled_model)
+    assert "which no model needs" in message
+    assert not marker.exists()
+    if how != "Path":  # it is dangerous indeed: the pickle module itself would run it
+        pickle.loads(path.read_bytes())
+        assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("tricycle.checkpoint", "os"),
+        ("tricycle.checkpoint", "sys"),
+        ("tricycle.checkpoint", "pickle"),
+        ("tricycle.checkpoint", "load_checkpoint"),
+        ("tricycle.checkpoint", "os.system"),
+        ("tricycle.checkpoint", "Path"),
+        ("tricycle.checkpoint", "Checkpoint"),
+        ("tricycle.models", "GPT.to_gpu"),
+        ("tricycle.models", "np"),
+        ("tricycle.files", "atomic_write"),
+        ("tricycle.dataset", "CausalLMDataset"),
+        ("tricycle.nothing", "GPT"),
+        ("tricycle", "Tensor"),
+        ("tricycle_datasets.text", "TextFiles"),
+        ("numpy", "load"),
+        ("numpy", "fromfile"),
+        ("numpy", "ndarray.tofile"),
+        ("numpy", "memmap"),
+        ("numpy.testing", "runstring"),
+        ("numpy.f2py", "compile"),
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("posix", "system"),
+        ("train_smol_gpt", "main"),
+        ("", ""),
+        ("__main__", "GPT"),
+    ],
+)
+def test_names_that_no_model_needs_are_refused(tmp_path, module, name):
+    path = tmp_path / "model.pkl"
+    path.write_bytes(named(module, name))
+    assert f"it asks for {module}.{name}, which no model needs" in refused(path, load_pickled_model)
+
+
+@pytest.mark.parametrize("module", sorted(name for name in sys.modules if name.startswith("tricycle.")))
+def test_modules_and_functions_of_ours_are_refused(tmp_path, module):
+    path = tmp_path / "model.pkl"
+    for name, value in vars(sys.modules[module]).items():
+        if isinstance(value, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
+            path.write_bytes(named(module, name))
+            assert "which no model needs" in refused(path, load_pickled_model), name
+
+
+def test_a_pickle_cannot_change_our_classes(tmp_path):
+    """BUILD with a pair of states sets attributes, of a class too."""
+    path = tmp_path / "model.pkl"
+    for target in (b"ctricycle.models\nGPT\n", b"cnumpy._core.numeric\n_frombuffer\n"):
+        path.write_bytes(b"\x80\x02" + target + b"N}X\x06\x00\x00\x00poisonK\x01s\x86b.")
+        assert "it would change" in refused(path, load_pickled_model)
+    assert not hasattr(GPT, "poison")
+    assert not hasattr(np._core.numeric._frombuffer, "poison")
+
+
+@pytest.mark.parametrize("content", [Dense(3, 4), CONFIG, np.ones(3), {"model": 1}, None, [GPT(CONFIG)], GPT])
+def test_a_pickle_of_something_else_is_refused(tmp_path, content):
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps(content))
+    assert "expected a pickled Tricycle GPT" in refused(path, load_pickled_model)
+
+
+def test_a_damaged_pickle_is_refused(tmp_path):
+    content = pickle.dumps(GPT(CONFIG))
+    path = tmp_path / "model.pkl"
+    for length in (0, 1, 2, 10, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        refused(path, load_pickled_model)
+    path.write_bytes(b"\x80\x04" + b"(" * 1000 + b".")
+    refused(path, load_pickled_model)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda model: setattr(model, "config", None),
+        lambda model: setattr(model, "config", {"vocab_size": 3}),
+        lambda model: setattr(model, "blocks", []),
+        lambda model: setattr(model, "blocks", model),
+        lambda model: setattr(model, "norm", Dense(8, 8)),
+        lambda model: setattr(model.norm.gain, "array", np.ones(9, np.float32)),
+        lambda model: setattr(model.norm.gain, "array", np.array([None] * 8)),
+        lambda model: object.__setattr__(model.config, "n_layers", 10**12),
+        lambda model: object.__setattr__(model.config, "n_heads", 3),
+        lambda model: delattr(model, "config"),
+    ],
+)
+def test_a_model_that_does_not_fit_together_is_refused(tmp_path, damage):
+    model = GPT(replace(CONFIG))
+    damage(model)
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps(model))
+    refused(path, load_pickled_model)
+
+
+def test_reading_pickles_leaves_the_table_of_ops_alone(tmp_path):
+    before = dict(OPS)
+    (tmp_path / "model.pkl").write_bytes(pickle.dumps(GPT(CONFIG)))
+    load_pickled_model(tmp_path / "model.pkl")
+    assert before == OPS

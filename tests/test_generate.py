@@ -1,0 +1,223 @@
+"""Sampling: against the model's own logits without a cache, and against counts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tricycle.configs import DebugConfig
+from tricycle.generate import check_sampling, generate, sample
+from tricycle.models import GPT
+from tricycle.tensor import no_grad, to_tensor
+
+CONFIG = DebugConfig(vocab_size=50, context_window=12, embedding_dim=16, n_layers=2, tied=False, bias=False)
+
+
+def new_model(**changes) -> GPT:
+    model = GPT(replace(CONFIG, **changes))
+    generator = np.random.default_rng(1)
+    for parameter in model.parameters():  # far from the small first weights, so that logits differ clearly
+        parameter.array[...] = generator.normal(0, 1, parameter.shape)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return new_model()
+
+
+def full_logits(model: GPT, tokens: list[int]) -> np.ndarray:
+    """The logits after some tokens, all of them read at once."""
+    with no_grad():
+        return model.eval()(to_tensor([tokens], dtype=int)).array[0, -1]
+
+
+# -------------------------------------------------------------------- generate
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("n_prompt", [1, 5, 11])
+def test_greedy_is_argmax_of_the_model_without_a_cache(positions, n_prompt):
+    model = new_model(positions=positions)
+    prompt = list(range(n_prompt))
+    tokens = list(prompt)
+    for token in generate(model, prompt, 12 - n_prompt, temperature=0):
+        assert token == full_logits(model, tokens).argmax()
+        tokens.append(token)
+    assert len(tokens) == 12
+    assert prompt == list(range(n_prompt))
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("window", [1, 2, 5, 12])
+def test_it_goes_on_past_the_context_window(positions, window):
+    """When the window is full, its later half is read anew."""
+    model = new_model(positions=positions, context_window=window)
+    tokens = [3]
+    drawn = list(generate(model, [3], 40, temperature=0))
+    assert len(drawn) == 40
+    assert window < 5 or len(set(drawn)) >= 5  # so what was read matters
+    n_seen = 1
+    for token in drawn:
+        if n_seen > window:
+            n_seen = max(1, window // 2)
+        assert token == full_logits(model, tokens[-n_seen:]).argmax()
+        tokens.append(token)
+        n_seen += 1
+
+
+def test_a_prompt_may_fill_the_window(model):
+    drawn = list(generate(model, np.arange(12, dtype=np.uint16), 5, temperature=0))
+    assert len(drawn) == 5
+    assert drawn[0] == full_logits(model, list(range(12))).argmax()
+
+
+def test_the_seed_decides(model):
+    def run(seed):
+        return list(generate(model, [1], 30, seed=seed))
+
+    assert run(1) == run(1) != run(2)
+    assert run(np.random.default_rng(1)) == run(1)
+    assert len({tuple(run(None)) for _ in range(3)}) > 1
+
+
+def test_drawing_follows_the_model(model):
+    """Drawn one at a time from the full logits with the same generator, the tokens are the same."""
+    settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
+    generator, tokens = np.random.default_rng(5), [4]
+    for token in generate(model, [4], 11, seed=5, **settings):
+        assert token == sample(full_logits(model, tokens), generator, **settings)
+        tokens.append(token)
+
+
+def test_only_ids_that_the_tokeniser_knows_are_drawn(model):
+    assert max(generate(model, [1], 300, temperature=50.0)) > 7
+    assert set(generate(model, [1], 300, temperature=50.0, n_vocab=7)) == set(range(7))
+    assert list(generate(model, [1], 5, n_vocab=1)) == [0] * 5
+    assert list(generate(model, [1], 9, n_vocab=50, seed=3)) == list(generate(model, [1], 9, seed=3))
+
+
+def test_it_ends_after_the_stop_token(model):
+    drawn = list(generate(model, [1], 60, temperature=2.0))
+    stop = drawn[7]
+    n_until = drawn.index(stop) + 1
+    assert list(generate(model, [1], 60, temperature=2.0, stop_token=stop)) == drawn[:n_until]
+
+
+def test_nothing_is_drawn_ahead_of_need(model):
+    drawn = generate(model, [1], 10**9)
+    assert next(drawn) in range(50)
+    assert list(generate(model, [1], 0)) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_off_while_drawing_and_comes_back(training):
+    model = new_model(dropout=0.5)
+    if training:
+        model.train()
+    else:
+        model.eval()
+    plain = new_model().eval()
+    assert list(generate(model, [1], 11, temperature=0)) == list(generate(plain, [1], 11, temperature=0))
+    assert {layer.training for layer in model.layers()} == {training}
+
+
+def test_no_gradient_is_left_behind(model):
+    list(generate(model, [1], 5))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([], {}, "expected a prompt of 1 to 12 tokens, got 0"),
+        (range(13), {}, "expected a prompt of 1 to 12 tokens, got 13"),
+        ([1], {"n_tokens": -1}, "expected n_tokens to be 0 or more, got -1"),
+        ([1], {"temperature": -0.1}, "expected temperature to be 0 or more, got -0.1"),
+        ([1], {"temperature": float("nan")}, "expected temperature to be 0 or more, got nan"),
+        ([1], {"temperature": float("inf")}, "expected temperature to be 0 or more, got inf"),
+        ([1], {"top_k": -1}, "expected top_k to be a whole number, 0 or more, got -1"),
+        ([1], {"top_k": 2.5}, "expected top_k to be a whole number, 0 or more, got 2.5"),
+        ([1], {"top_p": 0}, "expected top_p to be above 0 and at most 1, got 0"),
+        ([1], {"top_p": 1.1}, "expected top_p to be above 0 and at most 1, got 1.1"),
+        ([1], {"top_p": float("nan")}, "expected top_p to be above 0 and at most 1, got nan"),
+        ([1], {"n_vocab": 0}, "expected n_vocab from 1 to 50, got 0"),
+        ([1], {"n_vocab": 51}, "expected n_vocab from 1 to 50, got 51"),
+    ],
+)
+def test_bad_settings_are_named_before_anything_is_drawn(model, prompt, settings, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt, **{"n_tokens": 3, **settings})
+
+
+@pytest.mark.parametrize(("prompt", "named"), [([1, 50], "50"), ([-1], "-1")])
+def test_ids_outside_the_vocabulary_are_named(model, prompt, named):
+    with pytest.raises(ValueError, match=f"expected ids from 0 to 49, got {named}"):
+        list(generate(model, prompt, 3))
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_broken_weights_are_an_error_and_not_a_token(bad, temperature):
+    model = new_model()
+    model.norm.gain.array[0] = bad
+    with pytest.raises(ValueError, match="expected finite logits, got NaN or infinity"):
+        list(generate(model, [1], 3, temperature=temperature))
+
+
+# -------------------------------------------------------------------- sample
+LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
+
+
+def frequencies(n: int = 4000, **settings) -> np.ndarray:
+    generator = np.random.default_rng(0)
+    return np.bincount([sample(LOGITS, generator, **settings) for _ in range(n)], minlength=5) / n
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.1, 0.4, 0.05, 0.25, 0.2]),
+        ({"top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"top_k": 1}, [0, 1, 0, 0, 0]),
+        ({"top_k": 99}, [0.1, 0.4, 0.05, 0.25, 0.2]),
+        ({"top_p": 0.6}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"top_p": 0.7}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
+        ({"top_p": 1e-9}, [0, 1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"temperature": 0}, [0, 1, 0, 0, 0]),
+        ({"temperature": 1e-300}, [0, 1, 0, 0, 0]),
+        ({"temperature": 0.5}, np.array([0.01, 0.16, 0.0025, 0.0625, 0.04]) / 0.275),
+        ({"temperature": 1e9}, [0.2] * 5),
+        ({"temperature": 0.5, "top_p": 0.6}, np.array([0, 0.16, 0, 0.0625, 0]) / 0.2225),
+    ],
+)
+def test_how_often_tokens_are_drawn(settings, expected):
+    found = frequencies(**settings)
+    np.testing.assert_allclose(found, expected, atol=0.03)
+    assert not found[np.array(expected) == 0].any()
+
+
+@given(
+    st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=20),
+    st.floats(0, 1e6), st.integers(0, 25), st.floats(0, 1, exclude_min=True),
+)
+def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, top_k, top_p):
+    logits = np.array(logits, np.float32)
+    token = sample(logits, np.random.default_rng(0), temperature, top_k, top_p)
+    assert 0 <= token < len(logits)
+    n_above = (logits > logits[token]).sum()
+    assert n_above < (top_k or len(logits))
+    if temperature == 0:
+        assert n_above == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_are_refused(bad):
+    with pytest.raises(ValueError, match="expected finite logits"):
+        sample(np.array([0, bad, 1], np.float32), np.random.default_rng(0))
+
+
+def test_good_settings_pass():
+    assert check_sampling(0, 0, 1) is None
+    assert check_sampling(1.5, np.int64(3), 0.1) is None

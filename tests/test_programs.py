@@ -1,0 +1,547 @@
+"""train_smol_gpt.py and inference.py from end to end, as a user starts them."""
+
+import dataclasses
+import functools
+import json
+import os
+import pickle
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from safetensors.numpy import load_file
+
+from tricycle.checkpoint import load_checkpoint
+from tricycle.configs import PRESETS, DebugConfig, GPTConfig, ShakespeareConfig
+from tricycle.models import GPT
+from tricycle.tokeniser import BPETokeniser
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN, INFER = ROOT / "train_smol_gpt.py", ROOT / "inference.py"
+PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
+QUICK = shlex.split(
+    "--preset debug --steps 12 --eval-interval 4 --sample-interval 6 --accumulation-steps 2 --dropout 0.1"
+)
+POSIX_ONLY = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+NEEDS_SHAKESPEARE = pytest.mark.skipif(
+    not Path(os.environ.get("TRICYCLE_DATA", "-"), "tinyshakespeare", "input.txt").is_file(),
+    reason="tinyshakespeare/input.txt is not under TRICYCLE_DATA",
+)
+
+
+def call(*words, folder=ROOT) -> subprocess.CompletedProcess:
+    """Run Python with some words, on the CPU, where results are the same each time."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder, env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **threads},
+        capture_output=True, text=True, encoding="utf-8", timeout=300,
+    )
+
+
+def lines_said(stderr: str) -> list[str]:
+    """What a program said besides its progress bars."""
+    parts = [part.strip() for part in re.split(r"[\r\n]|\x1b\[A", stderr)]
+    return [part for part in parts if part and not PROGRESS_BAR.search(part)]
+
+
+def good(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """What is tokenised once serves all programs."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRICYCLE_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A file of 30 kB with words in random order."""
+    generator = random.Random(0)
+    words = shlex.split("the quick brown fox jumps over lazy dogs while seven small birds sing of rain")
+    path = tmp_path_factory.mktemp("texts") / "a text.txt"
+    path.write_text("\n".join(" ".join(generator.choices(words, k=9)) + "." for _ in range(600)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache, text) -> tuple[Path, subprocess.CompletedProcess]:
+    """A run that went through without a break, in a folder whose name has a space."""
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    done = call(TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+# -------------------------------------------------------------------- a run
+def test_a_run_folder_has_everything(finished):
+    folder, _ = finished
+    names = "best.safetensors config.json data.json last.safetensors loss.png metrics.jsonl samples.txt tokeniser.json"
+    assert sorted(path.name for path in folder.iterdir()) == names.split()
+    config = json.loads((folder / "config.json").read_text())
+    assert GPTConfig.from_dict(config).to_dict() == config
+    changes = {"steps": 12, "eval_interval": 4, "sample_interval": 6, "accumulation_steps": 2, "dropout": 0.1}
+    assert config == {**DebugConfig().to_dict(), **changes}
+    height, width, _ = imread(folder / "loss.png").shape
+    assert height > 300 < width
+    tokeniser = BPETokeniser.load(folder / "tokeniser.json")
+    for name in ("last", "best"):
+        checkpoint = load_checkpoint(folder / f"{name}.safetensors")
+        assert checkpoint.config.to_dict() == config
+        assert checkpoint.tokeniser() == tokeniser
+        assert isinstance(checkpoint.model(), GPT)
+    assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 12
+
+
+def test_metrics_have_each_step_and_estimate_once(finished):
+    metrics = [json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()]
+    training = [line for line in metrics if "loss" in line]
+    assert [line["step"] for line in training] == list(range(1, 13))
+    for line in training:
+        assert line.keys() == {"step", "loss", "learning_rate", "gradient_norm", "tokens_per_second"}
+    held_out = [line for line in metrics if "held_out_loss" in line]
+    assert [line["step"] for line in held_out] == [4, 8, 12]
+    assert held_out[-1]["held_out_loss"] < held_out[0]["held_out_loss"]
+    (final,) = [line for line in metrics if "final_loss" in line]
+    assert final["best_step"] == 12
+    bits_per_nat = {round(line["bits_per_byte"] / line["held_out_loss"], 4) for line in held_out}
+    assert bits_per_nat == {round(final["final_bits_per_byte"] / final["final_loss"], 4)}
+
+
+def test_what_a_run_says(finished, text):
+    folder, done = finished
+    out = done.stdout
+    assert lines_said(done.stderr) == []
+    assert "12/12" in done.stderr
+    assert "tokens/s" in done.stderr
+    table = dict(re.findall(r"^  (gzip -9|bz2 -9|xz -9|this model) +(\d\.\d{3})$", out, re.MULTILINE))
+    assert table.keys() == {"gzip -9", "bz2 -9", "xz -9", "this model"}
+    order = re.findall(r"^  (?:gzip -9|bz2 -9|xz -9|this model) +(\d\.\d{3})$", out, re.MULTILINE)
+    assert order == sorted(order, reverse=True)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    final = metrics[-1]
+    assert float(table["this model"]) == pytest.approx(final["final_bits_per_byte"], abs=1e-3)
+    assert f"{final['final_loss']:.4f} nats a token = {table['this model']} bits a byte" in out
+    n_bytes = len(text.read_bytes()) // 10
+    assert f"{n_bytes:,} bytes" in out
+    assert re.search(r"step 4: held-out loss \d\.\d{4} nats a token, \d\.\d{3} bits a byte", out)
+    assert out.count("--- sample at step 6\n") == 1
+    assert out.count("--- sample at step 12\n") == 1
+    samples = (folder / "samples.txt").read_text(encoding="utf-8")
+    assert samples.count("--- sample at step") == 2
+
+
+def test_the_printed_command_generates(finished):
+    command = finished[1].stdout.splitlines()[-1].strip()
+    words = shlex.split(command)
+    assert words == ["python", "inference.py", str(finished[0])]
+    assert len(good(call(*words[1:]))) > 20
+
+
+# -------------------------------------------------------------------- interrupted runs
+def call_with(snippet: str, *words) -> subprocess.CompletedProcess:
+    """Run train_smol_gpt.py after a few lines that change what it uses."""
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv[0] = "train_smol_gpt.py"
+import train_smol_gpt
+from tricycle import training
+
+def after(step, action):
+    train_step = training.train_step
+    def patched(state):
+        result = train_step(state)
+        if state.step == step:
+            action()
+        return result
+    training.train_step = patched
+
+{snippet}
+train_smol_gpt.run_main(train_smol_gpt.main)
+"""
+    return call("-c", program, *words)
+
+
+def send(name: str) -> str:
+    return f"lambda *args, **kwargs: os.kill(os.getpid(), signal.{name})"
+
+
+def same_run(folder: Path, other: Path) -> None:
+    for name in ("last.safetensors", "best.safetensors"):
+        tensors, others = load_file(folder / name), load_file(other / name)
+        assert tensors.keys() == others.keys()
+        assert all(tensors[key].tobytes() == others[key].tobytes() for key in tensors), name
+        abouts = [load_checkpoint(path / name).about for path in (folder, other)]
+        for about in abouts:
+            del about["progress"]["seconds"]
+        assert abouts[0] == abouts[1]
+    lines = [(path / "metrics.jsonl").read_text() for path in (folder, other)]
+    speed = re.compile(r', "tokens_per_second": [^}]*')
+    assert speed.sub("", lines[0]) == speed.sub("", lines[1])
+    assert (folder / "samples.txt").read_text(encoding="utf-8").count("sample at step 12") == 1
+
+
+@POSIX_ONLY
+@pytest.mark.parametrize(
+    ("name", "step", "status"),
+    [("SIGINT", 8, 0), ("SIGTERM", 5, 0), ("SIGKILL", 7, -9), ("SIGKILL", 2, -9)],
+)
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finished, text, name, step, status):
+    folder = tmp_path / "run"
+    words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder]
+    done = call_with(f"after({step}, {send(name)})", *words)
+    assert done.returncode == status, done.stderr
+    saved = load_checkpoint(folder / "last.safetensors").about["progress"]["step"]
+    if status == 0:
+        assert saved == step
+        assert lines_said(done.stderr) == ["stopping after this step (Ctrl-C again to leave at once)"]
+        assert f"stopped after step {step}; everything is saved" in done.stdout
+        command = shlex.split(done.stdout.splitlines()[-1])
+        assert command == ["python", "train_smol_gpt.py", "--resume", str(folder)]
+    else:
+        assert saved == {7: 6, 2: 0}[step]  # before the sample at step 6
+    resumed = call(TRAIN, "--resume", folder)
+    out = good(resumed)
+    assert ("going on after step" in out) == (saved > 0)
+    assert "this model" in out
+    same_run(folder, finished[0])
+
+
+@POSIX_ONLY
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", -signal.SIGTERM)])
+def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name, status):
+    """And the run is saved before it begins."""
+    folder = tmp_path / "run"
+    words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder]
+    done = call_with(f"train_smol_gpt.evaluate = {send(name)}", *words)
+    assert done.returncode == status
+    assert lines_said(done.stderr) == (["train_smol_gpt.py: interrupted"] if status == 130 else [])
+    assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 12
+    assert "this model" in good(call(TRAIN, "--resume", folder))
+    same_run(folder, finished[0])
+
+
+@POSIX_ONLY
+def test_a_second_interrupt_leaves_at_once(tmp_path, cache, text):
+    words = [*QUICK, "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
+    twice = "def twice():\n    for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\nafter(6, twice)"
+    done = call_with(twice, *words)
+    assert done.returncode == 130
+    assert lines_said(done.stderr)[-1] == "train_smol_gpt.py: interrupted"
+    assert load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]["step"] == 4
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_not_its_checkpoints(tmp_path, cache, text):
+    folder = tmp_path / "run"
+    spoil = """
+init = training.new_state
+def new_state(*args):
+    global state
+    state = init(*args)
+    return state
+train_smol_gpt.new_state = new_state
+def spoil():
+    state.model.norm.gain.array[0] = float("nan")
+after(6, spoil)
+"""
+    done = call_with(spoil, *QUICK, "--sample-interval", "0", "--data", "text", "--files", text, "--run-folder", folder)
+    assert done.returncode == 1
+    (line,) = lines_said(done.stderr)
+    assert "step 7: the loss is nan; the first bad tensor is the parameter norm.gain" in line
+    assert "--max-learning-rate" in line
+    assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 4, 5, 6]
+
+
+@pytest.mark.parametrize("flag", ["--max-learning-rate", "--weight-decay"])
+def test_a_run_that_diverges_says_so_in_one_line(tmp_path, cache, text, flag):
+    words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", tmp_path / "run", flag, "1e30"]
+    one_line(call(TRAIN, *words), "step 2: the ")
+    assert load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]["step"] == 0
+
+
+# -------------------------------------------------------------------- help
+@pytest.mark.parametrize("preset", [None, "debug", "shakespeare"])
+def test_help_lists_every_field_with_its_default(preset):
+    out = good(call(TRAIN, *(["--preset", preset] if preset else []), "--help"))
+    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
+    for field in dataclasses.fields(GPTConfig):
+        flag = "--" + field.name.replace("_", "-")
+        described = re.search(rf"{flag}[, ].*?\(default: ([^)]*)\)", words)
+        assert described, flag
+        if preset:
+            value = getattr(PRESETS[preset](), field.name)
+            expected = ("True", "--" + field.name) if value is True else (str(value),)
+            assert described[1].startswith(expected), flag
+    for flag in ("--preset", "--data", "--files", "--run-folder", "--device"):
+        assert flag in words
+
+
+def test_help_of_inference():
+    out = good(call(INFER, "--help"))
+    for flag in shlex.split("--length --temperature --top-k --top-p --seed --stop --tokeniser --device"):
+        assert re.search(rf"{flag}\b", out), flag
+
+
+# -------------------------------------------------------------------- inference
+def test_generating(finished):
+    folder, _ = finished
+
+    def text_of(*words) -> str:
+        return good(call(INFER, *words))
+
+    seeded = text_of(folder, "the fox", "--seed", "1", "--length", "30")
+    assert seeded.startswith("the fox")
+    assert text_of(folder, "the fox", "--seed", "1", "--length", "30") == seeded
+    assert text_of(folder / "best.safetensors", "the fox", "--seed", "1", "--length", "30") == seeded
+    greedy = text_of(folder, "the fox", "--temperature", "0", "--length", "60", "--no-stop")
+    assert text_of(folder, "the fox", "--top-k", "1", "--length", "60", "--no-stop", "--device", "cpu") == greedy
+    assert text_of(folder, "é🚲", "--length", "0") == "é🚲\n"
+
+
+def test_a_pickled_model_with_a_tokeniser(tmp_path, finished):
+    folder, _ = finished
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps(load_checkpoint(folder / "best.safetensors").model()))
+    words = ["the fox", "--temperature", "0", "--length", "30"]
+    named = good(call(INFER, path, *words, "--tokeniser", folder / "tokeniser.json"))
+    assert named == good(call(INFER, folder, *words))
+
+
+# -------------------------------------------------------------------- what goes wrong
+def one_line(done: subprocess.CompletedProcess, said: str) -> None:
+    assert done.returncode not in (0, None), done.stdout
+    assert "Traceback" not in done.stderr
+    (line,) = lines_said(done.stderr)
+    assert said in line
+    assert line.startswith(("train_smol_gpt.py: ", "inference.py: "))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory, finished) -> Path:
+    """A folder with files and run folders that have something wrong."""
+    folder = tmp_path_factory.mktemp("odd")
+    run = finished[0]
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "short.txt").write_text("a text too short to train")
+    (folder / "binary.bin").write_bytes(bytes(range(256)))
+    large = BPETokeniser(400).train(" ".join(f"w{i % 97} w{i % 97}" for i in range(2000)), progress=False)
+    large.save(folder / "large.json")
+    assert large.n_vocab > 300
+
+    def copy(name: str, **changes) -> None:
+        (folder / name).mkdir()
+        for file in ("config.json", "data.json", "last.safetensors", "best.safetensors"):
+            content = (run / file).read_bytes()
+            key = file.replace(".", "_")
+            if key not in changes:
+                (folder / name / file).write_bytes(content)
+            elif changes[key] is not None:
+                (folder / name / file).write_bytes(changes[key](content))
+
+    half = lambda content: content[: len(content) // 2]
+    copy("cut", last_safetensors=half, best_safetensors=half)
+    copy("nothing", config_json=None)
+    copy("no data", data_json=None)
+    copy("half config", config_json=half)
+    copy("list", config_json=lambda content: b"[1]")
+    copy("field", config_json=lambda content: content.replace(b"n_heads", b"n_hats"))
+    copy("other data", data_json=lambda content: b'{"data": "nonsense", "files": []}')
+    copy("no checkpoint", last_safetensors=None, best_safetensors=None)
+    copy("gone text", data_json=lambda content: b'{"data": "text", "files": ["gone.txt"]}')
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"echo > {shlex.quote(str(folder / 'marker'))}",)
+
+    model = load_checkpoint(run / "best.safetensors").model()
+    model.evil = Evil()
+    (folder / "evil.pkl").write_bytes(pickle.dumps(model))
+    (folder / "random.pkl").write_bytes(random.Random(0).randbytes(500))
+    return folder
+
+
+TRAIN_WRONG = [
+    ("--steps 2 --unknown 3", "--unknown"),
+    ("--learning-rat 1e-3", "--learning-rat"),
+    ("--steps many", "invalid literal for int() with base 10: 'many'"),
+    ("--steps", "--steps"),
+    ("--preset large", "'large'"),
+    ("--data nonsense", "'nonsense'"),
+    ("--activation tanh", "'tanh'"),
+    ("--n-heads 5", "expected n_heads to be a divisor of embedding_dim 32, got 5"),
+    ("--dropout 1", "expected dropout to be from 0 to below 1, got 1.0"),
+    ("--max-learning-rate -1", "expected max_learning_rate to be above 0, got -1.0"),
+    ("--steps 0", "expected steps to be above 0 where minutes is 0, got 0"),
+    ("--vocab-size 100", "expected vocab_size from 257"),
+    ("--embedding-dim 100000000", "Unable to allocate"),
+    ("--data text", "expected --files with --data text, got none"),
+    ("--files short.txt", "expected --files only with --data text, got --data python"),
+    ("--data text --files missing.txt", "there is none at"),
+    ("--data text --files empty.txt", "expected"),
+    ("--data text --files binary.bin", "expected a text file"),
+    ("--data text --files short.txt", "expected at least 33 tokens, got"),
+    ("--run-folder cut", "cut holds a run already: continue it with --resume"),
+    ("--run-folder short.txt", "short.txt"),
+]
+RESUME_WRONG = [
+    ("--resume missing", "missing: expected a run folder, it has no config.json"),
+    ("--resume nothing", "nothing: expected a run folder, it has no config.json"),
+    ("--resume 'no data'", "no data: expected a run folder, it has no data.json"),
+    ("--resume short.txt", "short.txt: expected a run folder"),
+    ("--resume 'half config'", "expected JSON"),
+    ("--resume list", "expected a JSON object, got a list"),
+    ("--resume field", "expected only known fields, got n_hats"),
+    ("--resume 'other data'", "expected data and files as a run writes them"),
+    ("--resume cut", "last.safetensors: expected a whole safetensors file"),
+    ("--resume 'gone text'", "there is none at gone.txt"),
+    ("--resume cut --steps 3", "--steps"),
+    ("--resume", "--resume"),
+]
+INFER_WRONG = [
+    ("", "a run folder, a checkpoint (.safetensors) or a pickled model (.pkl)"),
+    ("missing.safetensors", "missing.safetensors: expected a checkpoint, there is no such file"),
+    ("missing.pkl", "missing.pkl: expected a pickled model, there is no such file"),
+    ("'no checkpoint'", "expected a run folder with best.safetensors or last.safetensors"),
+    ("cut", "best.safetensors: expected a whole safetensors file"),
+    ("short.txt", "short.txt: expected a whole safetensors file"),
+    ("empty.txt", "empty.txt: expected a whole safetensors file"),
+    ("evil.pkl", "system, which no model needs"),
+    ("random.pkl", "random.pkl: expected a pickled Tricycle GPT"),
+    ("good ''", "expected a prompt of at least one character"),
+    (f"good '{'the fox ' * 50}'", "expected a prompt of 1 to 32 tokens, got"),
+    ("good --tokeniser large.json", "expected a tokeniser of at most 300 tokens, as the model knows, got"),
+    ("good --tokeniser short.txt", "short.txt: expected a saved tokeniser"),
+    ("good --tokeniser missing.json", "missing.json"),
+    ("good --temperature -1", "expected temperature to be 0 or more, got -1.0"),
+    ("good --top-k -3", "expected top_k to be a whole number, 0 or more, got -3"),
+    ("good --top-p 0", "expected top_p to be above 0 and at most 1, got 0.0"),
+    ("good --length -1", "expected n_tokens to be 0 or more, got -1"),
+    ("good --length x", "invalid literal for int()"),
+    ("good --colour", "--colour"),
+    ("good the fox", "fox"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), TRAIN_WRONG)
+def test_wrong_training_is_refused_in_one_line(odd, line, said):
+    one_line(call(TRAIN, "--preset", "debug", *shlex.split(line), folder=odd), said)
+
+
+@pytest.mark.parametrize(("line", "said"), RESUME_WRONG)
+def test_wrong_resuming_is_refused_in_one_line(odd, line, said):
+    one_line(call(TRAIN, *shlex.split(line), folder=odd), said)
+
+
+@pytest.mark.parametrize(("line", "said"), INFER_WRONG)
+def test_wrong_inference_is_refused_in_one_line(odd, finished, line, said):
+    words = [str(finished[0]) if word == "good" else word for word in shlex.split(line)]
+    one_line(call(INFER, *words, folder=odd), said)
+    assert not (odd / "marker").exists()
+
+
+@pytest.mark.parametrize("words", [[TRAIN, "--preset", "debug"], [INFER, "good"]], ids=["train", "infer"])
+def test_a_gpu_that_is_not_there(odd, finished, words):
+    words = [str(finished[0]) if word == "good" else word for word in words]
+    one_line(call(*words, "--device", "gpu", folder=odd), "--device gpu: no GPU can be used")
+
+
+# -------------------------------------------------------------------- tiny Shakespeare
+# The toy script of the README that this library follows, call by call.
+TOY = """
+import pickle
+
+from tqdm import tqdm
+
+from tricycle.configs import ShakespeareConfig
+from tricycle.dataset import CausalLMDataset
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle_datasets.shakespeare import Shakespeare
+
+config = ShakespeareConfig()
+model = GPT(config)
+
+tokens = Shakespeare(vocab_size=config.vocab_size)
+dataset = (
+    CausalLMDataset(
+        tokens=tokens,
+        vocab_size=config.vocab_size,
+        batch_size=config.batch_size,
+        context_window=config.context_window,
+    )
+    .batch()
+    .shuffle()
+    .to_tensor()
+)
+loss_fn = CrossEntropy()
+optimiser = AdamW(
+    learning_rate=config.max_learning_rate,
+    weight_decay=config.weight_decay,
+    betas=(config.beta1, config.beta2),
+)
+
+model.to_gpu()
+loading_bar = tqdm(range(config.steps))
+for step in loading_bar:
+    optimiser.step()
+    inputs, outputs = next(dataset)
+    inputs = inputs.to_gpu()
+    outputs = outputs.to_gpu()
+
+    logits = model(inputs)
+    loss = loss_fn(outputs, logits)
+    loss.backward()
+
+    loading_bar.set_description(f"loss: {loss:.3f}")
+    model.update(optimiser)
+
+# save results
+with open("model.pkl", "wb") as f:
+    pickle.dump(model, f)
+"""
+
+
+def shrink_shakespeare(patch: pytest.MonkeyPatch) -> None:
+    """Let `ShakespeareConfig()` be a small model that makes few steps, and be of that class still."""
+    sizes = {"steps": 3, "batch_size": 2, "n_layers": 2, "embedding_dim": 48, "n_heads": 2}
+    patch.setattr(ShakespeareConfig, "__init__", functools.partialmethod(ShakespeareConfig.__init__, **sizes))
+
+
+@NEEDS_SHAKESPEARE
+@pytest.mark.filterwarnings("ignore:to_gpu")
+def test_the_toy_script_and_inference_from_its_pickle(tmp_path, cache, monkeypatch):
+    shrink_shakespeare(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(TOY, "toy", "exec"), names)
+    assert 0 < float(names["loss"]) < 8
+    assert names["optimiser"].n_steps == 3
+    model = pickle.loads((tmp_path / "model.pkl").read_bytes())
+    assert model.n_parameters == names["model"].n_parameters
+    for words in ([], ["ROMEO:", "--length", "20", "--seed", "1"]):
+        assert len(good(call(INFER, "model.pkl", *words, folder=tmp_path))) > 10
+
+
+@NEEDS_SHAKESPEARE
+def test_training_on_shakespeare_by_flag(tmp_path, cache):
+    words = "--preset debug --data shakespeare --vocab-size 1024 --steps 2 --context-window 128 --batch-size 16"
+    out = good(call(TRAIN, *shlex.split(words), "--run-folder", tmp_path / "run"))
+    assert "data: shakespeare" in out
+    assert ", 111,539 bytes)" in out
+    assert "this model" in out

@@ -1,0 +1,245 @@
+"""Everything that the README says can be run is run."""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import tomllib
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from test_programs import INFER, NEEDS_SHAKESPEARE, ROOT, TRAIN, cache, call, good, shrink_shakespeare, text  # noqa: F401 (fixtures)
+
+from tricycle import configs
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PYTHON = [block for kind, block in BLOCKS if kind == "python"]
+BASH = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.strip()]
+
+
+def test_every_block_is_python_or_bash():
+    assert {kind for kind, _ in BLOCKS} == {"python", "bash"}
+    assert len(BLOCKS) * 2 == README.count("```")
+    assert len(PYTHON) > 8
+
+
+# -------------------------------------------------------------------- python
+NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]?\d+)?")
+
+
+def run_block(block: str, names: dict) -> None:
+    """Run a block; what it prints must be what its comments say."""
+    expected = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+    assert len(expected) == len(re.findall(r"^\s*print\(", block, re.MULTILINE)), "a print without its expected output"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(block, "README.md", "exec"), names)
+    printed = out.getvalue().splitlines()
+    assert [NUMBER.sub("#", line) for line in printed] == [NUMBER.sub("#", line) for line in expected]
+    for line, wanted in zip(printed, expected):  # processors differ in the last digit of exp
+        np.testing.assert_allclose(numbers(line), numbers(wanted), rtol=3e-7, err_msg=line)
+
+
+def numbers(line: str) -> list[float]:
+    return [float(number) for number in NUMBER.findall(line)]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory, cache) -> Path:  # noqa: F811
+    """The folder with the model.pkl that the toy script leaves, with few steps of a small model."""
+    folder = tmp_path_factory.mktemp("toy")
+    (script,) = [block for block in PYTHON if "pickle.dump" in block]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "to_gpu")
+        shrink_shakespeare(patch)
+        patch.chdir(folder)
+        names: dict = {}
+        run_block(script, names)
+    assert 0 < float(names["loss"]) < 8
+    assert names["step"] == 2
+    return folder
+
+
+@NEEDS_SHAKESPEARE
+def test_the_toy_script(toy):
+    assert [path.name for path in toy.iterdir()] == ["model.pkl"]
+
+
+def test_python_blocks_in_order(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "__main__"}
+    for block in PYTHON:
+        if "pickle.dump" not in block:
+            run_block(block, names)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------- bash
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+QUICK = "--preset debug --steps 2 --context-window 128 --batch-size 32 --sample-interval 0"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, cache, text) -> Path:  # noqa: F811
+    """A folder as a reader's may be."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "my_notes").mkdir()
+    shutil.copy(text, folder / "my_notes" / "one.md")
+    shutil.copy(text, folder / "another_file.txt")
+    (folder / "runs").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def my_run(place) -> Path:
+    """runs/my-run, made by the README's own line for one's own text."""
+    train(place, "python train_smol_gpt.py --data text --files my_notes/ another_file.txt")
+    assert (place / "runs" / "my-run" / "loss.png").is_file()
+    return place
+
+
+def run(folder: Path, line: str, more: str = "") -> str:
+    """Run a line that starts one of the programs; `python` is this one."""
+    python, program, *words = shlex.split(line)
+    assert python == "python"
+    path = {"train_smol_gpt.py": TRAIN, "inference.py": INFER}[program]
+    return good(call(path, *words, *shlex.split(more), folder=folder))
+
+
+def train(folder: Path, line: str, run_folder: str = "runs/my-run", more: str = QUICK) -> str:
+    return run(folder, line, f"{more} --run-folder {run_folder}")
+
+
+def installs(line: str) -> None:
+    """`pip install -e ".[extra]"`: the extra is there."""
+    words = shlex.split(line)
+    assert words[:3] == ["pip", "install", "-e"]
+    assert len(words) == 4
+    extra = re.fullmatch(r"\.(?:\[(\w+)\])?", words[3])[1]
+    assert extra is None or extra in EXTRAS
+
+
+def default_run(request, line: str) -> None:
+    first, second = line.split(" && ")
+    installs(first)
+    out = train(request.getfixturevalue("place"), second, "runs/python")
+    assert "data: python" in out
+    assert "this model" in out
+
+
+def the_tests(request, line: str) -> None:
+    first, second = line.split(" && ")
+    installs(first)
+    assert second == "pytest"
+    assert "test" in EXTRAS
+
+
+def conda_create(request, line: str) -> None:
+    words = shlex.split(line)
+    assert words[:4] == ["conda", "env", "create", "-f"]
+    assert words[5:] == ["-n", "tricycle"]
+    assert yaml.safe_load((ROOT / words[4]).read_text(encoding="utf-8"))["name"] == "tricycle"
+
+
+def conda_activate(request, line: str) -> None:
+    assert line.split()[-1] == "tricycle"
+
+
+def shakespeare_run(request, line: str) -> None:
+    if not Path(os.environ.get("TRICYCLE_DATA", "-"), "tinyshakespeare").is_dir():
+        pytest.skip("tinyshakespeare is not under TRICYCLE_DATA")
+    small = "--n-layers 1 --embedding-dim 24 --n-heads 2 --batch-size 8 --steps 2"
+    out = train(request.getfixturevalue("place"), line, "runs/shakespeare", small)
+    assert "data: shakespeare" in out
+
+
+def own_text(request, line: str) -> None:
+    assert "data: text" in train(request.getfixturevalue("place"), line, "runs/own")
+
+
+def show_help(request, line: str) -> None:
+    assert "--preset" in run(request.getfixturevalue("place"), line)
+
+
+def resume(request, line: str) -> None:
+    assert "going on after step 2" in run(request.getfixturevalue("my_run"), line)
+
+
+def infer(request, line: str) -> None:
+    assert run(request.getfixturevalue("my_run"), line).startswith("def main(")
+
+
+def infer_pickle(request, line: str) -> None:
+    if not Path(os.environ.get("TRICYCLE_DATA", "-"), "tinyshakespeare").is_dir():
+        pytest.skip("tinyshakespeare is not under TRICYCLE_DATA")
+    assert len(run(request.getfixturevalue("toy"), line)) > 10
+
+
+def benchmark(request, line: str) -> None:
+    words = shlex.split(line)
+    assert words == ["python", "-m", "benchmarks.train", "--shape", "S", "--peer", "torch"]
+    tiny = ["tiny" if word == "S" else "none" if word == "torch" else word for word in words[1:]]
+    assert "tokens/s" in good(call(*tiny, "--steps", "1", "--warmup", "1"))
+
+
+LINES = {
+    "pip install -e . && python train_smol_gpt.py": default_run,
+    'pip install -e ".[test]" && pytest': the_tests,
+    "conda env create -f environment.cpu.yml -n tricycle": conda_create,
+    "conda activate tricycle": conda_activate,
+    "python train_smol_gpt.py --preset shakespeare --minutes 10": shakespeare_run,
+    "python train_smol_gpt.py --data text --files my_notes/ another_file.txt": own_text,
+    "python train_smol_gpt.py --help": show_help,
+    "python train_smol_gpt.py --resume runs/my-run": resume,
+    'python inference.py runs/my-run "def main(" --temperature 0.7 --length 200': infer,
+    "python inference.py model.pkl": infer_pickle,
+    "python -m benchmarks.train --shape S --peer torch": benchmark,
+}
+
+
+@pytest.mark.parametrize("line", BASH)
+def test_bash_lines(line, request):
+    assert line in LINES, "a new line: say in this test how it is run"
+    LINES[line](request, line)
+
+
+def test_the_table_has_no_line_that_the_readme_has_not():
+    assert set(LINES) == set(BASH)
+
+
+def test_commands_in_the_text_are_known():
+    for line in re.findall(r"`(pip install [^`]*)`", README):
+        installs(line)
+
+
+# -------------------------------------------------------------------- links and names
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)\s]+)\)", README))))
+def test_links_point_to_something(link):
+    if re.match(r"https?://", link):
+        assert re.fullmatch(r"https://[\w./-]+", link)
+    else:
+        assert (ROOT / link.split("#")[0]).exists()
+
+
+def test_presets_and_methods_that_the_text_names_exist():
+    from tricycle.layers import Layer
+
+    for name in re.search(r"presets \((.*?)\)", README)[1].replace("`", "").split(", "):
+        assert name in configs.PRESETS
+    walkers = re.search(r"shows the tree\. (.*?) walk over it", README, re.DOTALL)[1]
+    for name in re.findall(r"(\w+)\(\)`", walkers):
+        assert callable(getattr(Layer, name)), name
+
+
+def test_every_module_is_on_the_map():
+    table = README[README.index("## Map") : README.index("## Speed")]
+    for path in sorted((ROOT / "tricycle").glob("*.py")):
+        if path.stem not in ("__init__", "files", "flags", "plot"):
+            assert f"(tricycle/{path.name})" in table, path.name

@@ -1,0 +1,476 @@
+"""The training loop: resumed runs equal uninterrupted ones, losses are counted right, accidents change nothing."""
+
+import json
+import math
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from tricycle import training
+from tricycle.checkpoint import load_checkpoint, save_checkpoint
+from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.functions import LogSoftmax
+from tricycle.models import GPT
+from tricycle.optimisers import gradient_norm
+from tricycle.tensor import no_grad, to_tensor
+from tricycle.tokeniser import BPETokeniser
+from tricycle.training import (
+    ESTIMATE_STEPS,
+    HeldOut,
+    NonFiniteError,
+    Run,
+    estimate,
+    evaluate,
+    new_state,
+    read_metrics,
+    resume_state,
+    show_sample,
+    train,
+    train_step,
+)
+
+TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
+TOKENISER = BPETokeniser(257)
+TOKENS = TOKENISER.encode(TEXT)
+CONFIG = DebugConfig(
+    vocab_size=257, context_window=8, embedding_dim=8, n_layers=1, batch_size=2, steps=20, warmup_steps=2, dropout=0.2,
+    accumulation_steps=2, eval_interval=5, eval_batches=3, sample_interval=0, seed=3,
+)
+
+
+def new_run(folder, **settings) -> Run:
+    folder.mkdir(exist_ok=True)
+    held_out = HeldOut(TOKENS[:100], 99)
+    return Run(folder, TOKENISER, held_out, say=lambda text: None, show_progress=False, **settings)
+
+
+def stop_at(state, step):
+    return lambda: state.step == step
+
+
+def losses(run) -> list:
+    """What metrics.jsonl says, without the speed."""
+    return [{name: line[name] for name in line if name != "tokens_per_second"} for line in read_metrics(run.metrics)]
+
+
+def same_files(a: Run, b: Run) -> None:
+    for first, second in ((a.last, b.last), (a.best, b.best)):
+        tensors, others = load_file(first), load_file(second)
+        assert tensors.keys() == others.keys()
+        assert all(tensors[name].tobytes() == others[name].tobytes() for name in tensors)
+    abouts = [load_checkpoint(run.last).about for run in (a, b)]
+    for about in abouts:
+        del about["progress"]["seconds"]
+    assert abouts[0] == abouts[1]
+    assert losses(a) == losses(b)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Run:
+    run = new_run(tmp_path_factory.mktemp("runs") / "whole")
+    assert train(new_state(CONFIG, TOKENS), run) is True
+    return run
+
+
+# -------------------------------------------------------------------- resuming
+@pytest.mark.parametrize("stops", [(10,), (7,), (1,), (19,), (5, 6, 15)])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, whole, stops):
+    """Weights, moments, generators, position, metrics and the best checkpoint, exactly. 5 and 10 have estimates."""
+    run = new_run(tmp_path / "run")
+    state = new_state(CONFIG, TOKENS)
+    for step in stops:
+        run.stop = stop_at(state, step)
+        assert train(state, run) is False
+        assert state.step == step
+        state, run = resume_state(run.last, TOKENS), new_run(tmp_path / "run")
+        assert state.step == step
+    assert train(state, run) is True
+    same_files(run, whole)
+
+
+@pytest.mark.parametrize("at", [3, 5, 6, 14, 20])
+def test_a_run_that_crashed_equals_an_uninterrupted_one(tmp_path, whole, at, monkeypatch):
+    """Without a last save: from the checkpoint before the latest estimate, whose line is there already."""
+    run = new_run(tmp_path / "run")
+    state = new_state(CONFIG, TOKENS)
+
+    def crash():
+        if state.step == at:
+            run.flush()
+            raise KeyboardInterrupt
+
+    run.stop = crash
+    with pytest.raises(KeyboardInterrupt):
+        train(state, run)
+    run = new_run(tmp_path / "run")
+    state = resume_state(run.last, TOKENS)
+    assert state.step == (at - 1) // 5 * 5
+    assert train(state, run) is True
+    same_files(run, whole)
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path, whole):
+    for name in ("last.safetensors", "best.safetensors", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((whole.folder / name).read_bytes())
+    run = new_run(tmp_path)
+    assert train(resume_state(run.last, TOKENS), run) is True
+    same_files(run, whole)
+
+
+def test_metrics_that_were_cut_off_in_a_line(tmp_path):
+    run = new_run(tmp_path)
+    state = new_state(CONFIG, TOKENS)
+    run.stop = stop_at(state, 10)
+    train(state, run)
+    content = run.metrics.read_bytes()
+    run.metrics.write_bytes(content[:-20])
+    assert len(read_metrics(run.metrics)) == content.count(b"\n") - 1
+    state, run = resume_state(run.last, TOKENS), new_run(tmp_path)
+    train(state, run)
+    steps = [line["step"] for line in read_metrics(run.metrics) if "loss" in line]
+    assert steps == [*range(1, 10), *range(11, 21)]
+    assert all(json.loads(line) for line in run.metrics.read_text().splitlines())
+
+
+def test_other_tokens_are_refused(whole):
+    with pytest.raises(ValueError, match=r"last\.safetensors.*expected n_items of the state"):
+        resume_state(whole.last, TOKENS[:500])
+
+
+@pytest.mark.parametrize(
+    ("progress", "said"),
+    [
+        ({"step": "3"}, "expected step in the checkpoint to be a number, got '3'"),
+        ({"step": None}, "expected step in the checkpoint to be a number, got None"),
+        ({"seconds": []}, "expected seconds in the checkpoint to be a number"),
+        ({"best_loss": {}}, "expected best_loss in the checkpoint to be a number"),
+        ({"total_steps": 1.5}, "expected total_steps in the checkpoint to be a number, got 1.5"),
+    ],
+)
+def test_odd_progress_is_refused(tmp_path, progress, said):
+    state = new_state(CONFIG, TOKENS)
+    good = {name: getattr(state, name) for name in state.PROGRESS}
+    save_checkpoint(
+        tmp_path / "c", state.model, TOKENISER, state.optimiser, state.dataset, {**good, **progress, "model": 1}
+    )
+    with pytest.raises(ValueError) as caught:
+        resume_state(tmp_path / "c", TOKENS)
+    assert str(caught.value).startswith(f"{tmp_path / 'c'}: ")
+    assert said in str(caught.value)
+
+
+def test_progress_sets_nothing_but_progress(tmp_path):
+    state = new_state(CONFIG, TOKENS)
+    good = {name: getattr(state, name) for name in state.PROGRESS}
+    save_checkpoint(tmp_path / "c", state.model, None, state.optimiser, state.dataset, {**good, "model": 1, "odd": 2})
+    again = resume_state(tmp_path / "c", TOKENS)
+    assert isinstance(again.model, GPT)
+    assert not hasattr(again, "odd")
+
+
+# -------------------------------------------------------------------- the loop
+def test_the_loss_falls_on_a_small_text(tmp_path):
+    config = replace(
+        CONFIG, steps=60, dropout=0.0, accumulation_steps=1, context_window=16, embedding_dim=32, batch_size=8,
+        max_learning_rate=1e-2, eval_interval=20, sample_interval=30,
+    )
+    run = new_run(tmp_path)
+    said = []
+    run.say = said.append
+    train(new_state(config, TOKENS), run)
+    trace = [line["loss"] for line in read_metrics(run.metrics) if "loss" in line]
+    assert len(trace) == 60
+    assert trace[0] == pytest.approx(math.log(257), rel=0.1)
+    assert np.mean(trace[-5:]) < 0.45 * trace[0]
+    held_out = [line for line in read_metrics(run.metrics) if "held_out_loss" in line]
+    assert [line["step"] for line in held_out] == [20, 40]
+    assert held_out[1]["held_out_loss"] < held_out[0]["held_out_loss"]
+    assert sum("sample at step 30" in text for text in said) == 1
+    assert (tmp_path / "samples.txt").read_text(encoding="utf-8").startswith("--- sample at step 30\n")
+
+
+def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch):
+    run = new_run(tmp_path)
+    saved = []
+    for name in ("estimate", "show_sample"):
+        def look(state, run, name=name):
+            saved.append((name, state.step, load_checkpoint(run.last).about["progress"]["step"]))
+        monkeypatch.setattr(training, name, look)
+    train(new_state(replace(CONFIG, sample_interval=4), TOKENS), run)
+    evaluated = [("estimate", step, step) for step in (5, 10, 15)]
+    sampled = [("show_sample", step, step) for step in (4, 8, 12, 16)]
+    assert sorted(saved) == sorted(evaluated + sampled)
+
+
+def test_a_checkpoint_stands_before_the_first_update(tmp_path, monkeypatch):
+    def fail(state):
+        raise OSError("out of luck")
+
+    run = new_run(tmp_path)
+    monkeypatch.setattr(training, "train_step", fail)
+    with pytest.raises(OSError, match="out of luck"):
+        train(new_state(CONFIG, TOKENS), run)
+    assert load_checkpoint(run.last).about["progress"]["step"] == 0
+
+
+def test_stopping_at_the_end_is_the_end(tmp_path):
+    state = new_state(replace(CONFIG, steps=3), TOKENS)
+    run = new_run(tmp_path)
+    run.stop = stop_at(state, 3)
+    assert train(state, run) is True
+
+
+def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path, monkeypatch):
+    values = iter([3.0, 2.0, 2.5, 1.5])
+    monkeypatch.setattr(training, "evaluate", lambda *args: (next(values), 99))
+    run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
+    best = []
+    for state.step in (5, 10, 15, 20):
+        assert estimate(state, run) > 0
+        best.append(load_checkpoint(run.best).about["progress"])
+    assert [progress["step"] for progress in best] == [5, 10, 10, 20]
+    assert [progress["best_loss"] for progress in best] == [3.0, 2.0, 2.0, 1.5]
+    bits = [line["bits_per_byte"] for line in read_metrics(run.metrics)]
+    assert bits == pytest.approx([loss / math.log(2) for loss in (3.0, 2.0, 2.5, 1.5)], rel=1e-5)
+
+
+def test_the_learning_rate_over_a_run(tmp_path):
+    config = replace(CONFIG, steps=40, warmup_steps=4, max_learning_rate=1e-2, min_learning_rate=1e-3)
+    run = new_run(tmp_path)
+    train(new_state(config, TOKENS), run)
+    rates = [line["learning_rate"] for line in read_metrics(run.metrics) if "loss" in line]
+    assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    cosine = [1e-3 + 9e-3 * (1 + math.cos(math.pi * (step - 4) / 36)) / 2 for step in range(4, 41)]
+    assert rates[3:] == pytest.approx(cosine, rel=1e-5)
+    assert rates[-1] == pytest.approx(1e-3)
+
+
+def test_the_warm_up_is_at_most_a_tenth():
+    state = new_state(replace(CONFIG, steps=50, warmup_steps=1000), TOKENS)
+    assert state.learning_rate(5) == CONFIG.max_learning_rate
+    assert state.learning_rate(4) < CONFIG.max_learning_rate
+    assert state.learning_rate(50) == CONFIG.min_learning_rate
+
+
+@pytest.mark.parametrize(
+    ("minutes", "steps", "expected"), [(5.0, 0, (200, 290)), (5.0, 60, (60, 60)), (0.1, 0, (25, 25))]
+)
+def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
+    """With a clock that says one second an update: about as many updates as fit, and some time for the end."""
+    clock = iter(range(10**9))
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    config = replace(CONFIG, minutes=minutes, steps=steps, accumulation_steps=1, eval_interval=100)
+    state = new_state(config, TOKENS)
+    assert state.total_steps == 0
+    assert train(state, new_run(tmp_path)) is True
+    assert expected[0] <= state.step <= expected[1]
+    assert state.step == state.total_steps > ESTIMATE_STEPS[0]
+    assert state.seconds == state.step
+
+
+def test_time_spent_before_counts(tmp_path, monkeypatch):
+    n_steps = []
+    for spent in (0.0, 120.0):
+        clock = iter(range(10**9))
+        fake = types.SimpleNamespace(perf_counter=lambda clock=clock: float(next(clock)))
+        monkeypatch.setattr(training, "time", fake)
+        state = new_state(replace(CONFIG, minutes=5.0, steps=0, eval_interval=1000), TOKENS)
+        train(state, new_run(tmp_path / str(spent), spent=spent))
+        n_steps.append(state.step)
+    assert n_steps[0] - n_steps[1] == pytest.approx(120, abs=3)
+
+
+# -------------------------------------------------------------------- one update
+def test_accumulated_gradients_equal_those_of_one_big_batch():
+    big = new_state(replace(CONFIG, batch_size=6, accumulation_steps=1, dropout=0.0), TOKENS)
+    small = new_state(replace(CONFIG, batch_size=2, accumulation_steps=3, dropout=0.0), TOKENS)
+    for _ in range(5):
+        (loss, norm), (other_loss, other_norm) = train_step(big), train_step(small)
+        assert loss == pytest.approx(other_loss, rel=1e-5)
+        assert norm == pytest.approx(other_norm, rel=1e-4)
+    for (name, a), b in zip(big.model.named_parameters(), small.model.parameters(), strict=True):
+        np.testing.assert_allclose(a.array, b.array, atol=2e-4, err_msg=name)
+    assert big.dataset.position == small.dataset.position == 30
+
+
+@pytest.mark.parametrize(("limit", "clipped"), [(0.0, False), (1e-3, True), (1e6, False)])
+def test_gradients_are_clipped_before_the_update(monkeypatch, limit, clipped):
+    state = new_state(replace(CONFIG, max_gradient_norm=limit), TOKENS)
+    seen = []
+    update = state.model.update
+    monkeypatch.setattr(state.model, "update", lambda opt: (seen.append(gradient_norm(state.model)), update(opt)))
+    _, norm = train_step(state)
+    assert norm > 0.01
+    assert seen == [pytest.approx(limit if clipped else norm, rel=1e-4)]
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+
+
+def poison_weight(state):
+    dict(state.model.named_parameters())["blocks.0.mlp.up.weights"].array[0, 0] = np.nan
+
+
+def overflow(state):
+    dict(state.model.named_parameters())["blocks.0.mlp.up.weights"].array[...] = 3e38
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (poison_weight, r"the loss is nan; the first bad tensor is the parameter blocks\.0\.mlp\.up\.weights"),
+        (overflow, r"the first bad tensor is the result of dense with blocks\.0\.mlp\.up\.weights"),
+    ],
+)
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, spoil, named, accumulation_steps):
+    config = replace(CONFIG, accumulation_steps=accumulation_steps)
+    run, state = new_run(tmp_path), new_state(config, TOKENS)
+    saved = []
+
+    def stop():
+        if state.step == 7:
+            saved.append(run.last.read_bytes())
+            spoil(state)
+            saved.append({name: p.array.copy() for name, p in state.model.named_parameters()})
+
+    run.stop = stop
+    with pytest.raises(NonFiniteError, match=f"step 8: .*{named}"):
+        train(state, run)
+    before, weights = saved
+    assert run.last.read_bytes() == before
+    for name, parameter in state.model.named_parameters():
+        np.testing.assert_array_equal(parameter.array, weights[name])
+        assert parameter.grad is None
+    assert resume_state(run.last, TOKENS).step == 5
+    if spoil is poison_weight:
+        with pytest.raises(ValueError, match="expected finite weights"):
+            state.save(run.last, None)
+        assert run.last.read_bytes() == before
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
+    state = new_state(replace(CONFIG, accumulation_steps=1), TOKENS)
+    clip = training.clip_gradients
+
+    def spoil(model, max_norm):
+        model.norm.gain.grad.array[0] = np.inf
+        return clip(model, max_norm)
+
+    monkeypatch.setattr(training, "clip_gradients", spoil)
+    before = {name: p.array.copy() for name, p in state.model.named_parameters()}
+    with pytest.raises(NonFiniteError, match=r"step 1: the norm of the gradients is inf; .* is of norm\.gain"):
+        train_step(state)
+    for name, parameter in state.model.named_parameters():
+        np.testing.assert_array_equal(parameter.array, before[name])
+        assert parameter.grad is None
+    assert state.step == state.optimiser.n_steps == 0
+
+
+# -------------------------------------------------------------------- held-out loss
+def brute_force(model: GPT, tokens: np.ndarray, stride: int) -> float:
+    """The loss of each token alone: after the window that predicts it, and no other."""
+    length = min(model.config.context_window, len(tokens) - 1)
+    stride = min(stride or length, length)
+    total = 0.0
+    for place in range(1, len(tokens)):
+        # the first window ends at `length`, the others move on by the stride, the last one ends with the text
+        end = min(len(tokens) - 1, length if place <= length else length - (length - place) // stride * stride)
+        with no_grad():
+            logits = model(to_tensor(tokens[end - length : place], dtype=int))
+            total -= float(LogSoftmax()(logits).array[-1, int(tokens[place])])
+    return total / (len(tokens) - 1)
+
+
+@settings(max_examples=25)
+@given(st.integers(2, 40), st.integers(0, 9), st.integers(1, 4), st.integers(0, 3))
+def test_every_token_is_predicted_once(n_tokens, stride, batch_size, seed):
+    model = GPT(GPTConfig(vocab_size=11, context_window=6, embedding_dim=4, n_heads=1, n_layers=1, dropout=0.5)).eval()
+    for parameter in model.parameters():
+        parameter.array[...] = np.random.default_rng(seed).normal(0, 1, parameter.shape)
+    tokens = np.random.default_rng(seed).integers(0, 11, n_tokens).astype(np.uint16)
+    model.train()
+    loss, count = evaluate(model, tokens, batch_size, stride=stride)
+    assert count == n_tokens - 1
+    assert model.training
+    assert loss == pytest.approx(brute_force(model.eval(), tokens, stride), rel=1e-4)
+    assert evaluate(model, tokens, batch_size, 0, stride)[0] == loss
+    assert not model.training
+
+
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 30))
+def test_windows_cover_each_token_once(n_pairs, length, stride):
+    length = min(length, n_pairs)
+    counted = []
+    for start, n_counted in training._windows(n_pairs, length, min(stride, length)):
+        assert start >= 0
+        counted += range(start + length - n_counted, start + length)
+    assert counted == list(range(n_pairs))
+
+
+def test_an_estimate_reads_a_few_batches_spread_evenly(monkeypatch):
+    model = GPT(replace(CONFIG, dropout=0.0))
+    seen = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda x: (seen.append(x.array.copy()), forward(x))[1])
+    tokens = np.arange(241) % 257
+    _, count = evaluate(model, tokens, 2, n_batches=3)
+    assert count == 6 * 8
+    assert np.concatenate(seen)[:, 0].tolist() == [0, 40, 88, 136, 184, 232]
+    assert evaluate(model, tokens, 2, n_batches=1000)[1] == 240
+
+
+@pytest.mark.parametrize("tokens", [[], [1]])
+def test_too_few_tokens_to_evaluate(tokens):
+    with pytest.raises(ValueError, match=f"expected at least 2 tokens, got {len(tokens)}"):
+        evaluate(GPT(CONFIG), np.array(tokens, int), 2)
+
+
+def test_ids_outside_the_vocabulary_are_named_and_the_mode_comes_back():
+    model = GPT(CONFIG).train()
+    with pytest.raises(ValueError, match="expected ids from 0 to 256, got 257"):
+        evaluate(model, np.array([1, 257, 1]), 2)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_bytes", "nats", "bits"),
+    [(101, 100, math.log(2), 1.0), (101, 400, math.log(2), 0.25), (51, 100, math.log(256), 4.0), (11, 10, 0.0, 0.0)],
+)
+def test_bits_a_byte(n_tokens, n_bytes, nats, bits):
+    assert HeldOut(np.zeros(n_tokens, int), n_bytes).bits_per_byte(nats) == pytest.approx(bits)
+
+
+def test_bits_a_byte_do_not_depend_on_the_vocabulary():
+    """A uniform model over bytes needs eight bits for each, whatever the text."""
+    model = GPT(replace(CONFIG, vocab_size=256))
+    model.norm.gain.array[...] = 0
+    content = TEXT.encode()[:501]
+    loss, n_tokens = evaluate(model, np.frombuffer(content, np.uint8), 4)
+    assert n_tokens == 500
+    assert HeldOut(content, 500).bits_per_byte(loss) == pytest.approx(8, rel=1e-5)
+
+
+# -------------------------------------------------------------------- metrics and samples
+def test_metrics_are_written_in_whole_lines(tmp_path):
+    run = new_run(tmp_path)
+    assert read_metrics(run.metrics) == []
+    for step in range(training.LINES_GATHERED + 3):
+        run.record(step=step, loss=1 / 3)
+    assert len(read_metrics(run.metrics)) == training.LINES_GATHERED
+    run.flush()
+    run.flush()
+    assert read_metrics(run.metrics) == [{"step": s, "loss": 0.333333} for s in range(training.LINES_GATHERED + 3)]
+
+
+@pytest.mark.parametrize("window", [1, 2, 8])
+@pytest.mark.parametrize("prompt", ["", "the cat sat on the mat"])
+def test_samples_begin_with_any_prompt(tmp_path, window, prompt):
+    state, run = new_state(replace(CONFIG, context_window=window), TOKENS), new_run(tmp_path)
+    text = show_sample(state, run, 10, prompt)
+    assert text.startswith(prompt)
+    assert show_sample(state, run, 10, prompt) == text
+    assert (tmp_path / "samples.txt").read_text(encoding="utf-8") == f"--- sample at step 0\n{text}\n" * 2
