@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import bz2
 import gzip
+import importlib
 import json
 import lzma
 import shlex
@@ -44,6 +45,13 @@ from tricycle.training import (
 )
 
 Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
+CORPORA = {
+    "python": ("python_code", "PythonCode"),
+    "shakespeare": ("shakespeare", "Shakespeare"),
+    "text": ("text", "TextFiles"),
+    "codeparrot": ("codeparrot", "CodeParrot"),
+    "fineweb": ("fineweb", "FineWeb"),
+}
 # How the samples at the end begin, besides those of a new text.
 PROMPTS = {"python": ("", "def ", "class "), "codeparrot": ("", "def ", "class ")}
 
@@ -79,8 +87,8 @@ def main() -> int:
     started = time.perf_counter()
     if any(word.split("=")[0] == "--resume" for word in sys.argv[1:]):
         resumed = parse(ResumeArguments, description="Resume a run.")
-        on_gpu = use_gpu(resumed.device)
-        return train_and_report(resumed.resume, on_gpu, started)
+        config, description = read_run(resumed.resume)
+        return train_and_report(resumed.resume, config, description, use_gpu(resumed.device), started)
     arguments = parse_arguments()
     on_gpu = use_gpu(arguments.device)
     if arguments.data == "text" and not arguments.files:
@@ -92,11 +100,7 @@ def main() -> int:
     if (folder / "last.safetensors").exists():
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
     description = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in {"config": arguments.config.to_dict(), "data": description}.items():
-        with atomic_write(folder / f"{name}.json", text=True) as file:
-            json.dump(content, file, indent=2)
-    return train_and_report(folder, on_gpu, started)
+    return train_and_report(folder, arguments.config, description, on_gpu, started)
 
 
 def parse_arguments() -> Arguments:
@@ -124,38 +128,29 @@ def use_gpu(device: str) -> bool:
 
 def load_corpus(data: str, files: list[str], vocab_size: int, tokeniser: Any = None) -> Any:
     """The corpus of a --data flag."""
-    if data == "python":
-        from tricycle_datasets.python_code import PythonCode
-
-        return PythonCode(vocab_size, tokeniser=tokeniser)
-    if data == "shakespeare":
-        from tricycle_datasets.shakespeare import Shakespeare
-
-        return Shakespeare(vocab_size, tokeniser=tokeniser)
-    if data == "text":
-        from tricycle_datasets.text import TextFiles
-
-        return TextFiles([Path(name) for name in files], vocab_size, tokeniser=tokeniser)
-    if data == "codeparrot":
-        from tricycle_datasets.codeparrot import CodeParrot
-
-        return CodeParrot(vocab_size, tokeniser=tokeniser)
-    from tricycle_datasets.fineweb import FineWeb
-
-    return FineWeb(vocab_size, tokeniser=tokeniser)
+    module, name = CORPORA[data]
+    corpus = getattr(importlib.import_module(f"tricycle_datasets.{module}"), name)
+    paths = ([Path(name) for name in files],) if data == "text" else ()
+    return corpus(*paths, vocab_size, tokeniser=tokeniser)
 
 
-def train_and_report(folder: Path, on_gpu: bool, started: float) -> int:
-    """Train the run that a folder describes, from its last checkpoint if it has one."""
+def train_and_report(
+    folder: Path, config: GPTConfig, description: dict[str, Any], on_gpu: bool, started: float
+) -> int:
+    """Train in a folder, from its last checkpoint if it has one."""
     last = folder / "last.safetensors"
-    config, description = read_run(folder)
     print(f"data: {description['data']} (text is tokenised once and cached)")
     tokeniser = load_checkpoint(last).tokeniser() if last.exists() else None
     corpus = load_corpus(description["data"], description["files"], config.vocab_size, tokeniser)
     tokeniser = corpus.tokeniser
     if tokeniser.n_vocab > config.vocab_size:
         raise ValueError(f"expected a tokeniser of at most {config.vocab_size} tokens, got {tokeniser.n_vocab}")
+    for name, content in {"config": config.to_dict(), "data": description}.items():
+        with atomic_write(folder / f"{name}.json", text=True) as file:
+            json.dump(content, file, indent=2)
     tokeniser.save(folder / "tokeniser.json")
+    for left_over in folder.glob(".*.part"):  # what a kill cut off while it was being written
+        left_over.unlink()
     held_out_bytes = corpus.validation_bytes
     # the end of some other text stands before the first token, so that it too is predicted
     held_out = HeldOut(np.concatenate([[tokeniser.end_of_text], corpus.validation]), len(held_out_bytes))

@@ -128,7 +128,7 @@ def test_a_model_alone_is_enough(tmp_path, trained):
     assert checkpoint.tokeniser() is None
     for name, array in checkpoint.model().state_dict().items():
         np.testing.assert_array_equal(array, trained[0].state_dict()[name])
-    with pytest.raises(ValueError, match="the checkpoint lacks 'optimiser'"):
+    with pytest.raises(ValueError, match="it lacks 'optimiser'"):
         checkpoint.restore(*new_parts())
 
 
@@ -156,10 +156,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(saved, trained, monkeypatch, func
 
 
 def test_a_disk_that_fills_up_half_way_leaves_the_old_checkpoint(saved, monkeypatch):
-    before, fdopen = saved.read_bytes(), os.fdopen
+    before, usual = saved.read_bytes(), Path.open
 
-    def small(*args, **kwargs):
-        file = fdopen(*args, **kwargs)
+    def small(path, *args, **kwargs):
+        file = usual(path, *args, **kwargs)
         write = file.write
 
         class Small:
@@ -175,9 +175,10 @@ def test_a_disk_that_fills_up_half_way_leaves_the_old_checkpoint(saved, monkeypa
 
         return Small()
 
-    monkeypatch.setattr(os, "fdopen", small)
-    with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(saved, new_parts()[0])
+    model = new_parts()[0]
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(Path, "open", small)
+        save_checkpoint(saved, model)
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]
 
@@ -229,7 +230,7 @@ def test_a_cut_file_is_refused_at_every_length(saved):
     path = saved.parent / "cut"
     for length in sorted(lengths):
         path.write_bytes(content[:length])
-        assert "expected a whole safetensors file" in refused(path), length
+        assert "expected a whole checkpoint of Tricycle" in refused(path), length
     path.write_bytes(content + b"more")
     refused(path)
 
@@ -260,9 +261,9 @@ def test_a_damaged_header_is_refused_or_harmless(saved, seed):
 
 def test_foreign_safetensors_are_refused(tmp_path):
     save_file({"weight": np.ones(3, np.float32)}, tmp_path / "plain")
-    assert "without its metadata" in refused(tmp_path / "plain")
+    assert "without Tricycle's metadata" in refused(tmp_path / "plain")
     save_file({"weight": np.ones(3, np.float32)}, tmp_path / "other", {"format": "pt"})
-    assert "without its metadata" in refused(tmp_path / "other")
+    assert "without Tricycle's metadata" in refused(tmp_path / "other")
     header = json.dumps({"model.x": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()
     (tmp_path / "float8").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
     refused(tmp_path / "float8")

@@ -48,7 +48,7 @@ def test_the_bytes_are_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert order[:2] == ["fsync", "replace"]
 
 
-@pytest.mark.parametrize("function", ["fsync", "replace", "chmod"])
+@pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize("existed", [True, False])
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, function, existed):
     path = tmp_path / "file"

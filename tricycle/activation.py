@@ -36,9 +36,8 @@ class GeLU(Op):
         x = as_tensor(x)
         array = floating(x.array)
         if self.approximate:
-            return record(
-                kernels.gelu(array), (x,), (lambda grad: kernels.gelu_backward(grad.array, array),), "gelu"
-            )
+            back_fns = (lambda grad: kernels.gelu_backward(grad.array, array),)
+            return record(kernels.gelu(array), (x,), back_fns, "gelu")
         xp = x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
 

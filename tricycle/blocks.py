@@ -42,10 +42,8 @@ class MultiHeadSelfAttention(Layer):
     ) -> None:
         positive("MultiHeadSelfAttention", embedding_dim=embedding_dim, n_heads=n_heads, context_window=context_window)
         if embedding_dim % n_heads:
-            raise ValueError(
-                f"MultiHeadSelfAttention: expected embedding_dim to be a multiple of n_heads, "
-                f"got {embedding_dim} and {n_heads}"
-            )
+            got = f"{embedding_dim} and {n_heads}"
+            raise ValueError(f"MultiHeadSelfAttention: expected embedding_dim to be a multiple of n_heads, got {got}")
         generator = new_generator(generator)
         self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
         self.qkv = Dense(embedding_dim, 3 * embedding_dim, bias, initialiser, generator)
@@ -65,16 +63,12 @@ class MultiHeadSelfAttention(Layer):
         """
         x = as_tensor(x, self.qkv.weights)
         if x.ndim < 2 or x.shape[-1] != self.embedding_dim or x.shape[-2] == 0:
-            raise ValueError(
-                f"MultiHeadSelfAttention(embedding_dim={self.embedding_dim}): "
-                f"expected shape (batch, tokens, {self.embedding_dim}), got {x.shape}"
-            )
+            title = f"MultiHeadSelfAttention(embedding_dim={self.embedding_dim})"
+            raise ValueError(f"{title}: expected shape (batch, tokens, {self.embedding_dim}), got {x.shape}")
         seen = cache.length if cache is not None else 0
         if seen + x.shape[-2] > self.context_window:
-            raise ValueError(
-                f"MultiHeadSelfAttention(context_window={self.context_window}): "
-                f"expected at most {self.context_window} tokens, got {seen + x.shape[-2]}"
-            )
+            title = f"MultiHeadSelfAttention(context_window={self.context_window})"
+            raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {seen + x.shape[-2]}")
         qkv = self.qkv(x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:]))
         if self.rotary is not None:
             qkv = self.rotary(qkv, offset=seen)

@@ -30,6 +30,7 @@ from tricycle.tensor import Tensor
 from tricycle.tokeniser import BPETokeniser
 
 FORMAT = 1
+A_CHECKPOINT = "a whole checkpoint of Tricycle"
 PathLike = str | os.PathLike[str]
 
 
@@ -88,24 +89,23 @@ class Checkpoint:
     tensors: dict[str, np.ndarray]
     about: dict[str, Any]
 
-    def _group(self, prefix: str) -> dict[str, np.ndarray]:
-        return {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
-
     def model(self) -> GPT:
         """The model, its dropout generator where it stood."""
-        with _blame(self.path):
-            model = _build(self.config, self._group("model."))
+        with _expecting(self.path, A_CHECKPOINT):
+            prefix = "model."
+            weights = {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
+            model = _build(self.config, weights)
             model.generator.bit_generator.state = self.about["generator"]
             return model
 
     def tokeniser(self) -> BPETokeniser | None:
         """The tokeniser that went along, if one did."""
-        with _blame(self.path):
+        with _expecting(self.path, A_CHECKPOINT):
             return BPETokeniser.from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
 
     def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
         """Put the optimiser and the dataset where they stood; returns the progress."""
-        with _blame(self.path):
+        with _expecting(self.path, A_CHECKPOINT):
             about = self.about["optimiser"]
             optimiser.n_steps = int(about["n_steps"])
             for name, parameter in model.named_parameters():
@@ -135,14 +135,16 @@ def _build(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 
 
 @contextmanager
-def _blame(path: Path) -> Iterator[None]:
-    """Turn the errors of odd content, which can be any, into one that names the file."""
+def _expecting(path: Path, what: str) -> Iterator[None]:
+    """Turn the errors of odd content, which can be any, into one line that names the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: expected {what}, there is no such file")
     try:
         yield
-    except KeyError as error:
-        raise ValueError(f"{path}: the checkpoint lacks {error.args[0]!r}") from None
     except Exception as error:
-        raise ValueError(f"{path}: not a checkpoint that can be used: {' '.join(str(error).split())}") from None
+        lacking = isinstance(error, KeyError)
+        reason = f"it lacks {error.args[0]!r}" if lacking else " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path}: expected {what}: {reason}") from None
 
 
 def load_checkpoint(path: PathLike) -> Checkpoint:
@@ -155,18 +157,12 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
     from safetensors import safe_open
 
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: expected a checkpoint, there is no such file")
-    try:
+    with _expecting(path, A_CHECKPOINT):
         with safe_open(path, framework="numpy") as file:
             text = (file.metadata() or {}).get("tricycle")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator here)
-    except Exception as error:  # safetensors and NumPy complain of odd files in many ways
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: expected a whole safetensors file: {reason}") from None
-    if text is None:
-        raise ValueError(f"{path}: expected a checkpoint of Tricycle, got a safetensors file without its metadata")
-    with _blame(path):
+        if text is None:
+            raise ValueError("it is a safetensors file without Tricycle's metadata")
         about = json.loads(text)
         if about["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {about['format']!r}")
@@ -176,19 +172,14 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
 # -------------------------------------------------------------------- pickles
 # What NumPy needs to bring back arrays and generators, and nothing else of it (numpy.testing, numpy.f2py and
 # others could run commands).
-_NUMPY_NAMES = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("numpy.random._pickle", "__generator_ctor"),
-    ("numpy.random._pickle", "__bit_generator_ctor"),
-    ("numpy.random._pcg64", "PCG64"),
-    ("numpy.random.bit_generator", "SeedSequence"),
-    ("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"),
-}
-
+_NUMPY_NAMES = set(
+    """
+    numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar
+    numpy._core.numeric._frombuffer numpy.random._pickle.__generator_ctor numpy.random._pickle.__bit_generator_ctor
+    numpy.random._pcg64.PCG64 numpy.random.bit_generator.SeedSequence
+    numpy.random.bit_generator.__pyx_unpickle_SeedSequence
+    """.split()
+)
 
 _Unpickler: Any = pickle._Unpickler  # the one in Python: its steps can be overridden
 
@@ -207,7 +198,7 @@ class _ModelUnpickler(_Unpickler):
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module.replace("numpy.core.", "numpy._core."), name) in _NUMPY_NAMES:
+        if f"{module.replace('numpy.core.', 'numpy._core.')}.{name}" in _NUMPY_NAMES and "." not in name:
             return super().find_class(module, name)
         if module.startswith("tricycle.") and module in sys.modules:
             found = getattr(sys.modules[module], name, None)
@@ -226,14 +217,9 @@ def load_pickled_model(path: PathLike) -> GPT:
         ValueError: no pickle of a GPT, a damaged one, or one that asks for something else.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: expected a pickled model, there is no such file")
-    try:
+    with _expecting(path, "a pickled Tricycle GPT"):
         with path.open("rb") as file:
             found = _ModelUnpickler(file).load()
         if not isinstance(found, GPT):
             raise TypeError(f"it holds a {type(found).__name__}")
         return _build(GPTConfig.from_dict(found.config.to_dict()), found.from_gpu().state_dict())
-    except Exception as error:  # a crafted pickle can fail in any way
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path}: expected a pickled Tricycle GPT: {reason}") from None

@@ -5,7 +5,7 @@ Every field is a flag of `train_smol_gpt.py`; the comment behind a field is the 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -65,6 +65,7 @@ class GPTConfig:
         self._require("n_heads", width % self.n_heads == 0, f"a divisor of embedding_dim {width}")
         self._require("min_learning_rate", self.min_learning_rate <= most, f"at most max_learning_rate {most}")
         self._require("steps", self.steps > 0 or self.minutes > 0, "above 0 where minutes is 0")
+        self._require("expansion_ratio", width * self.expansion_ratio >= 1, f"at least 1 / {width}")
         even = self.positions != "rotary" or width // self.n_heads % 2 == 0
         self._require("embedding_dim", even, "even in each head for rotary positions")
 
@@ -83,8 +84,8 @@ class GPTConfig:
                 self._require(field.name, isinstance(value, bool), "True or False")
             else:
                 kinds = int if wanted is int else (int, float)
-                is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-                self._require(field.name, is_number, "a whole number" if wanted is int else "a finite number")
+                is_number = isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+                self._require(field.name, is_number, f"a {'whole' if wanted is int else 'finite'} number")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, as JSON can hold them."""

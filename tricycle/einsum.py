@@ -34,8 +34,7 @@ class Einsum(Op):
 
     def __init__(self, subscripts: str) -> None:
         self.subscripts = subscripts
-        inputs, output = _parse(subscripts)
-        self._inputs, self._output = inputs, output
+        self._inputs, self._output = _parse(subscripts)
 
     def __repr__(self) -> str:
         return f"Einsum({self.subscripts!r})"
@@ -43,10 +42,8 @@ class Einsum(Op):
     def forward(self, *tensors: Operand) -> Tensor:
         """One Tensor for each input of the subscripts; the result is named after them."""
         inputs = as_tensors(*tensors)
-        batched = any(t.is_batched for t in inputs)
-        flags = tuple(t.is_batched for t in inputs)
-        labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), flags)
-        return _record(inputs, labels, out, sizes, f"einsum {self.subscripts}", batched)
+        labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs))
+        return _record(inputs, labels, out, sizes, f"einsum {self.subscripts}")
 
 
 @register
@@ -63,11 +60,12 @@ def matmul(x: Operand, y: Operand) -> Tensor:
         labels, resolved, sizes = _resolve(einsum, (x.shape, y.shape), (False, False))
     except ValueError:
         raise ValueError(f"matmul: shapes {x.shape} and {y.shape} do not fit") from None
-    return _record((x, y), labels, resolved, sizes, "matmul", x.is_batched or y.is_batched)
+    return _record((x, y), labels, resolved, sizes, "matmul")
 
 
-def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str,
-            batched: bool) -> Tensor:
+def _record(
+    inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str
+) -> Tensor:
     check_device(name, *(t.array for t in inputs))
     arrays = common_kind(*(t.array for t in inputs))
 
@@ -82,7 +80,7 @@ def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes
         return gradient
 
     result = contract(arrays, labels, out, sizes)
-    return record(result, inputs, tuple(back_fn(i) for i in range(len(inputs))), name, batched)
+    return record(result, inputs, tuple(back_fn(i) for i in range(len(inputs))), name)
 
 
 # -------------------------------------------------------------------- subscripts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,26 +23,18 @@ def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[I
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    how: dict = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
     try:
-        # mkstemp makes files that only their owner may read; ask for what open() would have given
-        os.chmod(temporary, 0o666 & ~_umask())
-        how: dict = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
-        with os.fdopen(handle, **how) as file:
+        with temporary.open(**how) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tricycle.models import GPT
-from tricycle.tensor import no_grad, to_tensor
 
 
 def sample(
@@ -83,37 +82,24 @@ def generate(
     if n_vocab is not None and not 1 <= n_vocab <= model.config.vocab_size:
         raise ValueError(f"generate: expected n_vocab from 1 to {model.config.vocab_size}, got {n_vocab}")
     generator = np.random.default_rng(seed)
-    return _generate(model, tokens, n_tokens, temperature, top_k, top_p, generator, stop_token, n_vocab)
 
+    def draw() -> Iterator[int]:
+        caches, unread = model.new_caches(), tokens
+        for _ in range(n_tokens):
+            if caches[0].length + len(unread) > window:
+                caches, unread = model.new_caches(), tokens[-max(1, window // 2) :]
+            token = sample(next_logits(model, unread, caches)[:n_vocab], generator, temperature, top_k, top_p)
+            tokens.append(token)
+            unread = [token]
+            yield token
+            if token == stop_token:
+                return
 
-def _generate(
-    model: GPT, tokens: list[int], n_tokens: int, temperature: float, top_k: int, top_p: float,
-    generator: np.random.Generator, stop_token: int | None, n_vocab: int | None,
-) -> Iterator[int]:
-    window = model.config.context_window
-    caches, unread = model.new_caches(), tokens
-    for _ in range(n_tokens):
-        if caches[0].length + len(unread) > window:
-            caches, unread = model.new_caches(), tokens[-max(1, window // 2) :]
-        token = sample(next_logits(model, unread, caches)[:n_vocab], generator, temperature, top_k, top_p)
-        tokens.append(token)
-        unread = [token]
-        yield token
-        if token == stop_token:
-            return
+    return draw()
 
 
 @np.errstate(all="ignore")  # broken weights are an error of `sample`
 def next_logits(model: GPT, tokens: list[int], caches: list) -> np.ndarray:
     """The logits (V,) after some more tokens, in host memory; dropout is off."""
-    was_training = model.training
-    model.eval()
-    try:
-        with no_grad():
-            ids = to_tensor(np.array([tokens]), dtype=int)
-            if model.token_embedding.weights.on_gpu:
-                ids.to_gpu()
-            return model(ids, caches).numpy()[0, -1]
-    finally:
-        if was_training:
-            model.train()
+    with model.evaluating():
+        return model(model.place(np.array([tokens])), caches).numpy()[0, -1]

@@ -59,10 +59,9 @@ def gradcheck(
             rounding = 4e-16 * max(abs(above), abs(below), 1.0) / eps
             if not abs(numeric - analytic) <= atol + rtol * abs(numeric) + 10 * rounding:
                 where = f" at element {int(direction.argmax())}" if np.count_nonzero(direction) == 1 else ""
-                raise ValueError(
-                    f"gradcheck: {output.name or fn}, input {i}{where}: backward gives {analytic:.10g}, "
-                    f"finite differences give {numeric:.10g}"
-                )
+                title = f"gradcheck: {output.name or fn}, input {i}{where}"
+                values = f"backward gives {analytic:.10g}, finite differences give {numeric:.10g}"
+                raise ValueError(f"{title}: {values}")
 
 
 def _in_float64(x: Operand) -> Tensor:

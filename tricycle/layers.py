@@ -251,13 +251,17 @@ class Embedding(Layer):
         return record(table[index], (self.weights,), (back_fn,), "embedding", ids.is_batched)
 
 
-class _Norm(Layer):
-    """Rows of the last axis brought to unit size, then scaled by learned gains."""
+class LayerNorm(Layer):
+    """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis (Ba et al. 2016).
 
-    _centred: bool
-    _name: str
+    Args:
+        size: length of the last axis.
+        bias: add a learned vector.
+    """
 
-    def __init__(self, size: int, bias: bool, eps: float) -> None:
+    _centred, _name = True, "layer_norm"
+
+    def __init__(self, size: int, bias: bool = True, eps: float = 1e-5) -> None:
         positive(type(self).__name__, size=size)
         if not eps > 0:
             raise ValueError(f"{type(self).__name__}: expected an eps above 0, got {eps!r}")
@@ -281,22 +285,11 @@ class _Norm(Layer):
         return record(y, args, back_fns, self._name)
 
 
-class LayerNorm(_Norm):
-    """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis (Ba et al. 2016).
+class RMSNorm(LayerNorm):
+    """x / sqrt(mean square + eps) * gain over the last axis: a layer norm that neither centres nor shifts.
 
-    Args:
-        size: length of the last axis.
-        bias: add a learned vector.
+    Source: Zhang and Sennrich 2019.
     """
-
-    _centred, _name = True, "layer_norm"
-
-    def __init__(self, size: int, bias: bool = True, eps: float = 1e-5) -> None:
-        super().__init__(size, bias, eps)
-
-
-class RMSNorm(_Norm):
-    """x / sqrt(mean square + eps) * gain over the last axis (Zhang and Sennrich 2019)."""
 
     _centred, _name = False, "rms_norm"
 

@@ -30,10 +30,8 @@ class CrossEntropy(Op):
         labels, logits = as_tensor(labels), as_tensor(logits)
         n_classes = logits.shape[-1] if logits.ndim else 0
         if logits.ndim == 0 or labels.shape != logits.shape[:-1]:
-            raise ValueError(
-                f"CrossEntropy: expected labels of shape {logits.shape[:-1]} for logits of shape {logits.shape}, "
-                f"got {labels.shape}"
-            )
+            wanted = f"labels of shape {logits.shape[:-1]} for logits of shape {logits.shape}"
+            raise ValueError(f"CrossEntropy: expected {wanted}, got {labels.shape}")
         if labels.dtype.kind not in "iu":
             raise ValueError(f"CrossEntropy: expected whole numbers (dtype=int) as labels, got {labels.dtype}")
         check_device("CrossEntropy", labels.array, logits.array)
@@ -75,13 +73,8 @@ class MeanSquaredError(Op):
         difference = floating(y_pred.array) - floating(y_true.array)
         loss = (difference * difference).mean()
         scale = 2 / difference.size
-        return record(
-            loss,
-            (y_true, y_pred),
-            (lambda grad: -scale * grad.array * difference, lambda grad: scale * grad.array * difference),
-            "mean_squared_error",
-            False,
-        )
+        back_fns = (lambda grad: -scale * grad.array * difference, lambda grad: scale * grad.array * difference)
+        return record(loss, (y_true, y_pred), back_fns, "mean_squared_error", False)
 
 
 def check_range(what: str, ids: Array, limit: int) -> None:

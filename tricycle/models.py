@@ -6,6 +6,9 @@ Shapes: B batch, T tokens, C channels, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +19,7 @@ from tricycle.functions import linear
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.ops import as_tensor
-from tricycle.tensor import Operand, Tensor
+from tricycle.tensor import Operand, Tensor, no_grad, to_tensor
 
 
 class GPT(Layer):
@@ -78,6 +81,22 @@ class GPT(Layer):
             x = block(x, caches[i] if caches else None)
         x = self.norm(x)
         return linear(x, self.token_embedding.weights.transpose()) if self.head is None else self.head(x)
+
+    def place(self, ids: Any) -> Tensor:
+        """Whole numbers as a Tensor on the device of the weights."""
+        tensor = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int)
+        return tensor.to_gpu() if self.token_embedding.weights.on_gpu else tensor
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within this block dropout is off and nothing is remembered for gradients."""
+        was_training = self.training
+        self.eval()
+        try:
+            with no_grad():
+                yield
+        finally:
+            self._set_training(was_training)
 
     def new_caches(self) -> list[KeyValueCache]:
         """An empty cache for each block."""

@@ -163,15 +163,11 @@ def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Cal
             z = forward(xp, a, b)
         except ValueError as error:
             raise refusal(name, error, a, b) from None
-        return record(
-            z,
-            (x, y),
-            (
-                lambda grad: unbroadcast(left(xp, grad.array, a, b, z), a.shape),
-                lambda grad: unbroadcast(right(xp, grad.array, a, b, z), b.shape),
-            ),
-            "b" + name,
+        back_fns = (
+            lambda grad: unbroadcast(left(xp, grad.array, a, b, z), a.shape),
+            lambda grad: unbroadcast(right(xp, grad.array, a, b, z), b.shape),
         )
+        return record(z, (x, y), back_fns, "b" + name)
 
     def with_number_right(x: Tensor, y: float) -> Tensor:
         a, xp = _ready_for(x.array, y), x.xp
@@ -181,10 +177,8 @@ def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Cal
     def with_number_left(x: float, y: Tensor) -> Tensor:
         b, xp = _ready_for(y.array, x), y.xp
         z = forward(xp, x, b)
-        commutes = symbol in "+*"
-        return record(
-            z, (y,), (lambda grad: right(xp, grad.array, x, b, z),), f"{symbol} {x}" if commutes else f"{x} {symbol}"
-        )
+        name = f"{symbol} {x}" if symbol in "+*" else f"{x} {symbol}"
+        return record(z, (y,), (lambda grad: right(xp, grad.array, x, b, z),), name)
 
     op.__name__ = name
     return register(op)
@@ -224,24 +218,12 @@ divide = binary(
 )
 power = binary("pow", "**", lambda xp, x, y: x**y, _power_left, _power_right)
 # equal values share the gradient, as the mean of the one-sided derivatives
-maximum = binary(
-    "maximum",
-    "max",
-    lambda xp, x, y: xp.maximum(x, y),
-    lambda xp, g, x, y, z: g * _share(xp, x, y, z),
-    lambda xp, g, x, y, z: g * _share(xp, y, x, z),
+_extremes = (
+    lambda xp, g, x, y, z: g * ((x == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
+    lambda xp, g, x, y, z: g * ((y == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
 )
-minimum = binary(
-    "minimum",
-    "min",
-    lambda xp, x, y: xp.minimum(x, y),
-    lambda xp, g, x, y, z: g * _share(xp, x, y, z),
-    lambda xp, g, x, y, z: g * _share(xp, y, x, z),
-)
-
-
-def _share(xp: Any, mine: Array, other: Array, chosen: Array) -> Array:
-    return ((mine == chosen) * (1 - 0.5 * (mine == other))).astype(chosen.dtype)
+maximum = binary("maximum", "max", lambda xp, x, y: xp.maximum(x, y), *_extremes)
+minimum = binary("minimum", "min", lambda xp, x, y: xp.minimum(x, y), *_extremes)
 
 
 def comparison(name: str, compare: Callable) -> Callable[[Operand, Operand], Tensor]:
@@ -273,15 +255,11 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
         z = xp.where(chosen, *common_kind(x.array, y.array))
     except ValueError as error:
         raise refusal("where", error, chosen, x.array, y.array) from None
-    return record(
-        z,
-        (x, y),
-        (
-            lambda grad: unbroadcast(xp.where(chosen, grad.array, 0), x.shape),
-            lambda grad: unbroadcast(xp.where(chosen, 0, grad.array), y.shape),
-        ),
-        "where",
+    back_fns = (
+        lambda grad: unbroadcast(xp.where(chosen, grad.array, 0), x.shape),
+        lambda grad: unbroadcast(xp.where(chosen, 0, grad.array), y.shape),
     )
+    return record(z, (x, y), back_fns, "where")
 
 
 def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:

@@ -69,12 +69,9 @@ class Optimiser:
     def memory_of(self, parameter: Tensor) -> tuple[int, dict[str, Array]]:
         """How many updates a parameter had, and its moments; fresh ones where there are none or it has moved."""
         n_updates, moments = self._memory.get(parameter, (0, {}))
-        if not all(name in moments and type(moments[name]) is type(parameter.array) for name in self.moments):
-            xp = parameter.xp
-            moments = {
-                name: xp.asarray(moments[name]) if name in moments else xp.zeros_like(parameter.array)
-                for name in self.moments
-            }
+        for name in self.moments:
+            if type(moments.get(name)) is not type(parameter.array):
+                moments[name] = parameter.xp.asarray(moments.get(name, parameter.xp.zeros_like(parameter.array)))
         return n_updates, moments
 
     def remember(self, parameter: Tensor, n_updates: int, moments: dict[str, Array]) -> None:
@@ -141,7 +138,7 @@ class AdamW(Optimiser):
 
 
 def gradient_norm(model: Layer) -> float:
-    """The root of the sum of squares of all gradients, summed in float64."""
+    """The root of the sum of squares of all gradients; infinite where squares leave the range of their dtype."""
     grads: list[Array] = [p.grad.array for p in model.parameters() if p.grad is not None]
     # one small float per parameter comes to the host; the squares themselves are summed where they lie
     return math.sqrt(sum(float(g.ravel() @ g.ravel()) for g in grads))

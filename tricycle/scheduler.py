@@ -17,9 +17,8 @@ class WarmupCosine:
         if not 0 <= min_rate <= max_rate < math.inf:
             raise ValueError(f"WarmupCosine: expected 0 <= min_rate <= max_rate, got {min_rate!r} and {max_rate!r}")
         if not 0 <= warmup_steps <= total_steps:
-            raise ValueError(
-                f"WarmupCosine: expected 0 <= warmup_steps <= total_steps, got {warmup_steps!r} and {total_steps!r}"
-            )
+            got = f"{warmup_steps!r} and {total_steps!r}"
+            raise ValueError(f"WarmupCosine: expected 0 <= warmup_steps <= total_steps, got {got}")
         self.max_rate, self.min_rate = max_rate, min_rate
         self.warmup_steps, self.total_steps = warmup_steps, total_steps
 

@@ -119,9 +119,8 @@ class Tensor:
 
     def __bool__(self) -> bool:
         if self.size != 1:
-            raise ValueError(
-                f"the truth of a Tensor of shape {self.shape} is ambiguous: use .array.any(), .array.all() or close_to"
-            )
+            instead = ".array.any(), .array.all() or close_to"
+            raise ValueError(f"the truth of a Tensor of shape {self.shape} is ambiguous: use {instead}")
         return bool(self.item())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -26,7 +26,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW, clip_gradients, gradient_norm
 from tricycle.scheduler import WarmupCosine
-from tricycle.tensor import Tensor, no_grad, to_tensor, topological_order
+from tricycle.tensor import Tensor, topological_order
 from tricycle.tokeniser import BPETokeniser
 
 # With a limit in minutes, the number of updates is estimated after these, while less than a quarter of the
@@ -84,9 +84,7 @@ def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False) -> TrainingS
     model = GPT(config)
     if on_gpu:
         model.to_gpu()
-    optimiser = AdamW(
-        config.max_learning_rate, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
-    )
+    optimiser = AdamW(config.max_learning_rate, (config.beta1, config.beta2), weight_decay=config.weight_decay)
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)
     state = TrainingState(config, model, optimiser, dataset.batch().shuffle().to_tensor())
     if not config.minutes:
@@ -128,9 +126,7 @@ def train_step(state: TrainingState) -> tuple[float, float]:
     step = state.step + 1
     total = 0.0
     for _ in range(config.accumulation_steps):
-        inputs, outputs = next(state.dataset)
-        if model.token_embedding.weights.on_gpu:
-            inputs, outputs = inputs.to_gpu(), outputs.to_gpu()
+        inputs, outputs = (model.place(ids) for ids in next(state.dataset))
         loss = loss_fn(outputs, model(inputs))
         value = float(loss)
         if not math.isfinite(value):
@@ -145,7 +141,7 @@ def train_step(state: TrainingState) -> tuple[float, float]:
     if not math.isfinite(norm):
         bad = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
         model.zero_grad()
-        first = bad[0] if bad else "none"
+        first = bad[0] if bad else "none: their squares are too large"
         raise NonFiniteError(f"step {step}: the norm of the gradients is {norm}; the first bad one is of {first}")
     state.optimiser.learning_rate = state.learning_rate(step)
     state.optimiser.step()
@@ -196,27 +192,17 @@ def evaluate(model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, strid
         chosen = np.linspace(0, len(windows) - 1, n_batches * batch_size).astype(int)
         windows = [windows[i] for i in chosen]
     loss_fn = CrossEntropy(ignore_index=IGNORED)
-    on_gpu = model.token_embedding.weights.on_gpu
     total, count = 0.0, 0
-    was_training = model.training
-    model.eval()
-    try:
-        with no_grad():
-            for first in range(0, len(windows), batch_size):
-                batch = windows[first : first + batch_size]
-                rows = np.stack([np.asarray(tokens[start : start + length + 1], np.int64) for start, _ in batch])
-                labels = rows[:, 1:].copy()
-                for row, (_, n_counted) in zip(labels, batch):
-                    row[: length - n_counted] = IGNORED
-                n_labels = sum(n_counted for _, n_counted in batch)
-                x, y = to_tensor(rows[:, :-1], dtype=int), to_tensor(labels, dtype=int)
-                if on_gpu:
-                    x, y = x.to_gpu(), y.to_gpu()
-                total += float(loss_fn(y, model(x))) * n_labels
-                count += n_labels
-    finally:
-        if was_training:
-            model.train()
+    with model.evaluating():
+        for first in range(0, len(windows), batch_size):
+            batch = windows[first : first + batch_size]
+            rows = np.stack([np.asarray(tokens[start : start + length + 1], np.int64) for start, _ in batch])
+            labels = rows[:, 1:].copy()
+            for row, (_, n_new) in zip(labels, batch):
+                row[: length - n_new] = IGNORED
+            n_labels = sum(n_new for _, n_new in batch)
+            total += float(loss_fn(model.place(labels), model(model.place(rows[:, :-1])))) * n_labels
+            count += n_labels
     return total / count, count
 
 
@@ -267,17 +253,9 @@ class Run:
     show_progress: bool = True
     _log: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def last(self) -> Path:
-        return self.folder / "last.safetensors"
-
-    @property
-    def best(self) -> Path:
-        return self.folder / "best.safetensors"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
+    def __post_init__(self) -> None:
+        self.last, self.best = self.folder / "last.safetensors", self.folder / "best.safetensors"
+        self.metrics = self.folder / "metrics.jsonl"
 
     def record(self, **values: Any) -> None:
         """Add a line to metrics.jsonl; a few are gathered before they are written."""
