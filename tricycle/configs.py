@@ -84,8 +84,8 @@ class GPTConfig:
                 self._require(field.name, isinstance(value, bool), "True or False")
             else:
                 kinds = int if wanted is int else (int, float)
-                is_number = isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-                self._require(field.name, is_number, f"a {'whole' if wanted is int else 'finite'} number")
+                holds = isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+                self._require(field.name, holds, f"a {'whole' if wanted is int else 'finite'} number")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, as JSON can hold them."""
