@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,11 +103,15 @@ def stream(prompt: str, tokens: Any, tokeniser: BPETokeniser) -> None:
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     sys.stdout.write(prompt)
     decoder = StreamDecoder(tokeniser)
-    for token in tokens:
-        if token != tokeniser.end_of_text:
-            sys.stdout.write(decoder.push([token]))
-            sys.stdout.flush()
-    sys.stdout.write(decoder.flush() + "\n")
+    try:
+        for token in tokens:
+            if token != tokeniser.end_of_text:
+                sys.stdout.write(decoder.push([token]))
+                sys.stdout.flush()
+        sys.stdout.write(decoder.flush() + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read along, as `head` does, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import gzip
 import importlib
 import json
 import lzma
+import os
 import shlex
 import signal
 import sys
@@ -43,6 +44,7 @@ from tricycle.training import (
     show_sample,
     train,
 )
+from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
 CORPORA = {
@@ -66,6 +68,8 @@ class Arguments:
     """the text: Python's standard library, tiny Shakespeare, your own --files, or a streamed corpus"""
     files: tuple[Path, ...] = ()
     """your own text files or folders of them, for --data text"""
+    tokeniser: Literal["own", "gpt2"] = "own"
+    """a vocabulary learnt from the text, or GPT-2's published one (set --vocab-size 50257)"""
     run_folder: Path | None = None
     """where the run leaves its files; without it a new folder in runs/"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -97,22 +101,27 @@ def main() -> int:
         raise ValueError(f"expected --files only with --data text, got --data {arguments.data}")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.run_folder or Path("runs") / f"{arguments.preset}-{arguments.data}-{stamp}"
-    if (folder / "last.safetensors").exists():
+    if (folder / "config.json").exists() or (folder / "last.safetensors").exists():
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
+    if arguments.tokeniser == "gpt2" and arguments.config.vocab_size != 50_257:
+        raise ValueError(f"expected --vocab-size 50257 with --tokeniser gpt2, got {arguments.config.vocab_size}")
     description = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
+    description["tokeniser"] = arguments.tokeniser
     return train_and_report(folder, arguments.config, description, on_gpu, started)
 
 
 def parse_arguments() -> Arguments:
     """The preset is read first, for the other flags start from its values."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    first.add_argument("--preset", default="smol" if backend.gpu_available() else "laptop")
+    first.add_argument("--preset")
+    first.add_argument("--device", default="auto")
     try:
-        preset = first.parse_known_args()[0].preset
+        given = first.parse_known_args()[0]
     except argparse.ArgumentError:
-        preset = "laptop"
-    if preset not in PRESETS:
-        preset = "laptop"  # parse below says what is wrong with it
+        given = argparse.Namespace(preset=None, device="cpu")
+    preset = given.preset
+    if preset not in PRESETS:  # not given; or wrong, which parse below says
+        preset = "smol" if given.device != "cpu" and backend.gpu_available() else "laptop"
     config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # its fields carry the help
     data: Data = "shakespeare" if preset == "shakespeare" else "python"
     default = Arguments(preset=preset, data=data, config=config)
@@ -140,7 +149,14 @@ def train_and_report(
     """Train in a folder, from its last checkpoint if it has one."""
     last = folder / "last.safetensors"
     print(f"data: {description['data']} (text is tokenised once and cached)")
-    tokeniser = load_checkpoint(last).tokeniser() if last.exists() else None
+    tokeniser = None
+    if last.exists():
+        checkpoint = load_checkpoint(last)
+        tokeniser = checkpoint.tokeniser()
+        if checkpoint.config != config:
+            raise ValueError(f"{folder / 'config.json'}: expected the config of its checkpoint, got another")
+    elif description.get("tokeniser") == "gpt2":
+        tokeniser = gpt2_tokeniser()
     corpus = load_corpus(description["data"], description["files"], config.vocab_size, tokeniser)
     tokeniser = corpus.tokeniser
     if tokeniser.n_vocab > config.vocab_size:
@@ -172,7 +188,7 @@ def train_and_report(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not finished:
         print(f"stopped after step {state.step}; everything is saved. Continue with")
-        print(f"  python train_smol_gpt.py --resume {shlex.quote(str(folder))}")
+        print(f"  python train_smol_gpt.py --resume {shlex.quote(folder.as_posix())}")
         return 0
     report(state, run, held_out_bytes, on_gpu, description["data"])
     return 0
@@ -209,7 +225,8 @@ def stop_on_signals() -> Any:
     def remember(number: int, frame: Any) -> None:
         came.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstopping after this step (Ctrl-C again to leave at once)", file=sys.stderr)
+        # no print: the signal may have come in the middle of one
+        os.write(2, b"\nstopping after this step (Ctrl-C again to leave at once)\n")
 
     signal.signal(signal.SIGINT, remember)
     signal.signal(signal.SIGTERM, remember)
@@ -236,16 +253,18 @@ def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, 
     bits_per_nat = run.held_out.bits_per_byte(1.0)
     picture = run.folder / "loss.png"
     plot_losses(read_metrics(run.metrics), picture, bits_per_nat, others, f"{state.model.n_parameters:,} parameters")
+    state.model, state.step = model, best_step  # the samples are of the model that stays
     for prompt in PROMPTS.get(data, ("",)):
         show_sample(state, run, 250, prompt)
-    print(f"\n{state.step} steps, {state.seconds / 60:.1f} minutes of training; best checkpoint: step {best_step}")
+    minutes = f"{state.seconds / 60:.1f} minutes of training"
+    print(f"\n{state.total_steps} steps, {minutes}; best checkpoint: step {best_step}")
     sizes = f"{n_tokens:,} tokens, {len(held_out_bytes):,} bytes"
     print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({sizes})")
     print("bits a byte for the same held-out bytes:")
     for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
         print(f"  {name:<12}{value:6.3f}")
     print(f"loss curve: {picture}")
-    print(f"generate with\n  python inference.py {shlex.quote(str(run.folder))}")
+    print(f"generate with\n  python inference.py {shlex.quote(run.folder.as_posix())}")
 
 
 def compressed_bits(content: bytes) -> dict[str, float]:

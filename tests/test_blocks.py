@@ -10,7 +10,7 @@ import pytest
 from test_layers import check_layer_gradients
 
 from tricycle.attention import KeyValueCache
-from tricycle.blocks import ACTIVATIONS, NORMS, GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention
+from tricycle.blocks import ACTIVATIONS, GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention
 from tricycle.layers import Layer
 from tricycle.tensor import to_tensor
 
@@ -81,7 +81,7 @@ def test_gradients_of_the_mlp(activation: str, bias: bool, rng: np.random.Genera
 
 
 @pytest.mark.parametrize(
-    "norm, activation, rotary", list(itertools.product(NORMS, ACTIVATIONS, [False, True])), ids=str
+    "norm, activation, rotary", list(itertools.product(["layer_norm", "rms_norm"], ACTIVATIONS, [False, True])), ids=str
 )
 def test_gradients_of_the_transformer_block(norm: str, activation: str, rotary: bool, rng: np.random.Generator) -> None:
     block = GPT2TransformerBlock(4, 2, 8, 2, activation, norm, rotary=rotary)
@@ -141,7 +141,7 @@ def test_the_width_of_the_mlp(activation: str, ratio: float, up: int, hidden: in
     assert mlp.up.weights.shape == (24, up) and mlp.projection.weights.shape == (hidden, 24)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_the_block_adds_both_parts_to_a_stream(norm: str, rng: np.random.Generator) -> None:
     block, x = GPT2TransformerBlock(8, 2, 6, norm=norm, generator=0), to_tensor(rng.standard_normal((2, 6, 8)))
     middle = x + block.attention(block.attention_norm(x))
@@ -165,7 +165,7 @@ def test_dropout_stands_after_both_projections_and_not_in_eval(rng: np.random.Ge
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_what_has_a_bias(norm: str, bias: bool) -> None:
     block = GPT2TransformerBlock(8, 2, 6, norm=norm, bias=bias)
     names = {name for name, _ in block.named_parameters() if name.endswith("bias")}

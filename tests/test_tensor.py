@@ -16,6 +16,7 @@ from tricycle import Tensor, no_grad, ops, to_tensor
 from tricycle.activation import ReLU
 from tricycle.einsum import Einsum
 from tricycle.functions import Softmax, linear
+from tricycle.layers import Dense, LayerNorm
 from tricycle.loss import CrossEntropy, MeanSquaredError
 from tricycle.tensor import record
 
@@ -590,23 +591,24 @@ def test_no_grad_holds_for_its_own_thread():
     assert found == {"quiet": False, "loud": True}
 
 
-def test_threads_differentiate_side_by_side():
-    weights = tensor(8, 8, requires_grad=False)
-    inputs = [tensor(4, 8) for _ in range(4)]
+def test_threads_differentiate_side_by_side(rng):
+    """The same op and layers in every thread, on inputs of different shapes."""
+    dense, norm, softmax = Dense(8, 8, generator=0).freeze(), LayerNorm(8).freeze(), Softmax()
+    arrays = [rng.standard_normal((3 + i, 8)).astype(np.float32) for i in range(4)]
 
     def work(x):
         for _ in range(20):
-            Softmax()(x @ weights).max(-1).sum().backward()
+            softmax(norm(dense(x))).max(-1).sum().backward()
 
-    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
+    shared, alone = ([to_tensor(array) for array in arrays] for _ in range(2))
+    threads = [threading.Thread(target=work, args=(x,)) for x in shared]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    alone = tensor(4, 8)
-    work(alone)
-    for x in inputs:
-        assert_equal(x.grad, alone.grad.array)
+    for x, expected in zip(shared, alone):
+        work(expected)
+        assert_equal(x.grad, expected.grad.array)
 
 
 def test_a_gradient_of_another_shape_is_an_error():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tricycle import tokeniser as module
 from tricycle.tokeniser import END_OF_TEXT, BPETokeniser, StreamDecoder
+from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 TEXT = """def greet(name, times=3):
     # says hello, more than once
@@ -47,7 +48,7 @@ def trained() -> BPETokeniser:
 def gpt2() -> BPETokeniser:
     if not Path(os.environ.get("TRICYCLE_DATA", "-"), "gpt2", "vocab.bpe").is_file():
         pytest.skip("gpt2/vocab.bpe is not under TRICYCLE_DATA")
-    return BPETokeniser.gpt2()
+    return gpt2_tokeniser()
 
 
 def merge(ids: list[int], pair: tuple[int, int], new: int) -> list[int]:
@@ -403,11 +404,12 @@ def test_gpt2_saves_and_loads(gpt2, tmp_path):
     assert loaded == gpt2 and loaded.encode(TEXT).tolist() == gpt2.encode(TEXT).tolist()
 
 
-def test_gpt2_from_a_folder(gpt2, tmp_path):
-    assert BPETokeniser.gpt2(Path(os.environ["TRICYCLE_DATA"], "gpt2")) == gpt2
-    (tmp_path / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
+def test_another_file_is_not_taken_for_gpt2s(monkeypatch, tmp_path):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
+    monkeypatch.setenv("TRICYCLE_DATA", str(tmp_path))
     with pytest.raises(ValueError, match=r"vocab\.bpe: expected a file with SHA-256 1ce1664"):
-        BPETokeniser.gpt2(tmp_path)
+        gpt2_tokeniser()
 
 
 def test_importing_is_light():

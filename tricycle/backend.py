@@ -100,7 +100,6 @@ def random_mask(generator: np.random.Generator, shape: tuple[int, ...], keep: fl
 
     The draw is made by a host generator, so a run can be repeated and resumed on any device.
     """
-    mask = generator.random(shape, dtype=np.float32) < keep
-    scaled = mask.astype(like.dtype)
-    scaled /= keep
-    return scaled if array_module(like) is np else array_module(like).asarray(scaled)
+    mask = array_module(like).asarray(generator.random(shape, dtype=np.float32) < keep).astype(like.dtype)
+    mask /= keep
+    return mask

@@ -13,13 +13,12 @@ import numpy as np
 from tricycle.activation import GeLU, ReLU, SwiGLU, Swish
 from tricycle.attention import KeyValueCache, Rotary, SelfAttention
 from tricycle.initialisers import Initialiser, xavier
-from tricycle.layers import Dense, Dropout, Layer, LayerNorm, RMSNorm, new_generator, positive
-from tricycle.ops import as_tensor, reshape
+from tricycle.layers import Dense, Dropout, Layer, LayerNorm, RMSNorm, new_generator
+from tricycle.ops import as_tensor, positive, reshape
 from tricycle.tensor import Operand, Tensor
 
-# What a config may name. Each is called without arguments (activations) or with the width (norms).
+# The activations that a config may name.
 ACTIVATIONS: dict[str, Callable] = {"gelu": GeLU, "relu": ReLU, "swish": Swish, "swiglu": SwiGLU}
-NORMS: dict[str, Callable] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
 
 Generator = np.random.Generator | int | None
 
@@ -138,6 +137,6 @@ def new_norm(name: str, size: int, bias: bool) -> Layer:
     Raises:
         ValueError: an unknown name.
     """
-    if name not in NORMS:
-        raise ValueError(f"new_norm: expected norm to be one of {', '.join(NORMS)}, got {name!r}")
-    return LayerNorm(size, bias) if name == "layer_norm" else NORMS[name](size)
+    if name not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"new_norm: expected norm to be one of layer_norm, rms_norm, got {name!r}")
+    return LayerNorm(size, bias) if name == "layer_norm" else RMSNorm(size)

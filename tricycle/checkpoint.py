@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tricycle import backend
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.files import atomic_write
@@ -65,7 +66,7 @@ def save_checkpoint(
         for name, parameter in model.named_parameters():
             n_updates[name], moments = optimiser.memory_of(parameter)
             for moment, array in moments.items():
-                tensors[f"optimiser.{moment}.{name}"] = Tensor(array).numpy()
+                tensors[f"optimiser.{moment}.{name}"] = backend.to_cpu(array)
         about["optimiser"] = {"n_steps": optimiser.n_steps, "n_updates": n_updates}
     if dataset is not None:
         about["dataset"] = dataset.state()
@@ -222,4 +223,4 @@ def load_pickled_model(path: PathLike) -> GPT:
             found = _ModelUnpickler(file).load()
         if not isinstance(found, GPT):
             raise TypeError(f"it holds a {type(found).__name__}")
-        return _build(GPTConfig.from_dict(found.config.to_dict()), found.from_gpu().state_dict())
+        return _build(GPTConfig.from_dict(found.config.to_dict()), found.state_dict())

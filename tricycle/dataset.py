@@ -10,8 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tricycle.layers import positive
-from tricycle.loss import check_range
+from tricycle.ops import check_range, positive
 from tricycle.tensor import Tensor, to_tensor
 
 

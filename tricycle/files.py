@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -41,7 +42,6 @@ def _sync_folder(folder: Path) -> None:
     """Make the rename itself durable; Windows has no folder handles and needs none."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
-        try:
+        with contextlib.suppress(OSError):  # not every file system can; the file itself is safe
             os.fsync(handle)
-        finally:
-            os.close(handle)
+        os.close(handle)

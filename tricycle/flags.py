@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -43,11 +44,15 @@ def fail(message: str, status: int = 1) -> NoReturn:
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a program. Errors that say what was wrong with the input become one line instead of a trace."""
+    """Run a program. Errors become one line, or a trace where TRICYCLE_TRACEBACK is set."""
+    for stream in (sys.stdout, sys.stderr):  # some terminals cannot show all that a model may say
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         raise SystemExit(main())
     except (ValueError, OSError, ArithmeticError, ImportError, MemoryError, RuntimeError) as error:
-        fail(str(error))
+        if os.environ.get("TRICYCLE_TRACEBACK"):
+            raise
+        fail(str(error) or type(error).__name__)
     except KeyboardInterrupt:
         fail("interrupted", status=130)
 

@@ -14,13 +14,14 @@ def shared_backward(compute, n_args: int) -> tuple[BackFn, ...]:
     Args:
         compute: from the output's gradient, an array, to a tuple of `n_args` arrays.
     """
-    latest: list = [None, ()]
+    latest: list = [(None, ())]
 
     def back_fn(i: int) -> BackFn:
         def gradient(grad: Tensor) -> Array:
-            if latest[0] is not grad:
-                latest[:] = grad, compute(grad.array)
-            return latest[1][i]
+            found = latest[0]  # read and set in one step each: two threads may be here
+            if found[0] is not grad:
+                found = latest[0] = (grad, compute(grad.array))
+            return found[1][i]
 
         return gradient
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tricycle.models import GPT
+from tricycle.ops import check_range
 
 
 def sample(
@@ -81,6 +82,7 @@ def generate(
         raise ValueError(f"generate: expected n_tokens to be 0 or more, got {n_tokens}")
     if n_vocab is not None and not 1 <= n_vocab <= model.config.vocab_size:
         raise ValueError(f"generate: expected n_vocab from 1 to {model.config.vocab_size}, got {n_vocab}")
+    check_range("generate: prompt", np.array(tokens), model.config.vocab_size)
     generator = np.random.default_rng(seed)
 
     def draw() -> Iterator[int]:

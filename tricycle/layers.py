@@ -11,8 +11,7 @@ from tricycle import backend, kernels
 from tricycle.backend import Array
 from tricycle.functions import linear, shared_backward
 from tricycle.initialisers import Initialiser, normal, xavier
-from tricycle.loss import check_range
-from tricycle.ops import as_tensor, floating
+from tricycle.ops import as_tensor, check_device, check_range, floating, positive
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 if TYPE_CHECKING:
@@ -181,17 +180,6 @@ def new_generator(generator: np.random.Generator | int | None) -> np.random.Gene
     return np.random.default_rng(generator)
 
 
-def positive(layer: str, **sizes: int) -> None:
-    """Refuse sizes that are not whole numbers above 0.
-
-    Raises:
-        ValueError: names the layer and the argument.
-    """
-    for name, size in sizes.items():
-        if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{layer}: expected {name} to be a whole number above 0, got {size!r}")
-
-
 class Dense(Layer):
     """x W + b over the last axis.
 
@@ -242,6 +230,7 @@ class Embedding(Layer):
         table, index = self.weights.array, ids.array
         if index.dtype.kind not in "iu":
             raise ValueError(f"Embedding: expected whole numbers (dtype=int) as ids, got {index.dtype}")
+        check_device("Embedding", table, index)
         check_range(f"Embedding(from_size={self.from_size})", index, self.from_size)
 
         def back_fn(grad: Tensor) -> Array:
@@ -276,6 +265,7 @@ class LayerNorm(Layer):
             title = f"{type(self).__name__}(size={self.size})"
             raise ValueError(f"{title}: expected the last axis to be {self.size}, got shape {x.shape}")
         array, gain, centred = floating(x.array), self.gain.array, self._centred
+        check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
         y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred)
         args = (x, self.gain) if self.bias is None else (x, self.gain, self.bias)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tricycle import kernels
 from tricycle.backend import Array, on_gpu
-from tricycle.ops import Op, as_tensor, check_device, floating
+from tricycle.ops import Op, as_tensor, check_device, check_range, floating
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -50,7 +50,6 @@ class CrossEntropy(Op):
         def back_fn(grad: Tensor) -> Array:
             return kernels.cross_entropy_backward(grad.array, rows, ids, weights, log_total).reshape(logits.shape)
 
-        # the kernels take the array that decides on the device first
         return record(loss, (logits,), (back_fn,), "cross_entropy", False)
 
 
@@ -75,15 +74,3 @@ class MeanSquaredError(Op):
         scale = 2 / difference.size
         back_fns = (lambda grad: -scale * grad.array * difference, lambda grad: scale * grad.array * difference)
         return record(loss, (y_true, y_pred), back_fns, "mean_squared_error", False)
-
-
-def check_range(what: str, ids: Array, limit: int) -> None:
-    """Refuse ids outside 0..limit-1. Host arrays only: to look on a GPU would wait for it.
-
-    Raises:
-        ValueError: the smallest or largest id is out of range.
-    """
-    if ids.size and not on_gpu(ids):
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= limit:
-            raise ValueError(f"{what}: expected ids from 0 to {limit - 1}, got {low if low < 0 else high}")

@@ -85,7 +85,8 @@ class GPT(Layer):
     def place(self, ids: Any) -> Tensor:
         """Whole numbers as a Tensor on the device of the weights."""
         tensor = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int)
-        return tensor.to_gpu() if self.token_embedding.weights.on_gpu else tensor
+        weights = self.token_embedding.weights
+        return tensor.to_gpu(weights.array.device.id) if weights.on_gpu else tensor
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tricycle import kernels
-from tricycle.backend import Array, array_module, is_array
+from tricycle.backend import Array, array_module, is_array, on_gpu
 from tricycle.tensor import Axis, Operand, Tensor, record, to_tensor
 
 # Every operation with a gradient, by name. A test fails when one of them has no gradient check.
@@ -69,7 +69,7 @@ def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
     """A Tensor as it is; anything else as a constant, in the dtype of the Tensor it meets."""
     if isinstance(x, Tensor):
         return x
-    array: Array = x if is_array(x) else np.asarray(x)
+    array: Array = x if is_array(x) else (np if like is None else like.xp).asarray(x)
     if like is not None and like.dtype.kind == "f":
         return to_tensor(array, dtype=like.dtype, requires_grad=False)
     keep = array.dtype if array.dtype.kind in "biu" else None
@@ -104,6 +104,29 @@ def check_device(op: str, *arrays: Array) -> None:
     modules = {array_module(array).__name__ for array in arrays}
     if len(modules) > 1:
         raise ValueError(f"{op}: expected all inputs on one device, got {' and '.join(sorted(modules))} arrays")
+
+
+def check_range(what: str, ids: Array, limit: int) -> None:
+    """Refuse ids outside 0..limit-1. Host arrays only: to look on a GPU would wait for it.
+
+    Raises:
+        ValueError: the smallest or largest id is out of range.
+    """
+    if ids.size and not on_gpu(ids):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limit:
+            raise ValueError(f"{what}: expected ids from 0 to {limit - 1}, got {low if low < 0 else high}")
+
+
+def positive(layer: str, **sizes: int) -> None:
+    """Refuse sizes that are not whole numbers above 0.
+
+    Raises:
+        ValueError: names the layer and the argument.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{layer}: expected {name} to be a whole number above 0, got {size!r}")
 
 
 # -------------------------------------------------------------------- elementwise, one input
@@ -230,7 +253,8 @@ def comparison(name: str, compare: Callable) -> Callable[[Operand, Operand], Ten
     """A comparison: a Tensor of booleans, through which no gradient flows."""
 
     def op(x: Operand, y: Operand) -> Tensor:
-        a, b = (v.array if isinstance(v, Tensor) else v for v in (x, y))
+        xp = next((v.xp for v in (x, y) if isinstance(v, Tensor)), np)
+        a, b = (v.array if isinstance(v, Tensor) else xp.asarray(v) if isinstance(v, list) else v for v in (x, y))
         if is_array(a) and is_array(b) and type(a) is not type(b):
             check_device(name, a, b)
         batched = any(v.is_batched for v in (x, y) if isinstance(v, Tensor))
@@ -247,8 +271,8 @@ def comparison(name: str, compare: Callable) -> Callable[[Operand, Operand], Ten
 @register
 def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     """x where the condition holds, y elsewhere, with broadcasting."""
-    chosen = as_tensor(condition).array
     x, y = as_tensors(x, y)
+    chosen = as_tensor(condition, None if is_array(condition) else x).array.astype(bool)
     xp = x.xp
     check_device("where", chosen, x.array, y.array)
     try:

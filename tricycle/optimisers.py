@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from tricycle import kernels
+from tricycle import backend, kernels
 from tricycle.backend import Array
 from tricycle.layers import Layer
 from tricycle.tensor import Tensor
@@ -71,7 +71,9 @@ class Optimiser:
         n_updates, moments = self._memory.get(parameter, (0, {}))
         for name in self.moments:
             if type(moments.get(name)) is not type(parameter.array):
-                moments[name] = parameter.xp.asarray(moments.get(name, parameter.xp.zeros_like(parameter.array)))
+                held = moments.get(name)
+                zeros = parameter.xp.zeros_like(parameter.array)
+                moments[name] = zeros if held is None else parameter.xp.asarray(backend.to_cpu(held))
         return n_updates, moments
 
     def remember(self, parameter: Tensor, n_updates: int, moments: dict[str, Array]) -> None:

@@ -179,8 +179,12 @@ class Tensor:
         self.grad = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a graph holds closures and never goes along; a gradient belongs to a graph
-        return {key: getattr(self, key) for key in ("array", "requires_grad", "is_batched", "name")}
+        # a graph holds closures and never goes along; arrays go as NumPy's, so that they load on any machine
+        state = {key: getattr(self, key) for key in ("requires_grad", "is_batched", "name")}
+        return {"array": self.numpy(), **state}
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return Tensor(self.array.copy(), self.requires_grad, self.is_batched, self.name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Tensor.__init__(self, **state)

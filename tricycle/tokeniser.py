@@ -260,37 +260,14 @@ class BPETokeniser:
             raise ValueError(f"{path}: expected a saved tokeniser: {error}") from None
 
     @classmethod
-    def gpt2(cls, path_folder: str | os.PathLike[str] | None = None) -> BPETokeniser:
-        """GPT-2's published vocabulary: 50,257 ids, those of tiktoken's "gpt2".
+    def from_tokens(cls, tokens: list[bytes], split: str = "tricycle") -> BPETokeniser:
+        """A tokeniser of ready tokens (the 256 bytes first, then merges in order) and the end of text.
 
         Args:
-            path_folder: a folder that holds `vocab.bpe`. By default it is found or downloaded as all
-                data is, see `tricycle_datasets.download.fetch`.
-
-        Raises:
-            ValueError: the file is not the published one.
-            OSError: there is no file, and it could not be downloaded.
+            split: the pattern that cuts text into pieces, "tricycle" or "gpt2".
         """
-        from tricycle_datasets.download import check_hash, fetch
-
-        name, sha256 = "vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-        if path_folder is None:
-            url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
-            path = fetch(name, url, sha256, folder="gpt2")
-        else:
-            path = Path(path_folder) / name
-            check_hash(path, sha256)
-        # GPT-2 writes each byte as one visible character: itself where that is visible, and the
-        # characters from U+0100 on for the others. Its ids list the visible bytes first.
-        visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        hidden = [value for value in range(256) if value not in visible]
-        as_byte = {chr(value): bytes([value]) for value in visible}
-        as_byte |= {chr(0x100 + i): bytes([value]) for i, value in enumerate(hidden)}
-        tokens = list(as_byte.values())
-        for merge in path.read_text(encoding="utf-8").splitlines()[1:]:
-            tokens.append(b"".join(as_byte[character] for character in merge.replace(" ", "")))
         tokeniser = cls(vocab_size=len(tokens) + 1)
-        tokeniser._set_tokens(tokens, split="gpt2")
+        tokeniser._set_tokens(tokens, split)
         return tokeniser
 
     # being an object

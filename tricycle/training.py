@@ -6,6 +6,7 @@ last.safetensors and best.safetensors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -24,6 +25,7 @@ from tricycle.generate import generate
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
+from tricycle.ops import check_range
 from tricycle.optimisers import AdamW, clip_gradients, gradient_norm
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import Tensor, topological_order
@@ -36,6 +38,8 @@ ESTIMATE_STEPS = tuple(24 * 2**doubling for doubling in range(16))
 SAMPLE_TOKENS = 160
 LINES_GATHERED = 50
 IGNORED = -1
+# The final estimate moves its windows on by half their length: each token sees at least half a window before it.
+FINAL_OVERLAP = 2
 
 
 class NonFiniteError(ArithmeticError):
@@ -79,15 +83,15 @@ class TrainingState:
         return WarmupCosine(config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
 
 
-def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False) -> TrainingState:
-    """A fresh model, optimiser and dataset for a config and a run of training tokens."""
-    model = GPT(config)
+def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT | None = None) -> TrainingState:
+    """A fresh optimiser and dataset (and model, unless given) for a config and a run of training tokens."""
+    model = model or GPT(config)
     if on_gpu:
         model.to_gpu()
     optimiser = AdamW(config.max_learning_rate, (config.beta1, config.beta2), weight_decay=config.weight_decay)
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)
     state = TrainingState(config, model, optimiser, dataset.batch().shuffle().to_tensor())
-    if not config.minutes:
+    if not config.minutes or 0 < config.steps <= ESTIMATE_STEPS[0]:
         state.total_steps = config.steps
     return state
 
@@ -99,9 +103,7 @@ def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState
         ValueError: the checkpoint is damaged, or was made with other tokens.
     """
     checkpoint = load_checkpoint(path)
-    state = new_state(checkpoint.config, tokens, on_gpu)
-    state.model.load_state_dict(checkpoint.model().state_dict())
-    state.model.generator.bit_generator.state = checkpoint.about["generator"]
+    state = new_state(checkpoint.config, tokens, on_gpu, checkpoint.model())
     progress = checkpoint.restore(state.model, state.optimiser, state.dataset)
     for name in state.PROGRESS:
         if type(progress.get(name)) is not type(getattr(state, name)):
@@ -197,6 +199,7 @@ def evaluate(model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, strid
         for first in range(0, len(windows), batch_size):
             batch = windows[first : first + batch_size]
             rows = np.stack([np.asarray(tokens[start : start + length + 1], np.int64) for start, _ in batch])
+            check_range("evaluate: tokens", rows, model.config.vocab_size)  # on a GPU nobody would notice
             labels = rows[:, 1:].copy()
             for row, (_, n_new) in zip(labels, batch):
                 row[: length - n_new] = IGNORED
@@ -280,12 +283,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; one that a crash cut off is left out."""
     lines = []
     if path.is_file():
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
                 lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                continue
-    return lines
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
 def train(state: TrainingState, run: Run) -> bool:
@@ -319,9 +320,11 @@ def train(state: TrainingState, run: Run) -> bool:
             speed = tokens_per_step / seconds
             rate = state.optimiser.learning_rate
             run.record(step=state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
-            early = not state.total_steps or run.spent + state.seconds < config.minutes * 60 / 4
-            if config.minutes and state.step in ESTIMATE_STEPS and early and len(times) > UNTIMED_STEPS:
-                state.total_steps = _affordable_steps(state, run, float(np.mean(times[UNTIMED_STEPS:])))
+            if config.minutes and len(times) > UNTIMED_STEPS:
+                used = (run.spent + state.seconds) / (config.minutes * 60)
+                young = state.step in ESTIMATE_STEPS and used < 1 / 4
+                if young or (not state.total_steps and (used > 1 / 8 or state.step == ESTIMATE_STEPS[0])):
+                    state.total_steps = _affordable_steps(state, run, float(np.mean(times[UNTIMED_STEPS:])))
                 bar.total = state.total_steps
             bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
@@ -363,10 +366,6 @@ def _affordable_steps(state: TrainingState, run: Run, seconds_per_step: float) -
     left = config.minutes * 60 - run.spent - state.seconds - final
     steps = state.step + max(1, int(left / (seconds_per_step + estimates)))
     return min(steps, config.steps) if config.steps else steps
-
-
-# The final estimate moves its windows on by half their length: each token sees at least half a window before it.
-FINAL_OVERLAP = 2
 
 
 def estimate(state: TrainingState, run: Run) -> float:

@@ -20,6 +20,7 @@ from tricycle_datasets.download import cache_folder, file_sha256
 Document = tuple[bytes, bool]  # a text, and whether it is held out
 
 DEFAULT_VOCAB_SIZE = 1024
+HELD_OUT_BYTES = 4 * 10**6  # more would cost time at every final measurement and say little more
 SAMPLE_BYTES = 2**24  # at most so much of the training text teaches the tokeniser
 _BLOCK = 2**16  # a larger training text is sampled in blocks of so many bytes, evenly
 _FORMAT = 1  # of the cache: to be raised whenever the same corpus would give other files
@@ -212,7 +213,7 @@ class HubCorpus(Corpus):
         max_bytes: int = 10**9,
         n_documents: int | None = None,
         revision: str = "main",
-        held_out_bytes: int = 4 * 10**6,
+        held_out_bytes: int = HELD_OUT_BYTES,
         progress: bool = True,
     ) -> None:
         name = type(self).__name__
@@ -248,8 +249,8 @@ def is_held_out(path: str) -> bool:
 
 
 def hold_out_tail(text: bytes) -> Iterator[Document]:
-    """Cut one text in two: the last tenth of its bytes is held out."""
-    cut = len(text) - len(text) // 10
+    """Cut one text in two: the last tenth of its bytes is held out, but no more than HELD_OUT_BYTES."""
+    cut = len(text) - min(len(text) // 10, HELD_OUT_BYTES)
     yield text[:cut], False
     yield text[cut:], True
 

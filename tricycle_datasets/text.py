@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tricycle.tokeniser import BPETokeniser
-from tricycle_datasets.corpus import Corpus, Document, hold_out_tail, is_held_out
+from tricycle_datasets.corpus import HELD_OUT_BYTES, Corpus, Document, hold_out_tail, is_held_out
 
 
 class TextFiles(Corpus):
@@ -43,9 +43,16 @@ class TextFiles(Corpus):
         by_path = len({is_held_out(name) for name in files.values()}) == 2
 
         def documents() -> Iterator[Document]:
+            left = HELD_OUT_BYTES
             for path, name in files.items():
                 text = path.read_bytes()
-                yield from [(text, is_held_out(name))] if by_path else hold_out_tail(text)
+                if not by_path:
+                    yield from hold_out_tail(text)
+                else:
+                    # the first of them whatever its size, so that there is something to measure on
+                    held_out = is_held_out(name) and (left == HELD_OUT_BYTES or len(text) <= left)
+                    left -= len(text) if held_out else 0
+                    yield text, held_out
 
         super().__init__("text", documents, vocab_size, tokeniser, progress=progress)
 

@@ -1,7 +1,7 @@
 """Fused array functions: arrays in, arrays out, no Tensor.
 
-`reference.py` is plain and always right; `cpu.py` (and for GPUs `cuda.py`) hold faster versions under the
-same names. An op calls `kernels.gelu(x)` and does not know which one ran: the type of the first array
+`reference.py` is plain and always right; `cpu.py` holds faster versions for NumPy under the same names.
+An op calls `kernels.gelu(x)` and does not know which one ran: the type of the first array
 decides, and a name that has no faster version falls back to the reference.
 """
 

@@ -34,8 +34,11 @@ def softmax1(x: Array) -> Array:
 
 def _normalised_exp(x: Array, attend_nothing: bool) -> Array:
     xp = array_module(x)
-    # the "1 +" is one more score of 0, so the shift that keeps exp in range is the largest of both
-    shift = x.max(axis=-1, keepdims=True, initial=0 if attend_nothing else -xp.inf)
+    if not x.size:
+        return x.copy()
+    shift = x.max(axis=-1, keepdims=True)
+    if attend_nothing:  # the "1 +" is one more score of 0
+        shift = xp.maximum(shift, 0)
     shift = xp.where(xp.isneginf(shift), xp.zeros_like(shift), shift)
     with np.errstate(over="ignore"):  # scores that lie further apart than the dtype reaches give 0, as they should
         y = xp.exp(x - shift)
