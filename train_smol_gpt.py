@@ -69,7 +69,7 @@ class Arguments:
     files: tuple[Path, ...] = ()
     """your own text files or folders of them, for --data text"""
     tokeniser: Literal["own", "gpt2"] = "own"
-    """a vocabulary learnt from the text, or GPT-2's published one (set --vocab-size 50257)"""
+    """a vocabulary learnt from the text, or GPT-2's published one, of 50257 tokens"""
     run_folder: Path | None = None
     """where the run leaves its files; without it a new folder in runs/"""
     device: Literal["auto", "cpu", "gpu"] = "auto"

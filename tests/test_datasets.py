@@ -16,10 +16,12 @@ import pytest
 
 from tricycle.tokeniser import BPETokeniser
 from tricycle_datasets import corpus as corpus_module
+from tricycle_datasets import text as text_module
 from tricycle_datasets.codeparrot import CodeParrot
 from tricycle_datasets.corpus import Corpus, is_held_out
 from tricycle_datasets.download import DownloadError, fetch
 from tricycle_datasets.fineweb import FineWeb
+from tricycle_datasets.gpt2 import gpt2_tokeniser
 from tricycle_datasets.python_code import PythonCode
 from tricycle_datasets.shakespeare import Shakespeare
 from tricycle_datasets.text import TextFiles
@@ -369,7 +371,7 @@ def test_gpt2_offline(folders):
     path.parent.mkdir(parents=True)
     path.write_bytes(b"#version: 0.2\n")
     with pytest.raises(ValueError, match=r"vocab\.bpe: expected a file with SHA-256"):
-        BPETokeniser.gpt2()
+        gpt2_tokeniser()
 
 
 @pytest.fixture
@@ -514,3 +516,20 @@ def test_importing_is_light():
     heavy = "{'tiktoken', 'tqdm', 'pooch', 'requests', 'datasets'}"
     code = f"import sys; from tricycle_datasets import {names}; print(*{heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_held_out_text_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRICYCLE_CACHE", str(tmp_path / "cache"))
+    for module in (corpus_module, text_module):
+        monkeypatch.setattr(module, "HELD_OUT_BYTES", 1000)
+    single = tmp_path / "single.txt"
+    single.write_text("some words and more\n" * 2000, encoding="utf-8")
+    assert len(TextFiles([single], 300, progress=False).validation_bytes) == 1000
+    many = tmp_path / "many"
+    many.mkdir()
+    for i in range(100):
+        (many / f"{i}.txt").write_text(f"file {i} has some words\n" * 20, encoding="utf-8")
+    corpus = TextFiles([many], 300, progress=False)
+    assert 0 < len(corpus.validation_bytes) <= 1000
+    assert len(corpus.validation_bytes) < sum(is_held_out(f"{i}.txt") for i in range(100)) * 400
+

@@ -1,5 +1,7 @@
 """Command lines from dataclasses: values, and errors on one line."""
 
+import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from typing import Literal
@@ -144,3 +146,10 @@ def test_run_main_leaves_with_the_status_of_main(status, capsys):
         run_main(lambda: status)
     assert leaving.value.code == status
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_to_an_ascii_terminal_survives_its_samples():
+    program = "from tricycle.flags import run_main; run_main(lambda: print('caf\\u00e9 \\ufffd'))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, [b"caf?", b"?"])

@@ -258,7 +258,8 @@ def test_the_warm_up_is_at_most_a_tenth():
 
 
 @pytest.mark.parametrize(
-    ("minutes", "steps", "expected"), [(5.0, 0, (200, 290)), (5.0, 60, (60, 60)), (0.1, 0, (25, 25))]
+    ("minutes", "steps", "expected"),
+    [(5.0, 0, (200, 290)), (5.0, 60, (60, 60)), (5.0, 10, (10, 10)), (0.1, 0, (5, 7))],
 )
 def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
     """With a clock that says one second an update: about as many updates as fit, and some time for the end."""
@@ -266,10 +267,10 @@ def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
     monkeypatch.setattr(training, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
     config = replace(CONFIG, minutes=minutes, steps=steps, accumulation_steps=1, eval_interval=100)
     state = new_state(config, TOKENS)
-    assert state.total_steps == 0
+    assert state.total_steps == (steps if 0 < steps <= ESTIMATE_STEPS[0] else 0)
     assert train(state, new_run(tmp_path)) is True
     assert expected[0] <= state.step <= expected[1]
-    assert state.step == state.total_steps > ESTIMATE_STEPS[0]
+    assert state.step == state.total_steps
     assert state.seconds == state.step
 
 
@@ -474,3 +475,9 @@ def test_samples_begin_with_any_prompt(tmp_path, window, prompt):
     assert text.startswith(prompt)
     assert show_sample(state, run, 10, prompt) == text
     assert (tmp_path / "samples.txt").read_text(encoding="utf-8") == f"--- sample at step 0\n{text}\n" * 2
+
+
+def test_a_metrics_file_that_a_power_cut_spoilt_is_read_as_far_as_it_goes(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n\xff\xfe\n[1]\n"text"\n{"loss": 1.0}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1, "loss": 2.0}]
