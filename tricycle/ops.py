@@ -423,18 +423,19 @@ def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
     return record(x.array.transpose(order), (x,), (lambda grad: grad.array.transpose(back),), "transpose", batched)
 
 
-def _array_index(index: Any) -> Any:
-    """An index with the arrays of its Tensors."""
+def _array_index(index: Any, xp: Any) -> Any:
+    """An index with the arrays of its Tensors, and NumPy's on the device of the indexed array."""
     if isinstance(index, tuple):
-        return tuple(_array_index(i) for i in index)
-    return index.array if isinstance(index, Tensor) else index
+        return tuple(_array_index(i, xp) for i in index)
+    index = index.array if isinstance(index, Tensor) else index
+    return xp.asarray(index) if isinstance(index, np.ndarray) else index
 
 
 @register
 def getitem(x: Operand, index: Any) -> Tensor:
     """NumPy's indexing: numbers, slices, None, Ellipsis, arrays or Tensors of whole numbers or booleans."""
     x = as_tensor(x)
-    index = _array_index(index)
+    index = _array_index(index, x.xp)
     parts = index if isinstance(index, tuple) else (index,)
     basic = all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts)
     try:

@@ -143,7 +143,7 @@ def gradient_norm(model: Layer) -> float:
     """The root of the sum of squares of all gradients; infinite where squares leave the range of their dtype."""
     grads: list[Array] = [p.grad.array for p in model.parameters() if p.grad is not None]
     # one small float per parameter comes to the host; the squares themselves are summed where they lie
-    return math.sqrt(sum(float(g.ravel() @ g.ravel()) for g in grads))
+    return math.sqrt(sum((g.ravel() @ g.ravel()).item() for g in grads))
 
 
 def clip_gradients(model: Layer, max_norm: float) -> float:

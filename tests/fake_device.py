@@ -1,0 +1,133 @@
+"""An array type that behaves as a GPU's would where it matters, on the host.
+
+It refuses whatever would mix host and device or wait for the device: NumPy arrays beside it, `np.asarray`,
+`float()`, `bool()` and NumPy indices. Numbers may stand beside it, and `item()` reads one value. Installed in
+`backend.ARRAY_MODULES`, it shows that code asks its arrays for `xp` and computes with nothing else.
+"""
+
+from __future__ import annotations
+
+import operator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+REFUSED_ARGUMENTS = {"initial", "where"}  # of reductions: CuPy's have none
+METHODS = "all any argmax astype copy diagonal max mean min ravel reshape squeeze sum swapaxes transpose".split()
+OPERATORS = "add sub mul truediv pow matmul lt le gt ge eq ne and_ or_".split()
+
+
+def unwrap(value: Any) -> Any:
+    if isinstance(value, FakeArray):
+        return value.held
+    if isinstance(value, np.ndarray):
+        raise TypeError(f"a host array of shape {value.shape} beside an array on the device")
+    if isinstance(value, (list, tuple)):
+        return type(value)(unwrap(item) for item in value)
+    return value
+
+
+def wrap(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return FakeArray(np.asarray(value))
+    return tuple(map(wrap, value)) if isinstance(value, (list, tuple)) else value
+
+
+def on_device(function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if REFUSED_ARGUMENTS & set(kwargs):
+            raise TypeError(f"{function.__name__}: no such argument on the device: {kwargs}")
+        return wrap(function(*map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()}))
+
+    return call
+
+
+def refuse(name: str) -> Any:
+    def call(self: FakeArray, *args: Any) -> Any:
+        raise TypeError(f"{name} of an array on the device")
+
+    return call
+
+
+class FakeArray:
+    __array_ufunc__ = None
+    __hash__ = None
+    device = SimpleNamespace(id=0)
+
+    def __init__(self, held: np.ndarray) -> None:
+        self.held = held
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "ndim", "size", "strides", "flags", "nbytes"):
+            return getattr(self.held, name)
+        if name in METHODS:
+            return on_device(getattr(self.held, name))
+        raise AttributeError(f"no {name} on the device")
+
+    @property
+    def T(self) -> FakeArray:
+        return FakeArray(self.held.T)
+
+    def item(self) -> Any:
+        return self.held.item()
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: Any) -> FakeArray:
+        return wrap(self.held[unwrap(index)])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.held[unwrap(index)] = unwrap(value)
+
+    __array__, __float__, __bool__, __int__, __index__, __iter__ = map(
+        refuse, ["np.asarray", "float()", "bool()", "int()", "an index", "iteration"]
+    )
+    __neg__, __abs__ = (lambda self, f=f: wrap(f(self.held)) for f in (operator.neg, operator.abs))
+
+
+def in_place(ufunc: Any) -> Any:
+    def call(self: FakeArray, other: Any) -> FakeArray:
+        ufunc(self.held, unwrap(other), out=self.held)
+        return self
+
+    return call
+
+
+for _name in OPERATORS:
+    _plain, _function = _name.rstrip("_"), getattr(operator, _name)
+    setattr(FakeArray, f"__{_plain}__", lambda self, other, f=_function: wrap(f(self.held, unwrap(other))))
+    setattr(FakeArray, f"__r{_plain}__", lambda self, other, f=_function: wrap(f(unwrap(other), self.held)))
+for _name, _ufunc in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide}.items():
+    setattr(FakeArray, f"__i{_name}__", in_place(_ufunc))
+
+
+class FakeModule(ModuleType):
+    """What `cupy` would be."""
+
+    lib = SimpleNamespace(stride_tricks=SimpleNamespace(as_strided=on_device(np.lib.stride_tricks.as_strided)))
+
+    @staticmethod
+    def asarray(value: Any, dtype: Any = None) -> FakeArray:
+        return FakeArray(np.array(value.held if isinstance(value, FakeArray) else value, dtype=dtype))
+
+    @staticmethod
+    def asnumpy(array: FakeArray) -> np.ndarray:
+        return array.held.copy()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(np, name)
+        if isinstance(found, np.ufunc):
+            call = on_device(found)
+            call.at = on_device(found.at)
+            return call
+        return on_device(found) if callable(found) and not isinstance(found, type) else found
+
+
+fake_module = FakeModule("fake")
+
+
+def to_device(array: Any, device: int = 0) -> FakeArray:
+    """Instead of `backend.to_gpu`."""
+    return array if isinstance(array, FakeArray) else FakeArray(np.array(array))
