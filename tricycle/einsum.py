@@ -34,7 +34,7 @@ class Einsum(Op):
 
     def __init__(self, subscripts: str) -> None:
         self.subscripts = subscripts
-        self._inputs, self._output = _parse(subscripts)
+        self._terms, self._target = _parse(subscripts)
 
     def __repr__(self) -> str:
         return f"Einsum({self.subscripts!r})"
@@ -107,7 +107,7 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
 
 def _resolve(einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]):
     """Subscripts with a letter for every axis (batch and "..." too), and the length behind each letter."""
-    inputs, out = einsum._inputs, einsum._output
+    inputs, out = einsum._terms, einsum._target
     title = f"Einsum({einsum.subscripts!r})"
     if len(inputs) != len(shapes):
         raise ValueError(f"{title}: expected {len(inputs)} inputs, got {len(shapes)}")
