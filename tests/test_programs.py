@@ -535,7 +535,7 @@ def test_the_toy_script_and_inference_from_its_pickle(tmp_path, cache, monkeypat
     assert names["optimiser"].n_steps == 3
     model = pickle.loads((tmp_path / "model.pkl").read_bytes())
     assert model.n_parameters == names["model"].n_parameters
-    for words in ([], ["ROMEO:", "--length", "20", "--seed", "1"]):
+    for words in (["--no-stop"], ["ROMEO:", "--length", "20", "--seed", "1"]):
         assert len(good(call(INFER, "model.pkl", *words, folder=tmp_path))) > 10
 
 
