@@ -147,7 +147,7 @@ class LaptopConfig(GPTConfig):
 
 @dataclass(frozen=True)
 class ShakespeareConfig(GPTConfig):
-    """11M parameters on tiny Shakespeare: about half an hour on a consumer's GPU."""
+    """12M parameters, for tiny Shakespeare on a GPU."""
 
     vocab_size: int = 1024
     context_window: int = 256
