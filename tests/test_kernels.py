@@ -51,11 +51,6 @@ def _cross_entropy(rng, n, n_classes):
     return rng.standard_normal((n, n_classes)) * 5, rng.integers(0, n_classes, n), weights
 
 
-def _cross_entropy_backward(rng, n, n_classes):
-    logits, labels, weights = _cross_entropy(rng, n, n_classes)
-    return np.array(rng.random()), logits, labels, weights, reference.cross_entropy(logits, labels, weights)[1]
-
-
 def _attention(rng, items, queries, keys, heads, size, causal):
     """q, k and v as the library hands them over: slices of one packed array."""
     packed = rng.standard_normal((items, max(queries, keys), 3, heads, size))
@@ -66,6 +61,10 @@ def _attention_backward(rng, *sizes):
     q, k, v, causal = _attention(rng, *sizes)
     out, log_total = reference.attention(q, k, v, causal)
     return rng.standard_normal(q.shape), q, k, v, out, log_total, causal, *(np.full(a.shape, np.nan) for a in (q, k, v))
+
+
+def _matmul(rng, n, k, m, bias):
+    return rng.standard_normal((n, k)), rng.standard_normal((k, m)), rng.standard_normal(m) if bias else None
 
 
 def _rotate(rng, items, tokens, heads, size):
@@ -105,8 +104,15 @@ CASES = {
     "softmax_backward": (_softmax_backward, [(shape,) for shape in ROWS]),
     "log_softmax": (_rows, [(shape,) for shape in ROWS]),
     "gelu": (_rows, [(shape,) for shape in ANY]),
-    "gelu_backward": (_two, [(shape,) for shape in ANY]),
+    "gelu_with_slope": (_rows, [(shape,) for shape in ANY]),
+    "multiply": (_two, [(shape,) for shape in [*ANY, (3, 70_001)]]),
     "sigmoid": (_rows, [(shape,) for shape in ANY]),
+    "matmul": (
+        _matmul,
+        [(*s, bias) for s in [(1, 1, 1), (3, 5, 2), (0, 3, 2), (3, 0, 2), (3, 2, 0), (1031, 70, 67), (67, 70, 1031),
+                              (2100, 3, 70), (70, 4000, 70)] for bias in (True, False)],
+    ),
+    "sum_rows": (_rows, [((1, 1),), ((7, 3),), ((0, 4),), ((1031, 131),), ((3, 70_001),)]),
     "layer_norm": (
         _layer_norm,
         [(shape, centred, bias) for shape in ROWS for centred in (True, False) for bias in (True, False)],
@@ -117,7 +123,7 @@ CASES = {
         [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7)],
     ),
     "cross_entropy": (_cross_entropy, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
-    "cross_entropy_backward": (_cross_entropy_backward, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
+    "cross_entropy_with_slope": (_cross_entropy, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
     "attention": (_attention, [(*sizes, causal) for sizes in ATTENTION for causal in (True, False)]),
     "attention_backward": (_attention_backward, [(*sizes, causal) for sizes in ATTENTION for causal in (True, False)]),
     "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),

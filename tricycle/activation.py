@@ -10,7 +10,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.backend import Array, array_module
 from tricycle.ops import Op, as_tensor, floating
-from tricycle.tensor import Operand, Tensor, record
+from tricycle.tensor import Operand, Tensor, record, remembers
 
 
 class ReLU(Op):
@@ -36,8 +36,10 @@ class GeLU(Op):
         x = as_tensor(x)
         array = floating(x.array)
         if self.approximate:
-            back_fns = (lambda grad: kernels.gelu_backward(grad.array, array),)
-            return record(kernels.gelu(array), (x,), back_fns, "gelu")
+            if not remembers(x):
+                return record(kernels.gelu(array), (x,), (), "gelu")
+            y, slope = kernels.gelu_with_slope(array)
+            return record(y, (x,), (lambda grad: kernels.multiply(grad.array, slope),), "gelu")
         xp = x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
 

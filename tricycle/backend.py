@@ -1,4 +1,4 @@
-"""Which array library holds an array, and moving arrays between the host and a GPU.
+"""Which array library holds an array, moving arrays between the host and a GPU, and worker threads.
 
 CuPy is imported the first time a GPU is asked for and never before, so that `import tricycle` costs
 no more than NumPy and works where no CUDA exists.
@@ -6,8 +6,12 @@ no more than NumPy and works where no CUDA exists.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
+import threading
 import warnings
+from collections.abc import Callable, Iterable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -103,3 +107,137 @@ def random_mask(generator: np.random.Generator, shape: tuple[int, ...], keep: fl
     mask = array_module(like).asarray(generator.random(shape, dtype=np.float32) < keep).astype(like.dtype)
     mask /= keep
     return mask
+
+
+# -------------------------------------------------------------------- worker threads
+# NumPy lets go of Python's lock while it computes, so threads that take a part of an array each use all cores,
+# for elementwise work too. BLAS is held to one thread a worker meanwhile: its own threads, which wait for more
+# work by spinning, would get in the way.
+_one_at_a_time = threading.Lock()
+
+
+@cache
+def blas_libraries() -> tuple[Any, ...]:
+    """The BLAS that NumPy calls, as threadpoolctl's controllers; () where it is not installed or knows none."""
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:  # NumPy alone is enough
+        return ()
+    return tuple(library for library in ThreadpoolController().lib_controllers if library.user_api == "blas")
+
+
+@cache
+def n_threads() -> int:
+    """How many threads share the work: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else as many as BLAS would use.
+
+    Read once. One where nothing can hold BLAS to one thread a worker (but on macOS, whose BLAS has no threads to hold).
+
+    Raises:
+        ValueError: TRICYCLE_NUM_THREADS is no whole number above 0.
+    """
+    said = os.environ.get("TRICYCLE_NUM_THREADS", "")
+    if said and not (said.isdecimal() and int(said) > 0):
+        raise ValueError(f"TRICYCLE_NUM_THREADS: expected a whole number above 0, got {said!r}")
+    if said:
+        for library in blas_libraries():
+            library.set_num_threads(int(said))
+        return int(said)
+    omp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if omp.isdecimal() and int(omp) > 0:
+        return int(omp)
+    alone = (os.cpu_count() or 1) if sys.platform == "darwin" else 1
+    return max((library.num_threads for library in blas_libraries()), default=alone)
+
+
+@cache
+def _keep_memory() -> None:
+    """Let freed memory stay with the process where the C library is glibc, for the next step needs the same again.
+
+    Otherwise large arrays go back to the system when they are freed, and it clears every page that it hands out:
+    a twentieth of a training step.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            m_trim_threshold, m_mmap_max = -1, -4
+            mallopt(m_mmap_max, 0)
+            mallopt(m_trim_threshold, 2**31 - 1)
+
+
+class _Helper:
+    """A thread that waits for work. Two bare locks hand it over faster than a queue does."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] = lambda: None
+        self.error: BaseException | None = None
+        self.start, self.done = threading.Lock(), threading.Lock()
+        self.start.acquire()
+        self.done.acquire()
+        threading.Thread(target=self._run, name="tricycle", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.start.acquire()
+            try:
+                self.work()
+            except BaseException as error:
+                self.error = error
+            self.done.release()
+
+
+@cache
+def _helpers() -> tuple[_Helper, ...]:
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_after_fork)
+    return tuple(_Helper() for _ in range(n_threads() - 1))
+
+
+def _after_fork() -> None:
+    """Threads do not live on in a forked process."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+    _helpers.cache_clear()
+
+
+def parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
+    """Call `work` for each item, in several threads, each with one thread of BLAS.
+
+    Each call must write where no other does. Called from inside `work`, or while another thread is here, it does
+    all the work itself.
+
+    Raises:
+        whatever `work` raises, after all threads have stopped.
+    """
+    _keep_memory()
+    items = list(items)
+    if n_threads() == 1 or not _one_at_a_time.acquire(blocking=False):
+        for item in items:
+            work(item)
+        return
+    queue = iter(items)  # taking the next item of a list is one step that no other thread comes between
+
+    def take() -> None:
+        for item in queue:
+            work(item)
+
+    usual = [(library, library.num_threads) for library in blas_libraries()]
+    started: list[_Helper] = []
+    try:
+        for library, _ in usual:
+            library.set_num_threads(1)
+        for helper in _helpers()[: len(items) - 1]:
+            helper.work, helper.error = take, None
+            helper.start.release()
+            started.append(helper)
+        take()
+    finally:
+        for _ in queue:  # after an error the others need not go on
+            pass
+        for helper in started:
+            helper.done.acquire()
+        for library, number in usual:
+            library.set_num_threads(number)
+        _one_at_a_time.release()
+    for helper in started:
+        if helper.error is not None:
+            raise helper.error

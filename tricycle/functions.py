@@ -107,19 +107,22 @@ def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "
         raise ValueError(f"{title}: expected the last axis to be {from_size}, got shape {x.shape}")
     check_device(name, x.array, weights.array)
     rows, matrix = floating(x.array).reshape(-1, from_size), weights.array
-    y = rows @ matrix
-    if bias is not None:
-        y += bias.array
+    y = kernels.matmul(rows, matrix, None if bias is None else bias.array)
 
     def grads(grad: Tensor) -> Array:
         return grad.array.reshape(-1, to_size)
 
+    def weight_grad(grad: Tensor) -> Array:
+        if matrix.flags.c_contiguous:
+            return kernels.matmul(rows.T, grads(grad))
+        return kernels.matmul(grads(grad).T, rows).T  # in the layout of the weights: tied ones come transposed
+
     args: tuple[Tensor, ...] = (x, weights)
     back_fns: tuple[BackFn, ...] = (
-        lambda grad: (grads(grad) @ matrix.T).reshape(x.shape),
-        lambda grad: rows.T @ grads(grad),
+        lambda grad: kernels.matmul(grads(grad), matrix.T).reshape(x.shape),
+        weight_grad,
     )
     if bias is not None:
         args += (bias,)
-        back_fns += (lambda grad: grads(grad).sum(axis=0),)
+        back_fns += (lambda grad: kernels.sum_rows(grads(grad)),)
     return record(y.reshape(*x.shape[:-1], to_size), args, back_fns, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tricycle import kernels
 from tricycle.backend import Array, on_gpu
 from tricycle.ops import Op, as_tensor, check_device, check_range, floating
-from tricycle.tensor import Operand, Tensor, record
+from tricycle.tensor import Operand, Tensor, record, remembers
 
 
 class CrossEntropy(Op):
@@ -45,10 +45,14 @@ class CrossEntropy(Op):
         if not on_gpu(ids) and n_counted == 0:
             raise ValueError(f"CrossEntropy: expected at least one label to count, got none of shape {labels.shape}")
         weights = counted.astype(rows.dtype) / n_counted.astype(rows.dtype)
-        loss, log_total = kernels.cross_entropy(rows, ids, weights)
+        if not remembers(logits):
+            return record(kernels.cross_entropy(rows, ids, weights), (logits,), (), "cross_entropy", False)
+        loss, slope = kernels.cross_entropy_with_slope(rows, ids, weights)
 
         def back_fn(grad: Tensor) -> Array:
-            return kernels.cross_entropy_backward(grad.array, rows, ids, weights, log_total).reshape(logits.shape)
+            # the usual 1 needs no pass over a large array (and to look on a GPU would wait for it)
+            scaled = slope if not on_gpu(slope) and grad.array == 1 else slope * grad.array
+            return scaled.reshape(logits.shape)
 
         return record(loss, (logits,), (back_fn,), "cross_entropy", False)
 

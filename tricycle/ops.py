@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
-from types import EllipsisType
+from types import EllipsisType, MethodType
 from typing import Any
 
 import numpy as np
@@ -161,8 +161,8 @@ def negative(x: Operand) -> Tensor:
 
 # -------------------------------------------------------------------- elementwise, two inputs
 def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Callable) -> Callable[..., Tensor]:
-    """An elementwise op with broadcasting. `forward(xp, x, y)` gives z; `left(xp, g, x, y, z)` and
-    `right(xp, g, x, y, z)` give the gradients of x and y before un-broadcasting.
+    """An elementwise op with broadcasting. `forward(xp, x, y)` gives z; `left(g, x, y, z)` and
+    `right(g, x, y, z)` give the gradients of x and y before un-broadcasting.
 
     A plain number is no input of the graph, and the result says so: `x + 4` is named "+ 4".
     """
@@ -186,22 +186,27 @@ def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Cal
             z = forward(xp, a, b)
         except ValueError as error:
             raise refusal(name, error, a, b) from None
-        back_fns = (
-            lambda grad: unbroadcast(left(xp, grad.array, a, b, z), a.shape),
-            lambda grad: unbroadcast(right(xp, grad.array, a, b, z), b.shape),
-        )
-        return record(z, (x, y), back_fns, "b" + name)
+        saved = (a, b, z)
+        return record(z, (x, y), (MethodType(to_left, saved), MethodType(to_right, saved)), "b" + name)
+
+    def to_left(saved: tuple[Array, Array, Array], grad: Tensor) -> Array:
+        x, y, z = saved
+        return unbroadcast(left(grad.array, x, y, z), x.shape)
+
+    def to_right(saved: tuple[Array, Array, Array], grad: Tensor) -> Array:
+        x, y, z = saved
+        return unbroadcast(right(grad.array, x, y, z), y.shape)
 
     def with_number_right(x: Tensor, y: float) -> Tensor:
         a, xp = _ready_for(x.array, y), x.xp
         z = forward(xp, a, y)
-        return record(z, (x,), (lambda grad: left(xp, grad.array, a, y, z),), f"{symbol} {y}")
+        return record(z, (x,), (lambda grad: left(grad.array, a, y, z),), f"{symbol} {y}")
 
     def with_number_left(x: float, y: Tensor) -> Tensor:
         b, xp = _ready_for(y.array, x), y.xp
         z = forward(xp, x, b)
         name = f"{symbol} {x}" if symbol in "+*" else f"{x} {symbol}"
-        return record(z, (y,), (lambda grad: right(xp, grad.array, x, b, z),), name)
+        return record(z, (y,), (lambda grad: right(grad.array, x, b, z),), name)
 
     op.__name__ = name
     return register(op)
@@ -216,34 +221,36 @@ def _ready_for(array: Array, number: float) -> Array:
     return floating(array) if isinstance(number, float) else array
 
 
-def _power_right(xp: Any, g: Array, x: Any, y: Any, z: Array) -> Array:
+def _power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
     """x ** y log x, which goes to 0 with x."""
+    xp = array_module(g)
     positive = xp.asarray(x) > 0
     return g * xp.where(positive, z * xp.log(xp.where(positive, x, 1)), 0)
 
 
-def _power_left(xp: Any, g: Array, x: Array, y: Any, z: Array) -> Array:
+def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
+    xp = array_module(g)
     if isinstance(y, (int, float)):
         return g * (y * x ** (y - 1)) if y else xp.zeros_like(g)
     return g * y * x ** xp.where(y == 0, 1, y - 1)
 
 
-add = binary("add", "+", lambda xp, x, y: x + y, lambda xp, g, x, y, z: g, lambda xp, g, x, y, z: g)
-subtract = binary("sub", "-", lambda xp, x, y: x - y, lambda xp, g, x, y, z: g, lambda xp, g, x, y, z: -g)
-multiply = binary("mul", "*", lambda xp, x, y: x * y, lambda xp, g, x, y, z: g * y, lambda xp, g, x, y, z: g * x)
+add = binary("add", "+", lambda xp, x, y: x + y, lambda g, x, y, z: g, lambda g, x, y, z: g)
+subtract = binary("sub", "-", lambda xp, x, y: x - y, lambda g, x, y, z: g, lambda g, x, y, z: -g)
+multiply = binary("mul", "*", lambda xp, x, y: x * y, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
 divide = binary(
     "div",
     "/",
     # whole numbers divide to float32, as everything else here
     lambda xp, x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
-    lambda xp, g, x, y, z: g / y,
-    lambda xp, g, x, y, z: -g * z / y,
+    lambda g, x, y, z: g / y,
+    lambda g, x, y, z: -g * z / y,
 )
 power = binary("pow", "**", lambda xp, x, y: x**y, _power_left, _power_right)
 # equal values share the gradient, as the mean of the one-sided derivatives
 _extremes = (
-    lambda xp, g, x, y, z: g * ((x == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
-    lambda xp, g, x, y, z: g * ((y == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
+    lambda g, x, y, z: g * ((x == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
+    lambda g, x, y, z: g * ((y == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
 )
 maximum = binary("maximum", "max", lambda xp, x, y: xp.maximum(x, y), *_extremes)
 minimum = binary("minimum", "min", lambda xp, x, y: xp.minimum(x, y), *_extremes)

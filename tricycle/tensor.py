@@ -209,7 +209,7 @@ class Tensor:
         sums.add(self, self.xp.ones_like(self.array))
         while order:  # popped, so that a node's array can go as soon as nothing needs it
             node = order.pop()
-            grad = sums.pop(node)
+            grad = sums.arrays.pop(id(node), None)
             if not node.args:
                 if grad is not None:
                     _accumulate(node, grad, sums)
@@ -248,6 +248,14 @@ class Tensor:
     __hash__ = object.__hash__
 
 
+def remembers(*args: Tensor) -> bool:
+    """Whether an operation on these Tensors will be differentiated: if not, nothing need be kept for its gradient."""
+    for arg in args:
+        if arg.requires_grad:
+            return _grad_enabled.get()
+    return False
+
+
 def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[BackFn, ...], name: str | None,
            is_batched: bool | None = None) -> Tensor:
     """The result of an operation: `array`, with its history where a gradient can flow.
@@ -255,13 +263,14 @@ def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[BackFn, ...],
     Args:
         is_batched: as any of the args is, unless given.
     """
-    if is_batched is None:
-        is_batched = any([arg.is_batched for arg in args])  # noqa: C419 (so few: a list is quicker)
+    requires_grad = any_batched = False
     for arg in args:
-        if arg.requires_grad:
-            if _grad_enabled.get():
-                return Tensor(array, True, is_batched, name, args, back_fns)
-            break
+        requires_grad = requires_grad or arg.requires_grad
+        any_batched = any_batched or arg.is_batched
+    if is_batched is None:
+        is_batched = any_batched
+    if requires_grad and _grad_enabled.get():
+        return Tensor(array, True, is_batched, name, args, back_fns)
     return Tensor(array, False, is_batched, name)
 
 
@@ -315,23 +324,23 @@ def topological_order(root: Tensor) -> list[Tensor]:
     Iterative, for a chain of a hundred thousand operations is deeper than Python's stack.
     """
     order: list[Tensor] = []
-    seen = {id(root)}
-    stack = [(root, iter(root.args))]
+    seen: set[int] = set()
+    stack: list[Tensor | None] = [root]
     while stack:
-        node, args = stack[-1]
-        if node._freed:
-            raise RuntimeError(
-                "backward: the graph behind this Tensor was freed by an earlier backward(); "
-                "call backward(retain_graph=True) to keep it, or compute the result again"
-            )
-        for arg in args:
-            if arg.requires_grad and id(arg) not in seen:
-                seen.add(id(arg))
-                stack.append((arg, iter(arg.args)))
-                break
-        else:
-            order.append(node)
-            stack.pop()
+        node = stack.pop()
+        if node is None:  # all that the one below was made from is in the order by now
+            order.append(stack.pop())  # type: ignore[arg-type]
+        elif id(node) not in seen:
+            if node._freed:
+                raise RuntimeError(
+                    "backward: the graph behind this Tensor was freed by an earlier backward(); "
+                    "call backward(retain_graph=True) to keep it, or compute the result again"
+                )
+            seen.add(id(node))
+            stack += (node, None)
+            for arg in reversed(node.args):
+                if arg.requires_grad and id(arg) not in seen:
+                    stack.append(arg)
     return order
 
 
@@ -358,14 +367,9 @@ class _GradientSums:
         elif key in self.ours:
             held += array
         else:
-            total = held + array
-            # the sum of two 0-d arrays is a NumPy scalar, which += would replace, not change
-            self.arrays[key] = np.asarray(total) if isinstance(total, np.generic) else total
-            self.ours.add(key)
-
-    def pop(self, node: Tensor) -> Array | None:
-        self.ours.discard(id(node))
-        return self.arrays.pop(id(node), None)
+            self.arrays[key] = total = held + array
+            if total.size > 1:
+                self.ours.add(key)
 
 
 def _accumulate(leaf: Tensor, grad: Array, sums: _GradientSums) -> None:

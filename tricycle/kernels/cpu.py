@@ -1,73 +1,168 @@
 """Faster versions for NumPy arrays: the same names and results as in `reference.py`.
 
-Two ideas do the work. Elementwise chains go through memory in pieces that stay in a core's cache, with
-results written into place; and attention looks at one block of queries of one head at a time, so that its
-memory grows with T, not T squared, and keys after the block cost nothing.
+Four ideas do the work. Elementwise chains go through memory in pieces that stay in a core's cache, with results
+written into place. Threads share the pieces, the heads and the rows of matrix products; sums over pieces are added
+up in order, so results do not change from run to run. Sums along rows are products with ones, which BLAS does at
+the speed of memory. And exponentials are not shifted by each row's maximum where one look at a whole block says that
+nothing can overflow or vanish.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from tricycle.backend import blas_libraries, n_threads, parallel
 from tricycle.kernels import reference
 from tricycle.kernels.reference import SQRT_2_OVER_PI
 
-PIECE = 65_536  # elements: with a few temporaries of this size, about half of a usual 1 MB second-level cache
-QUERY_BLOCK = 128
+PIECE = 262_144  # elements: a few such arrays stay in a third-level cache, and threads seldom meet at Python's lock
+QUERY_BLOCK, KEY_BLOCK = 128, 1024
+SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
+SAFE_EXPONENT = 50.0  # e^50 and e^-50, and sums of a hundred million such, are far from the ends of float32
+MOST = math.exp(SAFE_EXPONENT)
 
 
-def _pieces(n_rows: int, row_size: int) -> Iterator[slice]:
+def _pieces(n_rows: int, row_size: int = 1) -> list[slice]:
     step = max(1, PIECE // max(1, row_size))
-    for start in range(0, n_rows, step):
-        yield slice(start, start + step)
+    return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 
-def gelu(x: np.ndarray) -> np.ndarray:
+def _parts(n_rows: int, least: int) -> list[slice]:
+    """Two even parts a thread where they have at least that many rows, else one."""
+    n_parts = n_threads() * (2 if n_rows >= 2 * n_threads() * least else 1)
+    step = max(1, -(-n_rows // n_parts // 16) * 16)  # BLAS likes even blocks
+    return [slice(start, start + step) for start in range(0, n_rows, step)]
+
+
+def _sum_over(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
+    """The sum of what `work` gives for each piece, added up in order, so that it is the same in every run."""
+    results: list = [None] * len(pieces)
+
+    def keep(i: int) -> None:
+        results[i] = work(pieces[i])
+
+    parallel(keep, range(len(pieces)))
+    total = results[0]
+    for result in results[1:]:
+        total += result
+    return total
+
+
+def _ones(n: int, like: np.ndarray) -> np.ndarray:
+    return np.ones(n, like.dtype)
+
+
+# -------------------------------------------------------------------- matrices
+def matmul(a, b, bias=None):
+    """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
+    (n_rows, n_inner), n_columns = a.shape, b.shape[1]
+    if n_rows * n_inner * n_columns < SMALL_PRODUCT or not blas_libraries():
+        return reference.matmul(a, b, bias)
+    if n_inner >= 2 * max(n_rows, n_columns):
+        terms = _parts(n_inner, 2 * n_inner)
+        return _sum_over(lambda part: a[:, part] @ b[part], terms) + (0 if bias is None else bias)
+    out = np.empty((n_rows, n_columns), np.result_type(a, b))
+
+    def rows(part: slice) -> None:
+        np.matmul(a[part], b, out=out[part])
+        if bias is not None:
+            out[part] += bias
+
+    def columns(part: slice) -> None:
+        np.matmul(a, b[:, part], out=out[:, part])
+        if bias is not None:
+            out[:, part] += bias[part]
+
+    if n_rows >= n_columns:
+        parallel(rows, _parts(n_rows, 512))
+    else:
+        parallel(columns, _parts(n_columns, 512))
+    return out
+
+
+def sum_rows(x):
+    if not len(x):
+        return reference.sum_rows(x)
+    return _sum_over(lambda piece: _ones(len(x[piece]), x) @ x[piece], _pieces(*x.shape))
+
+
+# -------------------------------------------------------------------- elementwise
+def gelu(x):
+    return _gelu(x, None)
+
+
+def gelu_with_slope(x):
+    slope = np.empty(x.shape, x.dtype)
+    return _gelu(x, slope), slope
+
+
+def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
     flat = np.ascontiguousarray(x).reshape(-1)
     y = np.empty_like(flat)
-    for piece in _pieces(flat.size, 1):
-        a, t = flat[piece], _gelu_tanh(flat[piece])
-        t += 1
-        t *= a
-        np.multiply(t, 0.5, out=y[piece])
+    slopes = None if slope is None else slope.reshape(-1)
+
+    def work(piece: slice) -> None:
+        a, out = flat[piece], y[piece]
+        square = a * a
+        gate = square * (0.044715 * SQRT_2_OVER_PI)
+        gate += SQRT_2_OVER_PI
+        gate *= a
+        np.tanh(gate, out=gate)
+        gate *= 0.5
+        gate += 0.5
+        np.multiply(a, gate, out=out)
+        if slopes is not None:  # gate (1 + (1 - gate) u'), where tanh(u / 2) gave the gate
+            square *= 6 * 0.044715 * SQRT_2_OVER_PI
+            square += 2 * SQRT_2_OVER_PI
+            square *= a
+            rest = np.subtract(1, gate, out=slopes[piece])
+            rest *= square
+            rest += 1
+            rest *= gate
+
+    parallel(work, _pieces(flat.size))
     return y.reshape(x.shape)
 
 
-def gelu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
-    flat, flat_grad = np.ascontiguousarray(x).reshape(-1), np.ascontiguousarray(grad).reshape(-1)
-    dx = np.empty_like(flat)
-    for piece in _pieces(flat.size, 1):
-        a, t, out = flat[piece], _gelu_tanh(flat[piece]), dx[piece]
-        # 1 + t + x (1 - t^2) slope(x), slope(x) = c (1 + 3 * 0.044715 x^2)
-        np.multiply(a, a, out=out)
-        out *= 3 * 0.044715 * SQRT_2_OVER_PI
-        out += SQRT_2_OVER_PI
-        out *= a
-        out *= 1 - t * t
-        out += t
-        out += 1
-        out *= flat_grad[piece]
-        out *= 0.5
-    return dx.reshape(x.shape)
+def multiply(a, b):
+    """Large arrays go through memory once, by all threads."""
+    if a.size < 2 * PIECE or a.shape != b.shape or not (a.flags.c_contiguous and b.flags.c_contiguous):
+        return reference.multiply(a, b)
+    out = np.empty(a.shape, np.result_type(a, b))
+    flat_a, flat_b, flat_out = (array.reshape(-1) for array in (a, b, out))
+    parallel(lambda piece: np.multiply(flat_a[piece], flat_b[piece], out=flat_out[piece]), _pieces(a.size))
+    return out
 
 
-def _gelu_tanh(a: np.ndarray) -> np.ndarray:
-    t = a * a
-    t *= 0.044715 * SQRT_2_OVER_PI
-    t += SQRT_2_OVER_PI
-    t *= a
-    return np.tanh(t, out=t)
-
-
+# -------------------------------------------------------------------- normalisation
 def layer_norm(x, gain, bias, eps, centred):
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
     y = np.empty_like(rows)
-    mean, scale = np.empty((len(rows), 1), x.dtype), np.empty((len(rows), 1), x.dtype)
-    for piece in _pieces(*rows.shape):
-        y[piece], mean[piece], scale[piece] = reference.layer_norm(rows[piece], gain, bias, eps, centred)
+    mean, scale = np.zeros((len(rows), 1), x.dtype), np.empty((len(rows), 1), x.dtype)
+    average = _ones(rows.shape[1], x) / max(1, rows.shape[1])
+
+    def work(piece: slice) -> None:
+        out, spread = y[piece], scale[piece, 0]
+        if centred:
+            np.matmul(rows[piece], average, out=mean[piece, 0])
+            np.subtract(rows[piece], mean[piece], out=out)
+        else:
+            out[...] = rows[piece]
+        np.vecdot(out, out, out=spread)
+        spread /= rows.shape[1]
+        spread += eps
+        np.sqrt(spread, out=spread)
+        np.divide(1, spread, out=spread)
+        out *= scale[piece]
+        out *= gain
+        if bias is not None:
+            out += bias
+
+    parallel(work, _pieces(*rows.shape))
     statistics = (*x.shape[:-1], 1)
     return y.reshape(x.shape), mean.reshape(statistics), scale.reshape(statistics)
 
@@ -75,16 +170,30 @@ def layer_norm(x, gain, bias, eps, centred):
 def layer_norm_backward(grad, x, gain, mean, scale, centred):
     rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
     mean, scale = mean.reshape(-1, 1), scale.reshape(-1, 1)
-    dx, dgain, dbias = np.empty_like(rows), np.zeros_like(gain), np.zeros_like(gain)
-    for piece in _pieces(*rows.shape):
-        dx[piece], more_gain, more_bias = reference.layer_norm_backward(
-            row_grads[piece], rows[piece], gain, mean[piece], scale[piece], centred
-        )
-        dgain += more_gain
-        dbias += more_bias
+    dx = np.empty_like(rows)
+    average = _ones(rows.shape[1], x) / max(1, rows.shape[1])
+
+    def work(piece: slice) -> np.ndarray:
+        out, spread = dx[piece], scale[piece]
+        difference = rows[piece] - mean[piece] if centred else rows[piece].copy()
+        dbias = _ones(len(out), x) @ row_grads[piece]
+        np.multiply(row_grads[piece], difference, out=out)
+        dgain = spread[:, 0] @ out
+        np.multiply(row_grads[piece], gain, out=out)
+        difference *= np.vecdot(out, difference)[:, None] * spread * spread / rows.shape[1]
+        if centred:
+            out -= (out @ average)[:, None]
+        out -= difference
+        out *= spread
+        return np.stack([dgain, dbias])
+
+    if not len(rows):
+        return reference.layer_norm_backward(grad, x, gain, mean, scale, centred)
+    dgain, dbias = _sum_over(work, _pieces(*rows.shape))
     return dx.reshape(x.shape), dgain, dbias
 
 
+# -------------------------------------------------------------------- tables and losses
 def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.ndarray:
     """Rows of one id stand together after a sort, and are summed in one run (`np.add.at` takes them singly)."""
     table = np.zeros((n_rows, grad.shape[-1]), grad.dtype)
@@ -96,86 +205,193 @@ def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.nda
 
 
 def cross_entropy(logits, labels, weights):
-    total, log_total = np.zeros((), logits.dtype), np.empty(len(labels), logits.dtype)
-    for piece in _pieces(*logits.shape):
-        part, log_total[piece] = reference.cross_entropy(logits[piece], labels[piece], weights[piece])
-        total += part
-    return total, log_total
+    return _sum_over(lambda piece: _cross_entropy(logits, labels, weights, piece, None), _pieces(*logits.shape))
 
 
-def cross_entropy_backward(scale, logits, labels, weights, log_total):
-    grad = np.empty_like(logits)
-    for piece in _pieces(*logits.shape):
-        grad[piece] = reference.cross_entropy_backward(
-            scale, logits[piece], labels[piece], weights[piece], log_total[piece]
-        )
-    return grad
+def cross_entropy_with_slope(logits, labels, weights):
+    slope = np.empty(logits.shape, logits.dtype)
+    total = _sum_over(lambda piece: _cross_entropy(logits, labels, weights, piece, slope[piece]), _pieces(*logits.shape))
+    return total, slope
 
 
-def _blocks(n_queries: int, n_keys: int, causal: bool) -> Iterator[tuple[slice, int]]:
-    """Blocks of queries, each with how many keys its last query sees."""
+def _cross_entropy(logits, labels, weights, piece: slice, slope: np.ndarray | None) -> np.ndarray:
+    """The sum for the rows of one piece, whose gradient overwrites the exponentials."""
+    rows, labels, weights = logits[piece], labels[piece], weights[piece]
+    shift, ones = np.zeros((len(rows), 1), rows.dtype), _ones(rows.shape[1], rows)
+    exponentials, total = slope, None
+    if rows.max() < SAFE_EXPONENT:
+        exponentials = np.exp(rows, out=slope)
+        total = exponentials @ ones
+    if total is None or not total.min() > 1 / MOST:
+        shift = rows.max(axis=1, keepdims=True)
+        exponentials = np.subtract(rows, shift, out=slope)
+        np.exp(exponentials, out=exponentials)
+        total = exponentials @ ones
+    places = np.arange(len(rows)), labels
+    # where, for a row that does not count may cost infinitely much, and 0 times that is not 0
+    costs = np.where(weights == 0, 0, shift[:, 0] + np.log(total) - rows[places])
+    if slope is not None:
+        slope *= (weights / total)[:, None]
+        slope[places] -= weights
+    return np.asarray((costs * weights).sum())
+
+
+# -------------------------------------------------------------------- attention
+def _few_queries(q: np.ndarray, k: np.ndarray, causal: bool) -> bool:
+    """Whether one batched product over all of them is as good."""
+    return q.shape[1] < 16 or (causal and q.shape[1] > k.shape[1])
+
+
+def _blocks(n_queries: int, n_keys: int, causal: bool) -> list[tuple[slice, list[slice]]]:
+    """Blocks of queries, each with the blocks of keys that its last query sees."""
+    found = []
     for start in range(0, n_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, n_queries)
-        yield slice(start, stop), n_keys - n_queries + stop if causal else n_keys
+        seen = n_keys - n_queries + stop if causal else n_keys
+        # the diagonal, if any, lies in the last block whole
+        first = max(0, seen - max(KEY_BLOCK, stop - start))
+        cuts = [*range(0, first, KEY_BLOCK), first] if first else [0]
+        found.append((slice(start, stop), [slice(a, b) for a, b in zip(cuts, [*cuts[1:], seen])]))
+    return found
 
 
-def _block_scores(q: np.ndarray, k: np.ndarray, causal: bool) -> np.ndarray:
-    """q k^T for one block of (scaled) queries; hidden are only keys beside the diagonal, the block's last ones."""
-    scores = q @ k.T
-    if causal:
-        n = len(q)
-        scores[:, -n:][reference.causal_mask(np, n, n)] = -np.inf
-    return scores
+def _groups(q: np.ndarray, n_keys: int) -> list[tuple[int, slice]]:
+    """Items, and in each as many heads as make scores of about a piece, but some groups for every thread."""
+    n_items, n_queries, n_heads, _ = q.shape
+    fit = PIECE // max(1, min(n_queries, QUERY_BLOCK) * min(n_keys, KEY_BLOCK))
+    step = max(1, min(fit, n_items * n_heads // (4 * n_threads())))
+    return [(item, slice(head, head + step)) for item in range(n_items) for head in range(0, n_heads, step)]
+
+
+def _heads_first(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
+    """(T, H, D) of one item as (H, T, D), a view."""
+    return x[item, :, heads].transpose(1, 0, 2)
+
+
+def _hide_later(scores: np.ndarray, later: np.ndarray) -> None:
+    """Keys after their query: only in the last columns, beside the diagonal."""
+    n = scores.shape[1]
+    scores[:, :, -n:] += later[:n, :n]
+
+
+def _later(n_queries: int, dtype) -> np.ndarray:
+    """0, and -inf after the diagonal."""
+    n = min(n_queries, QUERY_BLOCK)
+    return np.triu(np.full((n, n), -np.inf, dtype), 1)
 
 
 def attention(q, k, v, causal):
-    (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
-    if n_queries < 16 or (causal and n_queries > n_keys):  # a few queries: one batched product is quicker
+    if _few_queries(q, k, causal):
         return reference.attention(q, k, v, causal)
+    (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
     out, log_total = np.empty(q.shape, q.dtype), np.empty((n_items, n_heads, n_queries), q.dtype)
-    for item in range(n_items):
-        for head in range(n_heads):
-            keys, values = k[item, :, head], v[item, :, head]
-            queries = q[item, :, head] * (1 / math.sqrt(size))
-            for block, seen in _blocks(n_queries, n_keys, causal):
-                weights = _block_scores(queries[block], keys[:seen], causal)
-                largest = weights.max(axis=-1, keepdims=True)
-                weights -= largest
+    blocks, later, ones = _blocks(n_queries, n_keys, causal), _later(n_queries, q.dtype), _ones(n_keys, q)
+
+    def work(group: tuple[int, slice]) -> None:
+        item, heads = group
+        queries = _heads_first(q, item, heads) * q.dtype.type(1 / math.sqrt(size))
+        keys, values = _heads_first(k, item, heads).swapaxes(1, 2), _heads_first(v, item, heads)
+
+        def scores(block: slice, seen: slice, last: bool) -> np.ndarray:
+            product = queries[:, block] @ keys[:, :, seen]
+            if causal and last:
+                _hide_later(product, later)
+            return product
+
+        for block, seen_blocks in blocks:
+            mixed, total, shift = np.zeros((), q.dtype), np.zeros((), q.dtype), None
+            for seen in seen_blocks:
+                weights = scores(block, seen, seen is seen_blocks[-1])
+                if not weights.max() < SAFE_EXPONENT:
+                    break
                 np.exp(weights, out=weights)
-                total = weights.sum(axis=-1, keepdims=True)
-                np.divide(weights @ values[:seen], total, out=out[item, block, head])
-                log_total[item, head, block] = (largest + np.log(total))[:, 0]
+                total = total + weights @ ones[seen]
+                mixed = mixed + weights @ values[:, seen]
+            else:
+                shift = 0 if total.min() > 1 / MOST else None
+            if shift is None:
+                whole = slice(0, seen_blocks[-1].stop)
+                weights = scores(block, whole, True)
+                shift = weights.max(axis=-1)
+                weights -= shift[..., None]
+                np.exp(weights, out=weights)
+                total, mixed = weights.sum(axis=-1), weights @ values[:, whole]
+            np.divide(mixed, total[..., None], out=_heads_first(out, item, heads)[:, block])
+            log_total[item, heads, block] = np.log(total) + shift
+
+    parallel(work, _groups(q, n_keys))
     return out, log_total
 
 
 def attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv):
-    (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
-    if n_queries < 16 or (causal and n_queries > n_keys):
+    if _few_queries(q, k, causal):
         return reference.attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv)
-    scale = 1 / math.sqrt(size)
-    inner = np.einsum("bthd,bthd->bht", grad, out)
-    for item in range(n_items):
-        for head in range(n_heads):
-            keys, values = k[item, :, head], v[item, :, head]
-            queries = q[item, :, head] * scale
-            key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(values.shape, q.dtype)
-            for block, seen in _blocks(n_queries, n_keys, causal):
-                weights = _block_scores(queries[block], keys[:seen], causal)
-                weights -= log_total[item, head, block, None]
+    (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
+    scale = q.dtype.type(1 / math.sqrt(size))
+    blocks, later = _blocks(n_queries, n_keys, causal), _later(n_queries, q.dtype)
+
+    def work(group: tuple[int, slice]) -> None:
+        item, heads = group
+        keys, queries = _heads_first(k, item, heads), _heads_first(q, item, heads) * scale
+        # One column more takes a subtraction into a product: [dy, -y.dy] [v, 1]^T = dy v^T - y.dy
+        values, grads = _one_more(_heads_first(v, item, heads)), _one_more(_heads_first(grad, item, heads))
+        values[..., -1] = 1
+        np.negative(np.vecdot(grad[item, :, heads], out[item, :, heads]).T, out=grads[..., -1])
+        key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(keys.shape, q.dtype)
+        for block, seen_blocks in blocks:
+            log_totals = log_total[item, heads, block, None]
+            safe = np.abs(log_totals).max() < SAFE_EXPONENT
+            if safe:  # dividing the few gradients by the totals saves subtracting their logs from all scores
+                grads[:, block] *= np.exp(-log_totals)
+            query_sum = 0
+            for seen in seen_blocks:
+                weights = queries[:, block] @ keys[:, seen].swapaxes(1, 2)
+                if causal and seen is seen_blocks[-1]:
+                    _hide_later(weights, later)
+                if not safe:
+                    weights -= log_totals
                 np.exp(weights, out=weights)
-                out_grad = grad[item, block, head]
-                value_sum[:seen] += weights.T @ out_grad
-                dscores = out_grad @ values[:seen].T
-                dscores -= inner[item, head, block, None]
+                value_sum[:, seen] += weights.swapaxes(1, 2) @ grads[:, block, :-1]
+                dscores = grads[:, block] @ values[:, seen].swapaxes(1, 2)
                 dscores *= weights
-                np.multiply(dscores @ keys[:seen], scale, out=dq[item, block, head])
-                key_sum[:seen] += dscores.T @ queries[block]
-            dk[item, :, head], dv[item, :, head] = key_sum, value_sum
+                key_sum[:, seen] += dscores.swapaxes(1, 2) @ queries[:, block]
+                query_sum = query_sum + dscores @ keys[:, seen]
+            np.multiply(query_sum, scale, out=_heads_first(dq, item, heads)[:, block])
+        _heads_first(dk, item, heads)[...], _heads_first(dv, item, heads)[...] = key_sum, value_sum
+
+    parallel(work, _groups(q, n_keys))
 
 
+def _one_more(x: np.ndarray) -> np.ndarray:
+    """(H, T, D) as (H, T, D + 1) with room in the last column."""
+    wider = np.empty((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
+    wider[..., :-1] = x
+    return wider
+
+
+# -------------------------------------------------------------------- optimiser
 def adamw(weights, grad, first, second, step, learning_rate, betas, eps, decay):
     if not all(a.flags.c_contiguous for a in (weights, grad, first, second)):
         return reference.adamw(weights, grad, first, second, step, learning_rate, betas, eps, decay)
-    w, g, m, v = (a.reshape(-1) for a in (weights, grad, first, second))
-    for piece in _pieces(weights.size, 1):
-        reference.adamw(w[piece], g[piece], m[piece], v[piece], step, learning_rate, betas, eps, decay)
+    flat = [a.reshape(-1) for a in (weights, grad, first, second)]
+    (beta1, beta2), correction = betas, math.sqrt(1 - betas[1] ** step)
+    rate = learning_rate * correction / (1 - beta1**step)
+
+    def work(piece: slice) -> None:
+        w, g, m, v = (a[piece] for a in flat)
+        t = (1 - beta1) * g
+        m *= beta1
+        m += t
+        np.multiply(g, g, out=t)
+        t *= 1 - beta2
+        v *= beta2
+        v += t
+        if decay:
+            w *= 1 - learning_rate * decay
+        np.sqrt(v, out=t)
+        t += eps * correction
+        np.divide(m, t, out=t)
+        t *= rate
+        w -= t
+
+    parallel(work, _pieces(weights.size))

@@ -13,9 +13,9 @@ from tricycle.backend import Array, array_module
 
 # The kernels: what may have a faster version.
 __all__ = [
-    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_backward", "sigmoid", "layer_norm",
-    "layer_norm_backward", "embedding_backward", "cross_entropy", "cross_entropy_backward", "attention",
-    "attention_backward", "rotate", "adamw",
+    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "sigmoid", "multiply", "matmul",
+    "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy", "cross_entropy_with_slope",
+    "attention", "attention_backward", "rotate", "adamw",
 ]
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -73,11 +73,28 @@ def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3)))
 
 
-def gelu_backward(grad: Array, x: Array) -> Array:
+def gelu_with_slope(x: Array) -> tuple[Array, Array]:
+    """gelu(x) and its derivative: both need the same tanh, and a product is all that is left for the backward."""
     xp = array_module(x)
     t = xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3))
     slope = SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x**2)
-    return grad * 0.5 * (1 + t + x * (1 - t * t) * slope)
+    return 0.5 * x * (1 + t), 0.5 * (1 + t + x * (1 - t * t) * slope)
+
+
+def multiply(a: Array, b: Array) -> Array:
+    return a * b
+
+
+# -------------------------------------------------------------------- matrices
+def matmul(a: Array, b: Array, bias: Array | None = None) -> Array:
+    """a b + bias for matrices (N, K) and (K, M), either of which may be a transposed view, and a bias (M,)."""
+    product = a @ b
+    return product if bias is None else product + bias
+
+
+def sum_rows(x: Array) -> Array:
+    """(N, C) to (C,)."""
+    return x.sum(axis=0)
 
 
 # -------------------------------------------------------------------- normalisation, over the last axis
@@ -122,32 +139,29 @@ def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
     return table
 
 
-def cross_entropy(logits: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
-    """Sum over rows of weight * -log softmax(logits)[label].
+def cross_entropy(logits: Array, labels: Array, weights: Array) -> Array:
+    """Sum over rows of weight * -log softmax(logits)[label], a 0-d array.
 
     Args:
         logits: (N, V).
         labels: (N,) whole numbers in 0..V-1.
         weights: (N,), 0 for rows that do not count.
-
-    Returns:
-        the sum, a 0-d array, and the log of each row's sum of exponentials (N,), which the backward needs.
     """
+    return cross_entropy_with_slope(logits, labels, weights)[0]
+
+
+def cross_entropy_with_slope(logits: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
+    """The same, and its derivative by the logits (N, V): both need the same exponentials."""
     xp = array_module(logits)
-    largest = logits.max(axis=-1)
-    log_total = largest + xp.log(xp.exp(logits - largest[:, None]).sum(axis=-1))
-    picked = logits[xp.arange(len(labels)), labels]
+    places = xp.arange(len(labels)), labels
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    slope = xp.exp(shifted)
+    total = slope.sum(axis=-1)
     # where, for a row that does not count may cost infinitely much, and 0 times that is not 0
-    return (xp.where(weights == 0, 0, log_total - picked) * weights).sum(), log_total
-
-
-def cross_entropy_backward(scale: Array, logits: Array, labels: Array, weights: Array, log_total: Array) -> Array:
-    """The gradient of the logits, times the 0-d array `scale`."""
-    xp = array_module(logits)
-    grad = xp.exp(logits - log_total[:, None])
-    grad[xp.arange(len(labels)), labels] -= 1
-    grad *= (weights * scale)[:, None]
-    return grad
+    costs = xp.where(weights == 0, 0, xp.log(total) - shifted[places])
+    slope *= (weights / total)[:, None]
+    slope[places] -= weights
+    return (costs * weights).sum(), slope
 
 
 # -------------------------------------------------------------------- attention
