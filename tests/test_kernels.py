@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tricycle import kernels
+from tricycle import backend, kernels
 from tricycle.kernels import cpu, reference, use_reference
 
 
@@ -211,6 +211,23 @@ def test_agrees_with_the_reference_in_float64(name, size, dtype, layout):
     assert_close(name, found, expected, dtype)
 
 
+@pytest.mark.parametrize("name", sorted(kernel_names(cpu)))
+def test_threads_do_not_change_results(name, monkeypatch):
+    """Three threads, whatever this machine has, and pieces so small that all of them get some."""
+    monkeypatch.setattr(backend, "n_threads", lambda: 3)
+    monkeypatch.setattr(cpu, "n_threads", lambda: 3)
+    monkeypatch.setattr(cpu, "PIECE", 64)
+    monkeypatch.setattr(cpu, "SMALL_PRODUCT", 0)
+    monkeypatch.setattr(cpu, "KEY_BLOCK", 96)
+    backend._helpers.cache_clear()
+    for size in CASES[name][1]:
+        expected = outputs(name, getattr(reference, name), draw(name, size, np.float64))
+        for _ in range(2):
+            found = outputs(name, getattr(kernels, name), draw(name, size, np.float64))
+            assert_close(name, found, expected, np.float64)
+    backend._helpers.cache_clear()
+
+
 @all_cases
 def test_the_reference_keeps_float32_and_layout(name, size):
     expected = outputs(name, getattr(reference, name), draw(name, size, np.float64))
@@ -300,6 +317,35 @@ def test_attention_with_scores_of_any_size(n_tokens, dtype):
     out, log_total = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, True)
     assert np.isfinite(out).all() and np.isfinite(log_total).all()
     assert np.abs(out).max() <= np.abs(v).max() * (1 + 1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [30.0, 1000.0])
+@pytest.mark.parametrize("sizes", [(1, 40, 40, 2, 4), (2, 300, 300, 1, 8), (1, 20, 1500, 2, 3)], ids=str)
+def test_attention_where_exponentials_must_be_shifted(sizes, scale):
+    """Some blocks need the largest score taken off, others do not."""
+    arguments = draw("attention_backward", (*sizes, True), np.float64)
+    arguments[1][:, sizes[1] // 2 :] *= scale
+    q, k, v = arguments[1:4]
+    expected = reference.attention(q, k, v, True)
+    for mine, theirs in zip(kernels.attention(q, k, v, True), expected):
+        np.testing.assert_allclose(mine, theirs, 1e-9, 1e-12)
+    arguments[4:6] = expected
+    again = [*arguments[:7], *(a.copy() for a in (q, k, v))]
+    wanted = outputs("attention_backward", reference.attention_backward, again)
+    for mine, theirs in zip(outputs("attention_backward", kernels.attention_backward, arguments), wanted):
+        np.testing.assert_allclose(mine, theirs, 1e-7, 1e-9 * np.abs(theirs).max())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shift", [-1e4, -70.0, 0.0, 70.0, 1e4])
+def test_cross_entropy_of_logits_of_any_size(shift):
+    logits, labels, weights = draw("cross_entropy", (40, 30), np.float64)
+    logits[::2] += shift
+    expected = reference.cross_entropy_with_slope(logits, labels, weights)
+    found = kernels.cross_entropy_with_slope(logits, labels, weights)
+    for mine, theirs in zip([*found, kernels.cross_entropy(logits, labels, weights)], [*expected, expected[0]]):
+        np.testing.assert_allclose(mine, theirs, 1e-9, 1e-13)
 
 
 def test_adamw_as_pytorch():

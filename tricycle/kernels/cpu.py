@@ -210,8 +210,8 @@ def cross_entropy(logits, labels, weights):
 
 def cross_entropy_with_slope(logits, labels, weights):
     slope = np.empty(logits.shape, logits.dtype)
-    total = _sum_over(lambda piece: _cross_entropy(logits, labels, weights, piece, slope[piece]), _pieces(*logits.shape))
-    return total, slope
+    work = lambda piece: _cross_entropy(logits, labels, weights, piece, slope[piece])
+    return _sum_over(work, _pieces(*logits.shape)), slope
 
 
 def _cross_entropy(logits, labels, weights, piece: slice, slope: np.ndarray | None) -> np.ndarray:
@@ -326,7 +326,7 @@ def attention(q, k, v, causal):
 def attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv):
     if _few_queries(q, k, causal):
         return reference.attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv)
-    (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
+    n_queries, n_keys, size = q.shape[1], k.shape[1], q.shape[3]
     scale = q.dtype.type(1 / math.sqrt(size))
     blocks, later = _blocks(n_queries, n_keys, causal), _later(n_queries, q.dtype)
 

@@ -13,9 +13,9 @@ from tricycle.backend import Array, array_module
 
 # The kernels: what may have a faster version.
 __all__ = [
-    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "sigmoid", "multiply", "matmul",
-    "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy", "cross_entropy_with_slope",
-    "attention", "attention_backward", "rotate", "adamw",
+    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "sigmoid", "multiply",
+    "matmul", "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy",
+    "cross_entropy_with_slope", "attention", "attention_backward", "rotate", "adamw",
 ]
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
