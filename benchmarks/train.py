@@ -8,19 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import statistics
-import time
 from datetime import date
 
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import SIDES, Worker
-
-# Threads of the libraries below wait for more work by spinning, for up to a fifth of a second: long enough to
-# slow down whoever comes next.
-PAUSE = 0.5
-# After a pause the first steps are slow, until the system has spread the threads over the cores again. Training
-# goes on without pauses, so a turn has some steps that are not timed.
-SETTLING_STEPS, STEPS_A_TURN = 2, 3
+from benchmarks.workers import SIDES, STEPS_A_TURN, Worker, take_turns
 
 
 def main() -> None:
@@ -35,15 +26,9 @@ def main() -> None:
     names = ["tricycle"] + (["torch"] if arguments.peer == "torch" else []) + ["torch-compile"] * arguments.compile
     assert set(names) <= set(SIDES)
     config = SHAPES[arguments.shape]
-    workers = [Worker(name, arguments.shape, arguments.threads) for name in names]
-    times: dict[str, list[float]] = {name: [] for name in names}
+    workers = [Worker(name, arguments.threads, "benchmarks.workers", name, arguments.shape) for name in names]
+    times = dict(zip(names, take_turns(workers, arguments.steps, arguments.warmup)))
     # memory is read before the matrix product below, which has nothing to do with training
-    for turn in range(-(-arguments.steps // STEPS_A_TURN)):
-        for worker in workers:
-            time.sleep(PAUSE)
-            for _ in range(SETTLING_STEPS if turn else arguments.warmup):
-                worker.ask("step")
-            times[worker.side] += [worker.ask("step")["seconds"] for _ in range(STEPS_A_TURN)]
     memory = {worker.side: worker.ask("memory") for worker in workers}
     rates = {worker.side: worker.ask("matmul") for worker in workers}
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
@@ -51,9 +36,9 @@ def main() -> None:
         print(f"  {worker.side}: {worker.ask('versions')}")
         worker.close()
     n_tokens = config.batch_size * config.context_window
-    speeds = {name: n_tokens / statistics.median(seconds) for name, seconds in times.items()}
+    speeds = {name: n_tokens / seconds for name, seconds in times.items()}
     print(f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
-          f"medians of {len(times['tricycle'])} steps, three in a turn")
+          f"medians of {arguments.steps} steps, {STEPS_A_TURN} in a turn")
     print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'memory MB':>11}{'matmul GFLOP/s':>16}")
     for name in names:
         ratio = speeds["tricycle"] / speeds[name]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,16 +24,24 @@ from tricycle.configs import GPTConfig
 PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
-class Worker:
-    """A process that answers each line with one of JSON."""
+# Threads of the libraries below wait for more work by spinning, for up to a fifth of a second: long enough to
+# slow down whoever comes next.
+PAUSE = 0.5
+# After a pause the first steps are slow, until the system has spread the threads over the cores again. Training
+# goes on without pauses, so a turn has some steps that are not timed.
+SETTLING_STEPS, STEPS_A_TURN = 2, 3
 
-    def __init__(self, side: str, shape: str, threads: int) -> None:
+
+class Worker:
+    """A process that answers each line with one of JSON: `python -m MODULE WORDS`, which ends in `serve`."""
+
+    def __init__(self, side: str, threads: int, module: str, *words: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in PINS}
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = str(threads)
         self.side = side
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.workers", side, shape],
+            [sys.executable, "-m", module, *words],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment,
         )
 
@@ -46,6 +56,18 @@ class Worker:
 
     def close(self) -> None:
         self.process.communicate()
+
+
+def take_turns(workers: list[Worker], n_steps: int, warmup: int) -> list[float]:
+    """The median time of a step of each, in seconds, over at least `n_steps`."""
+    times: list[list[float]] = [[] for _ in workers]
+    for turn in range(-(-n_steps // STEPS_A_TURN)):
+        for worker, taken in zip(workers, times):
+            time.sleep(PAUSE)
+            for _ in range(SETTLING_STEPS if turn else warmup):
+                worker.ask("step")
+            taken += [worker.ask("step") for _ in range(STEPS_A_TURN)]
+    return [statistics.median(taken) for taken in times]
 
 
 def batches(config: GPTConfig):
@@ -187,22 +209,27 @@ def blas_kernels() -> str:
     )
 
 
+def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0) -> None:
+    """What a worker does: make a step, or say something about itself, as often as it is asked."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    answers = {
+        "step": timed,
+        "memory": lambda: peak_memory_mb() - memory_before,
+        "matmul": lambda: matmul_rate(side),
+        "versions": lambda: versions(side),
+    }
+    for line in sys.stdin:
+        print(json.dumps(answers[line.strip()]()), flush=True)
+
+
 def main() -> None:
     side, shape = sys.argv[1:3]
-    step = SIDES[side](SHAPES[shape])
-    for line in sys.stdin:
-        command = line.strip()
-        if command == "step":
-            start = time.perf_counter()
-            loss = step()
-            answer: Any = {"seconds": time.perf_counter() - start, "loss": loss}
-        elif command == "matmul":
-            answer = matmul_rate(side)
-        elif command == "memory":
-            answer = peak_memory_mb()
-        else:
-            answer = versions(side)
-        print(json.dumps(answer), flush=True)
+    serve(side, SIDES[side](SHAPES[shape]))
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ ROOMS = re.findall(
     ops einsum functions activation loss
     initialisers layers optimisers scheduler attention recurrent blocks
     configs models tokeniser dataset
-    checkpoint generate plot training hub gradcheck
+    checkpoint generate plot training hub gradcheck __main__
     """,
 )
 
@@ -247,7 +247,7 @@ def test_the_line_budget(names, limit):
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if path.stem != "__init__"], ids=name_of)
 def test_every_module_has_its_tests(path):
-    name = "kernels" if path.parent.name == "kernels" else path.stem
+    name = "kernels" if path.parent.name == "kernels" else path.stem.strip("_")
     assert (ROOT / "tests" / f"test_{name}.py").is_file()
 
 

@@ -189,6 +189,20 @@ def benchmark(request, line: str) -> None:
     assert "tokens/s" in good(call(*tiny, "--steps", "1", "--warmup", "1"))
 
 
+def machine(request, line: str) -> None:
+    assert "GFLOP/s" in good(call(*line.split()[1:]))
+
+
+def benchmark_of_attention(request, line: str) -> None:
+    quick = ["--lengths", "64", "--peer", "none", "--steps", "1", "--warmup", "1"]
+    assert "MB ours" in good(call(*line.split()[1:], *quick))
+
+
+def benchmark_of_tokeniser(request, line: str) -> None:
+    quick = ["--texts", "code", "--megabytes", "0.05", "--vocab-sizes", "300", "--peer", "none", "--repeats", "1"]
+    assert "tiktoken" in good(call(*line.split()[1:], *quick))
+
+
 LINES = {
     "pip install -e . && python train_smol_gpt.py": default_run,
     'pip install -e ".[test]" && pytest': the_tests,
@@ -200,7 +214,10 @@ LINES = {
     "python train_smol_gpt.py --resume runs/my-run": resume,
     'python inference.py runs/my-run "def main(" --temperature 0.7 --length 200': infer,
     "python inference.py model.pkl": infer_pickle,
+    "python -m tricycle": machine,
     "python -m benchmarks.train --shape S --peer torch": benchmark,
+    "python -m benchmarks.attention": benchmark_of_attention,
+    "python -m benchmarks.tokeniser": benchmark_of_tokeniser,
 }
 
 

@@ -169,7 +169,7 @@ class BPETokeniser:
             for piece in re.split(f"({names})", run) if special else [run]:
                 if piece in special:
                     parts.append(np.array([special[piece]]))
-                else:  # the Encoding knows no special tokens, so it can find none
+                else:  # allowed none, the Encoding reads the names of special tokens as ordinary text
                     parts += [self._encoding.encode_to_numpy(c, disallowed_special=()) for c in _chunks(piece)]
         return np.concatenate(parts, dtype=self.dtype, casting="unsafe")
 
@@ -181,7 +181,9 @@ class BPETokeniser:
         else:
             pattern = _PIECE
         ranks = {token: rank for rank, token in enumerate(self._ordinary)}
-        return tiktoken.Encoding("tricycle", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        # `encode` never allows this one, but where tiktoken (0.14) knows none at all, arrays come at half the speed
+        special = {END_OF_TEXT: len(ranks)}
+        return tiktoken.Encoding("tricycle", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
         """The exact bytes that the ids stand for.

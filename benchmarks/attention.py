@@ -1,0 +1,153 @@
+"""Causal self-attention beside PyTorch's as texts get longer: python -m benchmarks.attention
+
+Forward and backward of 6 heads of 64 in float32, from queries, keys and values side by side to the mixed values, for
+as many texts as make 8,192 tokens. Each side has a process of its own for each length; the two take turns. The memory
+is what a process came to hold over what it held before, its inputs and gradients included: as the number of tokens is
+the same everywhere, it stays the same where it does not grow with the square of the length.
+
+python -m benchmarks.attention --train 8192 makes training steps of a GPT of 6 layers with that context instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workers import SIDES, STEPS_A_TURN, Worker, peak_memory_mb, serve, take_turns
+from tricycle.configs import GPTConfig
+from tricycle.models import GPT
+
+N_HEADS, WIDTH = 6, 384
+N_TOKENS = 8192  # in all; one text of a greater length has more
+LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
+A_SHORT_LENGTH = 64  # the first step starts threads and loads libraries, which is not attention's memory
+
+Step = Callable[[], Any]  # returns the mixed values and the gradient, as arrays
+
+
+def tricycle_attention(n_items: int, length: int) -> Step:
+    from tricycle.attention import SelfAttention
+    from tricycle.tensor import to_tensor
+
+    qkv, attention = to_tensor(random_qkv(n_items, length)), SelfAttention(N_HEADS)
+
+    def step() -> tuple[np.ndarray, np.ndarray]:
+        y = attention(qkv)
+        y.backward()
+        assert qkv.grad is not None
+        grad, qkv.grad = qkv.grad, None
+        return y.array, grad.array
+
+    return step
+
+
+def torch_attention(n_items: int, length: int) -> Step:
+    import torch
+    from torch.nn import functional as F
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    packed = torch.from_numpy(random_qkv(n_items, length)).requires_grad_()
+    ones = torch.ones(n_items, length, WIDTH)
+
+    def step() -> tuple[np.ndarray, np.ndarray]:
+        q, k, v = packed.view(n_items, length, 3, N_HEADS, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(ones.shape)
+        y.backward(ones)
+        assert packed.grad is not None
+        grad, packed.grad = packed.grad, None
+        return y.detach().numpy(), grad.numpy()
+
+    return step
+
+
+def random_qkv(n_items: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((n_items, length, 3 * WIDTH), dtype=np.float32)
+
+
+ATTENTION = {"tricycle": tricycle_attention, "torch": torch_attention}
+
+
+def gpt(length: int) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=1024, context_window=length, embedding_dim=WIDTH, n_heads=N_HEADS, n_layers=6, batch_size=1,
+        tied=False,
+    )
+
+
+def work_on(side: str, work: str, length: int) -> None:
+    """What the process of a side does."""
+    ATTENTION[side](1, A_SHORT_LENGTH)()
+    before = peak_memory_mb()
+    if work == "training":
+        step = SIDES[side](gpt(length))
+    else:
+        step = ATTENTION[side](max(1, N_TOKENS // length), length)
+    serve(side, step, before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of a text")
+    parser.add_argument("--train", type=int, metavar="T", help="training steps with a context of T tokens instead")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    parser.add_argument("--steps", type=int, default=9, help="timed steps of each side")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    parser.add_argument("--serve", nargs=3, metavar=("SIDE", "WORK", "T"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        side, work, length = arguments.serve
+        work_on(side, work, int(length))
+        return
+    names = ["tricycle"] + ["torch"] * (arguments.peer == "torch")
+    work, lengths = ("training", [arguments.train]) if arguments.train else ("attention", arguments.lengths)
+    rows = []
+    for length in lengths:
+        words = [("--serve", name, work, str(length)) for name in names]
+        workers = [Worker(name, arguments.threads, "benchmarks.attention", *said) for name, said in zip(names, words)]
+        times = take_turns(workers, arguments.steps, arguments.warmup)
+        memory = [worker.ask("memory") for worker in workers]
+        if length == lengths[-1]:
+            print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+            for worker in workers:
+                print(f"  {worker.side}: {worker.ask('versions')}, matmul {worker.ask('matmul'):,.0f} GFLOP/s")
+        for worker in workers:
+            worker.close()
+        rows.append((length, times, memory))
+    what = "forward, loss, backward, AdamW" if arguments.train else "causal self-attention, forward and backward"
+    print(f"{what}: medians of {arguments.steps} steps, {STEPS_A_TURN} in a turn")
+    if arguments.train:
+        print_training(arguments.train, names, *rows[0][1:])
+    else:
+        print_attention(rows)
+
+
+def print_attention(rows: list[tuple[int, list[float], list[float]]]) -> None:
+    both = len(rows[0][1]) == 2
+    titles = f"{'T':>6}{'batch':>7}{'ms ours':>10}" + f"{'ms PyTorch':>12}{'PyTorch / ours':>16}" * both
+    print(titles + f"{'MB ours':>10}" + f"{'MB PyTorch':>12}" * both)
+    for length, times, memory in rows:
+        line = f"{length:>6,}{max(1, N_TOKENS // length):>7}{times[0] * 1e3:>10.1f}"
+        if both:
+            line += f"{times[1] * 1e3:>12.1f}{times[1] / times[0]:>16.2f}"
+        print(line + f"{memory[0]:>10,.0f}" + (f"{memory[1]:>12,.0f}" if both else ""))
+
+
+def print_training(length: int, names: list[str], times: list[float], memory: list[float]) -> None:
+    """Over the model: without its parameters, their gradients and AdamW's two moments."""
+    model_mb = 4 * sum(parameter.array.nbytes for parameter in GPT(gpt(length)).parameters()) / 1e6
+    print(f"GPT of 6 layers of width {WIDTH}, batch 1 x {length:,} tokens; the model with its gradients and moments: "
+          f"{model_mb:,.0f} MB")
+    print(f"{'':<10}{'s a step':>10}{'tokens/s':>10}{'memory MB':>11}{'over the model MB':>19}")
+    for name, seconds, held in zip(names, times, memory):
+        print(f"{name:<10}{seconds:>10.2f}{length / seconds:>10,.0f}{held:>11,.0f}{held - model_mb:>19,.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""python -m tricycle tells what there is; and what `import tricycle` loads."""
+
+import os
+import subprocess
+
+import numpy as np
+import pytest
+from test_programs import call, good
+
+from tricycle import __main__ as main
+
+ROWS = "Tricycle Python arrays GPU CPU BLAS threads matmul packages missing".split()
+NUMPY_ALONE = """
+import runpy, sys
+from importlib.machinery import PathFinder
+
+class OnlyNumPy:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in {*sys.stdlib_module_names, "numpy", "tricycle"}:
+            raise ImportError(f"{name} is not there")
+
+sys.meta_path.insert(0, OnlyNumPy())
+PathFinder.find_distributions = lambda *words: iter(())
+runpy.run_module("tricycle", run_name="__main__")
+"""
+
+
+def rows_of(out: str) -> dict[str, str]:
+    table, _, better = out.partition("\n\nWhat would make it faster:\n")
+    assert all(len(line) <= main.WIDTH for line in table.splitlines())
+    assert all(line.startswith("  ") for line in better.splitlines())
+    starts = [line for line in table.splitlines() if not line.startswith(" ")]
+    return {line[: main.INDENT].strip(): line[main.INDENT :] for line in starts} | {"faster": better}
+
+
+@pytest.fixture
+def no_variables(monkeypatch):
+    for name in os.environ:
+        if name in main.PINS or name.endswith("_NUM_THREADS"):
+            monkeypatch.delenv(name)
+
+
+# -------------------------------------------------------------------- the program
+def test_it_fits_on_a_screen(monkeypatch):
+    monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
+    out = good(call("-m", "tricycle"))
+    assert len(out.splitlines()) <= 24
+    rows = rows_of(out)
+    assert [*rows] == [*ROWS, "faster"]
+    assert rows["arrays"].startswith(f"NumPy {np.__version__}")
+    assert rows["threads"].startswith("1, set by OMP_NUM_THREADS=1; of BLAS: ")
+    assert float(rows["matmul"].split()[0].replace(",", "")) > 0
+
+
+def test_numpy_alone_is_enough(monkeypatch):
+    monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
+    rows = rows_of(good(call("-c", NUMPY_ALONE)))
+    assert [*rows] == [*ROWS, "faster"]
+    assert "kernels unknown" in rows["BLAS"]
+    assert rows["threads"].endswith("of BLAS: unknown")
+    assert rows["packages"] == "none"
+    assert rows["missing"].startswith("threadpoolctl")
+    assert "pip install threadpoolctl" in rows["faster"]
+
+
+def test_a_wrong_number_of_threads_is_one_line(monkeypatch):
+    monkeypatch.setenv("TRICYCLE_NUM_THREADS", "many")
+    done = call("-m", "tricycle")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "TRICYCLE_NUM_THREADS" in done.stderr
+
+
+# -------------------------------------------------------------------- its rows
+def test_instructions_from_linux():
+    text = "".join(f"processor\t: {i}\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f amx_bf16\n\n" for i in (0, 1))
+    assert main.processor(text).startswith("A CPU, ")
+    assert main.processor(text).endswith("; AVX2, AVX-512, no AVX-512 bf16, AMX bf16")
+
+
+@pytest.mark.parametrize("text", ["", "Features\t: fp asimd bf16\n"], ids=["no such file", "ARM"])
+def test_instructions_elsewhere(text):
+    assert "bf16 and AMX unknown; NumPy uses " in main.processor(text)
+
+
+def test_a_pin_is_told(monkeypatch, no_variables):
+    assert "pinned" not in main.blas()
+    assert not any("OPENBLAS" in line for line in main.advice([], None))
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert main.blas().endswith("pinned by OPENBLAS_CORETYPE=Haswell")
+    assert main.advice([], None)[0].startswith("unset OPENBLAS_CORETYPE: ")
+
+
+def test_which_variable_sets_the_threads(monkeypatch, no_variables):
+    assert main.setter() is None
+    assert "no variable sets them" in main.threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")  # no number: nobody heeds it
+    assert main.setter() is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    assert main.setter() == "OMP_NUM_THREADS"
+    monkeypatch.setenv("TRICYCLE_NUM_THREADS", "2")
+    assert main.setter() == "TRICYCLE_NUM_THREADS"
+
+
+def test_idle_cores_are_told(monkeypatch, no_variables):
+    monkeypatch.setattr(main.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(main.backend, "n_threads", lambda: 2)
+    assert not any("64" in line for line in main.advice([], None))  # without a variable it was the BLAS's choice
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert "unset OMP_NUM_THREADS: 2 of 64 logical cores are in use" in main.advice([], None)
+
+
+def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
+    monkeypatch.setattr(main, "installed", lambda *packages: [*packages])
+    assert main.advice([], "CuPy is not installed") == ["nothing that this program knows of"]
+    assert main.advice(["GPU 0: H200"], None) == ["nothing that this program knows of"]
+    assert main.advice(["GPU 0: H200"], "CuPy is not installed") == ["use GPU 0: H200: CuPy is not installed"]
+
+
+def test_gpus_that_the_driver_shows(monkeypatch):
+    shown = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
+    monkeypatch.setattr(main.shutil, "which", lambda name: None)
+    assert main.gpus() == []
+    monkeypatch.setattr(main.shutil, "which", lambda name: name)
+    monkeypatch.setattr(main.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, shown))
+    assert main.gpus() == ["GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
+
+    def hang(command, **_):
+        raise subprocess.TimeoutExpired(command, 10)
+
+    monkeypatch.setattr(main.subprocess, "run", hang)
+    assert main.gpus() == []
+
+
+def test_a_gpu_in_use_is_told(monkeypatch):
+    monkeypatch.setattr(main.backend, "gpu_problem", lambda: None)
+    monkeypatch.setattr(main, "gpus", lambda: ["GPU 0: H200"])
+    monkeypatch.setattr(main, "matmul_rate", lambda: 1234.5)
+    rows = rows_of(main.report())
+    assert rows["GPU"] == "GPU 0: H200, in use after .to_gpu()"
+    assert "; on a GPU " in rows["arrays"]
+    assert rows["matmul"].startswith("1,234 GFLOP/s")
+
+
+# -------------------------------------------------------------------- the cost of importing
+def test_importing_tricycle_loads_numpy_and_the_standard_library_alone():
+    program = """
+import sys
+before = {*sys.modules}
+import tricycle
+loaded = {name.split(".")[0] for name in {*sys.modules} - before}
+print(*sorted(loaded - {*sys.stdlib_module_names}))
+"""
+    assert good(call("-c", program)).split() == ["numpy", "tricycle"]
