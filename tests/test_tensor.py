@@ -18,7 +18,7 @@ from tricycle.einsum import Einsum
 from tricycle.functions import Softmax, linear
 from tricycle.layers import Dense, LayerNorm
 from tricycle.loss import CrossEntropy, MeanSquaredError
-from tricycle.tensor import record
+from tricycle.tensor import record, topological_order
 
 
 def tensor(*shape: int, dtype=np.float64, **kwargs) -> Tensor:
@@ -534,6 +534,85 @@ def test_retain_graph():
     y.backward()
     with pytest.raises(RuntimeError, match="freed"):
         y.backward()
+
+
+def test_the_order_is_that_of_a_walk_in_depth():
+    """Arguments from left to right, each after all that it was made from, as a recursive walk would find them."""
+    a, b = tensor(2), tensor(2)
+    c = a * b
+    d = c.exp()
+    e = ops.stack([c, d, a, d, b])
+    found = topological_order(e + d)
+    expected, seen = [], set()
+
+    def walk(node):
+        if id(node) not in seen:
+            seen.add(id(node))
+            for arg in node.args:
+                walk(arg)
+            expected.append(node)
+
+    walk(found[-1])
+    assert [id(node) for node in found] == [id(node) for node in expected]
+
+
+def test_functions_that_take_what_was_saved():
+    """An op may hand the same back_fns to all its results; seen from outside each still takes a gradient alone."""
+    def to_left(x, y, grad):
+        return grad.array * y
+
+    def to_right(x, y, grad):
+        return grad.array * x
+
+    a, b = tensor(3), tensor(3)
+    c = record(a.array * b.array, (a, b), (to_left, to_right), "mine", saved=(a.array, b.array))
+    assert len(c.back_fns) == 2
+    two = to_tensor([2, 2, 2], dtype=np.float64)
+    for back_fn, other in zip(c.back_fns, (b, a), strict=True):
+        np.testing.assert_array_equal(back_fn(two), 2 * other.array)
+    c.backward()
+    assert_equal(a.grad, b.array)
+    assert_equal(b.grad, a.array)
+    assert c.args == () and c.back_fns == ()
+
+
+def test_back_fns_can_be_replaced():
+    a, b = tensor(3), tensor(3)
+    c = a * b
+    c.back_fns = (lambda grad: grad.array * 5, lambda grad: grad)
+    c.backward()
+    assert_equal(a.grad, [5, 5, 5])
+    assert_equal(b.grad, [1, 1, 1])
+
+
+def test_a_freed_result_lets_go_of_what_it_saved():
+    a, b = tensor(3), tensor(3)
+    doubled = a * 2
+    kept = doubled * b
+    array = weakref.ref(doubled.array)
+    del doubled
+    kept.backward()
+    assert array() is None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (2, 3)], ids=str)
+def test_gradients_sum_out_of_place_first_and_in_place_after(shape):
+    """Also for one element, which is summed out of place always: no array that a back_fn returned may change."""
+    x, handed_out = to_tensor(np.ones(shape)), []
+
+    def watch(grad):
+        handed_out.append(grad.array)
+        return grad.array
+
+    total = record(x.array, (x,), (watch,), "watch")
+    for _ in range(4):
+        total = total + record(x.array, (x,), (watch,), "watch")
+    total.backward()
+    assert_equal(x.grad, np.full(shape, 5))
+    assert type(x.grad.array) is np.ndarray
+    assert len(handed_out) == 5
+    for array in handed_out:
+        np.testing.assert_array_equal(array, np.ones(shape))
 
 
 def test_requires_grad_false_inputs_get_nothing():

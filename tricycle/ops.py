@@ -2,7 +2,7 @@
 
 Every function takes Tensors (numbers and arrays where a Tensor stands beside them), asks its arrays for
 the module `xp` that computes on them, and returns a Tensor whose `back_fns` are closures over local
-variables. The last lines make them the operators and methods of `Tensor`.
+variables, or functions of what they saved. The last lines make them the operators and methods of `Tensor`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
-from types import EllipsisType, MethodType
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -161,7 +161,7 @@ def negative(x: Operand) -> Tensor:
 
 # -------------------------------------------------------------------- elementwise, two inputs
 def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Callable) -> Callable[..., Tensor]:
-    """An elementwise op with broadcasting. `forward(xp, x, y)` gives z; `left(g, x, y, z)` and
+    """An elementwise op with broadcasting. `forward(x, y)` gives z; `left(g, x, y, z)` and
     `right(g, x, y, z)` give the gradients of x and y before un-broadcasting.
 
     A plain number is no input of the graph, and the result says so: `x + 4` is named "+ 4".
@@ -181,30 +181,28 @@ def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Cal
             check_device(name, a, b)
         if a.dtype is not b.dtype:
             a, b = common_kind(a, b)
-        xp = x.xp
         try:
-            z = forward(xp, a, b)
+            z = forward(a, b)
         except ValueError as error:
             raise refusal(name, error, a, b) from None
-        saved = (a, b, z)
-        return record(z, (x, y), (MethodType(to_left, saved), MethodType(to_right, saved)), "b" + name)
+        return record(z, (x, y), back_fns, result_name, saved=(a, b, z))
 
-    def to_left(saved: tuple[Array, Array, Array], grad: Tensor) -> Array:
-        x, y, z = saved
+    def to_left(x: Array, y: Array, z: Array, grad: Tensor) -> Array:
         return unbroadcast(left(grad.array, x, y, z), x.shape)
 
-    def to_right(saved: tuple[Array, Array, Array], grad: Tensor) -> Array:
-        x, y, z = saved
+    def to_right(x: Array, y: Array, z: Array, grad: Tensor) -> Array:
         return unbroadcast(right(grad.array, x, y, z), y.shape)
 
+    back_fns, result_name = (to_left, to_right), "b" + name
+
     def with_number_right(x: Tensor, y: float) -> Tensor:
-        a, xp = _ready_for(x.array, y), x.xp
-        z = forward(xp, a, y)
+        a = _ready_for(x.array, y)
+        z = forward(a, y)
         return record(z, (x,), (lambda grad: left(grad.array, a, y, z),), f"{symbol} {y}")
 
     def with_number_left(x: float, y: Tensor) -> Tensor:
-        b, xp = _ready_for(y.array, x), y.xp
-        z = forward(xp, x, b)
+        b = _ready_for(y.array, x)
+        z = forward(x, b)
         name = f"{symbol} {x}" if symbol in "+*" else f"{x} {symbol}"
         return record(z, (y,), (lambda grad: right(grad.array, x, b, z),), name)
 
@@ -221,6 +219,11 @@ def _ready_for(array: Array, number: float) -> Array:
     return floating(array) if isinstance(number, float) else array
 
 
+def _module(x: Any, y: Any) -> Any:
+    """The module of whichever is an array."""
+    return array_module(x if is_array(x) else y)
+
+
 def _power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
     """x ** y log x, which goes to 0 with x."""
     xp = array_module(g)
@@ -235,25 +238,25 @@ def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
     return g * y * x ** xp.where(y == 0, 1, y - 1)
 
 
-add = binary("add", "+", lambda xp, x, y: x + y, lambda g, x, y, z: g, lambda g, x, y, z: g)
-subtract = binary("sub", "-", lambda xp, x, y: x - y, lambda g, x, y, z: g, lambda g, x, y, z: -g)
-multiply = binary("mul", "*", lambda xp, x, y: x * y, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
+add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g)
+subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g)
+multiply = binary("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
 divide = binary(
     "div",
     "/",
     # whole numbers divide to float32, as everything else here
-    lambda xp, x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
+    lambda x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
     lambda g, x, y, z: g / y,
     lambda g, x, y, z: -g * z / y,
 )
-power = binary("pow", "**", lambda xp, x, y: x**y, _power_left, _power_right)
+power = binary("pow", "**", operator.pow, _power_left, _power_right)
 # equal values share the gradient, as the mean of the one-sided derivatives
 _extremes = (
     lambda g, x, y, z: g * ((x == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
     lambda g, x, y, z: g * ((y == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
 )
-maximum = binary("maximum", "max", lambda xp, x, y: xp.maximum(x, y), *_extremes)
-minimum = binary("minimum", "min", lambda xp, x, y: xp.minimum(x, y), *_extremes)
+maximum = binary("maximum", "max", lambda x, y: _module(x, y).maximum(x, y), *_extremes)
+minimum = binary("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *_extremes)
 
 
 def comparison(name: str, compare: Callable) -> Callable[[Operand, Operand], Tensor]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -52,25 +53,36 @@ class Tensor:
         name: what made this Tensor, shown when it is printed.
     """
 
-    __slots__ = ("array", "grad", "args", "back_fns", "requires_grad", "is_batched", "name", "_freed", "__weakref__")
+    __slots__ = (
+        "array", "grad", "args", "_back_fns", "_saved", "requires_grad", "is_batched", "name", "_freed", "__weakref__"
+    )
     # NumPy then leaves `array + tensor` to Tensor.__radd__ instead of looping over elements
     __array_ufunc__ = None
 
     def __init__(
         self, array: Array, requires_grad: bool = True, is_batched: bool = False, name: str | None = None,
-        args: tuple[Tensor, ...] = (), back_fns: tuple[BackFn, ...] = (),
+        args: tuple[Tensor, ...] = (), back_fns: tuple[Callable, ...] = (), saved: tuple[Array, ...] = (),
     ) -> None:
         # an operation on a 0-d array gives a NumPy scalar, which is no array
         self.array: Array = np.asarray(array) if isinstance(array, np.generic) else array
         self.grad: Tensor | None = None
         self.args = args
-        self.back_fns = back_fns
+        self._back_fns = back_fns
+        self._saved = saved
         self.requires_grad = requires_grad
         self.is_batched = is_batched
         self.name = name
         self._freed = False
 
     # ---------------------------------------------------------------- what it holds
+    @property
+    def back_fns(self) -> tuple[BackFn, ...]:
+        return tuple(partial(back_fn, *self._saved) for back_fn in self._back_fns) if self._saved else self._back_fns
+
+    @back_fns.setter
+    def back_fns(self, back_fns: tuple[BackFn, ...]) -> None:
+        self._back_fns, self._saved = back_fns, ()
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
@@ -216,9 +228,9 @@ class Tensor:
                 continue
             if grad is not None:
                 incoming = Tensor(grad, False, node.is_batched)  # one for all args: shared_backward goes by identity
-                for arg, back_fn in zip(node.args, node.back_fns, strict=True):
+                for arg, back_fn in zip(node.args, node._back_fns, strict=True):
                     if arg.requires_grad:
-                        sums.add(arg, back_fn(incoming))
+                        sums.add(arg, back_fn(*node._saved, incoming))
             if not retain_graph:
                 node.args, node.back_fns, node._freed = (), (), True
 
@@ -256,12 +268,15 @@ def remembers(*args: Tensor) -> bool:
     return False
 
 
-def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[BackFn, ...], name: str | None,
-           is_batched: bool | None = None) -> Tensor:
+def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[Callable, ...], name: str | None,
+           is_batched: bool | None = None, saved: tuple[Array, ...] = ()) -> Tensor:
     """The result of an operation: `array`, with its history where a gradient can flow.
 
     Args:
         is_batched: as any of the args is, unless given.
+        saved: what each of the back_fns takes before the gradient. All results of an op then share its back_fns,
+            and each keeps one tuple where closures would be nine objects: Python's garbage collector walks over
+            every one, again and again while a graph grows, which costs more than a small operation itself.
     """
     requires_grad = any_batched = False
     for arg in args:
@@ -270,7 +285,7 @@ def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[BackFn, ...],
     if is_batched is None:
         is_batched = any_batched
     if requires_grad and _grad_enabled.get():
-        return Tensor(array, True, is_batched, name, args, back_fns)
+        return Tensor(array, True, is_batched, name, args, back_fns, saved)
     return Tensor(array, False, is_batched, name)
 
 
@@ -325,11 +340,11 @@ def topological_order(root: Tensor) -> list[Tensor]:
     """
     order: list[Tensor] = []
     seen: set[int] = set()
-    stack: list[Tensor | None] = [root]
+    stack: list[Any] = [root]
     while stack:
         node = stack.pop()
-        if node is None:  # all that the one below was made from is in the order by now
-            order.append(stack.pop())  # type: ignore[arg-type]
+        if node is None:  # all that the Tensor below was made from is in the order by now
+            order.append(stack.pop())
         elif id(node) not in seen:
             if node._freed:
                 raise RuntimeError(
@@ -348,7 +363,9 @@ class _GradientSums:
     """Gradients that have arrived at Tensors whose turn has not come yet.
 
     An array that arrives may be shared (an addition hands the same one to both inputs), so the first sum
-    makes a new array; only arrays made here are added to in place.
+    makes a new array; only arrays made here are added to in place. One element is never: the sum of 0-d arrays
+    is a NumPy scalar, which += would replace, and NumPy takes three times as long for += as for + there.
+    Ids stand for Tensors, which all live until their turn has come.
     """
 
     def __init__(self) -> None:

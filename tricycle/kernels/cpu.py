@@ -168,6 +168,8 @@ def layer_norm(x, gain, bias, eps, centred):
 
 
 def layer_norm_backward(grad, x, gain, mean, scale, centred):
+    if not x.size:
+        return reference.layer_norm_backward(grad, x, gain, mean, scale, centred)
     rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
     mean, scale = mean.reshape(-1, 1), scale.reshape(-1, 1)
     dx = np.empty_like(rows)
@@ -187,8 +189,6 @@ def layer_norm_backward(grad, x, gain, mean, scale, centred):
         out *= spread
         return np.stack([dgain, dbias])
 
-    if not len(rows):
-        return reference.layer_norm_backward(grad, x, gain, mean, scale, centred)
     dgain, dbias = _sum_over(work, _pieces(*rows.shape))
     return dx.reshape(x.shape), dgain, dbias
 
