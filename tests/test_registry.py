@@ -72,7 +72,7 @@ def test_an_op_without_samples_is_noticed(monkeypatch):
     monkeypatch.setattr(ops, "OPS", dict(ops.OPS))
     ops.register(lambda x: x)
     ops.unary("newcomer", lambda xp, x: x, lambda xp, g, x, y: g)
-    ops.binary("pair", "?", lambda xp, x, y: x, lambda xp, g, x, y, z: g, lambda xp, g, x, y, z: g)
+    ops.binary("pair", "?", lambda x, y: x, lambda g, x, y, z: g, lambda g, x, y, z: g)
     type("Newcomer", (ops.Op,), {"__module__": "tricycle.somewhere"})
     assert unsampled() == {"<lambda>", "newcomer", "pair", "Newcomer"}
 
