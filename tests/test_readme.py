@@ -203,6 +203,18 @@ def benchmark_of_tokeniser(request, line: str) -> None:
     assert "tiktoken" in good(call(*line.split()[1:], *quick))
 
 
+def benchmark_of_a_step(request, line: str) -> None:
+    words = line.split()[1:]
+    picture = request.getfixturevalue("tmp_path") / words[-1]
+    words[words.index("S")] = "tiny"
+    assert "fast kernels" in good(call(*words[:-1], picture, "--steps", "1"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def benchmark_of_overhead(request, line: str) -> None:
+    assert "nodes" in good(call(*line.split()[1:], "--length", "10", "--repeats", "1", "--peers"))
+
+
 LINES = {
     "pip install -e . && python train_smol_gpt.py": default_run,
     'pip install -e ".[test]" && pytest': the_tests,
@@ -216,7 +228,9 @@ LINES = {
     "python inference.py model.pkl": infer_pickle,
     "python -m tricycle": machine,
     "python -m benchmarks.train --shape S --peer torch": benchmark,
+    "python -m benchmarks.step --shape S --out step.png": benchmark_of_a_step,
     "python -m benchmarks.attention": benchmark_of_attention,
+    "python -m benchmarks.overhead": benchmark_of_overhead,
     "python -m benchmarks.tokeniser": benchmark_of_tokeniser,
 }
 
