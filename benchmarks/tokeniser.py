@@ -23,7 +23,7 @@ import tiktoken
 
 from tricycle.tokeniser import _PIECE as PIECE
 from tricycle.tokeniser import END_OF_TEXT, BPETokeniser
-from tricycle_datasets.download import fetch
+from tricycle_datasets.download import DownloadError, fetch
 from tricycle_datasets.python_code import SKIPPED_FOLDERS
 from tricycle_datasets.shakespeare import SHA256, URL
 
@@ -142,7 +142,10 @@ def main() -> None:
     packages = ["tiktoken", *["tokenizers"] * peer]
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
           + ", ".join(f"{package} {version(package)}" for package in packages))
-    texts = {name: TEXTS[name](round(arguments.megabytes * 1e6)) for name in arguments.texts}
+    try:
+        texts = {name: TEXTS[name](round(arguments.megabytes * 1e6)) for name in arguments.texts}
+    except DownloadError as error:
+        parser.error(str(error))
     training, encoding = [], []
     for name in arguments.texts:
         size = sum(len(text.encode("utf-8")) for text in texts[name]) / 1e6
