@@ -348,6 +348,23 @@ def test_cross_entropy_of_logits_of_any_size(shift):
         np.testing.assert_allclose(mine, theirs, 1e-9, 1e-13)
 
 
+@pytest.mark.filterwarnings("error")
+def test_half_precision_does_not_overflow():
+    """e^12 is more than float16 holds."""
+    q, k, v, _ = draw("attention", (1, 40, 40, 1, 4, True), np.float16)
+    q[...], k[...] = 2.5, 2.5
+    q *= np.float16(1.5)
+    out, log_total = kernels.attention(q, k, v, True)
+    np.testing.assert_allclose(out, reference.attention(q.astype(float), k.astype(float), v, True)[0], 0, 5e-3)
+    grads = [np.full(a.shape, np.nan, np.float16) for a in (q, k, v)]
+    kernels.attention_backward(out, q, k, v, out, log_total, True, *grads)
+    assert all(np.isfinite(grad).all() for grad in grads)
+    logits = np.full((3, 5), 15, np.float16)
+    total, slope = kernels.cross_entropy_with_slope(logits, np.zeros(3, int), np.ones(3, np.float16))
+    np.testing.assert_allclose(total, 3 * np.log(5), 2e-3)
+    assert np.isfinite(slope).all()
+
+
 def test_adamw_as_pytorch():
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)

@@ -130,7 +130,8 @@ def blas_libraries() -> tuple[Any, ...]:
 def n_threads() -> int:
     """How many threads share the work: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else as many as BLAS would use.
 
-    Read once. One where nothing can hold BLAS to one thread a worker (but on macOS, whose BLAS has no threads to hold).
+    Read once. Without the first, one where nothing can hold BLAS to one thread a worker (but not on macOS, whose BLAS
+    has no threads to hold).
 
     Raises:
         ValueError: TRICYCLE_NUM_THREADS is no whole number above 0.
@@ -142,11 +143,12 @@ def n_threads() -> int:
         for library in blas_libraries():
             library.set_num_threads(int(said))
         return int(said)
+    if not blas_libraries() and sys.platform != "darwin":
+        return 1
     omp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if omp.isdecimal() and int(omp) > 0:
         return int(omp)
-    alone = (os.cpu_count() or 1) if sys.platform == "darwin" else 1
-    return max((library.num_threads for library in blas_libraries()), default=alone)
+    return max((library.num_threads for library in blas_libraries()), default=os.cpu_count() or 1)
 
 
 @cache

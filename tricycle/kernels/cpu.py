@@ -52,6 +52,11 @@ def _sum_over(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
     return total
 
 
+def _safe_exponent(dtype: np.dtype) -> float:
+    """Below it no exponential needs a shift; 16-bit floats reach so little that theirs always do."""
+    return SAFE_EXPONENT if dtype.itemsize >= 4 else -math.inf
+
+
 def _ones(n: int, like: np.ndarray) -> np.ndarray:
     return np.ones(n, like.dtype)
 
@@ -63,7 +68,7 @@ def matmul(a, b, bias=None):
     if n_rows * n_inner * n_columns < SMALL_PRODUCT or not blas_libraries():
         return reference.matmul(a, b, bias)
     if n_inner >= 2 * max(n_rows, n_columns):
-        terms = _parts(n_inner, 2 * n_inner)
+        terms = _parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
         return _sum_over(lambda part: a[:, part] @ b[part], terms) + (0 if bias is None else bias)
     out = np.empty((n_rows, n_columns), np.result_type(a, b))
 
@@ -219,7 +224,7 @@ def _cross_entropy(logits, labels, weights, piece: slice, slope: np.ndarray | No
     rows, labels, weights = logits[piece], labels[piece], weights[piece]
     shift, ones = np.zeros((len(rows), 1), rows.dtype), _ones(rows.shape[1], rows)
     exponentials, total = slope, None
-    if rows.max() < SAFE_EXPONENT:
+    if rows.max() < _safe_exponent(rows.dtype):
         exponentials = np.exp(rows, out=slope)
         total = exponentials @ ones
     if total is None or not total.min() > 1 / MOST:
@@ -286,6 +291,7 @@ def attention(q, k, v, causal):
     (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
     out, log_total = np.empty(q.shape, q.dtype), np.empty((n_items, n_heads, n_queries), q.dtype)
     blocks, later, ones = _blocks(n_queries, n_keys, causal), _later(n_queries, q.dtype), _ones(n_keys, q)
+    limit = _safe_exponent(q.dtype)
 
     def work(group: tuple[int, slice]) -> None:
         item, heads = group
@@ -302,7 +308,7 @@ def attention(q, k, v, causal):
             mixed, total, shift = np.zeros((), q.dtype), np.zeros((), q.dtype), None
             for seen in seen_blocks:
                 weights = scores(block, seen, seen is seen_blocks[-1])
-                if not weights.max() < SAFE_EXPONENT:
+                if not weights.max() < limit:
                     break
                 np.exp(weights, out=weights)
                 total = total + weights @ ones[seen]
@@ -340,7 +346,7 @@ def attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv):
         key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(keys.shape, q.dtype)
         for block, seen_blocks in blocks:
             log_totals = log_total[item, heads, block, None]
-            safe = np.abs(log_totals).max() < SAFE_EXPONENT
+            safe = np.abs(log_totals).max() < _safe_exponent(q.dtype)
             if safe:  # dividing the few gradients by the totals saves subtracting their logs from all scores
                 grads[:, block] *= np.exp(-log_totals)
             query_sum = 0
