@@ -392,6 +392,21 @@ def _rows(name, op, torch, shapes):
 ROWS = [(4,), (1,), (2, 3), (2, 1, 5), (0, 3)]
 _rows("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1), [*ROWS, (2, 0)])
 _rows("Softmax1", functions.Softmax1(), _softmax1, ROWS)
+# entropies on both sides of the threshold, and betas on both sides of 1
+_rows("AdaptiveSoftmax", functions.AdaptiveSoftmax(), None, [*ROWS, (2, 40)])
+_rows("AdaptiveSoftmax", functions.AdaptiveSoftmax((0.5, 1.5), threshold=0.1), None, ROWS)
+add("AdaptiveSoftmax", functions.AdaptiveSoftmax(), 8 * normal(3, 12))
+
+
+def _block_softmax(torch, x, scales):
+    parts = [part.softmax(-1) * scales[..., i, :, None] for i, part in enumerate(x.split(-(-x.shape[-1] // 2), -1))]
+    return torch.cat(parts, -1)
+
+
+for _shape, _scales in [((4, 6), (2, 4)), ((3, 4, 5), (2, 4)), ((2, 3, 4, 7), (3, 2, 4)), ((1, 2), (2, 1))]:
+    add("BlockSoftmax", functions.BlockSoftmax(2), normal(*_shape), normal(*_scales), torch=_block_softmax)
+_rows("BlockSoftmax", functions.BlockSoftmax(3, "none"), None, ROWS)
+_rows("BlockSoftmax", functions.BlockSoftmax(3, "exact"), lambda torch, x: x.softmax(-1), ROWS)
 _rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1), ROWS)
 PAIRED_ROWS = [(4,), (2, 6), (2, 1, 2), (0, 4), (2, 0)]
 _rows("GLU", activation.GLU(), lambda torch, x: torch.nn.functional.glu(x) if x.shape[-1] else x, PAIRED_ROWS)
@@ -451,6 +466,40 @@ for _heads, _causal in [(1, True), (2, True), (2, False)]:
             normal(_items, _tokens, 3 * _heads * _size),
             torch=lambda torch, x, n=_heads, causal=_causal: _torch_attention(torch, x, n, causal),
         )
+for _name in ("softmax1", "adaptive"):
+    for _causal, _tokens in [(True, 5), (False, 5), (True, 19)]:
+        add("SelfAttention", attention.SelfAttention(2, _causal, _name), 2 * normal(2, _tokens, 12))
+for _per_head, _tokens, _window in [(False, 5, 5), (True, 7, 9), (False, 37, 40), (True, 19, 32)]:
+    for _causal in (True, False):
+        _softmax = functions.BlockSoftmax(2, per_head=_per_head, length=_window)
+        add(
+            "SelfAttention",
+            lambda x, scales, op=attention.SelfAttention(2, _causal, _softmax): op(x, None, scales),
+            normal(2, _tokens, 12),
+            normal(*[2] * _per_head, 2, _window),
+        )
+for _correction in ("none", "exact"):
+    _softmax = functions.BlockSoftmax(3, _correction)
+    add("SelfAttention", attention.SelfAttention(2, True, _softmax), normal(2, 19, 12))
+
+
+def _torch_cross(torch, *tensors):
+    q, k, v = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in tensors)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+for _name, _torch in [("softmax", _torch_cross), ("softmax1", None), ("adaptive", None)]:
+    for _queries, _keys in [(3, 5), (18, 4)]:
+        _inputs = normal(2, _queries, 4), normal(2, _keys, 4), normal(2, _keys, 4)
+        add("CrossAttention", attention.CrossAttention(2, _name), *_inputs, torch=_torch)
+add(
+    "CrossAttention",
+    attention.CrossAttention(1, functions.BlockSoftmax(2, length=8)),
+    normal(1, 3, 2),
+    normal(1, 7, 2),
+    normal(1, 7, 2),
+    normal(2, 8),
+)
 for _heads in (1, 2):
     _op = attention.Rotary(_heads)
     for _items, _tokens, _size in [(1, 1, 2), (2, 5, 4)]:

@@ -24,7 +24,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 
 AT_LEAST_1 = (
     "vocab_size", "context_window", "embedding_dim", "n_heads", "n_layers", "batch_size", "accumulation_steps",
-    "eval_interval", "eval_batches",
+    "eval_interval", "eval_batches", "softmax_blocks",
 )  # fmt: skip
 AT_LEAST_0 = ("steps", "warmup_steps", "sample_interval", "seed")
 NUMBERS = {
@@ -42,6 +42,7 @@ CHOICES = {
     "activation": "one of gelu, relu, swish, swiglu",
     "norm": "one of layer_norm, rms_norm",
     "positions": "one of learned, rotary",
+    "softmax": "one of softmax, softmax1, adaptive, blocks",
 }
 SWITCHES = ("bias", "tied")
 

@@ -51,16 +51,46 @@ def _cross_entropy(rng, n, n_classes):
     return rng.standard_normal((n, n_classes)) * 5, rng.integers(0, n_classes, n), weights
 
 
-def _attention(rng, items, queries, keys, heads, size, causal):
+def _qkv(rng, items, queries, keys, heads, size):
     """q, k and v as the library hands them over: slices of one packed array."""
     packed = rng.standard_normal((items, max(queries, keys), 3, heads, size))
-    return packed[:, :queries, 0], packed[:, :keys, 1], packed[:, :keys, 2], causal
+    return packed[:, :queries, 0], packed[:, :keys, 1], packed[:, :keys, 2]
 
 
-def _attention_backward(rng, *sizes):
-    q, k, v, causal = _attention(rng, *sizes)
-    out, log_total = reference.attention(q, k, v, causal)
-    return rng.standard_normal(q.shape), q, k, v, out, log_total, causal, *(np.full(a.shape, np.nan) for a in (q, k, v))
+def _attention(rng, *arguments):
+    *sizes, offset, nothing = arguments
+    return *_qkv(rng, *sizes), offset, nothing
+
+
+def _attention_backward(rng, *arguments):
+    q, k, v, offset, nothing = _attention(rng, *arguments)
+    out, log_total = reference.attention(q, k, v, offset, nothing)
+    return rng.standard_normal(q.shape), q, k, v, out, log_total, offset, *(np.full(a.shape, np.nan) for a in (q, k, v))
+
+
+def _attention_scores(rng, *arguments):
+    q, k, _ = _qkv(rng, *arguments[:-1])
+    return q, k, arguments[-1]
+
+
+def _cubes(scores):
+    """Rows that are no softmax; hidden keys get 0."""
+    return np.where(np.isneginf(scores), 0, scores) ** 3
+
+
+def _cubes_backward(grad, scores, weights):
+    return 3 * grad * np.where(np.isneginf(scores), 0, scores) ** 2
+
+
+def _row_attention(rng, *arguments):
+    *sizes, offset = arguments
+    return *_qkv(rng, *sizes), offset, _cubes
+
+
+def _row_attention_backward(rng, *arguments):
+    q, k, v, offset, rows = _row_attention(rng, *arguments)
+    poisoned = (np.full(a.shape, np.nan) for a in (q, k, v))
+    return rng.standard_normal(q.shape), q, k, v, offset, rows, _cubes_backward, *poisoned
 
 
 def _matmul(rng, n, k, m, bias):
@@ -97,6 +127,17 @@ ATTENTION = [
     (1, 0, 3, 1, 2),
 ]
 
+
+def offsets(sizes: tuple) -> tuple:
+    """All keys, the last query at the last key, and later queries that see all while earlier ones do not."""
+    _, queries, keys, *_ = sizes
+    return None, keys - queries, keys // 2
+
+
+FUSED_ATTENTION = [
+    (*sizes, offset, nothing) for sizes in ATTENTION for offset in offsets(sizes) for nothing in (True, False)
+]
+
 # name -> how to draw its arguments, and the sizes to draw them in
 CASES = {
     "softmax": (_rows, [(shape,) for shape in ROWS]),
@@ -109,8 +150,21 @@ CASES = {
     "sigmoid": (_rows, [(shape,) for shape in ANY]),
     "matmul": (
         _matmul,
-        [(*s, bias) for s in [(1, 1, 1), (3, 5, 2), (0, 3, 2), (3, 0, 2), (3, 2, 0), (1031, 70, 67), (67, 70, 1031),
-                              (2100, 3, 70), (70, 4000, 70)] for bias in (True, False)],
+        [
+            (*s, bias)
+            for s in [
+                (1, 1, 1),
+                (3, 5, 2),
+                (0, 3, 2),
+                (3, 0, 2),
+                (3, 2, 0),
+                (1031, 70, 67),
+                (67, 70, 1031),
+                (2100, 3, 70),
+                (70, 4000, 70),
+            ]
+            for bias in (True, False)
+        ],
     ),
     "sum_rows": (_rows, [((1, 1),), ((7, 3),), ((0, 4),), ((1031, 131),), ((3, 70_001),)]),
     "layer_norm": (
@@ -124,16 +178,26 @@ CASES = {
     ),
     "cross_entropy": (_cross_entropy, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
     "cross_entropy_with_slope": (_cross_entropy, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
-    "attention": (_attention, [(*sizes, causal) for sizes in ATTENTION for causal in (True, False)]),
-    "attention_backward": (_attention_backward, [(*sizes, causal) for sizes in ATTENTION for causal in (True, False)]),
+    "attention_scores": (_attention_scores, [(*sizes, offset) for sizes in ATTENTION for offset in offsets(sizes)]),
+    "attention": (_attention, FUSED_ATTENTION),
+    "attention_backward": (_attention_backward, FUSED_ATTENTION),
+    "row_attention": (_row_attention, [(*sizes, offset) for sizes in ATTENTION for offset in offsets(sizes)]),
+    "row_attention_backward": (
+        _row_attention_backward,
+        [(*sizes, offset) for sizes in ATTENTION for offset in offsets(sizes)],
+    ),
     "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
     "adamw": (
         _adamw,
         [((1,), 1, 0.0), ((7, 3), 1, 0.1), ((65_539,), 5, 0.1), ((0,), 1, 0.1), ((), 2, 0.1), ((300, 500), 1000, 0.0)],
     ),
 }
-IN_PLACE = {"attention_backward": slice(-3, None), "adamw": slice(0, 4)}  # which arguments they write
-NOT_OPS = {"causal_mask"}  # a helper that the kernels share
+IN_PLACE = {
+    "attention_backward": slice(-3, None),
+    "row_attention_backward": slice(-3, None),
+    "adamw": slice(0, 4),
+}  # which arguments they write
+NOT_OPS = {"hidden"}  # a helper that the kernels share
 
 all_cases = pytest.mark.parametrize(
     ("name", "size"),
@@ -190,7 +254,7 @@ def assert_close(name: str, found: list, expected: list, dtype: type) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected):
         assert mine.dtype == dtype and np.shape(mine) == np.shape(theirs)
-        scale = max(1.0, float(np.abs(theirs).max(initial=0)))
+        scale = max(1.0, float(np.abs(theirs).max(initial=0, where=np.isfinite(theirs))))
         np.testing.assert_allclose(mine, theirs, tolerance, tolerance * scale / 10, err_msg=name)
 
 
@@ -271,7 +335,7 @@ def test_use_reference_forces_the_plain_version(name, monkeypatch):
 def test_attention_backward_writes_into_a_packed_gradient():
     """dq, dk and dv as slices of one poisoned array, as SelfAttention passes them."""
     for queries in (5, 40):
-        arguments = draw("attention_backward", (2, queries, queries, 3, 4, True), np.float64)
+        arguments = draw("attention_backward", (2, queries, queries, 3, 4, 0, False), np.float64)
         expected = outputs("attention_backward", reference.attention_backward, list(arguments))
         packed = np.full((2, queries, 3, 3, 4), np.nan)
         kernels.attention_backward(*arguments[:7], *(packed[:, :, i] for i in range(3)))
@@ -283,28 +347,29 @@ def test_attention_backward_writes_into_a_packed_gradient():
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_as_pytorch(sizes, causal):
     torch = pytest.importorskip("torch")
-    q, k, v, _ = draw("attention", (*sizes, causal), np.float64)
     n_queries, n_keys = sizes[1:3]
+    offset = n_keys - n_queries if causal else None
+    q, k, v, *_ = draw("attention", (*sizes, offset, False), np.float64)
     tensors = [torch.tensor(a.transpose(0, 2, 1, 3), requires_grad=True) for a in (q, k, v)]
     mask = torch.ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries) if causal else None
     expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
-    out, log_total = kernels.attention(q, k, v, causal)
+    out, log_total = kernels.attention(q, k, v, offset, False)
     np.testing.assert_allclose(out, expected.detach().numpy().transpose(0, 2, 1, 3), 1e-10, 1e-12)
     grad = np.random.default_rng(5).standard_normal(out.shape)
     expected.backward(torch.tensor(grad.transpose(0, 2, 1, 3)))
     found = [np.full(a.shape, np.nan) for a in (q, k, v)]
-    kernels.attention_backward(grad, q, k, v, out, log_total, causal, *found)
+    kernels.attention_backward(grad, q, k, v, out, log_total, offset, *found)
     for mine, theirs in zip(found, tensors):
         np.testing.assert_allclose(mine, theirs.grad.numpy().transpose(0, 2, 1, 3), 1e-9, 1e-11)
 
 
 @pytest.mark.parametrize("n_tokens", [5, 40, 200])
 def test_causal_attention_sees_no_later_token(n_tokens):
-    q, k, v, _ = draw("attention", (1, n_tokens, n_tokens, 2, 3, True), np.float64)
-    before, _ = kernels.attention(q, k, v, True)
+    q, k, v, *_ = draw("attention", (1, n_tokens, n_tokens, 2, 3, 0, False), np.float64)
+    before, _ = kernels.attention(q, k, v, 0, False)
     cut = n_tokens // 2
     k[:, cut:], v[:, cut:] = 1e3, -1e3
-    after, _ = kernels.attention(q, k, v, True)
+    after, _ = kernels.attention(q, k, v, 0, False)
     np.testing.assert_allclose(after[:, :cut], before[:, :cut], 1e-12)
     assert (np.abs(after[:, cut:] - before[:, cut:]).max(axis=(0, 2, 3)) > 1e-3).all()
 
@@ -312,9 +377,10 @@ def test_causal_attention_sees_no_later_token(n_tokens):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("n_tokens", [4, 40])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_attention_with_scores_of_any_size(n_tokens, dtype):
-    q, k, v, _ = draw("attention", (1, n_tokens, n_tokens, 1, 2, True), dtype)
-    out, log_total = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, True)
+@pytest.mark.parametrize("nothing", [True, False])
+def test_attention_with_scores_of_any_size(n_tokens, dtype, nothing):
+    q, k, v, *_ = draw("attention", (1, n_tokens, n_tokens, 1, 2, 0, False), dtype)
+    out, log_total = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, 0, nothing)
     assert np.isfinite(out).all() and np.isfinite(log_total).all()
     assert np.abs(out).max() <= np.abs(v).max() * (1 + 1e-5)
 
@@ -322,13 +388,15 @@ def test_attention_with_scores_of_any_size(n_tokens, dtype):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("scale", [30.0, 1000.0])
 @pytest.mark.parametrize("sizes", [(1, 40, 40, 2, 4), (2, 300, 300, 1, 8), (1, 20, 1500, 2, 3)], ids=str)
-def test_attention_where_exponentials_must_be_shifted(sizes, scale):
+@pytest.mark.parametrize("nothing", [True, False])
+def test_attention_where_exponentials_must_be_shifted(sizes, scale, nothing):
     """Some blocks need the largest score taken off, others do not."""
-    arguments = draw("attention_backward", (*sizes, True), np.float64)
+    arguments = draw("attention_backward", (*sizes, sizes[2] - sizes[1], nothing), np.float64)
     arguments[1][:, sizes[1] // 2 :] *= scale
     q, k, v = arguments[1:4]
-    expected = reference.attention(q, k, v, True)
-    for mine, theirs in zip(kernels.attention(q, k, v, True), expected):
+    offset = sizes[2] - sizes[1]
+    expected = reference.attention(q, k, v, offset, nothing)
+    for mine, theirs in zip(kernels.attention(q, k, v, offset, nothing), expected):
         np.testing.assert_allclose(mine, theirs, 1e-9, 1e-12)
     arguments[4:6] = expected
     again = [*arguments[:7], *(a.copy() for a in (q, k, v))]
@@ -351,13 +419,13 @@ def test_cross_entropy_of_logits_of_any_size(shift):
 @pytest.mark.filterwarnings("error")
 def test_half_precision_does_not_overflow():
     """e^12 is more than float16 holds."""
-    q, k, v, _ = draw("attention", (1, 40, 40, 1, 4, True), np.float16)
+    q, k, v, *_ = draw("attention", (1, 40, 40, 1, 4, 0, False), np.float16)
     q[...], k[...] = 2.5, 2.5
     q *= np.float16(1.5)
-    out, log_total = kernels.attention(q, k, v, True)
-    np.testing.assert_allclose(out, reference.attention(q.astype(float), k.astype(float), v, True)[0], 0, 5e-3)
+    out, log_total = kernels.attention(q, k, v, 0, False)
+    np.testing.assert_allclose(out, reference.attention(q.astype(float), k.astype(float), v, 0, False)[0], 0, 5e-3)
     grads = [np.full(a.shape, np.nan, np.float16) for a in (q, k, v)]
-    kernels.attention_backward(out, q, k, v, out, log_total, True, *grads)
+    kernels.attention_backward(out, q, k, v, out, log_total, 0, *grads)
     assert all(np.isfinite(grad).all() for grad in grads)
     logits = np.full((3, 5), 15, np.float16)
     total, slope = kernels.cross_entropy_with_slope(logits, np.zeros(3, int), np.ones(3, np.float16))
@@ -393,5 +461,5 @@ def test_layer_norm_as_pytorch():
             np.testing.assert_allclose(mine, theirs.grad.numpy(), 1e-7, 1e-9)
 
 
-def test_causal_mask():
-    assert reference.causal_mask(np, 2, 3).tolist() == [[False, False, True], [False, False, False]]
+def test_hidden_keys():
+    assert reference.hidden(np, 2, 3, 1).tolist() == [[False, False, True], [False, False, False]]

@@ -9,7 +9,8 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.backend import Array, array_module
-from tricycle.ops import Op, as_tensor, floating
+from tricycle.functions import RowSoftmax, new_softmax, shared_backward
+from tricycle.ops import Op, as_tensor, as_tensors, check_device, floating
 from tricycle.tensor import Tensor, record
 
 
@@ -43,7 +44,12 @@ class KeyValueCache:
         new = slice(self.length, self.length + n_tokens)
         self._keys[:, new], self._values[:, new] = keys, values
         self.length += n_tokens
-        return self._keys[:, : self.length], self._values[:, : self.length]
+        return self.keys, self._values[:, : self.length]
+
+    @property
+    def keys(self) -> Array:
+        """(B, T, H, D) of all tokens so far."""
+        return None if self._keys is None else self._keys[:, : self.length]
 
 
 class SelfAttention(Op):
@@ -54,17 +60,20 @@ class SelfAttention(Op):
     Args:
         n_heads: heads that share the channels evenly.
         causal: a token sees itself and the tokens before it.
+        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
     """
 
-    def __init__(self, n_heads: int, causal: bool = True) -> None:
+    def __init__(self, n_heads: int, causal: bool = True, softmax: str | RowSoftmax = "softmax") -> None:
         self.n_heads = n_heads
         self.causal = causal
+        self.softmax = new_softmax(softmax)
 
-    def forward(self, qkv: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None) -> Tensor:
         """
         Args:
             qkv: (B, T, 3 C): queries, keys and values side by side.
             cache: earlier keys and values, to which these are added. No gradient flows through it.
+            scales: the parameter of `BlockSoftmax`.
 
         Returns:
             (B, T, C).
@@ -72,22 +81,94 @@ class SelfAttention(Op):
         qkv = as_tensor(qkv)
         packed = _split_heads("SelfAttention", floating(qkv.array), self.n_heads)
         q, k, v = (packed[:, :, i] for i in range(3))
-        n_items, n_tokens, n_heads, size = q.shape
-        shape = (n_items, n_tokens, n_heads * size)
-        causal = self.causal
         if cache is not None:
             k, v = cache.append(k, v)
-            out, _ = kernels.attention(q, k, v, causal)
+        offset = k.shape[1] - q.shape[1] if self.causal else None
+        args = (qkv,) if scales is None else (qkv, scales)
+        out, attend_backward = self.softmax.attend(q, k, v, offset, *(arg.array for arg in args[1:]))
+        shape = (*qkv.shape[:2], qkv.shape[2] // 3)
+        if cache is not None:
             return Tensor(out.reshape(shape), False, qkv.is_batched, "attention")
-        out, log_total = kernels.attention(q, k, v, causal)
 
-        def back_fn(grad: Tensor) -> Array:
+        def backward(grad: Array) -> tuple[Array, ...]:
             dpacked = qkv.xp.empty_like(packed, order="C")
-            dq, dk, dv = (dpacked[:, :, i] for i in range(3))
-            kernels.attention_backward(grad.array.reshape(out.shape), q, k, v, out, log_total, causal, dq, dk, dv)
-            return dpacked.reshape(qkv.shape)
+            dscales = attend_backward(grad.reshape(out.shape), *(dpacked[:, :, i] for i in range(3)))
+            return dpacked.reshape(qkv.shape), dscales
 
-        return record(out.reshape(shape), (qkv,), (back_fn,), "attention")
+        return record(out.reshape(shape), args, shared_backward(backward, len(args)), "attention")
+
+    def look(
+        self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None
+    ) -> tuple[Array, Array]:
+        """The scores before the softmax and the weights after it, both (B, H, T, S), for reading.
+
+        Args:
+            cache: with this call's keys in it already.
+        """
+        packed = _split_heads("SelfAttention", floating(as_tensor(qkv).array), self.n_heads)
+        q, k = packed[:, :, 0], packed[:, :, 1] if cache is None else cache.keys
+        offset = k.shape[1] - q.shape[1] if self.causal else None
+        return look(self.softmax, q, k, offset, scales)
+
+
+class CrossAttention(Op):
+    """softmax(Q K^T / sqrt(D)) V where queries come from one sequence, keys and values from another.
+
+    Args:
+        n_heads: heads that share the channels evenly.
+        softmax: as of `SelfAttention`.
+    """
+
+    def __init__(self, n_heads: int, softmax: str | RowSoftmax = "softmax") -> None:
+        self.n_heads = n_heads
+        self.softmax = new_softmax(softmax)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scales: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            query: (B, T, C). key, value: (B, S, C).
+            scales: the parameter of `BlockSoftmax`.
+
+        Returns:
+            (B, T, C).
+
+        Raises:
+            ValueError: shapes that do not belong together.
+        """
+        query, key, value = tensors = as_tensors(query, key, value)
+        q, k, v = (self._heads(tensor) for tensor in tensors)
+        if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+            got = f"{query.shape}, {key.shape} and {value.shape}"
+            raise ValueError(f"CrossAttention: expected query (B, T, C), key and value (B, S, C), got shapes {got}")
+        check_device("CrossAttention", q, k, v)
+        args = tensors if scales is None else (*tensors, scales)
+        out, attend_backward = self.softmax.attend(q, k, v, None, *(arg.array for arg in args[3:]))
+
+        def backward(grad: Array) -> tuple[Array, ...]:
+            grads = [query.xp.empty(array.shape, array.dtype) for array in (q, k, v)]
+            dscales = attend_backward(grad.reshape(out.shape), *grads)
+            return (*(array.reshape(tensor.shape) for array, tensor in zip(grads, tensors)), dscales)
+
+        return record(out.reshape(query.shape), args, shared_backward(backward, len(args)), "attention")
+
+    def look(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, scales: Tensor | None = None
+    ) -> tuple[Array, Array]:
+        """The scores before the softmax and the weights after it, both (B, H, T, S), for reading."""
+        return look(self.softmax, self._heads(as_tensor(query)), self._heads(as_tensor(key)), None, scales)
+
+    def _heads(self, x: Tensor) -> Array:
+        if x.ndim != 3 or x.shape[-1] % self.n_heads:
+            wanted = f"(batch, tokens, {self.n_heads} * head size)"
+            raise ValueError(f"CrossAttention(n_heads={self.n_heads}): expected shape {wanted}, got {x.shape}")
+        return floating(x.array).reshape(*x.shape[:2], self.n_heads, -1)
+
+
+def look(softmax: RowSoftmax, q: Array, k: Array, offset: int | None, scales: Tensor | None) -> tuple[Array, Array]:
+    """Scores and weights (B, H, T, S) of queries (B, T, H, D) and keys (B, S, H, D)."""
+    scores, start = kernels.attention_scores(q, k, offset), offset or 0
+    parameters = () if scales is None else (scales.array[..., start : start + q.shape[1]],)
+    return scores, softmax.rows(scores, *parameters)
 
 
 class Rotary(Op):

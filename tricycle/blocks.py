@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 from tricycle.activation import GeLU, ReLU, SwiGLU, Swish
-from tricycle.attention import KeyValueCache, Rotary, SelfAttention
+from tricycle.attention import CrossAttention, KeyValueCache, Rotary, SelfAttention
+from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Dropout, Layer, LayerNorm, RMSNorm, new_generator
 from tricycle.ops import as_tensor, positive, reshape
@@ -33,11 +34,13 @@ class MultiHeadSelfAttention(Layer):
         bias: the projections add a bias.
         dropout: probability of dropping an element of the result.
         rotary: turn queries and keys by position (`Rotary`).
+        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
     """
 
     def __init__(
         self, embedding_dim: int, n_heads: int, context_window: int, bias: bool = True, dropout: float = 0.0,
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
+        softmax: str | RowSoftmax = "softmax",
     ) -> None:
         positive("MultiHeadSelfAttention", embedding_dim=embedding_dim, n_heads=n_heads, context_window=context_window)
         if embedding_dim % n_heads:
@@ -47,9 +50,17 @@ class MultiHeadSelfAttention(Layer):
         self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
         self.qkv = Dense(embedding_dim, 3 * embedding_dim, bias, initialiser, generator)
         self.rotary = Rotary(n_heads) if rotary else None
-        self.attention = SelfAttention(n_heads)
         self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(dropout, generator)
+        self.use_softmax(softmax)
+
+    def use_softmax(self, softmax: str | RowSoftmax) -> None:
+        """Turn scores into weights in another way from now on, with a fresh parameter if it needs one."""
+        softmax = new_softmax(softmax).for_window(self.context_window)
+        self.attention = SelfAttention(self.n_heads, softmax=softmax)
+        self.softmax_scales = softmax.new_scales(self.n_heads, self.context_window)
+        if self.softmax_scales is not None and self.qkv.weights.on_gpu:
+            self.softmax_scales.to_gpu(self.qkv.weights.array.device.id)
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
         """(B, T, C), or (T, C) for one sequence, to the same shape.
@@ -71,8 +82,61 @@ class MultiHeadSelfAttention(Layer):
         qkv = self.qkv(x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:]))
         if self.rotary is not None:
             qkv = self.rotary(qkv, offset=seen)
-        out = self.dropout(self.projection(self.attention(qkv, cache)))
+        out = self.dropout(self.projection(self.attention(qkv, cache, self.softmax_scales)))
         return out if x.ndim == 3 else reshape(out, x.shape)
+
+
+class MultiHeadAttention(Layer):
+    """Attention of one sequence to another in several heads, with the projections before and after.
+
+    Source: Vaswani et al. 2017, section 3.2.2.
+
+    Args:
+        embedding_dim: C, a multiple of n_heads, of queries and results.
+        n_heads: H.
+        key_size, value_size: channels of keys and values; C unless given.
+        bias: the projections add a bias.
+        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
+        context_window: the most queries and keys it takes, which "blocks" needs to know.
+    """
+
+    def __init__(
+        self, embedding_dim: int, n_heads: int, key_size: int | None = None, value_size: int | None = None,
+        bias: bool = True, initialiser: Initialiser = xavier, generator: Generator = None,
+        softmax: str | RowSoftmax = "softmax", context_window: int | None = None,
+    ) -> None:
+        positive("MultiHeadAttention", embedding_dim=embedding_dim, n_heads=n_heads)
+        if embedding_dim % n_heads:
+            got = f"{embedding_dim} and {n_heads}"
+            raise ValueError(f"MultiHeadAttention: expected embedding_dim to be a multiple of n_heads, got {got}")
+        generator = new_generator(generator)
+        self.query = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.key = Dense(key_size or embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.value = Dense(value_size or embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.n_heads, self.context_window = n_heads, context_window
+        self.use_softmax(softmax)
+
+    def use_softmax(self, softmax: str | RowSoftmax) -> None:
+        """Turn scores into weights in another way from now on, with a fresh parameter if it needs one."""
+        softmax, window = new_softmax(softmax), self.context_window
+        scales = softmax.new_scales(self.n_heads, window or 1)
+        if scales is not None and window is None:
+            raise ValueError(f"MultiHeadAttention: expected a context_window with {softmax}")
+        self.attention = CrossAttention(self.n_heads, softmax.for_window(window) if window else softmax)
+        self.softmax_scales = scales
+
+    def forward(self, query: Operand, key: Operand, value: Operand | None = None) -> Tensor:
+        """
+        Args:
+            query: (B, T, C). key: (B, S, key_size). value: (B, S, value_size), the keys unless given.
+
+        Returns:
+            (B, T, C).
+        """
+        value = key if value is None else value
+        q, k, v = self.query(query), self.key(key), self.value(value)
+        return self.projection(self.attention(q, k, v, self.softmax_scales))
 
 
 class MLPBlock(Layer):
@@ -116,11 +180,12 @@ class GPT2TransformerBlock(Layer):
         self, embedding_dim: int, n_heads: int, context_window: int, expansion_ratio: float = 4,
         activation: str = "gelu", norm: str = "layer_norm", bias: bool = True, dropout: float = 0.0,
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
+        softmax: str | RowSoftmax = "softmax",
     ) -> None:
         generator = new_generator(generator)
         self.attention_norm = new_norm(norm, embedding_dim, bias)
         self.attention = MultiHeadSelfAttention(
-            embedding_dim, n_heads, context_window, bias, dropout, rotary, initialiser, generator
+            embedding_dim, n_heads, context_window, bias, dropout, rotary, initialiser, generator, softmax
         )
         self.mlp_norm = new_norm(norm, embedding_dim, bias)
         self.mlp = MLPBlock(embedding_dim, expansion_ratio, activation, bias, dropout, initialiser, generator)

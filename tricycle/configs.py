@@ -10,12 +10,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tricycle.functions import SOFTMAXES
+
 # What values fields may have: names, rule, the rule in words.
 RULES: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("vocab_size context_window embedding_dim n_heads n_layers", lambda v: v >= 1, "at least 1"),
+    ("vocab_size context_window embedding_dim n_heads n_layers softmax_blocks", lambda v: v >= 1, "at least 1"),
     ("batch_size accumulation_steps eval_interval eval_batches", lambda v: v >= 1, "at least 1"),
     ("steps minutes warmup_steps sample_interval seed", lambda v: v >= 0, "0 or more"),
     ("weight_decay max_gradient_norm min_learning_rate", lambda v: v >= 0, "0 or more"),
+    ("softmax", lambda v: isinstance(v, str) and v in SOFTMAXES, f"one of {', '.join(SOFTMAXES)}"),
     ("dropout beta1 beta2", lambda v: 0 <= v < 1, "from 0 to below 1"),
     ("expansion_ratio max_learning_rate", lambda v: v > 0, "above 0"),
 ]
@@ -37,6 +40,8 @@ class GPTConfig:
     positions: Literal["learned", "rotary"] = "learned"  # how the model knows the order of tokens
     bias: bool = True  # whether linear layers and norms have biases
     tied: bool = True  # whether the output layer shares its weights with the token embedding
+    softmax: str = "softmax"  # how attention weighs keys: softmax, softmax1, adaptive or blocks
+    softmax_blocks: int = 2  # into how many blocks "blocks" cuts the keys
     dropout: float = 0.0  # probability of dropping an element of the embedding and of each block's result
 
     # ---- training
@@ -82,7 +87,7 @@ class GPTConfig:
                 self._require(field.name, isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
             elif wanted is bool:
                 self._require(field.name, isinstance(value, bool), "True or False")
-            else:
+            elif wanted is not str:  # names have rules of their own
                 kinds = int if wanted is int else (int, float)
                 holds = isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
                 self._require(field.name, holds, f"a {'whole' if wanted is int else 'finite'} number")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
 from tricycle import kernels, ops
-from tricycle.backend import Array
-from tricycle.ops import Op, as_tensor, check_device, floating, register
-from tricycle.tensor import BackFn, Operand, Tensor, record
+from tricycle.backend import Array, array_module
+from tricycle.ops import Op, as_tensor, check_device, floating, positive, register
+from tricycle.tensor import BackFn, Operand, Tensor, no_grad, record, to_tensor
 
 
 def shared_backward(compute, n_args: int) -> tuple[BackFn, ...]:
@@ -28,32 +34,354 @@ def shared_backward(compute, n_args: int) -> tuple[BackFn, ...]:
     return tuple(back_fn(i) for i in range(n_args))
 
 
-class _OverLastAxis(Op):
-    """A kernel over the last axis with a gradient from the output alone."""
+# -------------------------------------------------------------------- softmax and its kin
+# Gradients of q, k and v are written into the last three arrays; what comes back is that of the scales, if any.
+AttendBackward = Callable[[Array, Array, Array, Array], Array | None]
 
-    def _normalise(self, x: Operand, kernel, name: str) -> Tensor:
+
+class RowSoftmax(Op, is_base=True):
+    """A way to turn rows of scores into weights, alone or inside attention. The base of all variants.
+
+    A variant defines `rows` and `rows_backward`, arrays in, arrays out. That makes it an op over the last axis, and
+    attention can use it, forward and backward, in memory that grows with the number of keys and not its square.
+    Those that the kernels know override `attend` and are faster.
+
+    Attributes:
+        name: of the results.
+    """
+
+    name = "rows"
+
+    def rows(self, scores: Array) -> Array:
+        """Weights for scores (..., S), which are -inf where a key is hidden."""
+        raise NotImplementedError(f"{type(self).__name__} defines no rows")
+
+    def rows_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
+        """The gradient of the scores, from that of the weights."""
+        return kernels.softmax_backward(grad, weights)
+
+    def forward(self, x: Operand) -> Tensor:
+        x = self._scores(x)
+        scores = floating(x.array)
+        weights = self.rows(scores)
+        return record(weights, (x,), (lambda grad: self.rows_backward(grad.array, scores, weights),), self.name)
+
+    def attend(self, q: Array, k: Array, v: Array, offset: int | None) -> tuple[Array, AttendBackward]:
+        """Attention of queries (B, T, H, D) to keys and values (B, S, H, D).
+
+        Args:
+            offset: query t sees the keys up to t + offset; None: all of them.
+
+        Returns:
+            (B, T, H, D), and what takes its gradient and the arrays for those of q, k and v.
+        """
+        out = kernels.row_attention(q, k, v, offset, self.rows)
+
+        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
+            kernels.row_attention_backward(grad, q, k, v, offset, self.rows, self.rows_backward, dq, dk, dv)
+
+        return out, backward
+
+    def for_window(self, context_window: int) -> RowSoftmax:
+        """The same for a layer with this context window."""
+        return self
+
+    def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
+        """The parameter that a layer must hold for it, if any: `forward`, `rows` and `attend` take it last."""
+        return None
+
+    def _scores(self, x: Operand) -> Tensor:
         x = as_tensor(x)
         if x.ndim == 0:
             raise ValueError(f"{type(self).__name__}: expected at least one axis, got a single number")
-        y = kernel(floating(x.array))
-        return record(y, (x,), (lambda grad: kernels.softmax_backward(grad.array, y),), name)
+        return x
 
 
-class Softmax(_OverLastAxis):
+class _Fused(RowSoftmax):
+    """A variant that the attention kernels know. `nothing`: whether a row may attend to nothing."""
+
+    nothing = False
+
+    def attend(self, q: Array, k: Array, v: Array, offset: int | None) -> tuple[Array, AttendBackward]:
+        out, log_total = kernels.attention(q, k, v, offset, self.nothing)
+
+        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
+            kernels.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv)
+
+        return out, backward
+
+
+class Softmax(_Fused):
     """exp(x_i) / sum_j exp(x_j) over the last axis. A row of -inf alone gives zeros."""
 
-    def forward(self, x: Operand) -> Tensor:
-        return self._normalise(x, kernels.softmax, "softmax")
+    name = "softmax"
+
+    def rows(self, scores: Array) -> Array:
+        return kernels.softmax(scores)
 
 
-class Softmax1(_OverLastAxis):
+class Softmax1(_Fused):
     """exp(x_i) / (1 + sum_j exp(x_j)) over the last axis: a row may attend to nothing.
 
     Source: Miller 2023, "Attention is off by one".
     """
 
-    def forward(self, x: Operand) -> Tensor:
-        return self._normalise(x, kernels.softmax1, "softmax1")
+    name, nothing = "softmax1", True
+
+    def rows(self, scores: Array) -> Array:
+        return kernels.softmax1(scores)
+
+
+class AdaptiveSoftmax(RowSoftmax):
+    """softmax(beta x) over the last axis, with an inverse temperature beta that grows with the entropy of softmax(x).
+
+    So attention stays sharp over more items than it was trained on. beta is a polynomial of the entropy (in nats),
+    at least 1 (never blur), and 1 where the entropy is low (leave what is sharp).
+
+    Source: Velickovic et al. 2024, "softmax is not enough (for sharp out-of-distribution)", whose fit is the default;
+    `fit_adaptive_temperature` makes another.
+
+    Args:
+        coefficients: of the polynomial, highest power first.
+        threshold: the entropy above which it is used.
+        stop_gradient: take beta as given in the backward.
+    """
+
+    name = "adaptive_softmax"
+
+    def __init__(
+        self, coefficients: Sequence[float] = (-0.037, 0.481, -2.3, 4.917, -1.791), threshold: float = 0.5,
+        stop_gradient: bool = False,
+    ) -> None:
+        self.coefficients = tuple(float(c) for c in coefficients)
+        if not self.coefficients or not all(map(math.isfinite, self.coefficients)):
+            raise ValueError(f"AdaptiveSoftmax: expected finite coefficients, got {self.coefficients}")
+        self.threshold = threshold
+        self.stop_gradient = stop_gradient
+
+    def rows(self, scores: Array) -> Array:
+        return kernels.softmax(scores * self.temperature(scores)[0])
+
+    def rows_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
+        beta, slope, plain, log_plain, entropy = self.temperature(scores)
+        dproduct = kernels.softmax_backward(grad, weights)
+        dscores = beta * dproduct
+        if not self.stop_gradient:
+            xp = array_module(scores)
+            dbeta = (dproduct * xp.where(weights > 0, scores, 0)).sum(axis=-1, keepdims=True)
+            dscores -= dbeta * slope * plain * (log_plain + entropy)
+        return dscores
+
+    def temperature(self, scores: Array) -> tuple[Array, ...]:
+        """beta and its slope by the entropy, for each row; softmax(scores), its log (0 where it is 0), its entropy."""
+        xp = array_module(scores)
+        plain = kernels.softmax(scores)
+        log_plain = xp.log(xp.where(plain > 0, plain, 1))
+        entropy = -(plain * log_plain).sum(axis=-1, keepdims=True)
+        value = slope = xp.zeros_like(entropy)
+        for c in self.coefficients:  # Horner's scheme, for the value and the derivative
+            value, slope = value * entropy + c, slope * entropy + value
+        used = (entropy > self.threshold) & (value > 1)
+        return xp.where(used, value, 1), xp.where(used, slope, 0), plain, log_plain, entropy
+
+
+class _Part(NamedTuple):
+    """What one block of keys gives to the queries that see any of it (query t sees its keys up to t + offset)."""
+
+    queries: slice
+    keys: slice
+    offset: int | None
+    out: Array
+    log_total: Array
+
+
+class BlockSoftmax(RowSoftmax):
+    """Softmax within each block of keys by itself, times a scale for each block and query position.
+
+    With the right scales the blocks, put together, are the softmax of the whole row: the share of all exponentials
+    that lies in each block, which FlashAttention computes on the way (Dao et al. 2022). Here they are learned instead,
+    the same for all inputs, so that blocks need know nothing of each other.
+
+    Args:
+        n_blocks: the keys are cut into so many blocks of equal length (the last may be shorter).
+        correction: "learned": scales are given with each call. "none": all are 1. "exact": the right ones of each row,
+            which learned ones should come close to.
+        per_head: each head of attention has scales of its own.
+        length: how many keys are cut; those that come unless given. A layer gives its context window, so that a key
+            stays in its block while a text grows.
+    """
+
+    name = "block_softmax"
+
+    def __init__(
+        self, n_blocks: int = 2, correction: str = "learned", per_head: bool = False, length: int | None = None
+    ) -> None:
+        positive("BlockSoftmax", n_blocks=n_blocks)
+        if correction not in ("learned", "none", "exact"):
+            raise ValueError(f"BlockSoftmax: expected correction to be learned, none or exact, got {correction!r}")
+        self.n_blocks, self.correction, self.per_head, self.length = n_blocks, correction, per_head, length
+
+    def for_window(self, context_window: int) -> BlockSoftmax:
+        return BlockSoftmax(self.n_blocks, self.correction, self.per_head, self.length or context_window)
+
+    def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
+        heads = (n_heads,) if self.per_head else ()
+        shape = (*heads, self.n_blocks, context_window)
+        return to_tensor(np.ones(shape)) if self.correction == "learned" else None
+
+    def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: scores (..., T, S).
+            scales: (..., n_blocks, T), with "learned" only.
+
+        Raises:
+            ValueError: scales missing, misshapen, or given where they have no use.
+        """
+        x = self._scores(x)
+        wanted = (self.n_blocks, *x.shape[-2:-1]) if self.correction == "learned" else None
+        got = None if scales is None else scales.shape
+        if (got if got is None or wanted is None else got[-len(wanted) :]) != wanted:
+            raise ValueError(f"{self}: expected scales of shape (..., n_blocks, T), here {wanted}, got {got}")
+        whole, parts = Softmax()(x), []
+        for i, keys in enumerate(self._blocks(x.shape[-1])):
+            part = Softmax()(x[..., keys])
+            if self.correction == "exact":
+                part = part * whole[..., keys].sum(axis=-1, keepdims=True)
+            elif scales is not None:
+                part = part * (scales[i] if x.ndim == 1 else scales[..., i, :, None])
+            parts.append(part)
+        result = ops.concatenate(parts, axis=-1) if parts else whole
+        result.name = self.name
+        return result
+
+    def rows(self, scores: Array, scales: Array | None = None) -> Array:
+        with no_grad():
+            return self(Tensor(scores), None if scales is None else Tensor(scales)).array
+
+    def attend(
+        self, q: Array, k: Array, v: Array, offset: int | None, scales: Array | None = None
+    ) -> tuple[Array, AttendBackward]:
+        """As each block's attention to its keys by the queries that see any of them.
+
+        Args:
+            scales: ([H,] n_blocks, W), for more positions than there are queries.
+        """
+        xp, n_queries, parts = array_module(q), q.shape[1], []
+        for keys in self._blocks(k.shape[1]):
+            first = 0 if offset is None else max(0, keys.start - offset)
+            if first >= n_queries:
+                break
+            place = None if offset is None else offset + first - keys.start
+            found = kernels.attention(q[:, first:], k[:, keys], v[:, keys], place, False)
+            parts.append(_Part(slice(first, n_queries), keys, place, *found))
+        log_total = _log_of_sum(xp, parts, (q.shape[0], q.shape[2], n_queries)) if self.correction == "exact" else None
+        factors = [self._factor(xp, i, part, offset or 0, scales, log_total) for i, part in enumerate(parts)]
+        out = xp.zeros(q.shape, q.dtype)
+        for part, factor in zip(parts, factors):
+            out[:, part.queries] += part.out * factor
+
+        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
+            if log_total is not None:
+                kernels.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv)
+                return None
+            dscales = None if scales is None else xp.zeros_like(scales)
+            for array in (dq, dk, dv):
+                array[...] = 0
+            for i, (part, factor) in enumerate(zip(parts, factors)):
+                seeing, keys, place, block_out, block_total = part
+                block_grad = grad[:, seeing]
+                if dscales is not None:
+                    shares = (block_grad * block_out).sum(axis=(0, 3))
+                    places = slice(seeing.start + (offset or 0), seeing.stop + (offset or 0))
+                    dscales[..., i, places] = shares.T if self.per_head else shares.sum(axis=1)
+                    block_grad = block_grad * factor
+                dqueries = xp.empty(block_out.shape, q.dtype)
+                kernels.attention_backward(block_grad, q[:, seeing], k[:, keys], v[:, keys], block_out, block_total,
+                                           place, dqueries, dk[:, keys], dv[:, keys])  # fmt: skip
+                dq[:, seeing] += dqueries
+            return dscales
+
+        return out, backward
+
+    def _blocks(self, n_keys: int) -> list[slice]:
+        step = max(1, -(-(self.length or n_keys) // self.n_blocks))
+        return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
+
+    def _factor(
+        self, xp: Any, i: int, part: _Part, start: int, scales: Array | None, log_total: Array | None
+    ) -> Array | int:
+        """What the output of block i is multiplied by: one for each query [and head]."""
+        if log_total is not None:
+            return xp.exp(part.log_total - log_total[..., part.queries]).transpose(0, 2, 1)[..., None]
+        if scales is None:
+            return 1
+        at = scales[..., i, start + part.queries.start : start + part.queries.stop]
+        return at.T.reshape(at.shape[-1], -1, 1)
+
+
+def _log_of_sum(xp: Any, parts: list[_Part], shape: tuple[int, ...]) -> Array:
+    """The log of each row's sum of exponentials, from those of its blocks."""
+    logs = xp.full((len(parts), *shape), -np.inf, parts[0].log_total.dtype)
+    for i, part in enumerate(parts):
+        logs[i][..., part.queries] = part.log_total
+    largest = logs.max(axis=0)
+    return largest + xp.log(xp.exp(logs - largest).sum(axis=0))
+
+
+# The variants that a config may name. A new one is its function with its gradient, and a line here.
+SOFTMAXES: dict[str, Callable[[], RowSoftmax]] = {
+    "softmax": Softmax, "softmax1": Softmax1, "adaptive": AdaptiveSoftmax, "blocks": BlockSoftmax,
+}  # fmt: skip
+
+
+def new_softmax(softmax: str | RowSoftmax, n_blocks: int = 2) -> RowSoftmax:
+    """A variant by its name in SOFTMAXES, or as it is.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither name nor variant.
+    """
+    if isinstance(softmax, RowSoftmax):
+        return softmax
+    if not isinstance(softmax, str):
+        raise TypeError(f"softmax: expected a name or a RowSoftmax, got {softmax!r}")
+    if softmax not in SOFTMAXES:
+        raise ValueError(f"softmax: expected one of {', '.join(SOFTMAXES)}, got {softmax!r}")
+    return BlockSoftmax(n_blocks) if softmax == "blocks" else SOFTMAXES[softmax]()
+
+
+def fit_adaptive_temperature(
+    scores: Sequence[Array], costs: Callable[[int, Array], Array], betas: Sequence[float] | None = None,
+    degree: int = 4, n_bins: int = 20,
+) -> tuple[float, ...]:
+    """Coefficients for `AdaptiveSoftmax`, from data: the polynomial from a row's entropy to the best beta.
+
+    Rows of like entropy go into bins of like size; in each bin the beta of the lowest mean cost is looked up among
+    `betas`, and the polynomial is fitted to these by least squares.
+
+    Args:
+        scores: arrays (N, S) on the host, S may differ between them.
+        costs: from the number of an array in `scores` and weights (N, S) in its place to the cost of each row (N,),
+            such as the loss of the model with these weights.
+        betas: inverse temperatures to try, 1 to 12 unless given.
+        degree: of the polynomial.
+
+    Raises:
+        ValueError: no rows, or fewer bins than coefficients.
+    """
+    tried = np.geomspace(1, 12, 40) if betas is None else np.asarray(betas, float)
+    softmax, entropies, found = AdaptiveSoftmax(), [], []
+    for i, array in enumerate(scores):
+        entropies.append(softmax.temperature(array)[-1][:, 0])
+        found.append(np.stack([costs(i, kernels.softmax(array * array.dtype.type(beta))) for beta in tried], axis=-1))
+    if not entropies or not sum(map(len, entropies)) >= n_bins > degree:
+        raise ValueError(f"fit_adaptive_temperature: expected at least {n_bins} rows and {degree + 1} bins")
+    entropy, cost = np.concatenate(entropies), np.concatenate(found)
+    bins = np.array_split(np.argsort(entropy), n_bins)
+    centres = [entropy[rows].mean() for rows in bins]
+    best = [tried[cost[rows].mean(axis=0).argmin()] for rows in bins]
+    return tuple(float(c) for c in np.polyfit(centres, best, degree))
 
 
 class LogSoftmax(Op):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from tricycle.attention import KeyValueCache
 from tricycle.blocks import GPT2TransformerBlock, new_norm
 from tricycle.configs import GPTConfig
-from tricycle.functions import linear
+from tricycle.functions import linear, new_softmax
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.ops import as_tensor
@@ -43,6 +44,7 @@ class GPT(Layer):
             GPT2TransformerBlock(
                 size, config.n_heads, config.context_window, config.expansion_ratio, config.activation, config.norm,
                 config.bias, config.dropout, rotary=not learned, initialiser=zeros, generator=self.generator,
+                softmax=new_softmax(config.softmax, config.softmax_blocks),
             )
             for _ in range(config.n_layers)
         ]
@@ -82,6 +84,17 @@ class GPT(Layer):
         x = self.norm(x)
         return linear(x, self.token_embedding.weights.transpose()) if self.head is None else self.head(x)
 
+    def use_softmax(self, name: str, n_blocks: int = 2) -> None:
+        """Let attention weigh keys in another way from now on, in every block and in the config.
+
+        Args:
+            name: in `functions.SOFTMAXES`.
+            n_blocks: for "blocks", whose scales begin at 1.
+        """
+        self.config = replace(self.config, softmax=name, softmax_blocks=n_blocks)
+        for block in self.blocks:
+            block.attention.use_softmax(new_softmax(name, n_blocks))
+
     def place(self, ids: Any) -> Tensor:
         """Whole numbers as a Tensor on the device of the weights."""
         tensor = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int)
@@ -109,6 +122,6 @@ def _initialise(model: Layer, n_layers: int, generator: np.random.Generator) -> 
     two a block, smaller by 1 / sqrt(2 n_layers), so that the stream keeps its size; biases 0 and gains 1.
     """
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2:
+        if parameter.ndim >= 2 and not name.endswith("softmax_scales"):
             std = 0.02 / math.sqrt(2 * n_layers) if name.endswith("projection.weights") else 0.02
             parameter.array[...] = normal(std)(parameter.shape, generator)

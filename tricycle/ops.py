@@ -33,12 +33,12 @@ def register(op: Callable) -> Callable:
 class Op:
     """A callable with hyper-parameters and no other state: any number of calls may be alive at once.
 
-    A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves.
+    A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves, but for bases of others.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not cls.__name__.startswith("_") and cls.__module__.startswith("tricycle."):
+        if not is_base and not cls.__name__.startswith("_") and cls.__module__.startswith("tricycle."):
             OPS[cls.__name__] = cls
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

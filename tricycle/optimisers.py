@@ -15,8 +15,8 @@ DecayRule = Callable[[str, Tensor], bool]
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay shrinks a parameter: matrices yes; gains, biases and embeddings of position no."""
-    return parameter.ndim >= 2 and "position" not in name
+    """Whether weight decay shrinks a parameter: matrices yes; gains, biases, scales, embeddings of position no."""
+    return parameter.ndim >= 2 and "position" not in name and "scales" not in name
 
 
 class Optimiser:

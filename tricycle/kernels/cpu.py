@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -242,21 +242,31 @@ def _cross_entropy(logits, labels, weights, piece: slice, slope: np.ndarray | No
 
 
 # -------------------------------------------------------------------- attention
-def _few_queries(q: np.ndarray, k: np.ndarray, causal: bool) -> bool:
-    """Whether one batched product over all of them is as good."""
-    return q.shape[1] < 16 or (causal and q.shape[1] > k.shape[1])
+def _few_queries(q: np.ndarray, offset: int | None) -> bool:
+    """Whether one batched product over all of them is as good (or some query sees no key, which is rare)."""
+    return q.shape[1] < 16 or (offset is not None and offset < 0)
 
 
-def _blocks(n_queries: int, n_keys: int, causal: bool) -> list[tuple[slice, list[slice]]]:
-    """Blocks of queries, each with the blocks of keys that its last query sees."""
+class _Block(NamedTuple):
+    """Some queries, the blocks of keys that the last of them sees, and how many of the last of these keys are hidden
+    from some of them: those lie in the last block whole.
+    """
+
+    queries: slice
+    keys: list[slice]
+    n_diagonal: int
+
+
+def _blocks(n_queries: int, n_keys: int, offset: int | None) -> list[_Block]:
     found = []
     for start in range(0, n_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, n_queries)
-        seen = n_keys - n_queries + stop if causal else n_keys
-        # the diagonal, if any, lies in the last block whole
-        first = max(0, seen - max(KEY_BLOCK, stop - start))
+        seen = n_keys if offset is None else min(n_keys, stop + offset)
+        n_diagonal = 0 if offset is None else max(0, seen - start - offset)
+        first = max(0, seen - max(KEY_BLOCK, n_diagonal))
         cuts = [*range(0, first, KEY_BLOCK), first] if first else [0]
-        found.append((slice(start, stop), [slice(a, b) for a, b in zip(cuts, [*cuts[1:], seen])]))
+        keys = [slice(a, b) for a, b in zip(cuts, [*cuts[1:], seen])]
+        found.append(_Block(slice(start, stop), keys, n_diagonal))
     return found
 
 
@@ -273,10 +283,12 @@ def _heads_first(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
     return x[item, :, heads].transpose(1, 0, 2)
 
 
-def _hide_later(scores: np.ndarray, later: np.ndarray) -> None:
-    """Keys after their query: only in the last columns, beside the diagonal."""
-    n = scores.shape[1]
-    scores[:, :, -n:] += later[:n, :n]
+def _scores(queries: np.ndarray, keys: np.ndarray, block: _Block, seen: slice, later: np.ndarray) -> np.ndarray:
+    """(H, T, S) of some blocks of keys, the last one among them hidden where it is not seen."""
+    scores = queries[:, block.queries] @ keys[:, seen].swapaxes(1, 2)
+    if block.n_diagonal and seen.stop == block.keys[-1].stop:
+        scores[:, :, -block.n_diagonal :] += later[: scores.shape[1], : block.n_diagonal]
+    return scores
 
 
 def _later(n_queries: int, dtype) -> np.ndarray:
@@ -285,56 +297,53 @@ def _later(n_queries: int, dtype) -> np.ndarray:
     return np.triu(np.full((n, n), -np.inf, dtype), 1)
 
 
-def attention(q, k, v, causal):
-    if _few_queries(q, k, causal):
-        return reference.attention(q, k, v, causal)
+def attention(q, k, v, offset, nothing):
+    if _few_queries(q, offset):
+        return reference.attention(q, k, v, offset, nothing)
     (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
     out, log_total = np.empty(q.shape, q.dtype), np.empty((n_items, n_heads, n_queries), q.dtype)
-    blocks, later, ones = _blocks(n_queries, n_keys, causal), _later(n_queries, q.dtype), _ones(n_keys, q)
+    blocks, later, ones = _blocks(n_queries, n_keys, offset), _later(n_queries, q.dtype), _ones(n_keys, q)
     limit = _safe_exponent(q.dtype)
 
     def work(group: tuple[int, slice]) -> None:
         item, heads = group
         queries = _heads_first(q, item, heads) * q.dtype.type(1 / math.sqrt(size))
-        keys, values = _heads_first(k, item, heads).swapaxes(1, 2), _heads_first(v, item, heads)
-
-        def scores(block: slice, seen: slice, last: bool) -> np.ndarray:
-            product = queries[:, block] @ keys[:, :, seen]
-            if causal and last:
-                _hide_later(product, later)
-            return product
-
-        for block, seen_blocks in blocks:
+        keys, values = _heads_first(k, item, heads), _heads_first(v, item, heads)
+        for block in blocks:
             mixed, total, shift = np.zeros((), q.dtype), np.zeros((), q.dtype), None
-            for seen in seen_blocks:
-                weights = scores(block, seen, seen is seen_blocks[-1])
+            for seen in block.keys:
+                weights = _scores(queries, keys, block, seen, later)
                 if not weights.max() < limit:
                     break
                 np.exp(weights, out=weights)
                 total = total + weights @ ones[seen]
                 mixed = mixed + weights @ values[:, seen]
             else:
-                shift = 0 if total.min() > 1 / MOST else None
+                shift = np.zeros((), q.dtype) if nothing or total.min() > 1 / MOST else None
             if shift is None:
-                whole = slice(0, seen_blocks[-1].stop)
-                weights = scores(block, whole, True)
+                whole = slice(0, block.keys[-1].stop)
+                weights = _scores(queries, keys, block, whole, later)
                 shift = weights.max(axis=-1)
+                if nothing:
+                    np.maximum(shift, 0, out=shift)
                 weights -= shift[..., None]
                 np.exp(weights, out=weights)
                 total, mixed = weights.sum(axis=-1), weights @ values[:, whole]
-            np.divide(mixed, total[..., None], out=_heads_first(out, item, heads)[:, block])
-            log_total[item, heads, block] = np.log(total) + shift
+            if nothing:
+                total = total + np.exp(-shift)
+            np.divide(mixed, total[..., None], out=_heads_first(out, item, heads)[:, block.queries])
+            log_total[item, heads, block.queries] = np.log(total) + shift
 
     parallel(work, _groups(q, n_keys))
     return out, log_total
 
 
-def attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv):
-    if _few_queries(q, k, causal):
-        return reference.attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv)
+def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv):
+    if _few_queries(q, offset):
+        return reference.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv)
     n_queries, n_keys, size = q.shape[1], k.shape[1], q.shape[3]
     scale = q.dtype.type(1 / math.sqrt(size))
-    blocks, later = _blocks(n_queries, n_keys, causal), _later(n_queries, q.dtype)
+    blocks, later = _blocks(n_queries, n_keys, offset), _later(n_queries, q.dtype)
 
     def work(group: tuple[int, slice]) -> None:
         item, heads = group
@@ -344,28 +353,71 @@ def attention_backward(grad, q, k, v, out, log_total, causal, dq, dk, dv):
         values[..., -1] = 1
         np.negative(np.vecdot(grad[item, :, heads], out[item, :, heads]).T, out=grads[..., -1])
         key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(keys.shape, q.dtype)
-        for block, seen_blocks in blocks:
-            log_totals = log_total[item, heads, block, None]
+        for block in blocks:
+            log_totals = log_total[item, heads, block.queries, None]
             safe = np.abs(log_totals).max() < _safe_exponent(q.dtype)
             if safe:  # dividing the few gradients by the totals saves subtracting their logs from all scores
-                grads[:, block] *= np.exp(-log_totals)
+                grads[:, block.queries] *= np.exp(-log_totals)
             query_sum = 0
-            for seen in seen_blocks:
-                weights = queries[:, block] @ keys[:, seen].swapaxes(1, 2)
-                if causal and seen is seen_blocks[-1]:
-                    _hide_later(weights, later)
+            for seen in block.keys:
+                weights = _scores(queries, keys, block, seen, later)
                 if not safe:
                     weights -= log_totals
                 np.exp(weights, out=weights)
-                value_sum[:, seen] += weights.swapaxes(1, 2) @ grads[:, block, :-1]
-                dscores = grads[:, block] @ values[:, seen].swapaxes(1, 2)
+                value_sum[:, seen] += weights.swapaxes(1, 2) @ grads[:, block.queries, :-1]
+                dscores = grads[:, block.queries] @ values[:, seen].swapaxes(1, 2)
                 dscores *= weights
-                key_sum[:, seen] += dscores.swapaxes(1, 2) @ queries[:, block]
+                key_sum[:, seen] += dscores.swapaxes(1, 2) @ queries[:, block.queries]
                 query_sum = query_sum + dscores @ keys[:, seen]
-            np.multiply(query_sum, scale, out=_heads_first(dq, item, heads)[:, block])
+            np.multiply(query_sum, scale, out=_heads_first(dq, item, heads)[:, block.queries])
         _heads_first(dk, item, heads)[...], _heads_first(dv, item, heads)[...] = key_sum, value_sum
 
     parallel(work, _groups(q, n_keys))
+
+
+def row_attention(q, k, v, offset, rows):
+    """Whole rows of scores, but for few queries at a time."""
+    if _few_queries(q, offset):
+        return reference.row_attention(q, k, v, offset, rows)
+    blocks, later = _blocks(q.shape[1], k.shape[1], offset), _later(q.shape[1], q.dtype)
+    out = np.empty(q.shape, q.dtype)
+    scale = q.dtype.type(1 / math.sqrt(q.shape[3]))
+
+    def work(group: tuple[int, slice]) -> None:
+        item, heads = group
+        queries = _heads_first(q, item, heads) * scale
+        keys, values = _heads_first(k, item, heads), _heads_first(v, item, heads)
+        for block in blocks:
+            seen = slice(0, block.keys[-1].stop)
+            weights = rows(_scores(queries, keys, block, seen, later))
+            np.matmul(weights, values[:, seen], out=_heads_first(out, item, heads)[:, block.queries])
+
+    parallel(work, _groups(q, k.shape[1]))
+    return out
+
+
+def row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, dv):
+    if _few_queries(q, offset):
+        return reference.row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, dv)
+    blocks, later = _blocks(q.shape[1], k.shape[1], offset), _later(q.shape[1], q.dtype)
+    scale = q.dtype.type(1 / math.sqrt(q.shape[3]))
+
+    def work(group: tuple[int, slice]) -> None:
+        item, heads = group
+        keys, queries = _heads_first(k, item, heads), _heads_first(q, item, heads) * scale
+        values, grads = _heads_first(v, item, heads), _heads_first(grad, item, heads)
+        key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(keys.shape, q.dtype)
+        for block in blocks:
+            seen = slice(0, block.keys[-1].stop)
+            scores = _scores(queries, keys, block, seen, later)
+            weights = rows(scores)
+            value_sum[:, seen] += weights.swapaxes(1, 2) @ grads[:, block.queries]
+            dscores = rows_backward(grads[:, block.queries] @ values[:, seen].swapaxes(1, 2), scores, weights)
+            key_sum[:, seen] += dscores.swapaxes(1, 2) @ queries[:, block.queries]
+            np.multiply(dscores @ keys[:, seen], scale, out=_heads_first(dq, item, heads)[:, block.queries])
+        _heads_first(dk, item, heads)[...], _heads_first(dv, item, heads)[...] = key_sum, value_sum
+
+    parallel(work, _groups(q, k.shape[1]))
 
 
 def _one_more(x: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ Shapes: B batch, T queries, S keys, H heads, D head size, C channels, N rows (al
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,8 +16,12 @@ from tricycle.backend import Array, array_module
 __all__ = [
     "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "sigmoid", "multiply",
     "matmul", "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy",
-    "cross_entropy_with_slope", "attention", "attention_backward", "rotate", "adamw",
+    "cross_entropy_with_slope", "attention_scores", "attention", "attention_backward", "row_attention",
+    "row_attention_backward", "rotate", "adamw",
 ]
+
+Rows = Callable[[Array], Array]
+RowsBackward = Callable[[Array, Array, Array], Array]
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
@@ -165,54 +170,93 @@ def cross_entropy_with_slope(logits: Array, labels: Array, weights: Array) -> tu
 
 
 # -------------------------------------------------------------------- attention
-def causal_mask(xp, n_queries: int, n_keys: int) -> Array:
-    """(T, S) booleans: True where a key lies after the query. The last query sits at the last key."""
-    return xp.arange(n_keys) > xp.arange(n_keys - n_queries, n_keys)[:, None]
+# q: (B, T, H, D). k, v: (B, S, H, D). offset: query t sees the keys up to t + offset; None: all of them.
+def hidden(xp, n_queries: int, n_keys: int, offset: int) -> Array:
+    """(T, S) booleans: True where a query does not see a key."""
+    return xp.arange(n_keys) > xp.arange(offset, offset + n_queries)[:, None]
 
 
-def attention(q: Array, k: Array, v: Array, causal: bool) -> tuple[Array, Array]:
+def attention(q: Array, k: Array, v: Array, offset: int | None, nothing: bool) -> tuple[Array, Array]:
     """softmax(q k^T / sqrt(D)) v for every item and head (Vaswani et al. 2017, section 3.2.1).
 
     Args:
-        q: (B, T, H, D). k, v: (B, S, H, D).
-        causal: query t sees the keys up to its own place, S - T + t.
+        nothing: beside the keys there is one more, with a score of 0 and a value of zeros, which makes it softmax1.
 
     Returns:
-        out: (B, T, H, D), and the log of each row's sum of exponentials (B, H, T), which the backward needs.
+        out: (B, T, H, D), zeros where a query sees no key, and the log of each row's sum of exponentials (B, H, T),
+        which the backward needs.
     """
     xp = array_module(q)
-    scores = _scores(xp, q, k, causal)
+    scores = attention_scores(q, k, offset)
     largest = scores.max(axis=-1, keepdims=True)
+    largest = xp.maximum(largest, 0) if nothing else xp.where(xp.isneginf(largest), 0, largest)
     weights = xp.exp(scores - largest)
     total = weights.sum(axis=-1, keepdims=True)
-    out = xp.matmul(weights / total, v.transpose(0, 2, 1, 3))
-    return xp.ascontiguousarray(out.transpose(0, 2, 1, 3)), (largest + xp.log(total))[..., 0]
+    total = total + xp.exp(-largest) if nothing else xp.where(total == 0, 1, total)
+    return _mix(xp, weights / total, v), (largest + xp.log(total))[..., 0]
 
 
 def attention_backward(
-    grad: Array, q: Array, k: Array, v: Array, out: Array, log_total: Array, causal: bool,
+    grad: Array, q: Array, k: Array, v: Array, out: Array, log_total: Array, offset: int | None,
     dq: Array, dk: Array, dv: Array,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv, whose memory may be strided and hold anything."""
     xp = array_module(q)
-    weights = xp.exp(_scores(xp, q, k, causal) - log_total[..., None])
-    heads_first = lambda x: x.transpose(0, 2, 1, 3)
-    grad = heads_first(grad)
-    dweights = xp.matmul(grad, v.transpose(0, 2, 3, 1))
+    weights = xp.exp(attention_scores(q, k, offset) - log_total[..., None])
     # sum_s weight_s dweight_s is the product of the output with its own gradient
-    inner = (grad * heads_first(out)).sum(axis=-1, keepdims=True)
-    dscores = weights * (dweights - inner) / math.sqrt(q.shape[-1])
-    heads_first(dq)[...] = xp.matmul(dscores, heads_first(k))
-    heads_first(dk)[...] = xp.matmul(dscores.swapaxes(-1, -2), heads_first(q))
-    heads_first(dv)[...] = xp.matmul(weights.swapaxes(-1, -2), grad)
+    inner = (_heads_first(grad) * _heads_first(out)).sum(axis=-1, keepdims=True)
+    _write_gradients(xp, grad, q, k, v, weights, lambda dweights: weights * (dweights - inner), dq, dk, dv)
 
 
-def _scores(xp, q: Array, k: Array, causal: bool) -> Array:
-    """(B, H, T, S), -inf where a key is hidden."""
-    scores = xp.matmul(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1)) / math.sqrt(q.shape[-1])
-    if causal:
-        scores = xp.where(causal_mask(xp, q.shape[1], k.shape[1]), -xp.inf, scores)
+def row_attention(q: Array, k: Array, v: Array, offset: int | None, rows: Rows) -> Array:
+    """rows(q k^T / sqrt(D)) v for every item and head, with any function of rows of scores in softmax's place.
+
+    Args:
+        rows: from scores (..., T, S), -inf where a key is hidden, to weights of that shape.
+    """
+    xp = array_module(q)
+    return _mix(xp, rows(attention_scores(q, k, offset)), v)
+
+
+def row_attention_backward(
+    grad: Array, q: Array, k: Array, v: Array, offset: int | None, rows: Rows, rows_backward: RowsBackward,
+    dq: Array, dk: Array, dv: Array,
+) -> None:
+    """Write the gradients of q, k and v.
+
+    Args:
+        rows_backward: from the gradient of the weights, the scores and the weights to the gradient of the scores.
+    """
+    xp = array_module(q)
+    scores = attention_scores(q, k, offset)
+    weights = rows(scores)
+    _write_gradients(xp, grad, q, k, v, weights, lambda dweights: rows_backward(dweights, scores, weights), dq, dk, dv)
+
+
+def _heads_first(x: Array) -> Array:
+    return x.transpose(0, 2, 1, 3)
+
+
+def attention_scores(q: Array, k: Array, offset: int | None) -> Array:
+    """q k^T / sqrt(D) (B, H, T, S), -inf where a key is hidden."""
+    xp = array_module(q)
+    scores = xp.matmul(_heads_first(q), k.transpose(0, 2, 3, 1)) / math.sqrt(q.shape[-1])
+    if offset is not None:
+        scores = xp.where(hidden(xp, q.shape[1], k.shape[1], offset), -xp.inf, scores)
     return scores
+
+
+def _mix(xp, weights: Array, v: Array) -> Array:
+    """(B, H, T, S) and (B, S, H, D) to (B, T, H, D)."""
+    return xp.ascontiguousarray(_heads_first(xp.matmul(weights, _heads_first(v))))
+
+
+def _write_gradients(xp, grad: Array, q: Array, k: Array, v: Array, weights: Array, to_scores, dq, dk, dv) -> None:
+    grad = _heads_first(grad)
+    dscores = to_scores(xp.matmul(grad, v.transpose(0, 2, 3, 1))) / math.sqrt(q.shape[-1])
+    _heads_first(dq)[...] = xp.matmul(dscores, _heads_first(k))
+    _heads_first(dk)[...] = xp.matmul(dscores.swapaxes(-1, -2), _heads_first(q))
+    _heads_first(dv)[...] = xp.matmul(weights.swapaxes(-1, -2), grad)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
