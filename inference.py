@@ -40,6 +40,8 @@ class Arguments:
     """end at the end-of-text token"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
+    softmax: str | None = None
+    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """where to compute; "auto" takes a GPU if there is one"""
 
@@ -51,6 +53,8 @@ def main() -> None:
     if tokeniser.n_vocab > model.config.vocab_size:
         known = model.config.vocab_size
         raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {tokeniser.n_vocab}")
+    if arguments.softmax is not None:
+        model.use_softmax(arguments.softmax, model.config.softmax_blocks)
     problem = backend.gpu_problem() if arguments.device != "cpu" else "not asked for"
     if arguments.device == "gpu" and problem:
         raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")

@@ -471,10 +471,10 @@ for _name in ("softmax1", "adaptive"):
         add("SelfAttention", attention.SelfAttention(2, _causal, _name), 2 * normal(2, _tokens, 12))
 for _per_head, _tokens, _window in [(False, 5, 5), (True, 7, 9), (False, 37, 40), (True, 19, 32)]:
     for _causal in (True, False):
-        _softmax = functions.BlockSoftmax(2, per_head=_per_head, length=_window)
+        _op = attention.SelfAttention(2, _causal, functions.BlockSoftmax(2, per_head=_per_head, length=_window))
         add(
             "SelfAttention",
-            lambda x, scales, op=attention.SelfAttention(2, _causal, _softmax): op(x, None, scales),
+            lambda x, scales, op=_op: op(x, None, scales),
             normal(2, _tokens, 12),
             normal(*[2] * _per_head, 2, _window),
         )

@@ -10,8 +10,9 @@ import pytest
 from tables import bad_input
 from test_layers import check_layer_gradients
 
-from tricycle.attention import KeyValueCache
-from tricycle.blocks import ACTIVATIONS, GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention
+from tricycle.attention import KeyValueCache, SelfAttention
+from tricycle.blocks import ACTIVATIONS, GPT2TransformerBlock, MLPBlock, MultiHeadAttention, MultiHeadSelfAttention
+from tricycle.functions import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, Softmax
 from tricycle.layers import Layer
 from tricycle.tensor import to_tensor
 
@@ -19,6 +20,9 @@ BLOCKS: dict[str, Callable[[], Layer]] = {
     "attention": lambda: MultiHeadSelfAttention(8, 2, 24, generator=0),
     "attention, rotary": lambda: MultiHeadSelfAttention(8, 2, 24, rotary=True, generator=0),
     "attention without bias": lambda: MultiHeadSelfAttention(8, 4, 24, bias=False, generator=0),
+    "attention, softmax1": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="softmax1", generator=0),
+    "attention, adaptive": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="adaptive", generator=0),
+    "attention, blocks": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="blocks", generator=0),
     "block": lambda: GPT2TransformerBlock(8, 2, 24, generator=0),
     "block, modern": lambda: GPT2TransformerBlock(
         8, 2, 24, activation="swiglu", norm="rms_norm", bias=False, rotary=True, generator=0
@@ -182,6 +186,82 @@ def test_weights_come_from_the_generator(make: Callable) -> None:
 
 
 # -------------------------------------------------------------------- bad input
+# -------------------------------------------------------------------- softmax variants
+def test_blocks_of_one_or_with_exact_statistics_are_the_plain_softmax(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((2, 24, 8))
+    layer = MultiHeadSelfAttention(8, 2, 24, generator=0)
+    plain = layer(x).array
+    for softmax in (BlockSoftmax(1), BlockSoftmax(1, "none"), BlockSoftmax(3, "exact"), BlockSoftmax(5, "exact")):
+        layer.use_softmax(softmax)
+        np.testing.assert_allclose(layer(x).array, plain, rtol=1e-4, atol=1e-6)
+    layer.use_softmax(BlockSoftmax(3, "none"))
+    assert np.abs(layer(x).array - plain).max() > 1e-2
+
+
+def test_a_key_stays_in_its_block_while_a_text_grows(rng: np.random.Generator) -> None:
+    """The blocks are those of the context window, so what is shorter than one knows no second block."""
+    x = rng.standard_normal((1, 12, 8))
+    layer = MultiHeadSelfAttention(8, 2, 24, generator=0)
+    plain = layer(x).array
+    layer.use_softmax("blocks")
+    np.testing.assert_allclose(layer(x).array, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_scales_are_a_parameter_that_learns(per_head: bool, rng: np.random.Generator) -> None:
+    layer = MultiHeadSelfAttention(8, 2, 24, softmax=BlockSoftmax(3, per_head=per_head), generator=0)
+    scales = dict(layer.named_parameters())["softmax_scales"]
+    assert scales.shape == ((2, 3, 24) if per_head else (3, 24)) and (scales.array == 1).all()
+    layer(rng.standard_normal((2, 10, 8))).backward()
+    gradient = scales.grad.array
+    # 8 keys a block: 10 queries see the first, 2 of them the second, none the third; later positions did not occur
+    seen = np.zeros((3, 24), bool)
+    seen[0, :10] = seen[1, 8:10] = True
+    assert ((gradient != 0) == seen).all()
+    layer.use_softmax("softmax")
+    assert "softmax_scales" not in dict(layer.named_parameters())
+
+
+def test_attention_uses_the_rows_of_any_variant(rng: np.random.Generator) -> None:
+    """A variant of one's own: uniform over what is seen, which is a mean of the values."""
+
+    class Uniform(Softmax):
+        def rows(self, scores):
+            seen = (scores > -np.inf).astype(scores.dtype)
+            return seen / seen.sum(axis=-1, keepdims=True)
+
+        def rows_backward(self, grad, scores, weights):
+            return np.zeros_like(scores)
+
+        attend = AdaptiveSoftmax.attend  # by rows, as for all that the kernels do not know
+
+    x = to_tensor(rng.standard_normal((2, 20, 8)))
+    layer = MultiHeadSelfAttention(8, 2, 24, softmax=Uniform(), generator=0)
+    values = layer.qkv(x).array[..., 16:]
+    means = np.cumsum(values, axis=1) / np.arange(1, 21)[:, None]
+    out = layer(x)
+    np.testing.assert_allclose(out.array, layer.projection(means).array, rtol=1e-4, atol=1e-5)
+    out.backward()
+    assert (layer.qkv.weights.grad.array[:, :16] == 0).all() and np.isfinite(x.grad.array).all()
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_cross_attention(softmax: str, rng: np.random.Generator) -> None:
+    layer = MultiHeadAttention(8, 2, key_size=5, value_size=3, softmax=softmax, context_window=20, generator=0)
+    query, key, value = (rng.standard_normal((2, *shape)) for shape in ((17, 8), (20, 5), (20, 3)))
+    out = layer(query, key, value)
+    assert out.shape == (2, 17, 8)
+    check_layer_gradients(layer, query, key, value)
+
+
+def test_cross_attention_of_a_sequence_to_itself_is_self_attention_that_sees_all(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((2, 20, 8))
+    layer = MultiHeadAttention(8, 2, generator=0)
+    qkv = np.concatenate([part(x).array for part in (layer.query, layer.key, layer.value)], axis=-1)
+    expected = layer.projection(SelfAttention(2, causal=False)(qkv)).array
+    np.testing.assert_allclose(layer(x, x).array, expected, rtol=1e-4, atol=1e-5)
+
+
 BAD = {
     "heads": (
         lambda: MultiHeadSelfAttention(8, 3, 4),

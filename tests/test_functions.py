@@ -2,9 +2,24 @@
 
 import numpy as np
 import pytest
+from tables import bad_input
 
 from tricycle import to_tensor
-from tricycle.functions import LogSoftmax, Sigmoid, Softmax, Softmax1, Tanh, linear, shared_backward
+from tricycle.functions import (
+    SOFTMAXES,
+    AdaptiveSoftmax,
+    BlockSoftmax,
+    LogSoftmax,
+    RowSoftmax,
+    Sigmoid,
+    Softmax,
+    Softmax1,
+    Tanh,
+    fit_adaptive_temperature,
+    linear,
+    new_softmax,
+    shared_backward,
+)
 from tricycle.kernels import use_reference
 from tricycle.tensor import record
 
@@ -70,6 +85,156 @@ def test_softmax1_over_the_whole_range():
             np.testing.assert_allclose(row, e / (1 + e.sum()), 1e-12)
         else:
             assert row.tolist() == [0, 0, 1]
+
+
+# -------------------------------------------------------------------- adaptive temperature
+def seed_001(logits: np.ndarray) -> np.ndarray:
+    """The function of seed 001, line by line, in NumPy."""
+
+    def softmax(x):
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    probabilities = softmax(logits)
+    fit = np.array([-0.037, 0.481, -2.3, 4.917, -1.791])
+    entropy = np.sum(-probabilities * np.log(probabilities + 1e-9), axis=-1, keepdims=True)
+    beta = np.where(entropy > 0.5, np.maximum(np.polyval(fit, entropy), 1.0), 1.0)
+    return softmax(logits * beta)
+
+
+@pytest.mark.parametrize("n", [2, 5, 16, 300, 4096])
+@pytest.mark.parametrize("scale", [0.1, 1, 3, 30])
+def test_adaptive_softmax_as_in_seed_001(n, scale, rng):
+    logits = scale * rng.standard_normal((20, n))
+    np.testing.assert_allclose(AdaptiveSoftmax()(to_tensor(logits, dtype=float)).array, seed_001(logits), 1e-4, 1e-9)
+
+
+def test_adaptive_softmax_sharpens_flat_rows_and_leaves_sharp_ones():
+    flat, sharp = to_tensor([3, 2, 1, 0], dtype=float), to_tensor([9, 2, 1, 0], dtype=float)
+    assert AdaptiveSoftmax()(flat).array.max() > Softmax()(flat).array.max() + 0.05
+    np.testing.assert_array_equal(AdaptiveSoftmax()(sharp).array, Softmax()(sharp).array)
+    constant = AdaptiveSoftmax([2.0], threshold=0.0)
+    np.testing.assert_allclose(constant(flat).array, Softmax()(flat * 2).array, 1e-12)
+    never_blurs = AdaptiveSoftmax([0.1], threshold=0.0)
+    np.testing.assert_array_equal(never_blurs(flat).array, Softmax()(flat).array)
+
+
+@pytest.mark.filterwarnings("error")
+def test_adaptive_softmax_of_hidden_keys():
+    rows = np.array([[1.0, 0.5, -INF, 0.7], [-INF] * 4])
+    x = to_tensor(rows, dtype=float)
+    y = AdaptiveSoftmax()(x)
+    (y * np.arange(4)).sum().backward()
+    np.testing.assert_allclose(y.array[0, [0, 1, 3]], AdaptiveSoftmax()(to_tensor([1, 0.5, 0.7], dtype=float)).array)
+    assert y.array[0, 2] == 0 and (y.array[1] == 0).all() and np.isfinite(x.grad.array).all()
+
+
+def test_a_stopped_temperature_is_a_constant_in_the_backward(rng):
+    values = rng.standard_normal((3, 6))
+    grads = []
+    for op in (AdaptiveSoftmax(stop_gradient=True), AdaptiveSoftmax()):
+        x = to_tensor(values, dtype=float)
+        (op(x) * np.arange(6)).sum().backward()
+        grads.append(x.grad.array)
+    x, beta = to_tensor(values, dtype=float), AdaptiveSoftmax().temperature(values)[0]
+    (Softmax()(x * beta) * np.arange(6)).sum().backward()
+    assert (beta > 1).all()
+    np.testing.assert_allclose(grads[0], x.grad.array, 1e-9)
+    assert np.abs(grads[0] - grads[1]).max() > 1e-3
+
+
+def test_fitting_finds_a_known_polynomial(rng):
+    """Costs that are lowest at a beta that is a parabola of the entropy, with noise in each row."""
+    scores = [3 * rng.random() * rng.standard_normal((400, n)) for n in (4, 16, 64, 256)]
+    wanted = (0.25, -0.5, 2.0)
+    entropy = [AdaptiveSoftmax().temperature(array)[-1] for array in scores]
+    betas = np.linspace(1, 12, 111)
+
+    def costs(i, weights):
+        tried = next(beta for beta in betas if np.allclose(Softmax()(scores[i] * beta).array, weights, atol=1e-5))
+        return (np.log(tried) - np.log(np.polyval(wanted, entropy[i][:, 0]))) ** 2 + 0.01 * rng.random(len(weights))
+
+    found = fit_adaptive_temperature(scores, costs, betas, degree=2)
+    at = np.linspace(0.5, 5, 10)
+    np.testing.assert_allclose(np.polyval(found, at), np.polyval(wanted, at), rtol=0.1)
+
+
+# -------------------------------------------------------------------- blocks
+@pytest.mark.parametrize("n_keys", [1, 2, 5, 12])
+@pytest.mark.parametrize("n_blocks", [1, 2, 3, 8])
+def test_block_softmax_follows_its_formula(n_keys, n_blocks, rng):
+    scores, scales = rng.standard_normal((2, 4, n_keys)), rng.standard_normal((n_blocks, 4))
+    length = -(-n_keys // n_blocks)
+    expected = np.zeros_like(scores)
+    for s in range(n_keys):
+        i = s // length
+        block = np.exp(scores[:, :, i * length : (i + 1) * length]).sum(-1)
+        expected[:, :, s] = scales[i] * np.exp(scores[:, :, s]) / block
+    y = BlockSoftmax(n_blocks)(to_tensor(scores, dtype=float), to_tensor(scales, dtype=float))
+    np.testing.assert_allclose(y.array, expected, 1e-10)
+    assert y.name == "block_softmax"
+    exact = BlockSoftmax(n_blocks, "exact")(to_tensor(scores, dtype=float))
+    np.testing.assert_allclose(exact.array, Softmax()(to_tensor(scores, dtype=float)).array, 1e-10)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("correction", ["none", "exact"])
+def test_a_hidden_block_gives_zeros(correction):
+    x = to_tensor([[-INF, -INF, 1, 1], [-INF] * 4], dtype=float)
+    y = BlockSoftmax(2, correction)(x)
+    y.backward()
+    assert y.array.tolist() == [[0, 0, 0.5, 0.5], [0] * 4]
+    assert np.isfinite(x.grad.array).all()
+
+
+# -------------------------------------------------------------------- names
+def test_softmaxes_by_name():
+    assert [type(new_softmax(name)) for name in SOFTMAXES] == [Softmax, Softmax1, AdaptiveSoftmax, BlockSoftmax]
+    assert new_softmax("blocks", 7).n_blocks == 7
+    mine = Softmax1()
+    assert new_softmax(mine) is mine
+
+
+SCORES = to_tensor(np.ones((2, 6)))
+REFUSED = {
+    "an unknown name": (
+        lambda: new_softmax("softmax2"),
+        "softmax: expected one of softmax, softmax1, adaptive, blocks, got 'softmax2'",
+    ),
+    "no block": (lambda: BlockSoftmax(0), "BlockSoftmax: expected n_blocks to be a whole number above 0, got 0"),
+    "an unknown correction": (
+        lambda: BlockSoftmax(2, "some"),
+        "BlockSoftmax: expected correction to be learned, none or exact, got 'some'",
+    ),
+    "missing scales": (
+        lambda: BlockSoftmax(2)(SCORES),
+        f"{BlockSoftmax(2)}: expected scales of shape (..., n_blocks, T), here (2, 2), got None",
+    ),
+    "scales of another shape": (
+        lambda: BlockSoftmax(2)(SCORES, to_tensor(np.ones((2, 3)))),
+        f"{BlockSoftmax(2)}: expected scales of shape (..., n_blocks, T), here (2, 2), got (2, 3)",
+    ),
+    "scales without use": (
+        lambda: BlockSoftmax(2, "none")(SCORES, to_tensor(np.ones((2, 2)))),
+        f"{BlockSoftmax(2, 'none')}: expected scales of shape (..., n_blocks, T), here None, got (2, 2)",
+    ),
+    "coefficients": (
+        lambda: AdaptiveSoftmax([np.nan]),
+        "AdaptiveSoftmax: expected finite coefficients, got (nan,)",
+    ),
+    "too few rows": (
+        lambda: fit_adaptive_temperature([np.ones((3, 4))], lambda i, weights: weights[:, 0]),
+        "fit_adaptive_temperature: expected at least 20 rows and 5 bins",
+    ),
+}
+test_refusals = bad_input(REFUSED)
+
+
+def test_what_is_no_softmax():
+    with pytest.raises(TypeError, match="expected a name or a RowSoftmax, got 3"):
+        new_softmax(3)
+    with pytest.raises(NotImplementedError, match="RowSoftmax defines no rows"):
+        RowSoftmax()([1, 2])
 
 
 def test_log_softmax_keeps_what_a_log_would_lose():

@@ -107,6 +107,23 @@ def test_parameters_can_be_asked_for_again() -> None:
     assert Sequential().n_parameters == 0
 
 
+def test_layers_have_names_each_the_first_of_its_own() -> None:
+    zoo = Zoo()
+    named = list(zoo.named_layers())
+    assert [name for name, _ in named] == ["", "layer", "in_list.0", "in_dict.b.deep.0"]
+    assert [layer for _, layer in named] == [zoo, zoo.layer, zoo.in_list[0], zoo.in_dict["b"]["deep"][0]]
+    assert list(zoo.layers()) == [layer for _, layer in named]
+    outer = Sequential(Sequential(zoo, zoo.layer), zoo)
+    names = [name for name, _ in outer.named_layers()]
+    assert names == ["", "steps.0", "steps.0.steps.0", *(f"steps.0.steps.0.{name}" for name, _ in named[1:])]
+
+
+def test_the_walk_ends_where_layers_hold_each_other() -> None:
+    first, second = Sequential(), Sequential()
+    first.steps, second.steps = [second], [first]
+    assert [name for name, _ in first.named_layers()] == ["", "steps.0"]
+
+
 def test_train_and_eval_reach_every_inner_layer() -> None:
     inner = Dropout(0.5)
     model = Sequential(Dense(2, 2), Sequential(inner))

@@ -26,6 +26,9 @@ KINDS: dict[str, GPTConfig] = {
     "gpt2": TINY,
     "untied, no bias": replace(TINY, tied=False, bias=False),
     "rotary, rms, swiglu": replace(TINY, positions="rotary", norm="rms_norm", activation="swiglu", bias=False),
+    "softmax1": replace(TINY, softmax="softmax1"),
+    "adaptive": replace(TINY, softmax="adaptive"),
+    "blocks": replace(TINY, softmax="blocks", softmax_blocks=3),
     "rotary, untied, relu": replace(TINY, positions="rotary", tied=False, activation="relu"),
 }
 each_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
@@ -82,6 +85,8 @@ def count_by_formula(config: GPTConfig) -> int:
         hidden = math.ceil(hidden * 2 / 3 / 8) * 8
     norm = width * (2 if config.bias and config.norm == "layer_norm" else 1)
     attention = 4 * width**2 + config.bias * 4 * width
+    if config.softmax == "blocks":
+        attention += config.softmax_blocks * config.context_window
     up = hidden * (2 if gated else 1)
     mlp = width * up + hidden * width + config.bias * (up + width)
     tables = config.vocab_size * width * (1 if config.tied else 2)
@@ -140,7 +145,7 @@ def test_weights_are_decided_by_the_seed(config: GPTConfig) -> None:
     states = [GPT(replace(config, seed=seed)).state_dict() for seed in (1, 1, 2)]
     for name, array in states[0].items():
         assert np.array_equal(array, states[1][name])
-        assert array.ndim == 1 or not np.array_equal(array, states[2][name])
+        assert array.ndim == 1 or "scales" in name or not np.array_equal(array, states[2][name])
 
 
 @each_kind
@@ -284,6 +289,39 @@ def test_frozen_parts_keep_every_byte_while_the_rest_learns(tokens: np.ndarray) 
         model.update(optimiser)
     for name, array in model.state_dict().items():
         assert (array.tobytes() == before[name]) == name.startswith("blocks.0."), name
+
+
+def test_another_softmax_on_a_trained_model(tokens: np.ndarray) -> None:
+    model = lively(TINY)
+    plain, known = model(tokens).array, {name: p.array.copy() for name, p in model.named_parameters()}
+    for name in ("softmax1", "adaptive", "blocks"):
+        model.use_softmax(name, n_blocks=4)
+        assert model.config == replace(TINY, softmax=name, softmax_blocks=4)
+        assert np.abs(model(tokens).array - plain).max() > 1e-4
+        fresh = GPT(model.config)
+        fresh.load_state_dict(model.state_dict())
+        np.testing.assert_array_equal(fresh(tokens).array, model(tokens).array)
+    model.use_softmax("softmax")
+    np.testing.assert_array_equal(model(tokens).array, plain)
+    assert model.state_dict().keys() == known.keys()
+    with pytest.raises(ValueError, match="expected softmax to be one of"):
+        model.use_softmax("softer")
+
+
+def test_only_the_scales_of_a_frozen_model_learn(tokens: np.ndarray) -> None:
+    model = lively(TINY).freeze()
+    frozen = {name: p.array.tobytes() for name, p in model.named_parameters()}
+    model.use_softmax("blocks", n_blocks=2)
+    optimiser = AdamW(1e-2, weight_decay=0.5)
+    for _ in range(3):
+        CrossEntropy()(tokens[:, 1:], model(tokens)[:, :-1]).backward()
+        model.update(optimiser)
+    for name, p in model.named_parameters():
+        if name in frozen:
+            assert p.array.tobytes() == frozen[name]
+        else:
+            assert name.endswith("attention.softmax_scales") and (p.array[1, TINY.context_window // 2 : -1] != 1).all()
+            assert (p.array[1, : TINY.context_window // 2] == 1).all()  # these see no second block, and do not decay
 
 
 def test_the_printed_tree() -> None:

@@ -165,7 +165,7 @@ ROOMS = re.findall(
     ops einsum functions activation loss
     initialisers layers optimisers scheduler attention recurrent blocks
     configs models tokeniser dataset
-    checkpoint generate plot training hub gradcheck __main__
+    checkpoint generate training probe plot hub gradcheck __main__
     """,
 )
 

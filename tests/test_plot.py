@@ -1,11 +1,22 @@
-"""The loss curve: a PNG that opens, with the curves that the metrics hold."""
+"""Pictures: PNGs that open and hold what they were given; the page of attention gives back the weights in it."""
 
+import base64
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import fake_device
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from tables import bad_input
 
-from tricycle.plot import plot_losses
+from tricycle import backend
+from tricycle.plot import ATTENTION_PAGE, attention_page, plot_attention, plot_curves, plot_distributions, plot_losses
+from tricycle.probe import excess_kurtosis
 
 BOTH = [{"step": step, "loss": 5 / step, "learning_rate": 1e-3} for step in range(1, 201)] + [
     {"step": 100, "held_out_loss": 1.5, "bits_per_byte": 1.0},
@@ -18,8 +29,21 @@ BOTH = [{"step": step, "loss": 5 / step, "learning_rate": 1e-3} for step in rang
 def drawn(monkeypatch) -> list:
     """The axes of every figure that is drawn."""
     found, subplots = [], Figure.subplots
-    monkeypatch.setattr(Figure, "subplots", lambda self: found.append(subplots(self)) or found[-1])
+
+    def draw(self, *args, **kwargs):
+        axes = subplots(self, *args, **kwargs)
+        found.extend(np.ravel(axes))
+        return axes
+
+    monkeypatch.setattr(Figure, "subplots", draw)
     return found
+
+
+def check_png(path) -> None:
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    height, width, _ = imread(path).shape
+    assert height > 300 < width
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(
@@ -30,10 +54,7 @@ def drawn(monkeypatch) -> list:
 def test_a_png_that_opens(tmp_path, metrics):
     path = tmp_path / "loss.png"
     plot_losses(metrics, path, 0.5, {"gzip -9": 2.0, "bz2 -9": 1.5, "xz -9": 1.4}, "a title")
-    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    height, width, _ = imread(path).shape
-    assert height > 300 < width
-    assert [found.name for found in tmp_path.iterdir()] == ["loss.png"]
+    check_png(path)
 
 
 def test_the_curves_are_in_bits_a_byte(tmp_path, drawn):
@@ -59,3 +80,235 @@ def test_the_legend_names_curves_and_references(tmp_path, drawn):
     labels = " ".join(text.get_text() for text in drawn[0].get_legend().get_texts())
     for name in ("training", "held out", "gzip -9 2.00", "xz -9 1.40"):
         assert name in labels
+
+
+# -------------------------------------------------------------------- attention
+def causal(n_heads: int, n_tokens: int, seed: int = 0) -> np.ndarray:
+    weights = np.random.default_rng(seed).exponential(size=(n_heads, n_tokens, n_tokens)) ** 3 * np.tri(n_tokens)
+    return (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def test_attention_is_a_grid_of_layers_and_heads(tmp_path, drawn):
+    weights = {"blocks.0.attention": causal(2, 9), "blocks.1.attention": causal(3, 9, 1)}
+    plot_attention(weights, tmp_path / "attention.png", "a title")
+    check_png(tmp_path / "attention.png")
+    assert len(drawn) == 6
+    assert [axes.get_visible() for axes in drawn] == [True, True, False, True, True, True]
+    assert [axes.get_title() for axes in drawn] == ["head 0", "head 1", "head 2", "", "", ""]
+    assert [axes.get_ylabel() for axes in drawn if axes.get_ylabel()] == list(weights)
+    shown = [axes.images[0].get_array() for axes in drawn if axes.images]
+    np.testing.assert_array_equal(shown, [*weights["blocks.0.attention"], *weights["blocks.1.attention"]])
+    assert len({axes.images[0].norm.vmax for axes in drawn if axes.images}) == 1
+    assert len(drawn[0].figure.axes) == 7  # and one scale
+
+
+def test_attention_with_tokens_of_any_kind(tmp_path, drawn):
+    tokens = ["a b", "\n", "$x$", "0123456789abc", "</script>"]
+    plot_attention({"one": causal(1, 5)[:, 3:]}, tmp_path / "attention.png", tokens=tokens)
+    check_png(tmp_path / "attention.png")
+    labels = [label.get_text() for label in drawn[0].get_xticklabels()]
+    assert labels == ["a·b", "↵", r"\$x\$", "012345678…", "</script>"]
+    assert [label.get_text() for label in drawn[0].get_yticklabels()] == labels[3:]  # the last two ask
+
+
+def test_attention_of_nothing_at_all(tmp_path):
+    plot_attention({"one": np.zeros((1, 1, 1))}, tmp_path / "attention.png")
+    check_png(tmp_path / "attention.png")
+
+
+def test_distributions_count_every_finite_element(tmp_path, drawn, rng):
+    arrays = {f"layer {i}": rng.standard_normal((3, 50)).astype(np.float32) for i in range(5)}
+    arrays["layer 1"][0, :7] = -np.inf
+    plot_distributions(arrays, tmp_path / "distributions.png", "a title", "activation")
+    check_png(tmp_path / "distributions.png")
+    assert len(drawn) == 8
+    assert [axes.get_visible() for axes in drawn] == [True] * 5 + [False] * 3
+    for axes, (name, array) in zip(drawn, arrays.items()):
+        assert sum(patch.get_height() for patch in axes.patches) == 150 - 7 * (name == "layer 1")
+        finite = array[np.isfinite(array)]
+        assert axes.get_title() == f"{name}\nexcess kurtosis {excess_kurtosis(finite):.3g}"
+        assert axes.get_yscale() == "log"
+
+
+def test_constant_arrays_are_drawn(tmp_path):
+    plot_distributions({"ones": np.ones(5)}, tmp_path / "distributions.png")
+    check_png(tmp_path / "distributions.png")
+
+
+def test_curves_are_means_in_a_band(tmp_path, drawn, rng):
+    x = np.array([256, 512, 1024])
+    ys = rng.random((3, 3))
+    curves = {"left": {"softmax": (x, ys), "softmax1": (x, ys[0] + 1)}, "right": {"softmax1": (x[:2], ys[:1, :2])}}
+    plot_curves(curves, tmp_path / "curves.png", "tokens", "loss", "a title", log="x")
+    check_png(tmp_path / "curves.png")
+    left, right = drawn
+    assert (left.get_title(), right.get_title()) == ("left", "right")
+    assert (left.get_xlabel(), right.get_xlabel(), left.get_ylabel()) == ("tokens", "tokens", "loss")
+    assert (left.get_xscale(), left.get_yscale()) == ("log", "linear")
+    np.testing.assert_allclose(left.lines[0].get_xydata(), np.stack([x, ys.mean(axis=0)], axis=1))
+    np.testing.assert_allclose(left.lines[1].get_ydata(), ys[0] + 1)
+    (band,) = left.collections
+    edge = band.get_paths()[0].vertices
+    for i, place in enumerate(x):
+        heights = edge[edge[:, 0] == place, 1]
+        assert (heights.min(), heights.max()) == pytest.approx((ys[:, i].min(), ys[:, i].max()))
+    assert not right.collections
+    assert left.lines[1].get_color() == right.lines[0].get_color() != left.lines[0].get_color()
+    (legend,) = left.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["softmax", "softmax1"]
+    assert "lowest to highest" in legend.get_title().get_text()
+
+
+def test_many_curves_stay_apart(tmp_path, drawn):
+    lines = {f"line {i}": (np.arange(30), np.full(30, i + 1.0)) for i in range(20)}
+    plot_curves({"": lines}, tmp_path / "curves.png", "x", "y", log="xy", share_y=False)
+    assert len({(line.get_color(), line.get_linestyle()) for line in drawn[0].lines}) == 20
+    assert drawn[0].get_yscale() == "log"
+    assert drawn[0].figure.legends[0].get_title().get_text() == ""
+
+
+def test_arrays_on_the_device_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setitem(backend.ARRAY_MODULES, fake_device.FakeArray, fake_device.fake_module)
+    there = fake_device.FakeArray(causal(2, 4))
+    plot_attention({"one": there}, tmp_path / "attention.png")
+    plot_distributions({"one": there}, tmp_path / "distributions.png")
+    attention_page(tmp_path / "page.html", {"softmax": {"one": there}}, list("abcd"))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+# -------------------------------------------------------------------- the page
+class Page(HTMLParser):
+    """The tags of a page and what stands in its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.cdata_elem == "script":
+            self.scripts[-1] += data
+
+
+NASTY = ["</script><script>alert(1)</script>", "<!--", "<b>", '"', "\\", "\n", "é", "\u2028", "\ud800", "", "&lt;"]
+
+
+@pytest.fixture
+def page(tmp_path):
+    n = len(NASTY)
+    weights = {
+        "softmax": {"blocks.0.attention": causal(2, n), "blocks.1.attention": causal(3, n, 1)},
+        "<i>softmax1": {"blocks.0.attention": causal(2, n, 2) * 0.3, "</script>": causal(1, n, 3)},
+    }
+    attention_page(tmp_path / "page.html", weights, NASTY, "</title><script>x</script> __DATA__")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    return weights, Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_holds_its_data_as_json(page):
+    weights, found = page
+    data = json.loads(found.scripts[0])
+    assert data["tokens"] == NASTY
+    assert data["title"] == "</title><script>x</script> __DATA__"
+    assert [variant["name"] for variant in data["variants"]] == list(weights)
+    for variant in data["variants"]:
+        given = weights[variant["name"]]
+        assert [layer["name"] for layer in variant["layers"]] == list(given)
+        for layer in variant["layers"]:
+            codes = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8)
+            expected = given[layer["name"]]
+            assert layer["heads"] == len(expected)
+            np.testing.assert_allclose((codes.reshape(expected.shape) / 255) ** 2, expected, rtol=0, atol=1 / 255)
+
+
+def test_small_weights_come_back_more_exactly(tmp_path):
+    weights = np.geomspace(1e-4, 1, 36).reshape(1, 6, 6)
+    attention_page(tmp_path / "page.html", {"a": {"b": weights}}, list("abcdef"))
+    data = json.loads(Page((tmp_path / "page.html").read_text(encoding="utf-8")).scripts[0])
+    layer = data["variants"][0]["layers"][0]
+    found = (np.frombuffer(base64.b64decode(layer["weights"]), np.uint8) / 255) ** 2
+    assert (abs(found - weights.ravel()) <= np.sqrt(weights.ravel()) / 255 + 1 / 510**2).all()
+
+
+def test_no_token_becomes_part_of_the_page(page):
+    _, found = page
+    template = Page(ATTENTION_PAGE.read_text(encoding="utf-8"))
+    assert found.tags == template.tags
+    assert found.scripts[1:] == template.scripts[1:]
+    assert len(found.scripts) == 2
+    assert "<" not in found.scripts[0]
+
+
+def test_the_page_asks_for_nothing_and_says_how_it_is_encoded():
+    text = ATTENTION_PAGE.read_text(encoding="utf-8")
+    tags = Page(text).tags
+    metas = [attributes for tag, attributes in tags if tag == "meta"]
+    assert {"charset": "utf-8"} in metas
+    assert any(attributes.get("name") == "viewport" for attributes in metas)
+    policy = next(attributes["content"] for attributes in metas if "http-equiv" in attributes)
+    assert policy.startswith("default-src 'none'")
+    assert not any({"src", "href", "onclick"} & attributes.keys() for _, attributes in tags)
+    assert not re.search(r"https?:|//[a-z]+\.|url\(|@import|innerHTML|fetch\(", text)
+    assert "prefers-color-scheme: dark" in text
+    assert "1/255" in text
+    assert text.count("__DATA__") == 1
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_the_script_is_javascript(tmp_path):
+    script = tmp_path / "page.js"
+    script.write_text(Page(ATTENTION_PAGE.read_text(encoding="utf-8")).scripts[1], encoding="utf-8")
+    subprocess.run(["node", "--check", str(script)], check=True)
+
+
+# -------------------------------------------------------------------- refusals
+X = np.arange(3)
+
+
+def refused(draw, *args):
+    """A call whose file no refused picture may have begun."""
+    return lambda: draw(args[0], "nowhere/picture", *args[1:])
+
+
+test_bad_input = bad_input({
+    "no layer": (refused(plot_attention, {}), "plot_attention: expected at least one layer"),
+    "a batch of texts": (
+        refused(plot_attention, {"one": np.ones((2, 2, 3, 3))}),
+        "plot_attention: expected one to be finite, of shape (heads, queries, keys), got shape (2, 2, 3, 3)",
+    ),
+    "not finite": (
+        refused(plot_attention, {"one": np.full((2, 3, 3), np.nan)}),
+        "plot_attention: expected one to be finite, of shape (heads, queries, keys), got shape (2, 3, 3)",
+    ),
+    "too few tokens": (
+        refused(plot_attention, {"one": causal(1, 3)}, "", "ab"),
+        "plot_attention: expected 3 tokens for one, got 2",
+    ),
+    "no array": (refused(plot_distributions, {}), "plot_distributions: expected at least one array"),
+    "nothing finite": (
+        refused(plot_distributions, {"one": np.full((2, 3), -np.inf)}),
+        "plot_distributions: expected a finite element in one, got shape (2, 3)",
+    ),
+    "no line": (refused(plot_curves, {"left": {}}, "x", "y"), "plot_curves: expected at least one line"),
+    "a point too many": (
+        refused(plot_curves, {"left": {"one": (X, np.ones((2, 4)))}}, "x", "y"),
+        "plot_curves: expected x (n_points,) and ys (n_seeds, n_points) of one, got (3,) and (2, 4)",
+    ),
+    "no variant": (
+        lambda: attention_page("nowhere/page.html", {}, []), "attention_page: expected at least one variant"
+    ),
+    "a variant without layers": (
+        lambda: attention_page("nowhere/page.html", {"softmax": {}}, []), "attention_page: expected at least one layer"
+    ),
+    "another number of tokens": (
+        lambda: attention_page("nowhere/page.html", {"softmax": {"one": causal(2, 3)}}, list("abcd")),
+        "attention_page: expected one to be of shape (heads, 4, 4), got (2, 3, 3)",
+    ),
+})  # fmt: skip

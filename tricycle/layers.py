@@ -42,14 +42,21 @@ class Layer:
 
     def layers(self) -> Iterator[Layer]:
         """This layer and all inside it, each once."""
+        return (layer for _, layer in self.named_layers())
+
+    def named_layers(self) -> Iterator[tuple[str, Layer]]:
+        """This layer, as "", and all inside it, each once under the first of its names, such as "blocks.0.mlp"."""
         seen: set[int] = set()
-        stack: list[Layer] = [self]
-        while stack:
-            layer = stack.pop()
+
+        def walk(layer: Layer, prefix: str) -> Iterator[tuple[str, Layer]]:
             if id(layer) not in seen:
                 seen.add(id(layer))
-                yield layer
-                stack.extend(part for _, part in layer._parts() if isinstance(part, Layer))
+                yield prefix.removesuffix("."), layer
+                for name, part in layer._parts():
+                    if isinstance(part, Layer):
+                        yield from walk(part, f"{prefix}{name}.")
+
+        return walk(self, "")
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter once, under the first of its names, such as "blocks.0.attention.projection.weights"."""

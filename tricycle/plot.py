@@ -1,15 +1,25 @@
-"""Pictures of a run, drawn without a screen."""
+"""Pictures of a run, of attention and of experiments, drawn without a screen and written whole or not at all."""
 
 from __future__ import annotations
 
+import base64
 import io
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tricycle.backend import Array, to_cpu
 from tricycle.files import atomic_write
+from tricycle.probe import excess_kurtosis
+
+# Colours that the colour-blind can tell apart (Okabe and Ito 2008), and for further lines other strokes.
+COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000".split()
+STROKES = ("-", "--", ":", "-.")
+ATTENTION_PAGE = Path(__file__).with_name("attention_page.html")
 
 
 def plot_losses(
@@ -47,7 +57,200 @@ def plot_losses(
     axes.set(xlabel="step", ylabel="bits a byte", title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
     with atomic_write(path) as file:
         file.write(picture.getvalue())
+
+
+def plot_attention(
+    weights: Mapping[str, Array], path: Path, title: str = "", tokens: Sequence[str] | None = None
+) -> None:
+    """Draw attention weights as a PNG: a heat map for each head, a row of them for each layer.
+
+    Colours grow with the square root of the weights, so that small ones can be seen, and are the same for all maps.
+
+    Args:
+        weights: by the layer's name, (H, T, S) of one text.
+        tokens: S texts to write beside the maps, where there are few.
+
+    Raises:
+        ValueError: no layer, another number of axes, or of tokens.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    arrays = _heads("plot_attention", weights)
+    n_heads = max(map(len, arrays.values()))
+    most = max(float(array.max()) for array in arrays.values())
+    figure = Figure(figsize=(1.8 * n_heads + 1.6, 1.8 * len(arrays) + 1.1), layout="constrained")
+    grid = figure.subplots(len(arrays), n_heads, squeeze=False)
+    for i, (row, (name, array)) in enumerate(zip(grid, arrays.items())):
+        if tokens is not None and len(tokens) != array.shape[2]:
+            raise ValueError(f"plot_attention: expected {array.shape[2]} tokens for {name}, got {len(tokens)}")
+        for head, axes in enumerate(row):
+            axes.set_visible(head < len(array))
+            if head < len(array):
+                image = axes.imshow(array[head], norm=PowerNorm(0.5, 0, most or 1), cmap="gist_heat_r", aspect="auto")
+            axes.tick_params(labelsize=7, labelbottom=i == len(arrays) - 1, labelleft=head == 0)
+            if tokens is not None:
+                axes.set_xticks(range(len(tokens)), map(_visible, tokens), rotation=90, family="monospace")
+                queries = tokens[len(tokens) - array.shape[1] :]  # with a cache, only the last ask
+                axes.set_yticks(range(len(queries)), map(_visible, queries), family="monospace")
+            if i == 0:
+                axes.set_title(f"head {head}", fontsize=9)
+        row[0].set_ylabel(name, fontsize=8)
+    figure.supxlabel("token attended to", fontsize=9)
+    figure.supylabel("token that attends", fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.colorbar(image, ax=grid, label="attention weight", shrink=0.8 if len(arrays) > 1 else 1, aspect=30)
+    _save(figure, path)
+
+
+def plot_distributions(
+    arrays: Mapping[str, Array], path: Path, title: str = "", xlabel: str = "value", n_columns: int = 4
+) -> None:
+    """Draw histograms with logarithmic counts as a PNG, one panel an array, with its excess kurtosis.
+
+    Args:
+        arrays: by name, any shape; what is not finite (scores of hidden keys) is left out.
+
+    Raises:
+        ValueError: no array, or one without a finite element.
+    """
+    from matplotlib.figure import Figure
+
+    if not arrays:
+        raise ValueError("plot_distributions: expected at least one array")
+    n_columns = min(n_columns, len(arrays))
+    n_rows = math.ceil(len(arrays) / n_columns)
+    figure = Figure(figsize=(2.6 * n_columns + 0.6, 2.1 * n_rows + 0.9), layout="constrained")
+    panels = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
+    for axes, (name, array) in zip(panels, arrays.items()):
+        values = to_cpu(array).astype(np.float64).ravel()
+        values = values[np.isfinite(values)]
+        if not values.size:
+            raise ValueError(f"plot_distributions: expected a finite element in {name}, got shape {array.shape}")
+        axes.hist(values, bins=60, log=True, color=COLOURS[0])
+        axes.set_title(f"{name}\nexcess kurtosis {excess_kurtosis(values):.3g}", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.grid(alpha=0.25)
+    for axes in panels[len(arrays) :]:
+        axes.set_visible(False)
+    figure.supxlabel(xlabel, fontsize=9)
+    figure.supylabel("count", fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    _save(figure, path)
+
+
+def plot_curves(
+    curves: Mapping[str, Mapping[str, tuple[Any, Any]]], path: Path, xlabel: str, ylabel: str, title: str = "",
+    log: str = "", share_y: bool = True,
+) -> None:
+    """Draw lines in one panel or several side by side as a PNG; a label has the same colour in all of them.
+
+    Args:
+        curves: by the panel's title and the line's label, (x, ys): (n_points,), and (n_points,) or (n_seeds, n_points),
+            of which the mean is drawn over a band from the lowest to the highest.
+        log: the axes with logarithmic scales: "x", "y" or "xy".
+
+    Raises:
+        ValueError: no panel or line, or x and ys that do not belong together.
+    """
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
+    if not labels:
+        raise ValueError("plot_curves: expected at least one line")
+    legend_rows = math.ceil(len(labels) / 4)
+    figure = Figure(figsize=(max(6, 3.7 * len(curves) + 0.6), 3.6 + 0.25 * legend_rows), layout="constrained")
+    panels = figure.subplots(1, len(curves), squeeze=False, sharey=share_y)[0]
+    drawn: dict[str, Any] = {}
+    for axes, (panel, lines) in zip(panels, curves.items()):
+        for label, (x, ys) in lines.items():
+            x, ys = np.asarray(x), np.atleast_2d(ys)
+            if x.ndim != 1 or ys.shape[1:] != x.shape:
+                wanted = f"x (n_points,) and ys (n_seeds, n_points) of {label}"
+                raise ValueError(f"plot_curves: expected {wanted}, got {x.shape} and {ys.shape}")
+            n = labels.index(label)
+            colour, marker = COLOURS[n % len(COLOURS)], "o" if len(x) <= 20 else None
+            stroke = STROKES[n // len(COLOURS) % len(STROKES)]
+            (drawn[label],) = axes.plot(x, ys.mean(axis=0), stroke, color=colour, marker=marker, markersize=4)
+            if len(ys) > 1:
+                axes.fill_between(x, ys.min(axis=0), ys.max(axis=0), color=colour, alpha=0.2, linewidth=0)
+        if "x" in log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.7g}")
+        if "y" in log:
+            axes.set_yscale("log")
+        axes.set_title(panel, fontsize=10)
+        axes.set_xlabel(xlabel)
+        axes.grid(alpha=0.25)
+    panels[0].set_ylabel(ylabel)
+    figure.suptitle(title, fontsize=11)
+    seeds = any(np.ndim(ys) > 1 and len(ys) > 1 for lines in curves.values() for _, ys in lines.values())
+    figure.legend(
+        [drawn[label] for label in labels], labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9,
+        title="mean, and lowest to highest of the seeds" if seeds else None, title_fontsize=8,
+    )  # fmt: skip
+    _save(figure, path)
+
+
+# -------------------------------------------------------------------- the page
+def attention_page(
+    path: Path, weights: Mapping[str, Mapping[str, Array]], tokens: Sequence[str], title: str = "Attention"
+) -> None:
+    """Write a page that shows attention in any browser: one HTML file that needs nothing else.
+
+    Weights are stored as bytes, round(255 sqrt(weight)): within 1/255, and finer where they are small. Those above 1
+    or below 0, which learned scales can give, count as 1 and 0.
+
+    Args:
+        weights: by variant ("softmax", ...) and the layer's name, (H, T, T).
+        tokens: T texts, shown as they are, whatever is in them.
+
+    Raises:
+        ValueError: no variant or layer, or shapes that do not fit the tokens.
+    """
+    if not weights:
+        raise ValueError("attention_page: expected at least one variant")
+    variants = []
+    for variant, layers in weights.items():
+        packed = []
+        for name, array in _heads("attention_page", layers).items():
+            if array.shape[1:] != (len(tokens), len(tokens)):
+                wanted = f"(heads, {len(tokens)}, {len(tokens)})"
+                raise ValueError(f"attention_page: expected {name} to be of shape {wanted}, got {array.shape}")
+            codes = np.rint(255 * np.sqrt(array.clip(0, 1))).astype(np.uint8)
+            packed.append({"name": name, "heads": len(array), "weights": base64.b64encode(codes.tobytes()).decode()})
+        variants.append({"name": variant, "layers": packed})
+    data = json.dumps({"title": title, "tokens": list(tokens), "variants": variants})
+    template = ATTENTION_PAGE.read_text(encoding="utf-8")
+    with atomic_write(path, text=True) as file:
+        file.write(template.replace("__DATA__", data.replace("<", "\\u003c")))  # no token ends the script it stands in
+
+
+def _heads(title: str, weights: Mapping[str, Array]) -> dict[str, np.ndarray]:
+    """Weights by layer, in host memory.
+
+    Raises:
+        ValueError: no layer, or one that is not (heads, queries, keys) or not finite.
+    """
+    if not weights:
+        raise ValueError(f"{title}: expected at least one layer")
+    arrays = {name: to_cpu(array) for name, array in weights.items()}
+    for name, array in arrays.items():
+        if array.ndim != 3 or array.size == 0 or not np.isfinite(array).all():
+            wanted = "finite, of shape (heads, queries, keys)"
+            raise ValueError(f"{title}: expected {name} to be {wanted}, got shape {array.shape}")
+    return arrays
+
+
+def _visible(token: str) -> str:
+    """A token as a short label; spaces and line ends as marks."""
+    text = token.replace(" ", "·").replace("\n", "↵").replace("\t", "→").replace("$", r"\$")
+    return text if len(text) <= 10 else f"{text[:9]}…"

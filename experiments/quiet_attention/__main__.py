@@ -1,0 +1,122 @@
+"""The same GPT trained with softmax and with softmax1: python -m experiments.quiet_attention
+
+From the same first weights, on the same batches, with the same dropout masks: along the run, the kurtosis of every
+matrix and of the activations, the largest activations, and the perplexity on held-out text. Each run leaves its
+measurements and a checkpoint in the folder, so that a run that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.quiet_attention.report import report
+from tricycle import backend
+from tricycle.configs import GPTConfig
+from tricycle.files import atomic_write
+from tricycle.flags import parse, run_main
+from tricycle.probe import Probe, excess_kurtosis, nothing, weight_kurtosis
+from tricycle.training import HeldOut, TrainingState, evaluate, new_state, resume_state, train_step
+from tricycle_datasets.shakespeare import Shakespeare
+
+VARIANTS = ("softmax", "softmax1")
+BYTES = 257  # the vocabulary: single bytes and the end of a text
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How long, how often, and where to leave what came out."""
+
+    quick: bool = False
+    """a small model for 3 minutes on two CPU cores, instead of the seed document's"""
+    steps: int = 0
+    """updates a run; 0 for 5000 on a GPU, 1000 on a CPU, 200 with --quick"""
+    batch_size: int = 0
+    """sequences a batch; 0 for 64 on a GPU, 6 on a CPU"""
+    seeds: int = 3
+    """pairs of runs"""
+    measurements: int = 10
+    """how often along a run to measure, besides its beginning"""
+    output: Path = Path("runs/quiet_attention")
+    """the folder for everything"""
+    device: str = "auto"
+    """"auto" takes a GPU if there is one, "cpu" does not"""
+
+
+def main() -> None:
+    arguments = parse(Arguments, description=__doc__ or "")
+    on_gpu = arguments.device != "cpu" and backend.gpu_available()
+    corpus = Shakespeare(BYTES)
+    tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
+    held_out = HeldOut(tokens, len(corpus.validation_bytes))
+    for seed in range(arguments.seeds):
+        for variant in VARIANTS:
+            config = new_config(arguments, on_gpu, seed, variant)
+            run(config, corpus.train, held_out, arguments.output / f"{variant}-{seed}", arguments.measurements, on_gpu)
+    report(arguments.output, VARIANTS, arguments.seeds, corpus.tokeniser, tokens)
+
+
+def new_config(arguments: Arguments, on_gpu: bool, seed: int, variant: str) -> GPTConfig:
+    """Seed document 000 takes nanoGPT's settings for characters; "quick" is a third as deep and wide."""
+    width, depth = (128, 2) if arguments.quick else (384, 6)
+    return GPTConfig(
+        vocab_size=BYTES, context_window=256, embedding_dim=width, n_heads=depth, n_layers=depth, bias=False,
+        dropout=0.2, softmax=variant, batch_size=arguments.batch_size or (64 if on_gpu else 6),
+        steps=arguments.steps or (200 if arguments.quick else 5000 if on_gpu else 1000),
+        max_learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99, seed=seed,
+    )  # fmt: skip
+
+
+def run(config: GPTConfig, tokens: Any, held_out: HeldOut, folder: Path, n_measurements: int, on_gpu: bool) -> None:
+    """Train in a folder, from its last checkpoint if it has one, and measure along the way."""
+    checkpoint, measured = folder / "last.safetensors", folder / "measurements.json"
+    state = resume_state(checkpoint, tokens, on_gpu) if checkpoint.exists() else new_state(config, tokens, on_gpu)
+    if state.config != config:
+        raise ValueError(f"{folder}: expected a run with these settings, found another; name another --output")
+    interval = max(1, config.steps // n_measurements)
+    rows = json.loads(measured.read_text(encoding="utf-8")) if measured.exists() else []
+    bar = tqdm(total=config.steps, initial=state.step, desc=folder.name, unit="step", file=sys.stdout)
+    with bar:
+        while True:
+            due = state.step % interval == 0 or state.step == config.steps
+            if due and state.step not in [row["step"] for row in rows]:
+                rows.append(measure(state, held_out))
+                bar.set_postfix(perplexity=f"{rows[-1]['perplexity']:.2f}")
+                with atomic_write(measured, text=True) as file:
+                    json.dump(rows, file, indent=1)
+                state.save(checkpoint, None)
+            if state.step == config.steps:
+                return
+            train_step(state)
+            bar.update()
+
+
+def measure(state: TrainingState, held_out: HeldOut) -> dict[str, Any]:
+    """Everything that is looked at along a run, of the model as it is without dropout."""
+    model = state.model
+    loss, _ = evaluate(model, held_out.tokens, state.config.batch_size, n_batches=-(-96 // state.config.batch_size))
+    window = state.config.context_window
+    tokens = np.asarray(held_out.tokens[: 8 * window], np.int64).reshape(8, window)
+    with model.evaluating(), Probe(model, "blocks.*") as probe:
+        model(model.place(tokens))
+    return {
+        "step": state.step,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": held_out.bits_per_byte(loss),
+        "weight_kurtosis": weight_kurtosis(model),
+        "activation_kurtosis": {name: excess_kurtosis(x) for name, x in probe.activations.items()},
+        "largest_activation": {name: float(abs(x).max()) for name, x in probe.activations.items()},
+        "nothing": {name: float(nothing(weights).mean()) for name, weights in probe.weights.items()},
+    }
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,112 @@
+"""What the runs of quiet_attention left, as tables, pictures and a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.tables import cell, markdown
+from tricycle.checkpoint import load_checkpoint
+from tricycle.files import atomic_write
+from tricycle.plot import attention_page, plot_curves, plot_distributions
+from tricycle.probe import Probe
+from tricycle.tokeniser import BPETokeniser
+
+Row = dict[str, Any]
+Runs = dict[str, list[list[Row]]]  # by variant: for each seed the measurements along the run
+SHOWN_TOKENS = 96
+
+
+def mean_of(key: str, *endings: str) -> Callable[[Row], float]:
+    """The mean over all names that end so."""
+    return lambda row: float(np.mean([value for name, value in row[key].items() if name.endswith(endings)]))
+
+
+def streams(row: Row, key: str) -> list[float]:
+    """Of the residual stream behind each block."""
+    return [value for name, value in row[key].items() if name.rpartition(".")[2].isdigit()]
+
+
+# What is said of a run in one number.
+FIGURES: dict[str, tuple[Callable[[Row], float], int]] = {
+    "perplexity (a byte)": (lambda row: row["perplexity"], 3),
+    "bits a byte": (lambda row: row["bits_per_byte"], 3),
+    "kurtosis of weights, all matrices": (mean_of("weight_kurtosis", ".weights"), 2),
+    "kurtosis of weights, q k v": (mean_of("weight_kurtosis", "qkv.weights"), 2),
+    "kurtosis of weights, attention's projection": (mean_of("weight_kurtosis", "attention.projection.weights"), 2),
+    "kurtosis of the stream behind each block": (lambda row: float(np.mean(streams(row, "activation_kurtosis"))), 2),
+    "kurtosis of what attention adds": (mean_of("activation_kurtosis", ".attention"), 2),
+    "kurtosis of what the MLP adds": (mean_of("activation_kurtosis", ".mlp"), 2),
+    "largest activation in the stream": (lambda row: max(streams(row, "largest_activation")), 1),
+    "attended to nothing": (mean_of("nothing", ".attention"), 3),
+}
+
+
+def report(folder: Path, variants: tuple[str, ...], seeds: int, tokeniser: BPETokeniser, tokens: Any) -> None:
+    """Print the tables; leave results.json, curves.png, activations.png and attention.html in the folder."""
+    runs = {variant: [_read(folder / f"{variant}-{seed}") for seed in range(seeds)] for variant in variants}
+    with atomic_write(folder / "results.json", text=True) as file:
+        json.dump(_rounded(runs), file)
+    last = runs[variants[0]][0][-1]["step"]
+    print(f"\nAfter {last:,} steps, mean ± standard deviation of {seeds} seeds:\n\n{summary(runs)}")
+    for key in ("weight_kurtosis", "activation_kurtosis"):
+        print(f"\n{key.replace('_', ' of ').replace('of kurtosis', 'kurtosis')}:\n\n{by_layer(runs, key)}")
+    draw(folder / "curves.png", runs)
+    arrays, weights = {}, {}
+    shown = np.asarray(tokens[:SHOWN_TOKENS], np.int64)
+    for variant in variants:
+        model = load_checkpoint(folder / f"{variant}-0" / "last.safetensors").model()
+        with model.evaluating(), Probe(model) as probe:
+            model(shown)
+        streams_of = {name: x for name, x in probe.activations.items() if name.rpartition(".")[2].isdigit()}
+        arrays |= {f"{variant}, {name}": x for name, x in streams_of.items()}
+        weights[variant] = {name: x[0] for name, x in probe.weights.items()}
+    title = "The residual stream behind each block"
+    plot_distributions(arrays, folder / "activations.png", title, n_columns=len(arrays) // len(variants))
+    texts = [tokeniser.decode([token]) if token != tokeniser.end_of_text else "⏹" for token in shown.tolist()]
+    attention_page(folder / "attention.html", weights, texts, "Attention with softmax and with softmax1")
+    names = ("results.json", "curves.png", "activations.png", "attention.html")
+    print(f"\n{', '.join(names)} are in {folder}")
+
+
+def summary(runs: Runs) -> str:
+    rows = []
+    for name, (figure, digits) in FIGURES.items():
+        rows.append([name, *(cell([figure(run[-1]) for run in found], digits) for found in runs.values())])
+    return markdown(["", *runs], rows)
+
+
+def by_layer(runs: Runs, key: str) -> str:
+    """One row for each matrix or layer."""
+    names = [name for name in next(iter(runs.values()))[0][-1][key] if not name.endswith("dropout")]
+    rows = [[name, *(cell([run[-1][key][name] for run in found]) for found in runs.values())] for name in names]
+    return markdown(["", *runs], rows)
+
+
+def draw(path: Path, runs: Runs) -> None:
+    curves: dict[str, dict[str, Any]] = {}
+    for name, (figure, _) in FIGURES.items():
+        if name != "bits a byte":
+            for variant, found in runs.items():
+                start = 1 if name.startswith("perplexity") else 0  # untrained, it is off any scale
+                steps = [row["step"] for row in found[0][start:]]
+                values = [[figure(row) for row in run[start:]] for run in found]
+                curves.setdefault(name, {})[variant] = (steps, values)
+    plot_curves(curves, path, "step", "", "softmax and softmax1, mean and range of the seeds", share_y=False)
+
+
+def _read(folder: Path) -> list[Row]:
+    return json.loads((folder / "measurements.json").read_text(encoding="utf-8"))
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits are enough for any reader."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
