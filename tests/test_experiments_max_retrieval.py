@@ -187,10 +187,11 @@ def test_wrong_flags_are_refused(monkeypatch, words, said):
 
 def test_the_readme_shows_the_results_that_lie_beside_it():
     folder = Path(report.__file__).parent
-    results = json.loads((folder / "results" / "results.json").read_text())
     readme = (folder / "README.md").read_text(encoding="utf-8")
-    for table in (report.accuracy_table, report.loss_table):
-        assert table(results["sizes"], results["runs"]) in readme
+    for name in ("results", "falling"):
+        results = json.loads((folder / "results" / f"{name}.json").read_text())
+        assert results["settings"]["decay"] == (name == "falling")
+        assert report.accuracy_table(results["sizes"], results["runs"]) in readme
 
 
 def test_a_table_with_one_seed_has_no_spread():

@@ -224,7 +224,7 @@ REFUSED = {
     ),
     "too few rows": (
         lambda: fit_adaptive_temperature([np.ones((3, 4))], lambda i, weights: weights[:, 0]),
-        "fit_adaptive_temperature: expected at least 20 rows and 5 bins",
+        "fit_adaptive_temperature: expected at least 20 rows with an entropy above 0.5 and 5 bins",
     ),
 }
 test_refusals = bad_input(REFUSED)

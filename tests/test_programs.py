@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, DebugConfig, GPTConfig, ShakespeareConfig
+from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
 
@@ -294,7 +295,7 @@ def test_help_lists_every_field_with_its_default(preset):
 
 def test_help_of_inference():
     out = good(call(INFER, "--help"))
-    for flag in shlex.split("--length --temperature --top-k --top-p --seed --stop --tokeniser --device"):
+    for flag in shlex.split("--length --temperature --top-k --top-p --seed --stop --tokeniser --softmax --device"):
         assert re.search(rf"{flag}\b", out), flag
 
 
@@ -312,6 +313,28 @@ def test_generating(finished):
     greedy = text_of(folder, "the fox", "--temperature", "0", "--length", "60", "--no-stop")
     assert text_of(folder, "the fox", "--top-k", "1", "--length", "60", "--no-stop", "--device", "cpu") == greedy
     assert text_of(folder, "é🚲", "--length", "0") == "é🚲\n"
+
+
+def test_generating_with_another_softmax(finished):
+    folder, _ = finished
+    model, tokeniser = (getattr(load_checkpoint(folder / "best.safetensors"), name)() for name in ("model", "tokeniser"))
+    generator = random.Random(3)
+    for parameter in model.parameters():  # weights so large that the softmax decides what is said
+        if parameter.ndim > 1:
+            parameter.array.flat = [generator.gauss(0, 0.5) for _ in range(parameter.size)]
+    louder = folder / "louder.pkl"
+    louder.write_bytes(pickle.dumps(model))
+    said = set()
+    for softmax in ("softmax", "softmax1", "adaptive", "blocks"):
+        words = ["the fox", "--temperature", "0", "--length", "40", "--no-stop", "--softmax", softmax]
+        text = good(call(INFER, louder, *words, "--tokeniser", folder / "tokeniser.json"))
+        model.use_softmax(softmax)
+        prompt = tokeniser.encode("the fox").tolist()
+        tokens = generate(model, prompt, 40, 0.0, n_vocab=tokeniser.n_vocab)
+        assert text == tokeniser.decode([*prompt, *tokens]) + "\n"
+        said.add(text)
+    louder.unlink()
+    assert len(said) > 1
 
 
 def test_a_pickled_model_with_a_tokeniser(tmp_path, finished):
@@ -429,6 +452,7 @@ INFER_WRONG = [
     ("good --tokeniser short.txt", "short.txt: expected a saved tokeniser"),
     ("good --tokeniser missing.json", "missing.json"),
     ("good --temperature -1", "expected temperature to be 0 or more, got -1.0"),
+    ("good --softmax hard", "GPTConfig: expected softmax to be one of softmax, softmax1, adaptive, blocks, got 'hard'"),
     ("good --top-k -3", "expected top_k to be a whole number, 0 or more, got -3"),
     ("good --top-p 0", "expected top_p to be above 0 and at most 1, got 0.0"),
     ("good --length -1", "expected n_tokens to be 0 or more, got -1"),

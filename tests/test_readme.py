@@ -215,6 +215,17 @@ def benchmark_of_overhead(request, line: str) -> None:
     assert "nodes" in good(call(*line.split()[1:], "--length", "10", "--repeats", "1", "--peers"))
 
 
+def own_softmax_run(request, line: str) -> None:
+    out = train(request.getfixturevalue("place"), line, "runs/softmax1")
+    assert "this model" in out
+
+
+def quick_experiment(request, line: str) -> None:
+    """The same program; test_experiments_*.py run it in a smaller form."""
+    assert line.endswith(" --quick")
+    assert "--quick" in good(call(*line.split()[1:-1], "--help"))
+
+
 LINES = {
     "pip install -e . && python train_smol_gpt.py": default_run,
     'pip install -e ".[test]" && pytest': the_tests,
@@ -226,6 +237,11 @@ LINES = {
     "python train_smol_gpt.py --resume runs/my-run": resume,
     'python inference.py runs/my-run "def main(" --temperature 0.7 --length 200': infer,
     "python inference.py model.pkl": infer_pickle,
+    "python train_smol_gpt.py --softmax softmax1": own_softmax_run,
+    'python inference.py runs/my-run "def main(" --softmax adaptive': infer,
+    "python -m experiments.quiet_attention --quick": quick_experiment,
+    "python -m experiments.max_retrieval --quick": quick_experiment,
+    "python -m experiments.learned_statistics --quick": quick_experiment,
     "python -m tricycle": machine,
     "python -m benchmarks.train --shape S --peer torch": benchmark,
     "python -m benchmarks.step --shape S --out step.png": benchmark_of_a_step,

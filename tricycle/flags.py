@@ -58,7 +58,8 @@ def run_main(main: Callable[[], int | None]) -> None:
 
 
 def _program() -> str:
-    return sys.argv[0].replace("\\", "/").rsplit("/", 1)[-1]
+    *folders, name = sys.argv[0].replace("\\", "/").split("/")
+    return folders[-1] if folders and name == "__main__.py" else name
 
 
 def _one_line(box: str) -> str:

@@ -242,9 +242,11 @@ def _cross_entropy(logits, labels, weights, piece: slice, slope: np.ndarray | No
 
 
 # -------------------------------------------------------------------- attention
-def _few_queries(q: np.ndarray, offset: int | None) -> bool:
-    """Whether one batched product over all of them is as good (or some query sees no key, which is rare)."""
-    return q.shape[1] < 16 or (offset is not None and offset < 0)
+def _small(q: np.ndarray, k: np.ndarray, offset: int | None) -> bool:
+    """Whether one batched product over all scores is as good (or some query sees no key, which is rare)."""
+    n_items, n_queries, n_heads, _ = q.shape
+    few = n_queries < 16 and n_items * n_heads * n_queries * k.shape[1] < PIECE // 8
+    return few or not q.size or (offset is not None and offset < 0)
 
 
 class _Block(NamedTuple):
@@ -298,7 +300,7 @@ def _later(n_queries: int, dtype) -> np.ndarray:
 
 
 def attention(q, k, v, offset, nothing):
-    if _few_queries(q, offset):
+    if _small(q, k, offset):
         return reference.attention(q, k, v, offset, nothing)
     (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
     out, log_total = np.empty(q.shape, q.dtype), np.empty((n_items, n_heads, n_queries), q.dtype)
@@ -339,7 +341,7 @@ def attention(q, k, v, offset, nothing):
 
 
 def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv):
-    if _few_queries(q, offset):
+    if _small(q, k, offset):
         return reference.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv)
     n_queries, n_keys, size = q.shape[1], k.shape[1], q.shape[3]
     scale = q.dtype.type(1 / math.sqrt(size))
@@ -377,7 +379,7 @@ def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv):
 
 def row_attention(q, k, v, offset, rows):
     """Whole rows of scores, but for few queries at a time."""
-    if _few_queries(q, offset):
+    if _small(q, k, offset):
         return reference.row_attention(q, k, v, offset, rows)
     blocks, later = _blocks(q.shape[1], k.shape[1], offset), _later(q.shape[1], q.dtype)
     out = np.empty(q.shape, q.dtype)
@@ -397,7 +399,7 @@ def row_attention(q, k, v, offset, rows):
 
 
 def row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, dv):
-    if _few_queries(q, offset):
+    if _small(q, k, offset):
         return reference.row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, dv)
     blocks, later = _blocks(q.shape[1], k.shape[1], offset), _later(q.shape[1], q.dtype)
     scale = q.dtype.type(1 / math.sqrt(q.shape[3]))

@@ -1,0 +1,245 @@
+"""Train, fit a temperature, measure. Every random number comes from a stream with a name, so runs repeat exactly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
+
+from experiments.max_retrieval.task import Batch, MaxRetrieval, loss_of, new_batch
+from tricycle import kernels
+from tricycle.attention import CrossAttention
+from tricycle.backend import parallel
+from tricycle.functions import AdaptiveSoftmax, RowSoftmax, Softmax, fit_adaptive_temperature
+from tricycle.optimisers import AdamW
+from tricycle.scheduler import WarmupCosine
+from tricycle.tensor import Tensor, no_grad
+
+TRAINING, FITTING, EVALUATION, PICTURES = 1, 2, 3, 4  # streams that share no number
+FEWEST, MOST = 5, 16  # items of a training example
+CHUNK = 2**15  # items that go through the model at once: 16 MiB an activation at width 128
+N_PAINTED = 32  # examples in the pictures
+BETAS = np.geomspace(1, 12, 20).tolist()  # what the fit tries
+CONSTANT = 8.0  # a control: as sharp as the fitted polynomial about is, whatever the entropy
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where no preset is named, training is that of seed 001's notebook."""
+
+    steps: int = 5_000
+    """training steps; the notebook's"""
+    batch_size: int = 128
+    """examples of a step; the notebook's and the paper's"""
+    learning_rate: float = 1e-3
+    """of Adam; the notebook's and the paper's"""
+    decay: bool = False
+    """let the learning rate fall to 0 along half a cosine"""
+    l2: float = 1e-3
+    """what the squares of all parameters are multiplied by before they are added to the loss"""
+    width: int = 128
+    """channels of all layers"""
+    seeds: int = 3
+    """how often to train, each time from other weights and on other data"""
+    data_seeds: int = 10
+    """how many sets of data to measure on; the same for all trained models"""
+    samples: int = 512
+    """examples of a set, for each number of items"""
+    largest: int = 4096
+    """measure at 2, 4, 8, ... up to so many items"""
+    fit_rows: int = 1024
+    """examples for each number of items to fit a temperature on"""
+    quick: bool = False
+    """a run of half a minute: 2,000 steps, one seed, fewer examples"""
+    paper: bool = False
+    """the paper's longer training: 100,000 steps, a falling learning rate"""
+    output: Path = Path("runs/max_retrieval")
+    """where results.json, accuracy.png and weights.png are left"""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of items to measure at."""
+        return [2**i for i in range(1, self.largest.bit_length())]
+
+
+def stream(*key: int) -> np.random.Generator:
+    return np.random.default_rng(key)
+
+
+# -------------------------------------------------------------------- training
+def train(settings: Settings, seed: int) -> tuple[MaxRetrieval, float]:
+    """A trained model, and the mean loss of its last 100 steps."""
+    generator = stream(TRAINING, seed)
+    model = MaxRetrieval(generator, settings.width)
+    falling = WarmupCosine(settings.learning_rate, 0.0, 0, settings.steps)
+    optimiser = AdamW(falling if settings.decay else settings.learning_rate, weight_decay=0)  # without decay: Adam
+    losses = []
+    with tqdm(range(settings.steps), desc=f"seed {seed}: training", unit="step") as bar:
+        for step in bar:
+            n_items = int(generator.integers(FEWEST, MOST + 1))
+            loss = loss_of(model, new_batch(n_items, settings.batch_size, generator), settings.l2)
+            loss.backward()
+            model.update(optimiser)
+            losses.append(float(loss))
+            if step % 100 == 0:
+                bar.set_postfix(loss=f"{losses[-1]:.3f}")
+    return model, float(np.mean(losses[-100:]))
+
+
+# -------------------------------------------------------------------- a temperature of our own
+def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    return -kernels.log_softmax(logits)[np.arange(len(targets)), targets]
+
+
+def errors(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    return (logits.argmax(axis=-1) != targets).astype(logits.dtype)
+
+
+def fit(model: MaxRetrieval, settings: Settings, seed: int, cost: Callable) -> AdaptiveSoftmax:
+    """The softmax whose temperature, a polynomial of the entropy of degree 4, costs this model least.
+
+    It is fitted on examples of their own with 16 items (as in training) and up to the most that it is measured on, so
+    that it has seen the entropies it will meet: a polynomial is worth nothing outside of these. Rows below the
+    threshold, where the polynomial is not used, are left out.
+
+    Args:
+        cost: from logits (R, N_CLASSES) and targets (R,) to what each row costs.
+    """
+    threshold = AdaptiveSoftmax().threshold
+    parts = [(n, *part) for n in settings.sizes if n >= MOST for part in split(n, settings.fit_rows)]
+
+    @lru_cache(maxsize=1)  # the fit is done with one part before it comes to the next
+    def read(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        n, part, size = parts[i]
+        batch = new_batch(n, size, stream(FITTING, seed, n, part))
+        query, keys, values = model.project(batch)
+        scores = scores_of(query, keys)
+        used = entropy_of(scores) > threshold
+        return scores[used], values.array[used], batch.targets[used]
+
+    def costs(i: int, weights: np.ndarray) -> np.ndarray:
+        _, values, targets = read(i)
+        bar.update()
+        return cost(model.finish(Tensor(weights[:, None] @ values)), targets)
+
+    bar = tqdm(total=len(parts) * len(BETAS), desc=f"seed {seed}: fitting to {cost.__name__}")
+    # threads of BLAS slow products of a matrix and one row down, on a machine with other work a hundredfold
+    with no_grad(), bar, threadpool_limits(1):
+        scores = [read(i)[0] for i in range(len(parts))]
+        bins = min(20, sum(map(len, scores)))
+        return AdaptiveSoftmax(fit_adaptive_temperature(scores, costs, BETAS, n_bins=bins), threshold)
+
+
+def split(n_items: int, size: int) -> list[tuple[int, int]]:
+    """Examples in parts that are small enough to go through the model at once: their numbers and sizes."""
+    step = max(1, CHUNK // n_items)
+    return [(start // step, min(step, size - start)) for start in range(0, size, step)]
+
+
+def scores_of(query: Tensor, keys: Tensor) -> np.ndarray:
+    """What the softmax of one head turns into weights: (B, N)."""
+    return CrossAttention(1).look(query, keys)[0][:, 0, 0]
+
+
+def entropy_of(scores: np.ndarray) -> np.ndarray:
+    """Of the softmax of each row of scores, in nats."""
+    return AdaptiveSoftmax().temperature(scores)[-1][..., 0]
+
+
+# -------------------------------------------------------------------- measuring
+def measure(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Settings, seed: int) -> dict:
+    """What a model does with each softmax in place of the one it was trained with.
+
+    Returns:
+        "accuracy" and "loss" of each softmax; "found", how often the item with the highest score has the right class;
+        "entropy" of the plain softmax; "data_spread", the standard deviation of its accuracy between sets of data.
+        Each is a list over the numbers of items; of the entropy with the lowest, the mean and the highest.
+    """
+    result: dict = {what: {name: [] for name in softmaxes} for what in ("accuracy", "loss")}
+    result |= {"found": [], "entropy": [], "data_spread": []}
+    total = sum(settings.sizes) * settings.data_seeds * settings.samples
+    with tqdm(total=total, desc=f"seed {seed}: measuring", unit="item", unit_scale=True) as bar:
+        for n in settings.sizes:
+            rows = examine_all(model, n, softmaxes, settings, bar)
+            for i, name in enumerate(softmaxes):
+                result["accuracy"][name].append(rounded(1 - rows["wrong"][i].mean()))
+                result["loss"][name].append(rounded(rows["loss"][i].mean()))
+            result["found"].append(rounded(rows["found"].mean()))
+            result["entropy"].append([rounded(f(rows["entropy"])) for f in (np.min, np.mean, np.max)])
+            sets = rows["wrong"][0].reshape(settings.data_seeds, -1)
+            result["data_spread"].append(rounded(sets.mean(axis=1).std()))
+    return result
+
+
+def examine_all(
+    model: MaxRetrieval, n_items: int, softmaxes: dict[str, RowSoftmax], settings: Settings, bar: tqdm
+) -> dict[str, np.ndarray]:
+    """What `examine` finds in all sets of data with so many items."""
+    parts = [(d, *part) for d in range(settings.data_seeds) for part in split(n_items, settings.samples)]
+    found: list[dict[str, np.ndarray]] = [{} for _ in parts]
+
+    def work(i: int) -> None:
+        data_seed, part, size = parts[i]
+        batch = new_batch(n_items, size, stream(EVALUATION, data_seed, n_items, part))
+        found[i] = examine(model, batch, softmaxes)
+        bar.update(size * n_items)
+
+    parallel(work, range(len(parts)))
+    return {key: np.concatenate([part[key] for part in found], axis=-1) for key in found[0]}
+
+
+def examine(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, RowSoftmax]) -> dict[str, np.ndarray]:
+    """For each example of a batch what `measure` gives the mean of; "wrong" and "loss" for each softmax."""
+    with no_grad():  # here, as it holds in one thread
+        query, keys, values = model.project(batch)
+        logits = [model.finish(CrossAttention(1, softmax)(query, keys, values)) for softmax in softmaxes.values()]
+        scores = scores_of(query, keys)
+    best = batch.items[np.arange(len(scores)), scores.argmax(axis=1), 1:].argmax(axis=1)
+    wrong, loss = (np.stack([cost(found, batch.targets) for found in logits]) for cost in (errors, cross_entropy))
+    return {"wrong": wrong, "loss": loss, "found": best == batch.targets, "entropy": entropy_of(scores)}
+
+
+def rounded(value: float) -> float:
+    return round(float(value), 4)
+
+
+def top_weights(model: MaxRetrieval, softmaxes: dict[str, RowSoftmax], settings: Settings, n_top: int = 16) -> dict:
+    """Weights of the items with the highest priorities, in rising order, in some examples of each number of items.
+
+    Returns:
+        (sizes, N_PAINTED, n_top) for each softmax; NaN where there are fewer items.
+    """
+    found = {name: np.full((len(settings.sizes), N_PAINTED, n_top), np.nan) for name in softmaxes}
+    with no_grad():
+        for i, n in enumerate(settings.sizes):
+            for start in range(0, N_PAINTED, 8):
+                batch = new_batch(n, 8, stream(PICTURES, n, start))
+                query, keys, _ = model.project(batch)
+                scores = scores_of(query, keys)
+                order = batch.items[..., 0].argsort(axis=1)[:, -n_top:]
+                for name, softmax in softmaxes.items():
+                    weights = np.take_along_axis(softmax.rows(scores), order, axis=1)
+                    found[name][i, start : start + 8, n_top - weights.shape[1] :] = weights
+    return found
+
+
+def study(settings: Settings, seed: int) -> tuple[MaxRetrieval, dict[str, RowSoftmax], float, float]:
+    """Train once and fit twice.
+
+    Returns:
+        the model, the softmaxes to measure it with, its last loss, and the seconds that training took.
+    """
+    started = time.perf_counter()
+    model, loss = train(settings, seed)
+    seconds = time.perf_counter() - started
+    softmaxes: dict[str, RowSoftmax] = {"plain": Softmax(), "adaptive": AdaptiveSoftmax()}
+    softmaxes["fit to loss"] = fit(model, settings, seed, cross_entropy)
+    softmaxes["fit to errors"] = fit(model, settings, seed, errors)
+    softmaxes["constant"] = AdaptiveSoftmax([CONSTANT])
+    return model, softmaxes, loss, seconds
