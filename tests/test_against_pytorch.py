@@ -41,8 +41,12 @@ CONFIGS: dict[str, GPTConfig] = {
     "RMSNorm": replace(BASE, norm="rms_norm", activation="swish", tied=False),
     "rotary": replace(BASE, positions="rotary", bias=False, tied=False),
     "modern": replace(BASE, positions="rotary", norm="rms_norm", activation="swiglu", bias=False),
+    "softmax1": replace(BASE, softmax="softmax1"),
+    "adaptive": replace(BASE, softmax="adaptive"),
+    "blocks": replace(BASE, softmax="blocks", softmax_blocks=2, bias=False),
     "mixed": replace(BASE, positions="rotary", activation="swiglu", expansion_ratio=2.5),
 }
+HIDDEN = -1e9  # -inf would make PyTorch's gradients NaN where it is multiplied
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -94,8 +98,25 @@ class TorchGPT:
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.linear(x, f"{name}.qkv").chunk(3, dim=-1))
         if self.config.positions == "rotary":
             q, k = self.rotate(q), self.rotate(k)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.config.softmax == "softmax":
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            hidden = torch.ones(n_tokens, n_tokens, dtype=torch.bool).triu(1)
+            scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, HIDDEN)
+            out = self.weigh(scores, f"{name}.softmax_scales") @ v
         return self.linear(out.transpose(1, 2).reshape(x.shape), f"{name}.projection")
+
+    def weigh(self, scores: torch.Tensor, scales: str) -> torch.Tensor:
+        if self.config.softmax == "softmax1":
+            return torch.cat([scores, torch.zeros_like(scores[..., :1])], -1).softmax(-1)[..., :-1]
+        if self.config.softmax == "adaptive":
+            plain = scores.softmax(-1)
+            entropy = -(plain * torch.where(plain > 0, plain, 1).log()).sum(-1, keepdim=True)
+            value = -0.037 * entropy**4 + 0.481 * entropy**3 - 2.3 * entropy**2 + 4.917 * entropy - 1.791
+            return (scores * torch.where((entropy > 0.5) & (value > 1), value, 1)).softmax(-1)
+        parts = scores.split(-(-self.config.context_window // self.config.softmax_blocks), -1)
+        weights = [part.softmax(-1) * (part > HIDDEN) for part in parts]
+        return torch.cat([w * self.p[scales][i, : w.shape[-2], None] for i, w in enumerate(weights)], -1)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.p["token_embedding.weights"][tokens]
@@ -123,7 +144,7 @@ def a_pair(config: GPTConfig) -> tuple[GPT, TorchGPT]:
     """Our model and torch's with the same weights; biases and gains are moved off 0 and 1 to count."""
     model, generator = GPT(config), np.random.default_rng(1)
     for p in model.parameters():
-        if p.ndim == 1:
+        if p.ndim == 1 or p.shape == (config.softmax_blocks, config.context_window):
             p.array += 0.1 * generator.standard_normal(p.shape, dtype=np.float32)
     return model, TorchGPT(config, copy_of(model))
 
@@ -169,7 +190,8 @@ def test_twenty_steps_of_training_agree(config: GPTConfig) -> None:
     schedule = WarmupCosine(config.max_learning_rate, config.min_learning_rate, config.warmup_steps, STEPS)
     optimiser = AdamW(schedule, (config.beta1, config.beta2), weight_decay=config.weight_decay)
     names = [name for name, _ in model.named_parameters()]
-    matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and name != "position_embedding.weights"]
+    vectors = ("position_embedding.weights", "softmax_scales")  # or what counts as such
+    matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and not name.endswith(vectors)]
     assert matrices == [name for name, p in model.named_parameters() if decays(name, p)]
     groups = [
         {"params": [theirs.p[name] for name in names if (name in matrices) == decayed], "weight_decay": decay}

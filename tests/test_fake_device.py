@@ -19,7 +19,9 @@ VARIANTS = [
     {},
     {"norm": "rms_norm", "positions": "rotary", "activation": "swiglu", "bias": False, "tied": False},
     {"activation": "relu"},
-    {"activation": "swish"},
+    {"activation": "swish", "softmax": "softmax1"},
+    {"softmax": "adaptive"},
+    {"softmax": "blocks"},
 ]
 
 

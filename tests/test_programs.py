@@ -317,7 +317,8 @@ def test_generating(finished):
 
 def test_generating_with_another_softmax(finished):
     folder, _ = finished
-    model, tokeniser = (getattr(load_checkpoint(folder / "best.safetensors"), name)() for name in ("model", "tokeniser"))
+    checkpoint = load_checkpoint(folder / "best.safetensors")
+    model, tokeniser = checkpoint.model(), checkpoint.tokeniser()
     generator = random.Random(3)
     for parameter in model.parameters():  # weights so large that the softmax decides what is said
         if parameter.ndim > 1:

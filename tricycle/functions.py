@@ -357,8 +357,8 @@ def fit_adaptive_temperature(
 ) -> tuple[float, ...]:
     """Coefficients for `AdaptiveSoftmax`, from data: the polynomial from a row's entropy to the best beta.
 
-    Rows of like entropy, above the threshold, go into bins of like size; in each bin the beta of the lowest mean cost is looked up among
-    `betas`, and the polynomial is fitted to these by least squares.
+    Rows of like entropy, above the threshold, go into bins of like size; in each bin the beta of the lowest mean cost
+    is looked up among `betas`, and the polynomial is fitted to these by least squares.
 
     Args:
         scores: arrays (N, S) on the host, S may differ between them.
