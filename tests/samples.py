@@ -500,6 +500,29 @@ add(
     normal(1, 7, 2),
     normal(2, 8),
 )
+# masks: of lengths (one item has none at all), of pairs that hide some rows whole, and one for each head
+for _shape in [(2, 7), (2, 5, 7), (2, 2, 1, 7), (2, 18, 7)]:
+    _mask = _rng.random(_shape) < 0.6
+    _mask[0, ..., 0] = True
+    _mask[(1, *[0] * (len(_shape) - 2))] = False
+    _queries = 18 if 18 in _shape else 5
+    for _name in ("softmax", "softmax1", "adaptive"):
+        add(
+            "CrossAttention",
+            lambda *tensors, op=attention.CrossAttention(2, _name), mask=_mask: op(*tensors, mask=mask),  # noqa: B008
+            normal(2, _queries, 4),
+            normal(2, 7, 4),
+            normal(2, 7, 4),
+        )
+for _tokens, _softmax in [(5, "softmax"), (19, "softmax"), (19, "softmax1"), (19, functions.BlockSoftmax(3, "exact"))]:
+    _mask = _rng.random((2, _tokens)) < 0.6
+    for _causal in (True, False):
+        _op = attention.SelfAttention(2, _causal, _softmax)
+        add("SelfAttention", lambda x, op=_op, mask=_mask: op(x, mask=mask), normal(2, _tokens, 12))
+_op = attention.SelfAttention(2, True, functions.BlockSoftmax(2, length=20))
+_mask = _rng.random((2, 19, 19)) < 0.7
+_mask[:, :, 10:15] = False
+add("SelfAttention", lambda x, s, op=_op, mask=_mask: op(x, None, s, mask), normal(2, 19, 12), normal(2, 20))
 for _heads in (1, 2):
     _op = attention.Rotary(_heads)
     for _items, _tokens, _size in [(1, 1, 2), (2, 5, 4)]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tables import bad_input
 
-from tricycle.attention import KeyValueCache, Rotary, SelfAttention
+from tricycle.attention import CrossAttention, KeyValueCache, Rotary, SelfAttention, length_mask
+from tricycle.functions import SOFTMAXES, BlockSoftmax
 from tricycle.gradcheck import gradcheck
 from tricycle.kernels import use_reference
 from tricycle.tensor import no_grad, to_tensor
@@ -77,6 +78,50 @@ def test_large_scores_stay_finite(reference: bool, rng: np.random.Generator) -> 
     out.backward()
     assert np.isfinite(out.array).all() and np.isfinite(x.grad.array).all()
     np.testing.assert_allclose(out.array, plain_attention(x.array, 2, True), rtol=1e-3, atol=1e-2)
+
+
+# -------------------------------------------------------------------- masks
+@pytest.mark.parametrize("softmax", ["softmax", "softmax1", "adaptive"])
+@pytest.mark.parametrize("n_queries", [3, 20])
+def test_hidden_keys_are_as_if_they_were_not_there(softmax: str, n_queries: int, rng: np.random.Generator) -> None:
+    lengths = [4, 1, 9]
+    q, k, v = (rng.standard_normal((3, n, 8)).astype(np.float32) for n in (n_queries, 9, 9))
+    op = CrossAttention(2, softmax)
+    together = op(q, k, v, mask=length_mask(lengths, 9)).array
+    for item, n in enumerate(lengths):
+        alone = op(q[item : item + 1], k[item : item + 1, :n], v[item : item + 1, :n]).array[0]
+        np.testing.assert_allclose(together[item], alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("softmax", [*SOFTMAXES, BlockSoftmax(2, "exact")], ids=str)
+@pytest.mark.parametrize("n_queries", [3, 20])
+def test_a_query_that_sees_nothing_gets_zeros(softmax: str, n_queries: int, rng: np.random.Generator) -> None:
+    q, k, v = (to_tensor(rng.standard_normal((2, n, 8))) for n in (n_queries, 9, 9))
+    scales = to_tensor(np.ones((2, n_queries))) if softmax == "blocks" else None
+    out = CrossAttention(2, softmax)(q, k, v, scales, mask=length_mask([0, 9], 9))
+    out.backward()
+    assert (out.array[0] == 0).all() and (np.abs(out.array[1]).sum(axis=-1) > 0).all()
+    for x in (q, k, v):
+        assert (x.grad.array[0] == 0).all() and np.isfinite(x.grad.array).all()
+
+
+def test_masks_as_pytorch(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (rng.standard_normal((2, n, 8)) for n in (20, 9, 9))
+    mask = rng.random((2, 2, 20, 9)) < 0.7
+    mask[..., 0] = True
+    heads = [torch.tensor(x).unflatten(-1, (2, 4)).transpose(1, 2) for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=torch.tensor(mask))
+    out = CrossAttention(2)(*(to_tensor(x, dtype=float) for x in (q, k, v)), mask=mask)
+    np.testing.assert_allclose(out.array, expected.transpose(1, 2).flatten(2).numpy(), rtol=1e-9)
+    scores, weights = CrossAttention(2).look(q, k, mask=mask)
+    assert ((scores == -np.inf) == ~mask).all() and ((weights == 0) == ~mask).all()
+
+
+def test_length_mask() -> None:
+    assert length_mask([2, 0, 3], 3).tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert length_mask([], 3).shape == (0, 3)
 
 
 # -------------------------------------------------------------------- rotary positions
@@ -184,6 +229,37 @@ BAD = {
         "Rotary(n_heads=2): expected shape (batch, tokens, 3 * 2 * head size), got (4, 12)",
     ),
     "rotary of odd heads": (lambda: Rotary(1)(np.ones((1, 4, 9))), "Rotary: expected an even head size, got 3"),
+    "a mask of numbers": (
+        lambda: SelfAttention(2)(np.ones((1, 4, 6)), mask=np.ones((1, 4))),
+        "SelfAttention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), "
+        "got float64 of (1, 4)",
+    ),
+    "a mask for other keys": (
+        lambda: CrossAttention(1)(*(np.ones((2, n, 3)) for n in (4, 5, 5)), mask=np.ones((2, 4), bool)),
+        "CrossAttention: expected a mask of booleans of shape (2, 5) or (2, 4, 5) or (2, 1, 4, 5), got bool of (2, 4)",
+    ),
+    "a mask of one axis": (
+        lambda: SelfAttention(2)(np.ones((1, 4, 6)), mask=np.ones(4, bool)),
+        "SelfAttention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), got bool of (4,)",
+    ),
+    "keys and values of other lengths": (
+        lambda: CrossAttention(1)(*(np.ones((2, n, 3)) for n in (4, 5, 6))),
+        "CrossAttention: expected query (B, T, C), key and value (B, S, C), "
+        "got shapes (2, 4, 3), (2, 5, 3) and (2, 6, 3)",
+    ),
+    "a width that heads do not divide": (
+        lambda: CrossAttention(2)(*(np.ones((2, n, 3)) for n in (4, 5, 5))),
+        "CrossAttention(n_heads=2): expected shape (batch, tokens, 2 * head size), got (2, 4, 3)",
+    ),
+    "a length beyond the keys": (
+        lambda: length_mask([3, 7], 5),
+        "length_mask: expected lengths from 0 to 5, got 3 to 7",
+    ),
+    "a length below 0": (lambda: length_mask([-1], 5), "length_mask: expected lengths from 0 to 5, got -1 to -1"),
+    "lengths that are no whole numbers": (
+        lambda: length_mask([1.0], 5),
+        "length_mask: expected a whole number for each item, got float64 of shape (1,)",
+    ),
     "a full cache": (
         lambda: full_cache().append(np.ones((1, 1, 1, 4)), np.ones((1, 1, 1, 4))),
         "KeyValueCache: 2 + 1 tokens exceed its capacity of 2",

@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, S keys, H heads, D head size, C = H * D channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tricycle import kernels
@@ -12,6 +14,8 @@ from tricycle.backend import Array, array_module
 from tricycle.functions import RowSoftmax, new_softmax, shared_backward
 from tricycle.ops import Op, as_tensor, as_tensors, check_device, floating
 from tricycle.tensor import Tensor, record
+
+Mask = Tensor | Array | None
 
 
 class KeyValueCache:
@@ -52,6 +56,49 @@ class KeyValueCache:
         return None if self._keys is None else self._keys[:, : self.length]
 
 
+# -------------------------------------------------------------------- masks
+def length_mask(lengths: Sequence[int] | Array, n_keys: int) -> np.ndarray:
+    """(B, S) booleans: True for the first `lengths[b]` keys of item b.
+
+    Raises:
+        ValueError: a length below 0 or above n_keys, or that is no whole number.
+    """
+    found = np.asarray(lengths)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        got = f"{found.dtype} of shape {found.shape}"
+        raise ValueError(f"length_mask: expected a whole number for each item, got {got}")
+    if found.size and not 0 <= found.min() <= found.max() <= n_keys:
+        raise ValueError(f"length_mask: expected lengths from 0 to {n_keys}, got {found.min()} to {found.max()}")
+    return np.arange(n_keys) < found[:, None]
+
+
+def additive_mask(op: str, mask: Mask, q: Array, k: Array) -> Array | None:
+    """What is added to the scores of queries (B, T, H, D) and keys (B, S, H, D): 0, and -inf where a key is hidden.
+
+    Args:
+        mask: booleans, True where a key may be seen: (B, S), (B, T, S) or (B, H, T, S), whose axes may be 1 but for S.
+
+    Returns:
+        (B or 1, H or 1, T or 1, S), on the device of the queries.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    if mask is None:
+        return None
+    xp, given = array_module(q), mask.array if isinstance(mask, Tensor) else mask
+    (n_items, n_queries, n_heads, _), n_keys = q.shape, k.shape[1]
+    full = {2: (n_items, n_keys), 3: (n_items, n_queries, n_keys), 4: (n_items, n_heads, n_queries, n_keys)}
+    wanted = full.get(given.ndim, ())
+    fits = [n in (1, m) for n, m in zip(given.shape[:-1], wanted)]
+    if not wanted or given.dtype != bool or given.shape[-1] != n_keys or not all(fits):
+        shapes = " or ".join(map(str, full.values()))
+        raise ValueError(f"{op}: expected a mask of booleans of shape {shapes}, got {given.dtype} of {given.shape}")
+    spread = given[(slice(None), *[None] * (4 - given.ndim))]
+    return xp.where(xp.asarray(spread), 0, -xp.inf).astype(q.dtype)
+
+
+# -------------------------------------------------------------------- fused attention
 class SelfAttention(Op):
     """softmax(Q K^T / sqrt(D)) V in each head, forward and backward as one node of the graph.
 
@@ -68,15 +115,18 @@ class SelfAttention(Op):
         self.causal = causal
         self.softmax = new_softmax(softmax)
 
-    def forward(self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None) -> Tensor:
+    def forward(
+        self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None, mask: Mask = None
+    ) -> Tensor:
         """
         Args:
             qkv: (B, T, 3 C): queries, keys and values side by side.
             cache: earlier keys and values, to which these are added. No gradient flows through it.
             scales: the parameter of `BlockSoftmax`.
+            mask: as `additive_mask` takes it.
 
         Returns:
-            (B, T, C).
+            (B, T, C), zeros where a query sees no key.
         """
         qkv = as_tensor(qkv)
         packed = _split_heads("SelfAttention", floating(qkv.array), self.n_heads)
@@ -85,7 +135,8 @@ class SelfAttention(Op):
             k, v = cache.append(k, v)
         offset = k.shape[1] - q.shape[1] if self.causal else None
         args = (qkv,) if scales is None else (qkv, scales)
-        out, attend_backward = self.softmax.attend(q, k, v, offset, *(arg.array for arg in args[1:]))
+        hidden = additive_mask("SelfAttention", mask, q, k)
+        out, attend_backward = self.softmax.attend(q, k, v, offset, hidden, *(arg.array for arg in args[1:]))
         shape = (*qkv.shape[:2], qkv.shape[2] // 3)
         if cache is not None:
             return Tensor(out.reshape(shape), False, qkv.is_batched, "attention")
@@ -98,7 +149,7 @@ class SelfAttention(Op):
         return record(out.reshape(shape), args, shared_backward(backward, len(args)), "attention")
 
     def look(
-        self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None
+        self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None, mask: Mask = None
     ) -> tuple[Array, Array]:
         """The scores before the softmax and the weights after it, both (B, H, T, S), for reading.
 
@@ -108,7 +159,7 @@ class SelfAttention(Op):
         packed = _split_heads("SelfAttention", floating(as_tensor(qkv).array), self.n_heads)
         q, k = packed[:, :, 0], packed[:, :, 1] if cache is None else cache.keys
         offset = k.shape[1] - q.shape[1] if self.causal else None
-        return look(self.softmax, q, k, offset, scales)
+        return look(self.softmax, q, k, offset, additive_mask("SelfAttention", mask, q, k), scales)
 
 
 class CrossAttention(Op):
@@ -123,14 +174,17 @@ class CrossAttention(Op):
         self.n_heads = n_heads
         self.softmax = new_softmax(softmax)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, scales: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scales: Tensor | None = None, mask: Mask = None
+    ) -> Tensor:
         """
         Args:
             query: (B, T, C). key, value: (B, S, C).
             scales: the parameter of `BlockSoftmax`.
+            mask: as `additive_mask` takes it.
 
         Returns:
-            (B, T, C).
+            (B, T, C), zeros where a query sees no key.
 
         Raises:
             ValueError: shapes that do not belong together.
@@ -142,7 +196,8 @@ class CrossAttention(Op):
             raise ValueError(f"CrossAttention: expected query (B, T, C), key and value (B, S, C), got shapes {got}")
         check_device("CrossAttention", q, k, v)
         args = tensors if scales is None else (*tensors, scales)
-        out, attend_backward = self.softmax.attend(q, k, v, None, *(arg.array for arg in args[3:]))
+        hidden = additive_mask("CrossAttention", mask, q, k)
+        out, attend_backward = self.softmax.attend(q, k, v, None, hidden, *(arg.array for arg in args[3:]))
 
         def backward(grad: Array) -> tuple[Array, ...]:
             grads = [query.xp.empty(array.shape, array.dtype) for array in (q, k, v)]
@@ -152,10 +207,11 @@ class CrossAttention(Op):
         return record(out.reshape(query.shape), args, shared_backward(backward, len(args)), "attention")
 
     def look(
-        self, query: Tensor, key: Tensor, value: Tensor | None = None, scales: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, scales: Tensor | None = None, mask: Mask = None
     ) -> tuple[Array, Array]:
         """The scores before the softmax and the weights after it, both (B, H, T, S), for reading."""
-        return look(self.softmax, self._heads(as_tensor(query)), self._heads(as_tensor(key)), None, scales)
+        q, k = self._heads(as_tensor(query)), self._heads(as_tensor(key))
+        return look(self.softmax, q, k, None, additive_mask("CrossAttention", mask, q, k), scales)
 
     def _heads(self, x: Tensor) -> Array:
         if x.ndim != 3 or x.shape[-1] % self.n_heads:
@@ -164,9 +220,11 @@ class CrossAttention(Op):
         return floating(x.array).reshape(*x.shape[:2], self.n_heads, -1)
 
 
-def look(softmax: RowSoftmax, q: Array, k: Array, offset: int | None, scales: Tensor | None) -> tuple[Array, Array]:
+def look(
+    softmax: RowSoftmax, q: Array, k: Array, offset: int | None, mask: Array | None, scales: Tensor | None
+) -> tuple[Array, Array]:
     """Scores and weights (B, H, T, S) of queries (B, T, H, D) and keys (B, S, H, D)."""
-    scores, start = kernels.attention_scores(q, k, offset), offset or 0
+    scores, start = kernels.attention_scores(q, k, offset, mask), offset or 0
     parameters = () if scales is None else (scales.array[..., start : start + q.shape[1]],)
     return scores, softmax.rows(scores, *parameters)
 

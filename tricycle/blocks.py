@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tricycle.activation import GeLU, ReLU, SwiGLU, Swish
-from tricycle.attention import CrossAttention, KeyValueCache, Rotary, SelfAttention
+from tricycle.attention import CrossAttention, KeyValueCache, Mask, Rotary, SelfAttention
 from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Dropout, Layer, LayerNorm, RMSNorm, new_generator
@@ -25,7 +25,7 @@ Generator = np.random.Generator | int | None
 
 
 class MultiHeadSelfAttention(Layer):
-    """Causal self-attention in several heads, with the projections before and after.
+    """Self-attention in several heads, with the projections before and after.
 
     Args:
         embedding_dim: C, a multiple of n_heads.
@@ -35,12 +35,13 @@ class MultiHeadSelfAttention(Layer):
         dropout: probability of dropping an element of the result.
         rotary: turn queries and keys by position (`Rotary`).
         softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
+        causal: a token sees itself and those before it, and not those after.
     """
 
     def __init__(
         self, embedding_dim: int, n_heads: int, context_window: int, bias: bool = True, dropout: float = 0.0,
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
-        softmax: str | RowSoftmax = "softmax",
+        softmax: str | RowSoftmax = "softmax", causal: bool = True,
     ) -> None:
         positive("MultiHeadSelfAttention", embedding_dim=embedding_dim, n_heads=n_heads, context_window=context_window)
         if embedding_dim % n_heads:
@@ -48,6 +49,7 @@ class MultiHeadSelfAttention(Layer):
             raise ValueError(f"MultiHeadSelfAttention: expected embedding_dim to be a multiple of n_heads, got {got}")
         generator = new_generator(generator)
         self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
+        self.causal = causal
         self.qkv = Dense(embedding_dim, 3 * embedding_dim, bias, initialiser, generator)
         self.rotary = Rotary(n_heads) if rotary else None
         self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
@@ -57,16 +59,17 @@ class MultiHeadSelfAttention(Layer):
     def use_softmax(self, softmax: str | RowSoftmax) -> None:
         """Turn scores into weights in another way from now on, with a fresh parameter if it needs one."""
         softmax = new_softmax(softmax).for_window(self.context_window)
-        self.attention = SelfAttention(self.n_heads, softmax=softmax)
+        self.attention = SelfAttention(self.n_heads, self.causal, softmax)
         self.softmax_scales = softmax.new_scales(self.n_heads, self.context_window)
         if self.softmax_scales is not None and self.qkv.weights.on_gpu:
             self.softmax_scales.to_gpu(self.qkv.weights.array.device.id)
 
-    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
         """(B, T, C), or (T, C) for one sequence, to the same shape.
 
         Args:
             cache: keys and values of earlier tokens, for generation.
+            mask: which keys may be seen, as `attention.additive_mask` takes it.
 
         Raises:
             ValueError: a wrong width, no token, or more tokens than the context window.
@@ -82,7 +85,7 @@ class MultiHeadSelfAttention(Layer):
         qkv = self.qkv(x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:]))
         if self.rotary is not None:
             qkv = self.rotary(qkv, offset=seen)
-        out = self.dropout(self.projection(self.attention(qkv, cache, self.softmax_scales)))
+        out = self.dropout(self.projection(self.attention(qkv, cache, self.softmax_scales, mask)))
         return out if x.ndim == 3 else reshape(out, x.shape)
 
 
@@ -126,17 +129,20 @@ class MultiHeadAttention(Layer):
         self.attention = CrossAttention(self.n_heads, softmax.for_window(window) if window else softmax)
         self.softmax_scales = scales
 
-    def forward(self, query: Operand, key: Operand, value: Operand | None = None) -> Tensor:
+    def forward(
+        self, query: Operand, key: Operand, value: Operand | None = None, mask: Mask = None
+    ) -> Tensor:
         """
         Args:
             query: (B, T, C). key: (B, S, key_size). value: (B, S, value_size), the keys unless given.
+            mask: which keys may be seen, as `attention.additive_mask` takes it.
 
         Returns:
             (B, T, C).
         """
         value = key if value is None else value
         q, k, v = self.query(query), self.key(key), self.value(value)
-        return self.projection(self.attention(q, k, v, self.softmax_scales))
+        return self.projection(self.attention(q, k, v, self.softmax_scales, mask))
 
 
 class MLPBlock(Layer):

@@ -66,19 +66,22 @@ class RowSoftmax(Op, is_base=True):
         weights = self.rows(scores)
         return record(weights, (x,), (lambda grad: self.rows_backward(grad.array, scores, weights),), self.name)
 
-    def attend(self, q: Array, k: Array, v: Array, offset: int | None) -> tuple[Array, AttendBackward]:
+    def attend(
+        self, q: Array, k: Array, v: Array, offset: int | None, mask: Array | None = None
+    ) -> tuple[Array, AttendBackward]:
         """Attention of queries (B, T, H, D) to keys and values (B, S, H, D).
 
         Args:
             offset: query t sees the keys up to t + offset; None: all of them.
+            mask: added to the scores, 0 or -inf, (B or 1, H or 1, T or 1, S).
 
         Returns:
             (B, T, H, D), and what takes its gradient and the arrays for those of q, k and v.
         """
-        out = kernels.row_attention(q, k, v, offset, self.rows)
+        out = kernels.row_attention(q, k, v, offset, self.rows, mask)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
-            kernels.row_attention_backward(grad, q, k, v, offset, self.rows, self.rows_backward, dq, dk, dv)
+            kernels.row_attention_backward(grad, q, k, v, offset, self.rows, self.rows_backward, dq, dk, dv, mask)
 
         return out, backward
 
@@ -102,11 +105,13 @@ class _Fused(RowSoftmax):
 
     nothing = False
 
-    def attend(self, q: Array, k: Array, v: Array, offset: int | None) -> tuple[Array, AttendBackward]:
-        out, log_total = kernels.attention(q, k, v, offset, self.nothing)
+    def attend(
+        self, q: Array, k: Array, v: Array, offset: int | None, mask: Array | None = None
+    ) -> tuple[Array, AttendBackward]:
+        out, log_total = kernels.attention(q, k, v, offset, self.nothing, mask)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
-            kernels.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv)
+            kernels.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask)
 
         return out, backward
 
@@ -191,6 +196,7 @@ class _Part(NamedTuple):
     queries: slice
     keys: slice
     offset: int | None
+    mask: Array | None
     out: Array
     log_total: Array
 
@@ -260,7 +266,7 @@ class BlockSoftmax(RowSoftmax):
             return self(Tensor(scores), None if scales is None else Tensor(scales)).array
 
     def attend(
-        self, q: Array, k: Array, v: Array, offset: int | None, scales: Array | None = None
+        self, q: Array, k: Array, v: Array, offset: int | None, mask: Array | None = None, scales: Array | None = None
     ) -> tuple[Array, AttendBackward]:
         """As each block's attention to its keys by the queries that see any of them.
 
@@ -273,8 +279,9 @@ class BlockSoftmax(RowSoftmax):
             if first >= n_queries:
                 break
             place = None if offset is None else offset + first - keys.start
-            found = kernels.attention(q[:, first:], k[:, keys], v[:, keys], place, False)
-            parts.append(_Part(slice(first, n_queries), keys, place, *found))
+            here = None if mask is None else mask[:, :, first if mask.shape[2] > 1 else 0 :, keys]
+            found = kernels.attention(q[:, first:], k[:, keys], v[:, keys], place, False, here)
+            parts.append(_Part(slice(first, n_queries), keys, place, here, *found))
         log_total = _log_of_sum(xp, parts, (q.shape[0], q.shape[2], n_queries)) if self.correction == "exact" else None
         factors = [self._factor(xp, i, part, offset or 0, scales, log_total) for i, part in enumerate(parts)]
         out = xp.zeros(q.shape, q.dtype)
@@ -283,13 +290,13 @@ class BlockSoftmax(RowSoftmax):
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
             if log_total is not None:
-                kernels.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv)
+                kernels.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask)
                 return None
             dscales = None if scales is None else xp.zeros_like(scales)
             for array in (dq, dk, dv):
                 array[...] = 0
             for i, (part, factor) in enumerate(zip(parts, factors)):
-                seeing, keys, place, block_out, block_total = part
+                seeing, keys, place, here, block_out, block_total = part
                 block_grad = grad[:, seeing]
                 if dscales is not None:
                     shares = (block_grad * block_out).sum(axis=(0, 3))
@@ -298,7 +305,7 @@ class BlockSoftmax(RowSoftmax):
                     block_grad = block_grad * factor
                 dqueries = xp.empty(block_out.shape, q.dtype)
                 kernels.attention_backward(block_grad, q[:, seeing], k[:, keys], v[:, keys], block_out, block_total,
-                                           place, dqueries, dk[:, keys], dv[:, keys])  # fmt: skip
+                                           place, dqueries, dk[:, keys], dv[:, keys], here)  # fmt: skip
                 dq[:, seeing] += dqueries
             return dscales
 
@@ -326,7 +333,9 @@ def _log_of_sum(xp: Any, parts: list[_Part], shape: tuple[int, ...]) -> Array:
     for i, part in enumerate(parts):
         logs[i][..., part.queries] = part.log_total
     largest = logs.max(axis=0)
-    return largest + xp.log(xp.exp(logs - largest).sum(axis=0))
+    largest = xp.where(xp.isneginf(largest), 0, largest)
+    total = xp.exp(logs - largest).sum(axis=0)
+    return largest + xp.log(xp.where(total == 0, 1, total))
 
 
 # The variants that a config may name. A new one is its function with its gradient, and a line here.
