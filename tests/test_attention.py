@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tables import bad_input
+from test_layers import check_layer_gradients
 
-from tricycle.attention import CrossAttention, KeyValueCache, Rotary, SelfAttention, length_mask
-from tricycle.functions import SOFTMAXES, BlockSoftmax
+from tricycle.attention import (
+    AdditiveAttention,
+    CrossAttention,
+    HardAttention,
+    KeyValueCache,
+    LuongAttention,
+    Rotary,
+    ScaledDotProductAttention,
+    SelfAttention,
+    length_mask,
+    reinforce,
+)
+from tricycle.functions import SOFTMAXES, BlockSoftmax, Softmax
 from tricycle.gradcheck import gradcheck
 from tricycle.kernels import use_reference
+from tricycle.ops import log
+from tricycle.optimisers import AdamW
 from tricycle.tensor import no_grad, to_tensor
 
 
@@ -276,3 +291,152 @@ def test_a_refused_append_leaves_the_cache_as_it_was() -> None:
     with pytest.raises(ValueError):
         cache.append(np.ones((1, 1, 1, 4)), np.ones((1, 1, 1, 4)))
     assert cache.length == 2
+
+
+# -------------------------------------------------------------------- scores of their own
+SCORED: dict[str, Callable[[], ScaledDotProductAttention]] = {
+    "scaled dot product": lambda: ScaledDotProductAttention(),
+    "additive": lambda: AdditiveAttention(6, 6, 5, generator=0),
+    "dot": lambda: LuongAttention(6, 6, "dot", generator=0),
+    "general": lambda: LuongAttention(6, 6, "general", generator=0),
+    "concat": lambda: LuongAttention(6, 6, "concat", generator=0),
+    "softmax1": lambda: AdditiveAttention(6, 6, 5, "softmax1", generator=0),
+}
+each_scored = pytest.mark.parametrize("make", SCORED.values(), ids=SCORED)
+
+
+def plain_scores(layer: ScaledDotProductAttention, q: np.ndarray, k: np.ndarray) -> float:
+    """Of one query and one key, by the formula in the docstring."""
+    if isinstance(layer, LuongAttention) and layer.score == "concat":
+        layer = layer.concat
+    if isinstance(layer, AdditiveAttention):
+        hidden = np.tanh(q @ layer.query.weights.array + k @ layer.key.weights.array)
+        return float((hidden @ layer.vector.weights.array)[0])
+    if isinstance(layer, LuongAttention):
+        return float(q @ (k if layer.score == "dot" else k @ layer.key.weights.array))
+    return float(q @ k) / math.sqrt(len(q))
+
+
+@each_scored
+def test_scored_attention_follows_its_formula(make: Callable, rng: np.random.Generator) -> None:
+    layer = make()
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 3, 6), (2, 4, 6), (2, 4, 7)))
+    mask = np.array([[True, True, False, True], [True, False, False, False]])
+    context, weights = layer(q, k, v, mask=mask, return_weights=True)
+    for b in range(2):
+        for t in range(3):
+            e = np.array([np.exp(plain_scores(layer, q[b, t], k[b, s])) * mask[b, s] for s in range(4)])
+            expected = e / (e.sum() + (layer.softmax.name == "softmax1"))
+            np.testing.assert_allclose(weights.array[b, t], expected, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(context.array[b, t], expected @ v[b], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(layer(q, k, v, mask=mask).array, context.array)
+
+
+@each_scored
+def test_gradients_of_scored_attention(make: Callable, rng: np.random.Generator) -> None:
+    mask = np.array([[True, True, False, True], [False] * 4])
+    q, k = rng.standard_normal((2, 3, 6)), rng.standard_normal((2, 4, 6))
+    check_layer_gradients(make(), q, k, mask=mask)
+
+
+@pytest.mark.filterwarnings("error")
+@each_scored
+def test_scored_attention_to_nothing_gives_zeros(make: Callable, rng: np.random.Generator) -> None:
+    q, k = to_tensor(rng.standard_normal((1, 3, 6))), to_tensor(rng.standard_normal((1, 4, 6)))
+    out = make()(q, k, mask=length_mask([0], 4))
+    out.backward()
+    assert (out.array == 0).all() and (q.grad.array == 0).all() and (k.grad.array == 0).all()
+
+
+def test_scaled_dot_product_attention_is_the_fused_one_with_one_head(rng: np.random.Generator) -> None:
+    q, k, v = (rng.standard_normal((2, n, 8)).astype(np.float32) for n in (5, 7, 7))
+    mask = rng.random((2, 5, 7)) < 0.7
+    np.testing.assert_allclose(
+        ScaledDotProductAttention()(q, k, v, mask).array, CrossAttention(1)(q, k, v, mask=mask).array, 1e-4, 1e-6
+    )
+
+
+def test_queries_and_keys_of_different_sizes(rng: np.random.Generator) -> None:
+    q, k = rng.standard_normal((2, 3, 5)), rng.standard_normal((2, 4, 9))
+    for layer in (AdditiveAttention(5, 9, 7), LuongAttention(5, 9), LuongAttention(5, 9, "concat", 4)):
+        assert layer(q, k).shape == (2, 3, 9)
+
+
+# -------------------------------------------------------------------- hard attention
+def test_hard_attention_chooses_by_the_weights(rng: np.random.Generator) -> None:
+    q, k = np.repeat(rng.standard_normal((1, 1, 6)), 4000, axis=1), rng.standard_normal((1, 4, 6))
+    mask = np.array([[True, True, False, True]])
+    hard = HardAttention(AdditiveAttention(6, 6, 5, generator=0), generator=1)
+    _, weights = hard.soft(q, k, mask=mask, return_weights=True)
+    out, log_probability = hard(q, k, mask=mask)
+    chosen = np.abs(out.array[0][:, None] - k[0]).sum(axis=-1).argmin(axis=-1)
+    np.testing.assert_allclose(out.array[0], k[0][chosen], rtol=1e-6)  # one key whole, not a mixture
+    shares = np.bincount(chosen, minlength=4) / 4000
+    np.testing.assert_allclose(shares, weights.array[0, 0], atol=0.03)
+    np.testing.assert_allclose(np.exp(log_probability.array[0]), weights.array[0, 0][chosen], rtol=1e-5)
+    best, _ = hard.eval()(q, k, mask=mask)
+    np.testing.assert_allclose(best.array[0], np.repeat(k[:, weights.array[0, 0].argmax()], 4000, axis=0), rtol=1e-6)
+
+
+def test_hard_attention_to_nothing() -> None:
+    out, log_probability = HardAttention(ScaledDotProductAttention())(
+        np.ones((1, 2, 3)), np.ones((1, 4, 3)), mask=length_mask([0], 4)
+    )
+    assert (out.array == 0).all() and (log_probability.array == 0).all()
+
+
+def test_reinforce_finds_the_key_that_is_rewarded(rng: np.random.Generator) -> None:
+    """The values say nothing of it; only rewards do."""
+    keys = rng.standard_normal((1, 5, 6))
+    hard = HardAttention(AdditiveAttention(6, 6, 16, generator=0), generator=1)
+    queries, optimiser, expected = np.ones((1, 64, 6)), AdamW(0.03), 0.0
+    for _ in range(60):
+        out, log_probability = hard(queries, keys)
+        reward = (np.abs(out.array - keys[:, 3]).max(axis=-1) < 1e-4).astype(np.float32)
+        reinforce(log_probability, reward, expected).backward()
+        expected += 0.1 * (float(reward.mean()) - expected)
+        hard.update(optimiser)
+    _, weights = hard.soft(queries, keys, return_weights=True)
+    assert weights.array[0, 0, 3] > 0.9
+
+
+def test_reinforce_is_the_gradient_of_the_expected_reward() -> None:
+    """Summed over all choices with their probabilities, and whatever the baseline."""
+    scores, rewards = to_tensor([0.3, -0.2, 0.9], dtype=float), np.array([1.0, 5.0, 2.0])
+    (-(Softmax()(scores) * rewards).sum()).backward()
+    expected, probabilities = scores.grad.array, Softmax()(scores).array
+    for baseline in (0.0, 2.5):
+        total = np.zeros(3)
+        for choice in range(3):
+            x = to_tensor(scores.array, dtype=float)
+            reinforce(log(Softmax()(x)[choice]), rewards[choice], baseline).backward()
+            total += probabilities[choice] * x.grad.array
+        np.testing.assert_allclose(total, expected, rtol=1e-6)
+
+
+BAD_SCORED = {
+    "an unknown score": (
+        lambda: LuongAttention(3, 3, "cosine"),
+        "LuongAttention: expected score to be dot, general or concat, got 'cosine'",
+    ),
+    "dot of different sizes": (
+        lambda: LuongAttention(3, 4, "dot"),
+        "LuongAttention: expected query and key of one size with score dot, got 3 and 4",
+    ),
+    "two axes": (
+        lambda: ScaledDotProductAttention()(np.ones((3, 4)), np.ones((2, 5, 4))),
+        "ScaledDotProductAttention: expected query (B, T, .), key and value (B, S, .), "
+        "got shapes (3, 4), (2, 5, 4) and (2, 5, 4)",
+    ),
+    "values of another length": (
+        lambda: AdditiveAttention(4, 4, 3)(np.ones((2, 3, 4)), np.ones((2, 5, 4)), np.ones((2, 6, 4))),
+        "AdditiveAttention: expected query (B, T, .), key and value (B, S, .), "
+        "got shapes (2, 3, 4), (2, 5, 4) and (2, 6, 4)",
+    ),
+    "a mask of another length": (
+        lambda: AdditiveAttention(4, 4, 3)(np.ones((2, 3, 4)), np.ones((2, 5, 4)), mask=np.ones((2, 6), bool)),
+        "AdditiveAttention: expected a mask of booleans of shape (2, 5) or (2, 3, 5) or (2, 1, 3, 5), "
+        "got bool of (2, 6)",
+    ),
+}
+test_bad_input_of_scored_attention = bad_input(BAD_SCORED)

@@ -8,20 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
-
 from tricycle.activation import GeLU, ReLU, SwiGLU, Swish
 from tricycle.attention import CrossAttention, KeyValueCache, Mask, Rotary, SelfAttention
 from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.initialisers import Initialiser, xavier
-from tricycle.layers import Dense, Dropout, Layer, LayerNorm, RMSNorm, new_generator
+from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
 from tricycle.ops import as_tensor, positive, reshape
 from tricycle.tensor import Operand, Tensor
 
 # The activations that a config may name.
 ACTIVATIONS: dict[str, Callable] = {"gelu": GeLU, "relu": ReLU, "swish": Swish, "swiglu": SwiGLU}
-
-Generator = np.random.Generator | int | None
 
 
 class MultiHeadSelfAttention(Layer):

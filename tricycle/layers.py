@@ -28,10 +28,10 @@ class Layer:
 
     training: bool = True
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # a Tensor, or several
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
     # ---------------------------------------------------------------- the walk
@@ -182,7 +182,10 @@ def _unpack(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _unpack(f"{name}.{key}", item)
 
 
-def new_generator(generator: np.random.Generator | int | None) -> np.random.Generator:
+Generator = np.random.Generator | int | None
+
+
+def new_generator(generator: Generator) -> np.random.Generator:
     """A generator as it is, one made from a seed, or for None one that differs from run to run."""
     return np.random.default_rng(generator)
 
