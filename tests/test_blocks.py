@@ -10,9 +10,17 @@ import pytest
 from tables import bad_input
 from test_layers import check_layer_gradients
 
-from tricycle.attention import KeyValueCache, SelfAttention
-from tricycle.blocks import ACTIVATIONS, GPT2TransformerBlock, MLPBlock, MultiHeadAttention, MultiHeadSelfAttention
+from tricycle.attention import KeyValueCache, SelfAttention, length_mask
+from tricycle.blocks import (
+    ACTIVATIONS,
+    GPT2TransformerBlock,
+    MLPBlock,
+    MultiHeadAttention,
+    MultiHeadSelfAttention,
+    TransformerBlock,
+)
 from tricycle.functions import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, Softmax
+from tricycle.gradcheck import gradcheck
 from tricycle.layers import Layer
 from tricycle.tensor import to_tensor
 
@@ -328,3 +336,82 @@ def test_the_cache_counts_towards_the_window() -> None:
     ):
         attention(np.ones((1, 2, 8)), cache)
     assert cache.length == 3
+
+
+# -------------------------------------------------------------------- encoder and decoder blocks
+def copy_attention(ours: Layer, theirs) -> None:
+    """PyTorch keeps the three projections in one matrix (3 C, C)."""
+    if isinstance(ours, MultiHeadSelfAttention):
+        weights, bias = ours.qkv.weights.array, ours.qkv.bias.array
+    else:
+        parts = (ours.query, ours.key, ours.value)
+        weights, bias = (np.concatenate([getattr(p, n).array for p in parts], axis=-1) for n in ("weights", "bias"))
+    put(theirs.in_proj_weight, weights.T)
+    put(theirs.in_proj_bias, bias)
+    put(theirs.out_proj.weight, ours.projection.weights.array.T)
+    put(theirs.out_proj.bias, ours.projection.bias.array)
+
+
+def put(theirs, array: np.ndarray) -> None:
+    import torch
+
+    with torch.no_grad():
+        theirs.copy_(torch.tensor(np.ascontiguousarray(array)))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("decoder", [True, False])
+def test_blocks_as_pytorch(decoder: bool, norm_first: bool, rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    kind = torch.nn.TransformerDecoderLayer if decoder else torch.nn.TransformerEncoderLayer
+    theirs = kind(8, 2, 32, 0.0, "relu", batch_first=True, norm_first=norm_first)
+    ours = TransformerBlock(8, 2, 20, activation="relu", causal=decoder, cross=decoder, norm_first=norm_first)
+    for p in ours.parameters():
+        p.array[...] += 0.1 * rng.standard_normal(p.shape)
+    copy_attention(ours.attention, theirs.self_attn)
+    norms = [ours.attention_norm, ours.mlp_norm]
+    if decoder:
+        copy_attention(ours.cross, theirs.multihead_attn)
+        norms.insert(1, ours.cross_norm)
+    for i, norm in enumerate(norms, start=1):
+        put(getattr(theirs, f"norm{i}").weight, norm.gain.array)
+        put(getattr(theirs, f"norm{i}").bias, norm.bias.array)
+    for mine, other in ((ours.mlp.up, theirs.linear1), (ours.mlp.projection, theirs.linear2)):
+        put(other.weight, mine.weights.array.T)
+        put(other.bias, mine.bias.array)
+    x, memory = (rng.standard_normal((3, n, 8)).astype(np.float32) for n in (18, 7))
+    seen, memory_seen = length_mask([18, 5, 11], 18), length_mask([7, 2, 4], 7)
+    x_ours, x_theirs = to_tensor(x), torch.tensor(x, requires_grad=True)
+    if decoder:
+        out = ours(x_ours, remembered=ours.cross.remember(memory), remembered_mask=memory_seen)
+        later = torch.nn.Transformer.generate_square_subsequent_mask(18)
+        padding = torch.where(torch.tensor(memory_seen), 0.0, -torch.inf)
+        expected = theirs(x_theirs, torch.tensor(memory), tgt_mask=later, memory_key_padding_mask=padding)
+    else:
+        out = ours(x_ours, mask=seen)
+        expected = theirs(x_theirs, src_key_padding_mask=torch.where(torch.tensor(seen), 0.0, -torch.inf))
+    np.testing.assert_allclose(out.array, expected.detach().numpy(), rtol=1e-3, atol=1e-5)
+    grad = rng.standard_normal(out.shape).astype(np.float32)
+    (out * grad).sum().backward()
+    (expected * torch.tensor(grad)).sum().backward()
+    np.testing.assert_allclose(x_ours.grad.array, x_theirs.grad.numpy(), rtol=1e-3, atol=1e-4)
+    mine, other = ours.mlp.up.weights.grad.array, theirs.linear1.weight.grad.numpy().T
+    np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_gradients_of_a_decoder_block(norm_first: bool, rng: np.random.Generator) -> None:
+    block = TransformerBlock(8, 2, 6, activation="swish", cross=True, norm_first=norm_first, generator=0)
+    seen = length_mask([3, 1], 4)
+
+    def call(x, memory):
+        return block(x, remembered=block.cross.remember(memory), remembered_mask=seen)
+
+    gradcheck(call, *(to_tensor(rng.standard_normal((2, n, 8)), dtype=float) for n in (5, 4)), elementwise_up_to=20)
+
+
+def test_cross_attention_wants_keys_once() -> None:
+    layer, x = MultiHeadAttention(8, 2), np.ones((1, 2, 8))
+    for arguments in ({}, {"key": x, "remembered": layer.remember(x)}):
+        with pytest.raises(ValueError, match="expected either keys or what `remember` gave for them"):
+            layer(x, **arguments)

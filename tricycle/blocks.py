@@ -97,12 +97,13 @@ class MultiHeadAttention(Layer):
         bias: the projections add a bias.
         softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
         context_window: the most queries and keys it takes, which "blocks" needs to know.
+        dropout: probability of dropping an element of the result.
     """
 
     def __init__(
         self, embedding_dim: int, n_heads: int, key_size: int | None = None, value_size: int | None = None,
         bias: bool = True, initialiser: Initialiser = xavier, generator: Generator = None,
-        softmax: str | RowSoftmax = "softmax", context_window: int | None = None,
+        softmax: str | RowSoftmax = "softmax", context_window: int | None = None, dropout: float = 0.0,
     ) -> None:
         positive("MultiHeadAttention", embedding_dim=embedding_dim, n_heads=n_heads)
         if embedding_dim % n_heads:
@@ -113,6 +114,7 @@ class MultiHeadAttention(Layer):
         self.key = Dense(key_size or embedding_dim, embedding_dim, bias, initialiser, generator)
         self.value = Dense(value_size or embedding_dim, embedding_dim, bias, initialiser, generator)
         self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.dropout = Dropout(dropout, generator)
         self.n_heads, self.context_window = n_heads, context_window
         self.use_softmax(softmax)
 
@@ -125,20 +127,32 @@ class MultiHeadAttention(Layer):
         self.attention = CrossAttention(self.n_heads, softmax.for_window(window) if window else softmax)
         self.softmax_scales = scales
 
+    def remember(self, key: Operand, value: Operand | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are attended to: computed once where queries come one after the other.
+
+        Args:
+            key: (B, S, key_size). value: (B, S, value_size), the keys unless given.
+        """
+        return self.key(key), self.value(key if value is None else value)
+
     def forward(
-        self, query: Operand, key: Operand, value: Operand | None = None, mask: Mask = None
+        self, query: Operand, key: Operand | None = None, value: Operand | None = None, mask: Mask = None,
+        remembered: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """
         Args:
-            query: (B, T, C). key: (B, S, key_size). value: (B, S, value_size), the keys unless given.
+            query: (B, T, C). key, value: as of `remember`.
             mask: which keys may be seen, as `attention.additive_mask` takes it.
+            remembered: what `remember` gave, in place of key and value.
 
         Returns:
             (B, T, C).
         """
-        value = key if value is None else value
-        q, k, v = self.query(query), self.key(key), self.value(value)
-        return self.projection(self.attention(q, k, v, self.softmax_scales, mask))
+        if (key is None) == (remembered is None):
+            raise ValueError("MultiHeadAttention: expected either keys or what `remember` gave for them")
+        k, v = self.remember(key, value) if remembered is None else remembered
+        out = self.attention(self.query(query), k, v, self.softmax_scales, mask)
+        return self.dropout(self.projection(out))
 
 
 class MLPBlock(Layer):
@@ -175,27 +189,60 @@ class MLPBlock(Layer):
         return self.dropout(self.projection(self.activation(self.up(x))))
 
 
-class GPT2TransformerBlock(Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm block of GPT-2 (Radford et al. 2019)."""
+class TransformerBlock(Layer):
+    """Self-attention, then in a decoder attention to what an encoder gave, then the MLP: each adds to what it gets.
+
+    Source: Vaswani et al. 2017, section 3.1.
+
+    Args:
+        causal: a token sees itself and those before it, and not those after.
+        cross: attend to an encoder's output too.
+        norm_first: x + part(norm(x)), which trains more easily (Xiong et al. 2020); else norm(x + part(x)), as in the
+            paper. The others are as of `MultiHeadSelfAttention` and `MLPBlock`.
+    """
 
     def __init__(
         self, embedding_dim: int, n_heads: int, context_window: int, expansion_ratio: float = 4,
         activation: str = "gelu", norm: str = "layer_norm", bias: bool = True, dropout: float = 0.0,
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
-        softmax: str | RowSoftmax = "softmax",
+        softmax: str | RowSoftmax = "softmax", causal: bool = True, cross: bool = False, norm_first: bool = True,
     ) -> None:
         generator = new_generator(generator)
+        self.norm_first = norm_first
         self.attention_norm = new_norm(norm, embedding_dim, bias)
         self.attention = MultiHeadSelfAttention(
-            embedding_dim, n_heads, context_window, bias, dropout, rotary, initialiser, generator, softmax
+            embedding_dim, n_heads, context_window, bias, dropout, rotary, initialiser, generator, softmax, causal
         )
+        if cross:
+            self.cross_norm = new_norm(norm, embedding_dim, bias)
+            self.cross = MultiHeadAttention(
+                embedding_dim, n_heads, None, None, bias, initialiser, generator, softmax, context_window, dropout
+            )
         self.mlp_norm = new_norm(norm, embedding_dim, bias)
         self.mlp = MLPBlock(embedding_dim, expansion_ratio, activation, bias, dropout, initialiser, generator)
 
-    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
-        x = x + self.attention(self.attention_norm(x), cache)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None,
+        remembered: tuple[Tensor, Tensor] | None = None, remembered_mask: Mask = None,
+    ) -> Tensor:
+        """(B, T, C) to (B, T, C).
+
+        Args:
+            cache: keys and values of earlier tokens, for generation.
+            mask: which tokens may be seen, as `attention.additive_mask` takes it.
+            remembered: what `cross.remember` gave for an encoder's output; with its mask.
+        """
+        x = self._add(as_tensor(x), self.attention_norm, lambda x: self.attention(x, cache, mask))
+        if remembered is not None:
+            x = self._add(x, self.cross_norm, lambda x: self.cross(x, mask=remembered_mask, remembered=remembered))
+        return self._add(x, self.mlp_norm, self.mlp)
+
+    def _add(self, x: Tensor, norm: Layer, part: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + part(norm(x)) if self.norm_first else norm(x + part(x))
+
+
+class GPT2TransformerBlock(TransformerBlock):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm block of GPT-2 (Radford et al. 2019)."""
 
 
 def new_norm(name: str, size: int, bias: bool) -> Layer:
