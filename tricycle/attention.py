@@ -54,6 +54,14 @@ class KeyValueCache:
         self.length += n_tokens
         return self.keys, self._values[:, : self.length]
 
+    def select(self, rows: np.ndarray) -> KeyValueCache:
+        """A cache of some items of the batch, each as often as it is named."""
+        chosen = KeyValueCache(self.capacity)
+        chosen.length = self.length
+        if self._keys is not None and self._values is not None:
+            chosen._keys, chosen._values = (x[array_module(x).asarray(rows)] for x in (self._keys, self._values))
+        return chosen
+
     @property
     def keys(self) -> Array:
         """(B, T, H, D) of all tokens so far."""

@@ -1,0 +1,286 @@
+"""Encoder-decoders: one sequence in, another out.
+
+An encoder makes vectors of the source; a decoder makes the target from them, one token after the other, each from those
+before it. In training all tokens before are given (teacher forcing), so one call takes the whole target.
+
+Shapes: B batch, S source tokens, T target tokens, C channels, H hidden size, L layers, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tricycle.attention import KeyValueCache, ScaledDotProductAttention, length_mask
+from tricycle.backend import Array
+from tricycle.blocks import TransformerBlock, new_norm
+from tricycle.functions import linear
+from tricycle.initialisers import normal
+from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
+from tricycle.ops import as_tensor, concatenate, tanh
+from tricycle.recurrent import GRU, LSTM, RNN
+from tricycle.tensor import Operand, Tensor
+
+CELLS = {"rnn": RNN, "gru": GRU, "lstm": LSTM}
+State = dict[str, Any]  # all that a decoder needs to go on; arrays in it have the batch on axis 0
+
+
+class EncoderDecoder(Layer):
+    """What training and generation (`generate.beam_search`) need of such a model: `start` and `decode`."""
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        """Read the source.
+
+        Args:
+            source: whole numbers (B, S).
+            lengths: (B,), how many of them are no padding; all unless given.
+            capacity: at most so many target tokens will come, in several calls of `decode`; 0 for one call.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no start")
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        """Logits (B, T, V) for the tokens after each of `target` (B, T). The state goes on to after the last."""
+        raise NotImplementedError(f"{type(self).__name__} defines no decode")
+
+    def forward(self, source: Operand, target: Operand, lengths: Any = None) -> Tensor:
+        """(B, S) and (B, T) to logits (B, T, V)."""
+        return self.decode(target, self.start(source, lengths))
+
+
+# -------------------------------------------------------------------- recurrent
+class Seq2Seq(EncoderDecoder):
+    """A recurrent encoder whose last states, and nothing else, tell the decoder of the source (Cho et al. 2014).
+
+    h_t = f(h_{t-1}, [y_{t-1}; c]): the context c is the encoder's top layer after its last step, in both directions.
+
+    Args:
+        source_vocab, target_vocab: how many tokens there are.
+        embedding_dim: of both embeddings.
+        hidden_size: H, of each direction of the encoder and of the decoder.
+        n_layers: of both.
+        cell: "rnn", "gru" or "lstm".
+        dropout: probability of dropping an element of embeddings, between layers and before the output.
+    """
+
+    def __init__(
+        self, source_vocab: int, target_vocab: int, embedding_dim: int, hidden_size: int, n_layers: int = 1,
+        cell: str = "gru", dropout: float = 0.0, generator: Generator = None,
+    ) -> None:
+        if cell not in CELLS:
+            raise ValueError(f"{type(self).__name__}: expected cell to be one of {', '.join(CELLS)}, got {cell!r}")
+        generator, run = new_generator(generator), CELLS[cell]
+        self.source_embedding = Embedding(source_vocab, embedding_dim, normal(0.1), generator)
+        self.target_embedding = Embedding(target_vocab, embedding_dim, normal(0.1), generator)
+        self.encoder = run(embedding_dim, hidden_size, n_layers, True, dropout=dropout, generator=generator)
+        self.bridge = Dense(2 * hidden_size, hidden_size, generator=generator)
+        inputs = embedding_dim + self._context_size(hidden_size)
+        self.decoder = run(inputs, hidden_size, n_layers, dropout=dropout, generator=generator)
+        self.output = Dense(hidden_size, target_vocab, generator=generator)
+        self.dropout = Dropout(dropout, generator)
+
+    def _context_size(self, hidden_size: int) -> int:
+        """Of what stands beside each embedding in the decoder's input."""
+        return 2 * hidden_size
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        source = as_tensor(source)
+        lengths = np.full(len(source), source.shape[-1]) if lengths is None else lengths
+        outputs, final = self.encoder(self.dropout(self.source_embedding(source)), lengths)
+        both = [concatenate([state[0::2], state[1::2]], axis=-1) for state in _states(final)]  # (L, B, 2 H)
+        hidden = [tanh(self.bridge(state)).transpose(1, 0, 2) for state in both]
+        mask = length_mask(lengths, source.shape[-1])
+        return {"hidden": hidden, "context": both[0][-1], "outputs": outputs, "mask": mask}
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        y = self.dropout(self.target_embedding(as_tensor(target)))
+        ones = Tensor(y.xp.ones((*y.shape[:2], 1), y.dtype), requires_grad=False)
+        context = ones * state["context"][:, None]
+        return self.output(self.dropout(self._run(concatenate([y, context], axis=-1), state)))
+
+    def _run(self, inputs: Tensor, state: State) -> Tensor:
+        """The decoder's outputs (B, T, H), from the states that it stands in and on to those after."""
+        hidden = [part.transpose(1, 0, 2) for part in state["hidden"]]
+        outputs, final = self.decoder(inputs, initial=hidden[0] if len(hidden) == 1 else hidden)
+        state["hidden"] = [part.transpose(1, 0, 2) for part in _states(final)]
+        return outputs
+
+
+class Seq2SeqAttention(Seq2Seq):
+    """The decoder looks at all the encoder's outputs, with other weights at each step.
+
+    Args:
+        attention: with queries of size H and keys of size 2 H, such as `AdditiveAttention(H, 2 * H, H)` or
+            `LuongAttention(H, 2 * H)`.
+        before: attend with h_{t-1} and give the context to the step, h_t = f(h_{t-1}, [y_{t-1}; c_t]) (Bahdanau et al.
+            2015); else attend with h_t, after all steps at once (Luong et al. 2015). The output is made from
+            tanh(W [h_t; c_t]) in both.
+    """
+
+    def __init__(
+        self, attention: ScaledDotProductAttention, source_vocab: int, target_vocab: int, embedding_dim: int,
+        hidden_size: int, n_layers: int = 1, cell: str = "gru", dropout: float = 0.0, before: bool = True,
+        generator: Generator = None,
+    ) -> None:
+        generator = new_generator(generator)
+        self.before = before
+        super().__init__(source_vocab, target_vocab, embedding_dim, hidden_size, n_layers, cell, dropout, generator)
+        self.attention = attention
+        self.mix = Dense(3 * hidden_size, hidden_size, generator=generator)
+
+    def _context_size(self, hidden_size: int) -> int:
+        return 2 * hidden_size if self.before else 0
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        state = super().start(source, lengths)
+        return {**state, "remembered": self.attention.remember(state["outputs"]), "weights": None}
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        """As of `EncoderDecoder`; state["weights"] are then those of this call, (B, T, S)."""
+        y = self.dropout(self.target_embedding(as_tensor(target)))
+        if self.before:
+            steps, contexts, weights = [], [], []
+            for t in range(y.shape[1]):
+                context, weight = self._attend(state["hidden"][0][:, -1:], state)
+                steps.append(self._run(concatenate([y[:, t : t + 1], context], axis=-1), state))
+                contexts.append(context)
+                weights.append(weight)
+            hidden, context, weight = (concatenate(parts, axis=1) for parts in (steps, contexts, weights))
+        else:
+            hidden = self._run(y, state)
+            context, weight = self._attend(hidden, state)
+        state["weights"] = weight
+        return self.output(self.dropout(tanh(self.mix(concatenate([hidden, context], axis=-1)))))
+
+    def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        weights = self.attention.weights(query, state["remembered"], state["mask"])
+        return weights @ state["outputs"], weights
+
+
+def _states(final: Any) -> tuple[Tensor, ...]:
+    """An LSTM has two."""
+    return final if isinstance(final, tuple) else (final,)
+
+
+# -------------------------------------------------------------------- transformers
+class Positions(Layer):
+    """Adds to each vector one that stands for its place: sines and cosines (Vaswani et al. 2017, 3.5), or learned.
+
+    Args:
+        context_window: the most places.
+        size: C.
+        learned: a table of weights instead.
+    """
+
+    def __init__(self, context_window: int, size: int, learned: bool = False, generator: Generator = None) -> None:
+        self.context_window, self.size = context_window, size
+        self.table = Embedding(context_window, size, normal(0.02), generator) if learned else None
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        """(B, T, C) to the same.
+
+        Raises:
+            ValueError: more places than there are.
+        """
+        places = slice(offset, offset + x.shape[1])
+        if places.stop > self.context_window:
+            window = self.context_window
+            raise ValueError(f"Positions(context_window={window}): expected at most {window} tokens, got {places.stop}")
+        if self.table is not None:
+            return x + self.table.weights[places]
+        return x + Tensor(x.xp.asarray(sinusoids(self.context_window, self.size)[places], x.dtype), requires_grad=False)
+
+
+def sinusoids(n_places: int, size: int) -> np.ndarray:
+    """(n_places, size): sin(p / 10000^(2 i / size)) at 2 i, the cosine at 2 i + 1."""
+    angles = np.arange(n_places)[:, None] / 10_000 ** (np.arange(0, size, 2) / size)
+    return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n_places, -1)[:, :size]
+
+
+class TransformerEncoder(Layer):
+    """Embeds tokens and lets them attend to each other.
+
+    Args:
+        vocab_size, embedding_dim, n_heads, n_layers, context_window: sizes.
+        norm_first, activation, expansion_ratio, dropout, softmax: as of `TransformerBlock`.
+        learned_positions: as of `Positions`.
+    """
+
+    def __init__(
+        self, vocab_size: int, embedding_dim: int, n_heads: int, n_layers: int, context_window: int,
+        dropout: float = 0.1, norm_first: bool = False, activation: str = "relu", expansion_ratio: float = 4,
+        learned_positions: bool = False, softmax: str = "softmax", generator: Generator = None, decoder: bool = False,
+    ) -> None:
+        generator = new_generator(generator)
+        self.embedding = Embedding(vocab_size, embedding_dim, normal(embedding_dim**-0.5), generator)
+        self.positions = Positions(context_window, embedding_dim, learned_positions, generator)
+        self.dropout = Dropout(dropout, generator)
+        self.blocks = [
+            TransformerBlock(
+                embedding_dim, n_heads, context_window, expansion_ratio, activation, dropout=dropout,
+                generator=generator, softmax=softmax, causal=decoder, cross=decoder, norm_first=norm_first,
+            )
+            for _ in range(n_layers)
+        ]
+        self.norm = new_norm("layer_norm", embedding_dim, True) if norm_first else None
+
+    def embed(self, tokens: Operand, offset: int = 0) -> Tensor:
+        x = self.embedding(as_tensor(tokens))
+        return self.dropout(self.positions(x * math.sqrt(x.shape[-1]), offset))
+
+    def forward(self, tokens: Operand, mask: Array | None = None) -> Tensor:
+        """(B, S) to (B, S, C).
+
+        Args:
+            mask: (B, S), True where a token is no padding.
+        """
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return x if self.norm is None else self.norm(x)
+
+
+class Transformer(EncoderDecoder):
+    """Attention in the place of recurrence (Vaswani et al. 2017).
+
+    Args:
+        source_vocab, target_vocab: how many tokens there are.
+        tied: source, target and output share one table, for a vocabulary that both sides share.
+        others: as of `TransformerEncoder`; n_layers blocks in the encoder and as many in the decoder.
+    """
+
+    def __init__(
+        self, source_vocab: int, target_vocab: int, embedding_dim: int = 256, n_heads: int = 4, n_layers: int = 3,
+        context_window: int = 128, dropout: float = 0.1, norm_first: bool = False, activation: str = "relu",
+        expansion_ratio: float = 4, learned_positions: bool = False, tied: bool = False, softmax: str = "softmax",
+        generator: Generator = None,
+    ) -> None:
+        if tied and source_vocab != target_vocab:
+            got = f"{source_vocab} and {target_vocab}"
+            raise ValueError(f"Transformer: expected one vocabulary on both sides with tied=True, got {got}")
+        generator = new_generator(generator)
+        sizes = embedding_dim, n_heads, n_layers, context_window, dropout, norm_first, activation, expansion_ratio
+        more = learned_positions, softmax, generator
+        self.encoder = TransformerEncoder(source_vocab, *sizes, *more)
+        self.decoder = TransformerEncoder(target_vocab, *sizes, *more, decoder=True)
+        self.head = None if tied else Dense(embedding_dim, target_vocab, False, generator=generator)
+        if tied:
+            self.decoder.embedding = self.encoder.embedding
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        source = as_tensor(source)
+        mask = None if lengths is None else length_mask(lengths, source.shape[-1])
+        memory, blocks = self.encoder(source, mask), self.decoder.blocks
+        caches = [KeyValueCache(capacity) if capacity else None for _ in blocks]
+        remembered = [block.cross.remember(memory) for block in blocks]
+        return {"remembered": remembered, "mask": mask, "caches": caches, "position": 0}
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        decoder, target = self.decoder, as_tensor(target)
+        x = decoder.embed(target, state["position"])
+        for block, cache, remembered in zip(decoder.blocks, state["caches"], state["remembered"], strict=True):
+            x = block(x, cache, None, remembered, state["mask"])
+        state["position"] += target.shape[1]
+        x = x if decoder.norm is None else decoder.norm(x)
+        return linear(x, decoder.embedding.weights.transpose()) if self.head is None else self.head(x)
