@@ -12,6 +12,7 @@ from datetime import date
 
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, STEPS_A_TURN, Worker, take_turns
+from tricycle.functions import SOFTMAXES
 
 
 def main() -> None:
@@ -19,11 +20,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
     parser.add_argument("--compile", action="store_true", help="add torch.compile as a third side")
+    others = [name for name in SOFTMAXES if name != "softmax"]
+    parser.add_argument("--softmax", nargs="*", choices=others, default=[], help="add ours with these as further sides")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
     parser.add_argument("--warmup", type=int, default=2, help="steps before those")
     arguments = parser.parse_args()
     names = ["tricycle"] + (["torch"] if arguments.peer == "torch" else []) + ["torch-compile"] * arguments.compile
+    names += arguments.softmax
     assert set(names) <= set(SIDES)
     config = SHAPES[arguments.shape]
     workers = [Worker(name, arguments.threads, "benchmarks.workers", name, arguments.shape) for name in names]

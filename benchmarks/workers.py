@@ -13,12 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.shapes import SHAPES
 from tricycle.configs import GPTConfig
+from tricycle.functions import SOFTMAXES
 
 # Some build machines pin OpenBLAS to old kernels; users' machines do not.
 PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
@@ -77,14 +80,14 @@ def batches(config: GPTConfig):
         yield generator.integers(0, config.vocab_size, (2, config.batch_size, config.context_window))
 
 
-def tricycle_step(config: GPTConfig):
+def tricycle_step(config: GPTConfig, softmax: str = "softmax"):
     """Forward, loss, backward and AdamW through the public API."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
     from tricycle.tensor import to_tensor
 
-    model, loss_fn, data = GPT(config), CrossEntropy(), batches(config)
+    model, loss_fn, data = GPT(replace(config, softmax=softmax)), CrossEntropy(), batches(config)
     optimiser = AdamW(1e-4, weight_decay=0.1)
 
     def step() -> float:
@@ -153,11 +156,11 @@ def torch_step(config: GPTConfig, compiled: bool = False):
     return step
 
 
-SIDES = {
+SIDES: dict[str, Callable] = {
     "tricycle": tricycle_step,
     "torch": torch_step,
     "torch-compile": lambda config: torch_step(config, compiled=True),
-}
+} | {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
 
 
 def matmul_rate(side: str, n: int = 2048, repeats: int = 5) -> float:

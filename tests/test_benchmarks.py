@@ -30,6 +30,12 @@ def test_training_prints_its_table(peer, sides):
         assert re.search(rf"^  {side}: .*\d+\.\d+", out, re.MULTILINE)
 
 
+def test_other_softmaxes_as_sides():
+    words = ["--shape", "tiny", "--peer", "none", "--softmax", "softmax1", "blocks", "--steps", "1", "--warmup", "1"]
+    out = good(call("-m", "benchmarks.train", *words, "--threads", "1"))
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["tricycle", "softmax1", "blocks"]
+
+
 def test_wrong_words_are_refused():
     done = call("-m", "benchmarks.train", "--shape", "enormous")
     assert done.returncode == 2

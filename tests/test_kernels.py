@@ -107,6 +107,24 @@ def _adamw(rng, shape, step, decay):
     return weights, grad, first, rng.random(shape), step, 0.01, (0.9, 0.95), 1e-8, decay
 
 
+def _recurrence(rng, n_gates, n_kept, steps, items, size, bias, masked, *options):
+    """What the layers hand over: poison where the states will be."""
+    gates = rng.standard_normal((steps, items, n_gates * size))
+    states = np.full((n_kept, steps + 1, items, size), np.nan)
+    states[:, 0] = rng.standard_normal((n_kept, items, size))
+    weights = rng.standard_normal((size, n_gates * size)) / np.sqrt(size)
+    bias = rng.standard_normal(n_gates * size) if bias else None
+    return gates, states, weights, bias, rng.random((steps, items, 1)) < 0.7 if masked else None, *options
+
+
+def _recurrence_backward(rng, forward, n_gates, n_states, n_kept, n_grads, *sizes):
+    gates, states, weights, bias, active, *options = _recurrence(rng, n_gates, n_kept, *sizes)
+    getattr(reference, forward)(gates, states, weights, bias, active, *options)
+    grad = rng.standard_normal((n_states, *states.shape[1:]))
+    poisoned = np.full((n_grads, *gates.shape), np.nan), np.full(grad[:, 0].shape, np.nan)
+    return grad, gates, states, weights, active, *poisoned, *options
+
+
 ROWS = [(1,), (7,), (3, 5), (1, 1), (2, 3, 7), (0, 4), (131, 1031)]
 ANY = [(), *ROWS, (2, 0, 3), (65_537,), (140_000,)]
 # items, queries, keys, heads, size; 16 queries and blocks of 128 are where the CPU's version turns
@@ -137,6 +155,14 @@ def offsets(sizes: tuple) -> tuple:
 FUSED_ATTENTION = [
     (*sizes, offset, nothing) for sizes in ATTENTION for offset in offsets(sizes) for nothing in (True, False)
 ]
+
+# steps, items, hidden size; 32 items and 480 terms of a sum are where the CPU's version turns
+RECURRENCES = [
+    (*sizes, bias, masked)
+    for sizes in [(1, 1, 1), (3, 2, 5), (0, 2, 3), (2, 0, 3), (2, 33, 3), (2, 3, 23), (2, 2, 500)]
+    for bias, masked in [(True, False), (False, True)]
+]
+ELMAN = [(*sizes, relu) for sizes in RECURRENCES for relu in (True, False)]
 
 # name -> how to draw its arguments, and the sizes to draw them in
 CASES = {
@@ -191,13 +217,21 @@ CASES = {
         _adamw,
         [((1,), 1, 0.0), ((7, 3), 1, 0.1), ((65_539,), 5, 0.1), ((0,), 1, 0.1), ((), 2, 0.1), ((300, 500), 1000, 0.0)],
     ),
+    "rnn": (_recurrence, [(1, 1, *sizes) for sizes in ELMAN]),
+    "rnn_backward": (_recurrence_backward, [("rnn", 1, 1, 1, 1, *sizes) for sizes in ELMAN]),
+    "gru": (_recurrence, [(3, 2, *sizes) for sizes in RECURRENCES]),
+    "gru_backward": (_recurrence_backward, [("gru", 3, 1, 2, 2, *sizes) for sizes in RECURRENCES]),
+    "lstm": (_recurrence, [(4, 2, *sizes) for sizes in RECURRENCES]),
+    "lstm_backward": (_recurrence_backward, [("lstm", 4, 2, 2, 1, *sizes) for sizes in RECURRENCES]),
 }
 IN_PLACE = {
     "attention_backward": slice(-3, None),
     "row_attention_backward": slice(-3, None),
     "adamw": slice(0, 4),
+    **dict.fromkeys(("rnn", "gru", "lstm"), slice(0, 2)),
+    **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
-NOT_OPS = {"hidden"}  # a helper that the kernels share
+NOT_OPS = {"hidden", "for_items"}  # helpers
 
 all_cases = pytest.mark.parametrize(
     ("name", "size"),

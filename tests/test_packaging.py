@@ -163,7 +163,7 @@ ROOMS = re.findall(
     files flags backend tensor
     kernels.reference kernels.cpu kernels.cuda
     ops einsum functions activation loss
-    initialisers layers optimisers scheduler attention recurrent blocks seq2seq
+    initialisers layers optimisers scheduler attention blocks recurrent seq2seq
     configs models tokeniser dataset
     checkpoint generate training probe plot hub gradcheck __main__
     """,

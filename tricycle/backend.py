@@ -221,6 +221,11 @@ def _after_fork() -> None:
     _helpers.cache_clear()
 
 
+def all_at_work() -> bool:
+    """Whether a call of `parallel` goes on, so that another one would do all its work itself."""
+    return _one_at_a_time.locked()
+
+
 def parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
     """Call `work` for each item, in several threads, each with one thread of BLAS.
 

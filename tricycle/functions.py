@@ -273,7 +273,37 @@ class BlockSoftmax(RowSoftmax):
         Args:
             scales: ([H,] n_blocks, W), for more positions than there are queries.
         """
-        xp, n_queries, parts = array_module(q), q.shape[1], []
+        xp, saved = array_module(q), {}
+        out = xp.zeros(q.shape, q.dtype)
+
+        def forward(items: slice) -> None:
+            here = _of_items(mask, items)
+            parts = self._attend_blocks(q[items], k[items], v[items], offset, here)
+            exact, shape = self.correction == "exact", (items.stop - items.start, q.shape[2], q.shape[1])
+            log_total = _log_of_sum(xp, parts, shape) if exact else None
+            factors = [self._factor(xp, i, part, offset or 0, scales, log_total) for i, part in enumerate(parts)]
+            for part, factor in zip(parts, factors):
+                out[items, part.queries] += part.out * factor
+            saved[items.start] = parts, factors, log_total, here
+
+        kernels.for_items(q, forward)
+
+        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
+            found = {}
+
+            def work(items: slice) -> None:
+                found[items.start] = self._backward_blocks(
+                    grad[items], q[items], k[items], v[items], out[items], offset, scales, saved[items.start],
+                    dq[items], dk[items], dv[items],
+                )
+
+            kernels.for_items(q, work)
+            return None if scales is None else sum((found[start] for start in sorted(found)), xp.zeros_like(scales))
+
+        return out, backward
+
+    def _attend_blocks(self, q: Array, k: Array, v: Array, offset: int | None, mask: Array | None) -> list[_Part]:
+        n_queries, parts = q.shape[1], []
         for keys in self._blocks(k.shape[1]):
             first = 0 if offset is None else max(0, keys.start - offset)
             if first >= n_queries:
@@ -282,34 +312,33 @@ class BlockSoftmax(RowSoftmax):
             here = None if mask is None else mask[:, :, first if mask.shape[2] > 1 else 0 :, keys]
             found = kernels.attention(q[:, first:], k[:, keys], v[:, keys], place, False, here)
             parts.append(_Part(slice(first, n_queries), keys, place, here, *found))
-        log_total = _log_of_sum(xp, parts, (q.shape[0], q.shape[2], n_queries)) if self.correction == "exact" else None
-        factors = [self._factor(xp, i, part, offset or 0, scales, log_total) for i, part in enumerate(parts)]
-        out = xp.zeros(q.shape, q.dtype)
-        for part, factor in zip(parts, factors):
-            out[:, part.queries] += part.out * factor
+        return parts
 
-        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
-            if log_total is not None:
-                kernels.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask)
-                return None
-            dscales = None if scales is None else xp.zeros_like(scales)
-            for array in (dq, dk, dv):
-                array[...] = 0
-            for i, (part, factor) in enumerate(zip(parts, factors)):
-                seeing, keys, place, here, block_out, block_total = part
-                block_grad = grad[:, seeing]
-                if dscales is not None:
-                    shares = (block_grad * block_out).sum(axis=(0, 3))
-                    places = slice(seeing.start + (offset or 0), seeing.stop + (offset or 0))
-                    dscales[..., i, places] = shares.T if self.per_head else shares.sum(axis=1)
-                    block_grad = block_grad * factor
-                dqueries = xp.empty(block_out.shape, q.dtype)
-                kernels.attention_backward(block_grad, q[:, seeing], k[:, keys], v[:, keys], block_out, block_total,
-                                           place, dqueries, dk[:, keys], dv[:, keys], here)  # fmt: skip
-                dq[:, seeing] += dqueries
-            return dscales
-
-        return out, backward
+    def _backward_blocks(
+        self, grad: Array, q: Array, k: Array, v: Array, out: Array, offset: int | None, scales: Array | None,
+        saved: tuple, dq: Array, dk: Array, dv: Array,
+    ) -> Array | None:
+        parts, factors, log_total, mask = saved
+        if log_total is not None:
+            kernels.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask)
+            return None
+        xp = array_module(q)
+        dscales = None if scales is None else xp.zeros_like(scales)
+        for array in (dq, dk, dv):
+            array[...] = 0
+        for i, (part, factor) in enumerate(zip(parts, factors)):
+            seeing, keys, place, here, block_out, block_total = part
+            block_grad = grad[:, seeing]
+            if dscales is not None:
+                shares = (block_grad * block_out).sum(axis=-1).sum(axis=0)  # (T, H)
+                places = slice(seeing.start + (offset or 0), seeing.stop + (offset or 0))
+                dscales[..., i, places] = shares.T if self.per_head else shares.sum(axis=1)
+                block_grad = block_grad * factor
+            dqueries = xp.empty(block_out.shape, q.dtype)
+            kernels.attention_backward(block_grad, q[:, seeing], k[:, keys], v[:, keys], block_out, block_total, place,
+                                       dqueries, dk[:, keys], dv[:, keys], here)  # fmt: skip
+            dq[:, seeing] += dqueries
+        return dscales
 
     def _blocks(self, n_keys: int) -> list[slice]:
         step = max(1, -(-(self.length or n_keys) // self.n_blocks))
@@ -325,6 +354,10 @@ class BlockSoftmax(RowSoftmax):
             return 1
         at = scales[..., i, start + part.queries.start : start + part.queries.stop]
         return at.T.reshape(at.shape[-1], -1, 1)
+
+
+def _of_items(mask: Array | None, items: slice) -> Array | None:
+    return mask if mask is None or len(mask) == 1 else mask[items]
 
 
 def _log_of_sum(xp: Any, parts: list[_Part], shape: tuple[int, ...]) -> Array:

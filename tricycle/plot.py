@@ -149,9 +149,9 @@ def plot_distributions(
 
 def plot_curves(
     curves: Mapping[str, Mapping[str, tuple[Any, Any]]], path: Path, xlabel: str, ylabel: str, title: str = "",
-    log: str = "", share_y: bool = True,
+    log: str = "", share_y: bool = True, n_columns: int = 3,
 ) -> None:
-    """Draw lines in one panel or several side by side as a PNG; a label has the same colour in all of them.
+    """Draw lines in panels, so many in a row, as a PNG; a label has the same colour in all of them.
 
     Args:
         curves: by the panel's title and the line's label, (x, ys): (n_points,), and (n_points,) or (n_seeds, n_points),
@@ -167,8 +167,13 @@ def plot_curves(
     if not labels:
         raise ValueError("plot_curves: expected at least one line")
     legend_rows = math.ceil(len(labels) / 4)
-    figure = Figure(figsize=(max(6, 3.7 * len(curves) + 0.6), 3.6 + 0.25 * legend_rows), layout="constrained")
-    panels = figure.subplots(1, len(curves), squeeze=False, sharey=share_y)[0]
+    n_columns = min(n_columns, len(curves))
+    n_rows = math.ceil(len(curves) / n_columns)
+    size = max(6, 3.7 * n_columns + 0.6), 0.6 + 3 * n_rows + 0.25 * legend_rows
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(n_rows, n_columns, squeeze=False, sharey=share_y).flat
+    for axes in panels[len(curves) :]:
+        axes.set_axis_off()
     drawn: dict[str, Any] = {}
     for axes, (panel, lines) in zip(panels, curves.items()):
         for label, (x, ys) in lines.items():
@@ -190,7 +195,8 @@ def plot_curves(
         axes.set_title(panel, fontsize=10)
         axes.set_xlabel(xlabel)
         axes.grid(alpha=0.25)
-    panels[0].set_ylabel(ylabel)
+    for axes in panels[::n_columns]:
+        axes.set_ylabel(ylabel)
     figure.suptitle(title, fontsize=11)
     seeds = any(np.ndim(ys) > 1 and len(ys) > 1 for lines in curves.values() for _, ys in lines.values())
     figure.legend(

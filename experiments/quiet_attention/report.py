@@ -81,8 +81,10 @@ def summary(runs: Runs) -> str:
 
 
 def by_layer(runs: Runs, key: str) -> str:
-    """One row for each matrix or layer."""
-    names = [name for name in next(iter(runs.values()))[0][-1][key] if not name.endswith("dropout")]
+    """One row for each matrix or layer; without dropout, what a projection gives is what its layer gives."""
+    names = list(next(iter(runs.values()))[0][-1][key])
+    if key.startswith("activation"):
+        names = [name for name in names if not name.endswith(("dropout", "projection"))]
     rows = [[name, *(cell([run[-1][key][name] for run in found]) for found in runs.values())] for name in names]
     return markdown(["", *runs], rows)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.backend import blas_libraries, n_threads, parallel
+from tricycle.backend import all_at_work, blas_libraries, n_threads, parallel
 from tricycle.kernels import reference
 from tricycle.kernels.reference import SQRT_2_OVER_PI
 
@@ -276,8 +276,15 @@ def _groups(q: np.ndarray, n_keys: int) -> list[tuple[int, slice]]:
     """Items, and in each as many heads as make scores of about a piece, but some groups for every thread."""
     n_items, n_queries, n_heads, _ = q.shape
     fit = PIECE // max(1, min(n_queries, QUERY_BLOCK) * min(n_keys, KEY_BLOCK))
-    step = max(1, min(fit, n_items * n_heads // (4 * n_threads())))
+    threads = 1 if all_at_work() else n_threads()
+    step = max(1, min(fit, n_items * n_heads // (4 * threads if threads > 1 else 1)))
     return [(item, slice(head, head + step)) for item in range(n_items) for head in range(0, n_heads, step)]
+
+
+def for_items(q, work):
+    if len(q) < n_threads():  # better shared by what is done inside
+        return reference.for_items(q, work)
+    parallel(work, [slice(i, i + 1) for i in range(len(q))])
 
 
 def _heads_first(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
@@ -285,12 +292,23 @@ def _heads_first(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
     return x[item, :, heads].transpose(1, 0, 2)
 
 
-def _scores(queries: np.ndarray, keys: np.ndarray, block: _Block, seen: slice, later: np.ndarray) -> np.ndarray:
+def _scores(
+    queries: np.ndarray, keys: np.ndarray, block: _Block, seen: slice, later: np.ndarray, mask: np.ndarray | None
+) -> np.ndarray:
     """(H, T, S) of some blocks of keys, the last one among them hidden where it is not seen."""
     scores = queries[:, block.queries] @ keys[:, seen].swapaxes(1, 2)
+    if mask is not None:
+        scores += mask[:, block.queries, seen] if mask.shape[1] > 1 else mask[:, :, seen]
     if block.n_diagonal and seen.stop == block.keys[-1].stop:
         scores[:, :, -block.n_diagonal :] += later[: scores.shape[1], : block.n_diagonal]
     return scores
+
+
+def _masks(mask: np.ndarray | None, item: int, heads: slice) -> np.ndarray | None:
+    """(H or 1, T or 1, S) for some heads of one item."""
+    if mask is None:
+        return None
+    return mask[min(item, len(mask) - 1), heads if mask.shape[1] > 1 else slice(None)]
 
 
 def _later(n_queries: int, dtype) -> np.ndarray:
@@ -299,9 +317,9 @@ def _later(n_queries: int, dtype) -> np.ndarray:
     return np.triu(np.full((n, n), -np.inf, dtype), 1)
 
 
-def attention(q, k, v, offset, nothing):
+def attention(q, k, v, offset, nothing, mask=None):
     if _small(q, k, offset):
-        return reference.attention(q, k, v, offset, nothing)
+        return reference.attention(q, k, v, offset, nothing, mask)
     (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
     out, log_total = np.empty(q.shape, q.dtype), np.empty((n_items, n_heads, n_queries), q.dtype)
     blocks, later, ones = _blocks(n_queries, n_keys, offset), _later(n_queries, q.dtype), _ones(n_keys, q)
@@ -309,12 +327,13 @@ def attention(q, k, v, offset, nothing):
 
     def work(group: tuple[int, slice]) -> None:
         item, heads = group
+        masks = _masks(mask, item, heads)
         queries = _heads_first(q, item, heads) * q.dtype.type(1 / math.sqrt(size))
         keys, values = _heads_first(k, item, heads), _heads_first(v, item, heads)
         for block in blocks:
             mixed, total, shift = np.zeros((), q.dtype), np.zeros((), q.dtype), None
             for seen in block.keys:
-                weights = _scores(queries, keys, block, seen, later)
+                weights = _scores(queries, keys, block, seen, later, masks)
                 if not weights.max() < limit:
                     break
                 np.exp(weights, out=weights)
@@ -324,31 +343,33 @@ def attention(q, k, v, offset, nothing):
                 shift = np.zeros((), q.dtype) if nothing or total.min() > 1 / MOST else None
             if shift is None:
                 whole = slice(0, block.keys[-1].stop)
-                weights = _scores(queries, keys, block, whole, later)
+                weights = _scores(queries, keys, block, whole, later, masks)
                 shift = weights.max(axis=-1)
-                if nothing:
-                    np.maximum(shift, 0, out=shift)
+                shift = np.maximum(shift, 0) if nothing else np.where(np.isneginf(shift), 0, shift)
                 weights -= shift[..., None]
                 np.exp(weights, out=weights)
                 total, mixed = weights.sum(axis=-1), weights @ values[:, whole]
             if nothing:
                 total = total + np.exp(-shift)
+            empty = total == 0
+            total = np.where(empty, 1, total)
             np.divide(mixed, total[..., None], out=_heads_first(out, item, heads)[:, block.queries])
-            log_total[item, heads, block.queries] = np.log(total) + shift
+            log_total[item, heads, block.queries] = np.where(empty, -np.inf, np.log(total) + shift)
 
     parallel(work, _groups(q, n_keys))
     return out, log_total
 
 
-def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv):
+def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask=None):
     if _small(q, k, offset):
-        return reference.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv)
+        return reference.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask)
     n_queries, n_keys, size = q.shape[1], k.shape[1], q.shape[3]
     scale = q.dtype.type(1 / math.sqrt(size))
     blocks, later = _blocks(n_queries, n_keys, offset), _later(n_queries, q.dtype)
 
     def work(group: tuple[int, slice]) -> None:
         item, heads = group
+        masks = _masks(mask, item, heads)
         keys, queries = _heads_first(k, item, heads), _heads_first(q, item, heads) * scale
         # One column more takes a subtraction into a product: [dy, -y.dy] [v, 1]^T = dy v^T - y.dy
         values, grads = _one_more(_heads_first(v, item, heads)), _one_more(_heads_first(grad, item, heads))
@@ -357,12 +378,13 @@ def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv):
         key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(keys.shape, q.dtype)
         for block in blocks:
             log_totals = log_total[item, heads, block.queries, None]
+            log_totals = np.where(np.isneginf(log_totals), 0, log_totals)
             safe = np.abs(log_totals).max() < _safe_exponent(q.dtype)
             if safe:  # dividing the few gradients by the totals saves subtracting their logs from all scores
                 grads[:, block.queries] *= np.exp(-log_totals)
             query_sum = 0
             for seen in block.keys:
-                weights = _scores(queries, keys, block, seen, later)
+                weights = _scores(queries, keys, block, seen, later, masks)
                 if not safe:
                     weights -= log_totals
                 np.exp(weights, out=weights)
@@ -377,41 +399,43 @@ def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv):
     parallel(work, _groups(q, n_keys))
 
 
-def row_attention(q, k, v, offset, rows):
+def row_attention(q, k, v, offset, rows, mask=None):
     """Whole rows of scores, but for few queries at a time."""
     if _small(q, k, offset):
-        return reference.row_attention(q, k, v, offset, rows)
+        return reference.row_attention(q, k, v, offset, rows, mask)
     blocks, later = _blocks(q.shape[1], k.shape[1], offset), _later(q.shape[1], q.dtype)
     out = np.empty(q.shape, q.dtype)
     scale = q.dtype.type(1 / math.sqrt(q.shape[3]))
 
     def work(group: tuple[int, slice]) -> None:
         item, heads = group
+        masks = _masks(mask, item, heads)
         queries = _heads_first(q, item, heads) * scale
         keys, values = _heads_first(k, item, heads), _heads_first(v, item, heads)
         for block in blocks:
             seen = slice(0, block.keys[-1].stop)
-            weights = rows(_scores(queries, keys, block, seen, later))
+            weights = rows(_scores(queries, keys, block, seen, later, masks))
             np.matmul(weights, values[:, seen], out=_heads_first(out, item, heads)[:, block.queries])
 
     parallel(work, _groups(q, k.shape[1]))
     return out
 
 
-def row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, dv):
+def row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, dv, mask=None):
     if _small(q, k, offset):
-        return reference.row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, dv)
+        return reference.row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, dv, mask)
     blocks, later = _blocks(q.shape[1], k.shape[1], offset), _later(q.shape[1], q.dtype)
     scale = q.dtype.type(1 / math.sqrt(q.shape[3]))
 
     def work(group: tuple[int, slice]) -> None:
         item, heads = group
+        masks = _masks(mask, item, heads)
         keys, queries = _heads_first(k, item, heads), _heads_first(q, item, heads) * scale
         values, grads = _heads_first(v, item, heads), _heads_first(grad, item, heads)
         key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(keys.shape, q.dtype)
         for block in blocks:
             seen = slice(0, block.keys[-1].stop)
-            scores = _scores(queries, keys, block, seen, later)
+            scores = _scores(queries, keys, block, seen, later, masks)
             weights = rows(scores)
             value_sum[:, seen] += weights.swapaxes(1, 2) @ grads[:, block.queries]
             dscores = rows_backward(grads[:, block.queries] @ values[:, seen].swapaxes(1, 2), scores, weights)
@@ -455,3 +479,64 @@ def adamw(weights, grad, first, second, step, learning_rate, betas, eps, decay):
         w -= t
 
     parallel(work, _pieces(weights.size))
+
+
+# -------------------------------------------------------------------- recurrence
+# BLAS copies a matrix into an order that suits it with every product, which takes as long as a product with few rows.
+# Up to a million multiplications OpenBLAS reads it where it lies: so many rows, and blocks of the matrix of that shape.
+MOST_ITEMS, MOST_TERMS, BLOCK_COLUMNS = 32, 480, 64
+
+
+class _Blocks:
+    """A matrix by which many others are multiplied, one after another, copied once into blocks."""
+
+    __array_ufunc__ = None  # so that NumPy leaves `array @ blocks` to us
+
+    def __init__(self, matrix: np.ndarray) -> None:
+        self.matrix = matrix
+        self.blocks: np.ndarray | None = None
+
+    @property
+    def T(self) -> _Blocks:
+        return _Blocks(self.matrix.T)
+
+    def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
+        if self.blocks is None:
+            self.blocks = self._cut()
+        (n_sums, n_blocks, _, n_columns), n_rows = self.blocks.shape, len(left)
+        out = np.empty((n_sums, n_rows, n_blocks * n_columns), left.dtype)
+        terms = left.reshape(n_rows, n_sums, 1, -1).transpose(1, 2, 0, 3)
+        np.matmul(terms, self.blocks, out=out.reshape(n_sums, n_rows, n_blocks, -1).swapaxes(1, 2))
+        return (out[0] if n_sums == 1 else out.sum(axis=0))[:, : self.matrix.shape[1]]
+
+    def _cut(self) -> np.ndarray:
+        """(sums, blocks, terms, columns), with zeros where the last block is not full."""
+        n_inner, n_columns = self.matrix.shape
+        n_sums, n_blocks = 1, -(-n_columns // BLOCK_COLUMNS)
+        while n_inner > n_sums * MOST_TERMS and n_inner % (2 * n_sums) == 0:
+            n_sums *= 2
+        whole = np.zeros((n_inner, n_blocks * BLOCK_COLUMNS), self.matrix.dtype)
+        whole[:, :n_columns] = self.matrix
+        return np.ascontiguousarray(whole.reshape(n_sums, -1, n_blocks, BLOCK_COLUMNS).swapaxes(1, 2))
+
+
+def _by_items(kernel: Callable) -> Callable:
+    """Threads take some items of the batch each through the whole sequence, for items know nothing of each other."""
+
+    def run(*arguments: Any) -> None:
+        def of(items: slice, argument: Any) -> Any:
+            if not isinstance(argument, np.ndarray) or argument.ndim == 1:
+                return argument
+            return _Blocks(argument) if argument.ndim == 2 else argument[..., items, :]
+
+        n_items = arguments[0].shape[-2]
+        step = max(1, min(MOST_ITEMS, -(-n_items // n_threads())))
+        parts = [slice(start, start + step) for start in range(0, n_items, step)]
+        parallel(lambda items: kernel(*(of(items, a) for a in arguments)), parts)
+
+    return run
+
+
+rnn, rnn_backward = _by_items(reference.rnn), _by_items(reference.rnn_backward)
+gru, gru_backward = _by_items(reference.gru), _by_items(reference.gru_backward)
+lstm, lstm_backward = _by_items(reference.lstm), _by_items(reference.lstm_backward)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from tricycle.backend import Array, array_module
 __all__ = [
     "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "sigmoid", "multiply",
     "matmul", "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy",
-    "cross_entropy_with_slope", "attention_scores", "attention", "attention_backward", "row_attention",
-    "row_attention_backward", "rotate", "adamw",
+    "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward", "row_attention",
+    "row_attention_backward", "rotate", "adamw", "rnn", "rnn_backward", "gru", "gru_backward", "lstm", "lstm_backward",
 ]
 
 Rows = Callable[[Array], Array]
@@ -171,12 +172,15 @@ def cross_entropy_with_slope(logits: Array, labels: Array, weights: Array) -> tu
 
 # -------------------------------------------------------------------- attention
 # q: (B, T, H, D). k, v: (B, S, H, D). offset: query t sees the keys up to t + offset; None: all of them.
+# mask: added to the scores, 0 or -inf, (B or 1, H or 1, T or 1, S); None: nothing is hidden beside that.
 def hidden(xp, n_queries: int, n_keys: int, offset: int) -> Array:
     """(T, S) booleans: True where a query does not see a key."""
     return xp.arange(n_keys) > xp.arange(offset, offset + n_queries)[:, None]
 
 
-def attention(q: Array, k: Array, v: Array, offset: int | None, nothing: bool) -> tuple[Array, Array]:
+def attention(
+    q: Array, k: Array, v: Array, offset: int | None, nothing: bool, mask: Array | None = None
+) -> tuple[Array, Array]:
     """softmax(q k^T / sqrt(D)) v for every item and head (Vaswani et al. 2017, section 3.2.1).
 
     Args:
@@ -184,43 +188,49 @@ def attention(q: Array, k: Array, v: Array, offset: int | None, nothing: bool) -
 
     Returns:
         out: (B, T, H, D), zeros where a query sees no key, and the log of each row's sum of exponentials (B, H, T),
-        which the backward needs.
+        -inf there, which the backward needs.
     """
     xp = array_module(q)
-    scores = attention_scores(q, k, offset)
+    scores = attention_scores(q, k, offset, mask)
     largest = scores.max(axis=-1, keepdims=True)
     largest = xp.maximum(largest, 0) if nothing else xp.where(xp.isneginf(largest), 0, largest)
     weights = xp.exp(scores - largest)
     total = weights.sum(axis=-1, keepdims=True)
-    total = total + xp.exp(-largest) if nothing else xp.where(total == 0, 1, total)
-    return _mix(xp, weights / total, v), (largest + xp.log(total))[..., 0]
+    if nothing:
+        total += xp.exp(-largest)
+    empty = total == 0
+    total = xp.where(empty, 1, total)
+    return _mix(xp, weights / total, v), xp.where(empty, -xp.inf, largest + xp.log(total))[..., 0]
 
 
 def attention_backward(
     grad: Array, q: Array, k: Array, v: Array, out: Array, log_total: Array, offset: int | None,
-    dq: Array, dk: Array, dv: Array,
+    dq: Array, dk: Array, dv: Array, mask: Array | None = None,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv, whose memory may be strided and hold anything."""
     xp = array_module(q)
-    weights = xp.exp(attention_scores(q, k, offset) - log_total[..., None])
+    shift = xp.where(xp.isneginf(log_total), 0, log_total)[..., None]
+    weights = xp.exp(attention_scores(q, k, offset, mask) - shift)
     # sum_s weight_s dweight_s is the product of the output with its own gradient
     inner = (_heads_first(grad) * _heads_first(out)).sum(axis=-1, keepdims=True)
     _write_gradients(xp, grad, q, k, v, weights, lambda dweights: weights * (dweights - inner), dq, dk, dv)
 
 
-def row_attention(q: Array, k: Array, v: Array, offset: int | None, rows: Rows) -> Array:
+def row_attention(
+    q: Array, k: Array, v: Array, offset: int | None, rows: Rows, mask: Array | None = None
+) -> Array:
     """rows(q k^T / sqrt(D)) v for every item and head, with any function of rows of scores in softmax's place.
 
     Args:
         rows: from scores (..., T, S), -inf where a key is hidden, to weights of that shape.
     """
     xp = array_module(q)
-    return _mix(xp, rows(attention_scores(q, k, offset)), v)
+    return _mix(xp, rows(attention_scores(q, k, offset, mask)), v)
 
 
 def row_attention_backward(
     grad: Array, q: Array, k: Array, v: Array, offset: int | None, rows: Rows, rows_backward: RowsBackward,
-    dq: Array, dk: Array, dv: Array,
+    dq: Array, dk: Array, dv: Array, mask: Array | None = None,
 ) -> None:
     """Write the gradients of q, k and v.
 
@@ -228,22 +238,27 @@ def row_attention_backward(
         rows_backward: from the gradient of the weights, the scores and the weights to the gradient of the scores.
     """
     xp = array_module(q)
-    scores = attention_scores(q, k, offset)
+    scores = attention_scores(q, k, offset, mask)
     weights = rows(scores)
     _write_gradients(xp, grad, q, k, v, weights, lambda dweights: rows_backward(dweights, scores, weights), dq, dk, dv)
+
+
+def for_items(q: Array, work: Callable[[slice], None]) -> None:
+    """Let `work` do its part of a computation over a batch for all items; a faster version gives out single ones."""
+    work(slice(0, len(q)))
 
 
 def _heads_first(x: Array) -> Array:
     return x.transpose(0, 2, 1, 3)
 
 
-def attention_scores(q: Array, k: Array, offset: int | None) -> Array:
+def attention_scores(q: Array, k: Array, offset: int | None, mask: Array | None = None) -> Array:
     """q k^T / sqrt(D) (B, H, T, S), -inf where a key is hidden."""
     xp = array_module(q)
     scores = xp.matmul(_heads_first(q), k.transpose(0, 2, 3, 1)) / math.sqrt(q.shape[-1])
     if offset is not None:
         scores = xp.where(hidden(xp, q.shape[1], k.shape[1], offset), -xp.inf, scores)
-    return scores
+    return scores if mask is None else scores + mask
 
 
 def _mix(xp, weights: Array, v: Array) -> Array:
@@ -292,3 +307,143 @@ def adamw(
         weights *= 1 - learning_rate * decay
     deviation = xp.sqrt(second) / math.sqrt(1 - beta2**step) + eps
     weights -= learning_rate / (1 - beta1**step) * first / deviation
+
+
+# -------------------------------------------------------------------- recurrence
+# One layer over a whole sequence: T steps, B items, H the width of the state, n H columns of gates side by side.
+# gates: (T, B, n H), what the inputs give to them; afterwards their values. states: (S, T + 1, B, H), of which those
+# before the first step are given. weights (H, n H) and bias (n H,), or None, make the part of the gates that comes from
+# states[0], the output. active: (T, B, 1) booleans, or None: an item keeps its states over a step where it is not.
+def _forward(step: Callable[..., None]) -> Callable[..., None]:
+    """The kernel that calls step(gates[t], what the output before adds to them, states before, states after)."""
+
+    @wraps(step)
+    def run(gates, states, weights, bias, active, *options) -> None:
+        xp = array_module(gates)
+        for t in range(gates.shape[0]):
+            before, after = states[:, t], states[:, t + 1]
+            recurrent = before[0] @ weights
+            if bias is not None:
+                recurrent += bias
+            step(gates[t], recurrent, before, after, *options)
+            if active is not None:
+                after[...] = xp.where(active[t], after, before)
+
+    return run
+
+
+def _backward(step: Callable[..., None]) -> Callable[..., None]:
+    """The kernel that goes back in time.
+
+    It takes the gradients of the states (S, T + 1, B, H). It writes those of what went into the gates (1, T, B, n H),
+    or (2, T, B, n H) where the part from the input and that from the output before differ, and those of the first
+    states (S, B, H).
+
+    step(gates[t], states before, states after, gradients of these, d) writes d, those of what went into the gates, and
+    turns the states' gradients into those of the states before, but for what goes through the weights.
+    """
+
+    @wraps(step)
+    def run(grad, gates, states, weights, active, d_gates, d_states, *options) -> None:
+        xp, across, d_output = array_module(grad), weights.T, d_states[0]
+        d_states[...] = grad[:, -1]
+        for t in reversed(range(gates.shape[0])):
+            d, d_after = d_gates[:, t], None if active is None else d_states.copy()
+            step(gates[t], states[:, t], states[:, t + 1], d_states, d, *options)
+            if active is not None:
+                d[...] = xp.where(active[t], d, 0)
+                d_states[...] = xp.where(active[t], d_states, d_after)
+            d_output += d[-1] @ across
+            d_states += grad[:, t]
+
+    return run
+
+
+def _columns(x: Array, n: int) -> list[Array]:
+    """Views of n equal parts of the last axis."""
+    size = x.shape[-1] // n
+    return [x[..., i * size : (i + 1) * size] for i in range(n)]
+
+
+def _to_sigmoid(x: Array) -> None:
+    """In place, as tanh(x / 2) / 2 + 1 / 2."""
+    x *= 0.5
+    array_module(x).tanh(x, out=x)
+    x *= 0.5
+    x += 0.5
+
+
+@_forward
+def rnn(gate: Array, recurrent: Array, before: Array, after: Array, relu: bool) -> None:
+    """h' = tanh(gate), or max(gate, 0) (Elman 1990)."""
+    xp = array_module(gate)
+    gate += recurrent
+    after[0] = xp.maximum(gate, 0) if relu else xp.tanh(gate)
+
+
+@_backward
+def rnn_backward(gate: Array, before: Array, after: Array, d_states: Array, d: Array, relu: bool) -> None:
+    h = after[0]
+    d[0] = d_states[0] * ((h > 0) if relu else 1 - h * h)
+    d_states[...] = 0
+
+
+@_forward
+def gru(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
+    """h' = (1 - z) n + z h with gates r, z, n, where n = tanh(its input + r * its recurrent part) (Cho et al. 2014).
+
+    states[1] takes that recurrent part, which the backward needs.
+    """
+    (r, z, n), n_r_z = _columns(gate, 3), 2 * gate.shape[-1] // 3
+    r_z = gate[:, :n_r_z]
+    r_z += recurrent[:, :n_r_z]
+    _to_sigmoid(r_z)
+    after[1] = recurrent[:, n_r_z:]
+    n += r * recurrent[:, n_r_z:]
+    array_module(n).tanh(n, out=n)
+    after[0] = n + z * (before[0] - n)
+
+
+@_backward
+def gru_backward(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
+    (r, z, n), (dr, dz, dn), dh = _columns(gate, 3), _columns(d[0], 3), d_states[0]
+    rest = 1 - z
+    dz[...] = dh * (before[0] - n) * z * rest
+    dn[...] = dh * rest * (1 - n * n)
+    dr[...] = dn * after[1] * r * (1 - r)
+    d[1] = d[0]
+    d[1, :, -n.shape[-1] :] *= r
+    dh *= z
+
+
+@_forward
+def lstm(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
+    """c' = f c + i g and h' = o tanh(c') with gates i, f, g, o; states h and c.
+
+    Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.
+    """
+    xp, (i, f, g, o), new = array_module(gate), _columns(gate, 4), after[1]
+    gate += recurrent
+    candidate = xp.tanh(g)
+    _to_sigmoid(gate)  # of whole rows is faster than of three parts
+    g[...] = candidate
+    xp.multiply(f, before[1], out=new)
+    new += i * g
+    xp.multiply(o, xp.tanh(new), out=after[0])
+
+
+@_backward
+def lstm_backward(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
+    xp, (i, f, g, o), (di, df, dg, do) = array_module(gate), _columns(gate, 4), _columns(d[0], 4)
+    dh, dc, tanh_c, d_gate = d_states[0], d_states[1], xp.tanh(after[1]), d[0]
+    slope = 1 - gate
+    slope *= gate
+    _columns(slope, 4)[2][...] = 1 - g * g
+    xp.multiply(dh, tanh_c, out=do)
+    dh *= o
+    dc += dh * (1 - tanh_c * tanh_c)
+    for out, factor in ((di, g), (df, before[1]), (dg, i)):
+        xp.multiply(dc, factor, out=out)
+    d_gate *= slope
+    dc *= f
+    dh[...] = 0

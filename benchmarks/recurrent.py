@@ -1,0 +1,116 @@
+"""Recurrent layers beside PyTorch's: python -m benchmarks.recurrent
+
+Forward and backward of one LSTM, GRU or RNN over a batch of whole sequences in float32, from the input to the gradients
+of the input, of the weights and of both biases. Each side has a process of its own for each cell; the two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workers import STEPS_A_TURN, Worker, serve, take_turns
+
+CELLS = ("LSTM", "GRU", "RNN")
+
+Step = Callable[[], list[np.ndarray]]  # returns the outputs, then the gradients of the input and of the parameters
+
+
+def random_arrays(cell: str, n_items: int, n_steps: int, width: int) -> list[np.ndarray]:
+    """The input, then weights and biases as PyTorch has them: each for the input first, then for the state."""
+    rng, columns = np.random.default_rng(0), {"LSTM": 4, "GRU": 3, "RNN": 1}[cell] * width
+    shapes = [(n_items, n_steps, width), (columns, width), (columns, width), (columns,), (columns,)]
+    scales = [1.0] + [width**-0.5] * 4
+    return [rng.standard_normal(shape, dtype=np.float32) * np.float32(scale) for shape, scale in zip(shapes, scales)]
+
+
+def tricycle_step(cell: str, *sizes: int) -> Step:
+    from tricycle import recurrent
+    from tricycle.tensor import to_tensor
+
+    width = sizes[-1]
+    layer, (inputs, *arrays) = getattr(recurrent, cell)(width, width), random_arrays(cell, *sizes)
+    for p, array in zip(layer.parameters(), arrays):
+        p.array[...] = array.T
+    x = to_tensor(inputs)
+
+    def step() -> list[np.ndarray]:
+        outputs, _ = layer(x)
+        outputs.backward()
+        gradients = [t.grad.array.T if t.ndim == 2 else t.grad.array for t in (x, *layer.parameters())]
+        x.zero_grad()
+        layer.zero_grad()
+        return [outputs.array, *gradients]
+
+    return step
+
+
+def torch_step(cell: str, *sizes: int) -> Step:
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    width = sizes[-1]
+    layer, (inputs, *arrays) = getattr(torch.nn, cell)(width, width, batch_first=True), random_arrays(cell, *sizes)
+    for p, array in zip(layer.parameters(), arrays):
+        p.data.copy_(torch.from_numpy(array))
+    x, ones = torch.from_numpy(inputs).requires_grad_(), torch.ones(inputs.shape)
+
+    def step() -> list[np.ndarray]:
+        outputs, _ = layer(x)
+        outputs.backward(ones)
+        gradients = [t.grad.numpy() for t in (x, *layer.parameters())]
+        x.grad = None
+        layer.zero_grad()
+        return [outputs.detach().numpy(), *gradients]
+
+    return step
+
+
+SIDES: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": torch_step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", choices=CELLS, nargs="+", default=CELLS, help="what to compare")
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
+    parser.add_argument("--length", type=int, default=128, help="time steps of a sequence")
+    parser.add_argument("--width", type=int, default=256, help="channels of the input and of the state")
+    parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    parser.add_argument("--steps", type=int, default=30, help="timed forwards and backwards of each side")
+    parser.add_argument("--warmup", type=int, default=2, help="of those before")
+    parser.add_argument("--serve", nargs=5, metavar=("SIDE", "CELL", "B", "T", "C"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        side, cell, *sizes = arguments.serve
+        serve(side, SIDES[side](cell, *map(int, sizes)))
+        return
+    names = ["tricycle"] + ["torch"] * (arguments.peer == "torch")
+    sizes = [str(size) for size in (arguments.batch, arguments.length, arguments.width)]
+    rows: list[tuple[str, Any]] = []
+    for cell in arguments.cells:
+        workers = [
+            Worker(name, arguments.threads, "benchmarks.recurrent", "--serve", name, cell, *sizes) for name in names
+        ]
+        rows.append((cell, take_turns(workers, arguments.steps, arguments.warmup)))
+        if cell == arguments.cells[-1]:
+            print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+            for worker in workers:
+                print(f"  {worker.side}: {worker.ask('versions')}, matmul {worker.ask('matmul'):,.0f} GFLOP/s")
+        for worker in workers:
+            worker.close()
+    print(f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: "
+          f"medians of {arguments.steps}, {STEPS_A_TURN} in a turn")
+    print(f"{'':<6}{'ms ours':>9}" + f"{'ms PyTorch':>12}{'PyTorch / ours':>16}" * (len(names) == 2))
+    for cell, (ours, *theirs) in rows:
+        print(f"{cell:<6}{ours * 1e3:>9.1f}" + "".join(f"{it * 1e3:>12.1f}{it / ours:>16.2f}" for it in theirs))
+
+
+if __name__ == "__main__":
+    main()

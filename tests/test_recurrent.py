@@ -1,0 +1,430 @@
+"""RNN, GRU and LSTM: gradients, PyTorch's opinion, lengths, states that are handed on, bad input."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from tables import bad_input
+from test_layers import put
+
+from tricycle import backend, kernels, ops
+from tricycle.gradcheck import gradcheck
+from tricycle.kernels import cpu
+from tricycle.optimisers import AdamW
+from tricycle.recurrent import CELLS, GRU, LSTM, RNN, Recurrent
+from tricycle.tensor import Tensor, no_grad, to_tensor
+
+N_ITEMS, N_STEPS, WIDTH, SIZE = 4, 6, 3, 2
+LENGTHS = [[6, 1, 4, 2], [1, 1, 1, 1], [3, 5, 5, 2]]  # with a full one, with the shortest alone, with neither
+
+# name -> the layer, PyTorch's, and what both are told
+KINDS: dict[str, tuple[type[Recurrent], str, dict[str, str]]] = {
+    "RNN": (RNN, "RNN", {}),
+    "RNN relu": (RNN, "RNN", {"nonlinearity": "relu"}),
+    "GRU": (GRU, "GRU", {}),
+    "LSTM": (LSTM, "LSTM", {}),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+STACKS = [(1, False), (1, True), (2, False), (2, True)]
+every_stack = pytest.mark.parametrize(
+    ("n_layers", "bidirectional"), STACKS, ids=["one", "one both ways", "two", "two both ways"]
+)
+every_lengths = pytest.mark.parametrize("lengths", [None, *LENGTHS], ids=str)
+
+
+def new_layer(kind: str, *stack: Any, bias: bool = True, dtype: Any = np.float64) -> Recurrent:
+    """With random biases too, for the first ones, zeros, would hide mistakes."""
+    make, _, options = KINDS[kind]
+    layer = make(WIDTH, SIZE, *stack, bias=bias, generator=0, **options)
+    rng = np.random.default_rng(1)
+    for p in layer.parameters():
+        p.array = rng.standard_normal(p.shape).astype(dtype)
+    return layer
+
+
+def new_input(dtype: Any = np.float64) -> np.ndarray:
+    return np.random.default_rng(2).standard_normal((N_ITEMS, N_STEPS, WIDTH)).astype(dtype)
+
+
+def new_states(layer: Recurrent) -> list[Tensor]:
+    """One for each state that the layer has."""
+    rng, shape = np.random.default_rng(3), (sum(map(len, layer.runs)), N_ITEMS, SIZE)
+    return [to_tensor(rng.standard_normal(shape), dtype=np.float64) for _ in range(CELLS[layer._cell].n_states)]
+
+
+def as_initial(states: list) -> Any:
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def as_list(final: Any) -> list[Tensor]:
+    return list(final) if isinstance(final, tuple) else [final]
+
+
+def flat(outputs: Tensor, final: Any) -> Tensor:
+    """Outputs and states at the end as one vector."""
+    return ops.concatenate([y.reshape(-1) for y in (outputs, *as_list(final))])
+
+
+def all_gradients(layer: Recurrent, x: Tensor, initial: list[Tensor], *results: Tensor) -> list[np.ndarray]:
+    """Those of the input, the initial states and the parameters, for a random weighting of the results."""
+    rng = np.random.default_rng(4)
+    total = sum(((y * rng.standard_normal(y.shape)).sum() for y in results), to_tensor(0.0, dtype=np.float64))
+    total.backward()
+    found = [t.grad.array for t in (x, *initial, *layer.parameters())]
+    layer.zero_grad()
+    return found
+
+
+# -------------------------------------------------------------------- gradients
+@every_kind
+@every_stack
+@every_lengths
+def test_gradients(kind, n_layers, bidirectional, lengths) -> None:
+    layer = new_layer(kind, n_layers, bidirectional)
+    names = [name for name, _ in layer.named_parameters()]
+    states = new_states(layer)
+
+    def fn(x: Tensor, *others: Tensor) -> Tensor:
+        for name, tensor in zip(names, others[len(states) :], strict=True):
+            put(layer, name, tensor)
+        return flat(*layer(x, lengths, as_initial(list(others[: len(states)]))))
+
+    values = [p.array for p in layer.parameters()]
+    gradcheck(fn, new_input(), *(state.array for state in states), *values, n_directions=1, elementwise_up_to=24)
+
+
+@every_kind
+def test_one_layer_twice_in_one_graph(kind) -> None:
+    """Its parameters get the sum of what both calls give; the second starts where the first ended."""
+    layer, x, other = new_layer(kind, 2, True), new_input(), new_input()[:, :3] + 1
+
+    def gradients(*choice: bool) -> list[np.ndarray]:
+        calls = layer(to_tensor(x, dtype=float)), layer(to_tensor(other, dtype=float), [3, 1, 2, 2])
+        total = [flat(*call).sum() for call, chosen in zip(calls, choice) if chosen]
+        (total[0] + total[1] if len(total) == 2 else total[0]).backward()
+        found = [p.grad.array for p in layer.parameters()]
+        layer.zero_grad()
+        return found
+
+    for both, one, another in zip(gradients(True, True), gradients(True, False), gradients(False, True)):
+        np.testing.assert_allclose(both, one + another, 1e-10, 1e-12)
+
+    def chained(x: Tensor) -> Tensor:
+        outputs, final = layer(x)
+        return flat(*layer(x * outputs[..., :WIDTH], initial=final))
+
+    gradcheck(chained, x)
+
+
+@every_kind
+def test_frozen_layers_and_no_grad(kind) -> None:
+    layer, x = new_layer(kind).freeze(), to_tensor(new_input(), dtype=np.float64)
+    outputs, _ = layer(x)
+    outputs.backward()
+    assert x.grad is not None and all(p.grad is None for p in layer.parameters())
+    with no_grad():
+        assert not layer(x)[0].requires_grad
+    assert not layer(new_input())[0].requires_grad  # a constant, and nothing that learns
+
+
+# -------------------------------------------------------------------- PyTorch
+NAMES = {"input_weights": "weight_ih", "hidden_weights": "weight_hh", "input_bias": "bias_ih", "hidden_bias": "bias_hh"}
+
+
+def torch_twin(kind: str, layer: Recurrent, n_layers: int, bidirectional: bool, bias: bool) -> tuple[Any, list[Any]]:
+    """PyTorch's layer with the same weights, and its parameters in the order of ours."""
+    torch = pytest.importorskip("torch")
+    _, name, options = KINDS[kind]
+    twin = getattr(torch.nn, name)(
+        WIDTH, SIZE, n_layers, bias=bias, batch_first=True, bidirectional=bidirectional, **options
+    ).double()
+    parameters = []
+    for key, p in layer.named_parameters():
+        _, number, direction, part = key.split(".")
+        theirs = getattr(twin, f"{NAMES[part]}_l{number}{'_reverse' * int(direction)}")
+        theirs.data = torch.tensor(p.array.T)
+        parameters.append(theirs)
+    assert len(parameters) == len(list(twin.parameters()))
+    return twin, parameters
+
+
+@every_kind
+@every_stack
+@every_lengths
+@pytest.mark.parametrize("bias", [True, False])
+def test_agrees_with_pytorch(kind, n_layers, bidirectional, lengths, bias) -> None:
+    torch = pytest.importorskip("torch")
+    rnn = torch.nn.utils.rnn
+    layer = new_layer(kind, n_layers, bidirectional, bias=bias)
+    twin, parameters = torch_twin(kind, layer, n_layers, bidirectional, bias)
+    x, states = to_tensor(new_input(), dtype=np.float64), new_states(layer)
+    outputs, final = layer(x, lengths, as_initial(states))
+
+    their_x = torch.tensor(x.array, requires_grad=True)
+    their_states = [torch.tensor(state.array, requires_grad=True) for state in states]
+    packed: Any = their_x
+    if lengths is not None:
+        packed = rnn.pack_padded_sequence(their_x, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
+    their_outputs, their_final = twin(packed, as_initial(their_states))
+    if lengths is not None:
+        their_outputs, _ = rnn.pad_packed_sequence(their_outputs, batch_first=True, total_length=N_STEPS)
+    results, their_results = [outputs, *as_list(final)], [their_outputs, *as_list(their_final)]
+    for mine, theirs in zip(results, their_results, strict=True):
+        np.testing.assert_allclose(mine.array, theirs.detach().numpy(), 1e-10, 1e-12)
+
+    rng = np.random.default_rng(4)
+    sum((y * torch.tensor(rng.standard_normal(tuple(y.shape)))).sum() for y in their_results).backward()
+    wanted = [t.grad.numpy() for t in (their_x, *their_states)] + [p.grad.numpy().T for p in parameters]
+    for mine, theirs in zip(all_gradients(layer, x, states, *results), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-9, 1e-11)
+
+
+# -------------------------------------------------------------------- steps, states, shapes
+@every_kind
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_two_pieces_through_the_state_are_one_run(kind, n_layers) -> None:
+    layer, states = new_layer(kind, n_layers), new_states(new_layer(kind, n_layers))
+    x = to_tensor(new_input(), dtype=np.float64)
+    whole, end = layer(x, initial=as_initial(states))
+    expected = all_gradients(layer, x, states, whole, *as_list(end))
+    x.zero_grad()
+    for state in states:
+        state.zero_grad()
+
+    first, between = layer(x[:, :2], initial=as_initial(states))
+    second, final = layer(x[:, 2:], initial=between)
+    joined = ops.concatenate([first, second], axis=1)
+    for mine, theirs in zip([joined, *as_list(final)], [whole, *as_list(end)], strict=True):
+        np.testing.assert_allclose(mine.array, theirs.array, 1e-12)
+    for mine, theirs in zip(all_gradients(layer, x, states, joined, *as_list(final)), expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-10, 1e-12)
+
+
+@every_kind
+@every_stack
+def test_shapes_dtype_and_batch_flag(kind, n_layers, bidirectional) -> None:
+    layer = new_layer(kind, n_layers, bidirectional, dtype=np.float32)
+    width, n_runs = SIZE * (1 + bidirectional), n_layers * (1 + bidirectional)
+    for x in (new_input(np.float32), new_input().tolist(), to_tensor(new_input(), is_batched=True)):
+        outputs, final = layer(x)
+        assert outputs.shape == (N_ITEMS, N_STEPS, width) and outputs.dtype == np.float32
+        assert outputs.is_batched == isinstance(x, Tensor)
+        assert isinstance(final, tuple) == (kind == "LSTM")
+        for state in as_list(final):
+            assert state.shape == (n_runs, N_ITEMS, SIZE) and state.dtype == np.float32 and not state.is_batched
+    assert layer(np.zeros((0, N_STEPS, WIDTH)))[0].shape == (0, N_STEPS, width)
+    assert layer(np.zeros((1, 1, WIDTH), int))[0].shape == (1, 1, width)
+
+
+@every_kind
+def test_the_last_output_of_each_direction_is_its_final_state(kind) -> None:
+    layer = new_layer(kind, 2, True)
+    outputs, final = layer(new_input())
+    h = as_list(final)[0].array
+    np.testing.assert_array_equal(outputs.array[:, -1, :SIZE], h[-2])
+    np.testing.assert_array_equal(outputs.array[:, 0, SIZE:], h[-1])
+
+
+def test_threads_do_not_change_results(monkeypatch) -> None:
+    """Many items, three threads."""
+    rng = np.random.default_rng(0)
+    for kind in KINDS:
+        layer, x = new_layer(kind, 1, True), to_tensor(rng.standard_normal((101, 5, WIDTH)), dtype=np.float64)
+        found = []
+        for n_threads in (1, 3):
+            for module in (backend, cpu):
+                monkeypatch.setattr(module, "n_threads", lambda n=n_threads: n)
+            backend._helpers.cache_clear()
+            outputs, final = layer(x)
+            found.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
+            x.zero_grad()
+        backend._helpers.cache_clear()
+        with kernels.use_reference():
+            outputs, final = layer(x)
+            found.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
+        for one, three, plain in zip(*found, strict=True):
+            np.testing.assert_allclose(one, three, 1e-11, 1e-12)
+            np.testing.assert_allclose(one, plain, 1e-11, 1e-12)
+
+
+# -------------------------------------------------------------------- lengths
+@every_kind
+@every_stack
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_what_stands_in_the_padding_does_not_matter(kind, n_layers, bidirectional, lengths, value) -> None:
+    layer, results = new_layer(kind, n_layers, bidirectional), []
+    padding = np.arange(N_STEPS) >= np.array(lengths)[:, None]
+    for number in (0.0, value):
+        states, array = new_states(layer), new_input()
+        array[padding] = number
+        x = to_tensor(array, dtype=np.float64)
+        outputs, final = layer(x, lengths, as_initial(states))
+        assert not outputs.array[padding].any()
+        gradients = all_gradients(layer, x, states, outputs, *as_list(final))
+        assert not gradients[0][padding].any()
+        results.append([outputs.array, *(state.array for state in as_list(final)), *gradients])
+    for clean, dirty in zip(*results, strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+@every_kind
+@every_stack
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_each_item_of_a_batch_is_as_by_itself(kind, n_layers, bidirectional, lengths) -> None:
+    layer, x = new_layer(kind, n_layers, bidirectional), new_input()
+    states = new_states(layer)
+    outputs, final = layer(x, lengths, as_initial(states))
+    for i, length in enumerate(lengths):
+        alone, end = layer(x[i : i + 1, :length], initial=as_initial([state[:, i : i + 1] for state in states]))
+        np.testing.assert_allclose(outputs.array[i, :length], alone.array[0], 1e-12, 1e-14)
+        for mine, theirs in zip(as_list(final), as_list(end), strict=True):
+            np.testing.assert_allclose(mine.array[:, i], theirs.array[:, 0], 1e-12, 1e-14)
+
+
+def test_a_state_that_explodes_does_so_no_further_in_the_padding() -> None:
+    """An RNN without a bound, which in the padding would reach infinity."""
+    layer = RNN(1, 1, nonlinearity="relu")
+    run = layer.runs[0][0]
+    run.hidden_weights.array[...], run.input_weights.array[...] = 100, 1
+    x = to_tensor(np.ones((2, 30, 1)))
+    outputs, final = layer(x, [2, 1])
+    np.testing.assert_allclose(final.array[0, :, 0], [101, 1])
+    (outputs.sum() + final.sum()).backward()
+    assert np.isfinite(x.grad.array).all() and np.isfinite(run.hidden_weights.grad.array).all()
+
+
+def test_lengths_come_as_lists_arrays_and_tensors_and_full_ones_change_nothing() -> None:
+    layer, x = new_layer("LSTM", 2, True), new_input()
+    expected = layer(x, [3, 5, 5, 2])[0].array
+    for lengths in (np.array([3, 5, 5, 2], np.uint8), to_tensor([3, 5, 5, 2], dtype=int)):
+        np.testing.assert_array_equal(layer(x, lengths)[0].array, expected)
+    np.testing.assert_array_equal(layer(x, [N_STEPS] * N_ITEMS)[0].array, layer(x)[0].array)
+
+
+# -------------------------------------------------------------------- as a layer
+def test_parameters_have_names_and_the_biases_start_at_0() -> None:
+    layer = GRU(3, 5, n_layers=2, bidirectional=True, generator=0)
+    shapes = {name: p.shape for name, p in layer.named_parameters()}
+    assert len(shapes) == 16
+    assert shapes["runs.0.0.input_weights"] == (3, 15) and shapes["runs.1.1.input_weights"] == (10, 15)
+    assert shapes["runs.1.0.hidden_weights"] == (5, 15) and shapes["runs.0.1.input_bias"] == (15,)
+    assert all(not p.array.any() for p in layer.parameters() if p.ndim == 1)
+    assert [p.ndim for p in LSTM(2, 2, bias=False).parameters()] == [2, 2]
+    again = GRU(3, 5, n_layers=2, bidirectional=True, generator=0)
+    for one, other in zip(layer.parameters(), again.parameters()):
+        np.testing.assert_array_equal(one.array, other.array)
+
+
+def test_the_initialiser_sees_the_size_of_one_gate() -> None:
+    seen = []
+
+    def ones(shape, generator) -> np.ndarray:
+        seen.append(shape)
+        return np.ones(shape, np.float32)
+
+    layer = LSTM(3, 5, initialiser=ones)
+    assert seen == [(3, 5)] * 4 + [(5, 5)] * 4
+    assert all((p.array == 1).all() for p in layer.parameters() if p.ndim == 2)
+
+
+@every_kind
+def test_dropout_is_between_layers_and_only_in_training(kind) -> None:
+    make, _, options = KINDS[kind]
+    dropping, plain = (make(WIDTH, SIZE, 2, dropout=p, generator=0, **options) for p in (0.5, 0.0))
+    x = new_input()
+    first, second = dropping(x)[0].array, dropping(x)[0].array
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(dropping.eval()(x)[0].array, plain(x)[0].array)
+    alone = make(WIDTH, SIZE, 1, dropout=0.9, generator=0, **options)
+    np.testing.assert_array_equal(alone(x)[0].array, alone(x)[0].array)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+@every_kind
+def test_a_copy_computes_the_same(kind, duplicate) -> None:
+    layer, x = new_layer(kind, 2, True), new_input()
+    layer(to_tensor(x))[0].backward()
+    np.testing.assert_array_equal(duplicate(layer)(x)[0].array, layer(x)[0].array)
+    other = new_layer(kind, 2, True)
+    other.load_state_dict(layer.state_dict())
+    np.testing.assert_array_equal(other(x)[0].array, layer(x)[0].array)
+
+
+@every_kind
+def test_it_learns_what_it_saw_first(kind) -> None:
+    """To tell at the end whether the first step was above 0."""
+    make, _, options = KINDS[kind]
+    layer, rng, optimiser = make(1, 8, generator=0, **options), np.random.default_rng(0), AdamW(0.02)
+    losses = []
+    for _ in range(150):
+        x = rng.standard_normal((32, 5, 1)).astype(np.float32)
+        difference = layer(x)[0][:, -1, 0] - (x[:, 0, 0] > 0)
+        loss = (difference * difference).mean()
+        loss.backward()
+        optimiser.step()
+        layer.update(optimiser)
+        losses.append(loss.item())
+    assert np.mean(losses[-20:]) < 0.35 * np.mean(losses[:5])
+
+
+# -------------------------------------------------------------------- bad input
+_layer = LSTM(3, 2, 2, True, generator=0)
+_x = np.zeros((4, 6, 3))
+
+
+test_bad_input_is_refused = bad_input({
+    "a wrong width": (
+        lambda: _layer(np.zeros((4, 6, 2))),
+        "LSTM(input_size=3): expected shape (batch, steps, 3) with a step or more, got (4, 6, 2)",
+    ),
+    "one sequence without a batch": (
+        lambda: GRU(3, 2)(np.zeros((6, 3))),
+        "GRU(input_size=3): expected shape (batch, steps, 3) with a step or more, got (6, 3)",
+    ),
+    "an empty sequence": (
+        lambda: RNN(3, 2)(np.zeros((4, 0, 3))),
+        "RNN(input_size=3): expected shape (batch, steps, 3) with a step or more, got (4, 0, 3)",
+    ),
+    "lengths beyond the array": (
+        lambda: _layer(_x, [6, 7, 1, 1]),
+        "LSTM: expected lengths from 1 to 6, got 1 to 7",
+    ),
+    "a length of 0": (lambda: _layer(_x, [6, 0, 1, 1]), "LSTM: expected lengths from 1 to 6, got 0 to 6"),
+    "a negative length": (lambda: _layer(_x, [-1, 2, 1, 1]), "LSTM: expected lengths from 1 to 6, got -1 to 2"),
+    "lengths for other items": (
+        lambda: _layer(_x, [6, 1, 1]),
+        "LSTM: expected lengths as whole numbers of shape (4,), got int64 of shape (3,)",
+    ),
+    "one length": (
+        lambda: _layer(_x, 3),
+        "LSTM: expected lengths as whole numbers of shape (4,), got int64 of shape ()",
+    ),
+    "lengths with a point": (
+        lambda: _layer(_x, [1.0, 2.0, 3.0, 4.0]),
+        "LSTM: expected lengths as whole numbers of shape (4,), got float32 of shape (4,)",
+    ),
+    "states of a wrong shape": (
+        lambda: _layer(_x, initial=(np.zeros((4, 4, 2)), np.zeros((4, 1, 2)))),
+        "LSTM: expected initial states of shape (4, 4, 2) twice, h and c, got (4, 4, 2) and (4, 1, 2)",
+    ),
+    "one state where there are two": (
+        lambda: _layer(_x, initial=[np.zeros((4, 4, 2))]),
+        "LSTM: expected initial states of shape (4, 4, 2) twice, h and c, got (4, 4, 2)",
+    ),
+    "two states where there is one": (
+        lambda: GRU(3, 2)(_x, initial=np.zeros((2, 1, 4, 2))),
+        "GRU: expected initial states of shape (1, 4, 2), got (2, 1, 4, 2)",
+    ),
+    "an unknown nonlinearity": (
+        lambda: RNN(3, 2, nonlinearity="gelu"),
+        "RNN: expected nonlinearity to be tanh or relu, got 'gelu'",
+    ),
+    "no layer": (lambda: GRU(3, 2, 0), "GRU: expected n_layers to be a whole number above 0, got 0"),
+    "a width of 0": (lambda: GRU(0, 2), "GRU: expected input_size to be a whole number above 0, got 0"),
+    "dropping all": (lambda: GRU(1, 1, dropout=1.0), "Dropout: expected a probability from 0 to below 1, got 1.0"),
+})  # fmt: skip
