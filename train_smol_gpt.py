@@ -29,7 +29,6 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.files import atomic_write
 from tricycle.flags import parse, run_main
-from tricycle.plot import plot_losses
 from tricycle.training import (
     FINAL_OVERLAP,
     HeldOut,
@@ -45,6 +44,7 @@ from tricycle.training import (
     train,
 )
 from tricycle_datasets.gpt2 import gpt2_tokeniser
+from tricycle_lab.plot import plot_losses
 
 Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
 CORPORA = {

@@ -11,8 +11,8 @@ from experiments.quiet_attention.__main__ import Arguments, measure, new_config,
 from experiments.tables import cell, markdown
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.files import atomic_write
-from tricycle.probe import excess_kurtosis
 from tricycle.training import HeldOut, evaluate, new_state, train_step
+from tricycle_lab.probe import excess_kurtosis
 
 TINY = ["--quick", "--seeds", "2", "--steps", "3", "--batch-size", "2", "--measurements", "1", "--device", "cpu"]
 

@@ -15,8 +15,15 @@ from matplotlib.image import imread
 from tables import bad_input
 
 from tricycle import backend
-from tricycle.plot import ATTENTION_PAGE, attention_page, plot_attention, plot_curves, plot_distributions, plot_losses
-from tricycle.probe import excess_kurtosis
+from tricycle_lab.plot import (
+    ATTENTION_PAGE,
+    attention_page,
+    plot_attention,
+    plot_curves,
+    plot_distributions,
+    plot_losses,
+)
+from tricycle_lab.probe import excess_kurtosis
 
 BOTH = [{"step": step, "loss": 5 / step, "learning_rate": 1e-3} for step in range(1, 201)] + [
     {"step": 100, "held_out_loss": 1.5, "bits_per_byte": 1.0},

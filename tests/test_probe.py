@@ -20,7 +20,9 @@ from tricycle.functions import SOFTMAXES, BlockSoftmax
 from tricycle.generate import generate
 from tricycle.layers import Dense, Layer, Sequential
 from tricycle.models import GPT
-from tricycle.probe import (
+from tricycle.tensor import Tensor, no_grad, to_tensor
+from tricycle.training import evaluate
+from tricycle_lab.probe import (
     Probe,
     entropy,
     excess_kurtosis,
@@ -30,8 +32,6 @@ from tricycle.probe import (
     top_weight,
     weight_kurtosis,
 )
-from tricycle.tensor import Tensor, no_grad, to_tensor
-from tricycle.training import evaluate
 
 IDS = np.random.default_rng(3).integers(0, TINY.vocab_size, (3, 13))
 ATTENTION = ["blocks.0.attention", "blocks.1.attention"]

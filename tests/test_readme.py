@@ -15,7 +15,7 @@ import pytest
 import yaml
 from test_programs import INFER, NEEDS_SHAKESPEARE, ROOT, TRAIN, cache, call, good, shrink_shakespeare, text  # noqa: F401 (fixtures)
 
-from tricycle import configs
+from tricycle import configs, functions
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -71,7 +71,16 @@ def test_the_toy_script(toy):
     assert [path.name for path in toy.iterdir()] == ["model.pkl"]
 
 
-def test_python_blocks_in_order(tmp_path, monkeypatch):
+@pytest.fixture
+def softmaxes():
+    """What a block adds there goes away again."""
+    before = dict(functions.SOFTMAXES)
+    yield
+    functions.SOFTMAXES.clear()
+    functions.SOFTMAXES.update(before)
+
+
+def test_python_blocks_in_order(tmp_path, monkeypatch, softmaxes):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     names: dict = {"__name__": "__main__"}
@@ -79,6 +88,22 @@ def test_python_blocks_in_order(tmp_path, monkeypatch):
         if "pickle.dump" not in block:
             run_block(block, names)
     assert list(tmp_path.iterdir()) == []
+
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_pages_of_the_docs(path, softmaxes):
+    """Their Python runs and prints what it says; their links lead somewhere; they hold no other commands."""
+    page = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert blocks and {kind for kind, _ in blocks} == {"python"} and len(blocks) * 2 == page.count("```")
+    names: dict = {}
+    for _, block in blocks:
+        run_block(block, names)
+    for link in re.findall(r"\]\(([^)\s]+)\)", page):
+        assert re.match(r"https://[\w./-]+$", link) or (path.parent / link.split("#")[0]).exists(), link
 
 
 # -------------------------------------------------------------------- bash
@@ -288,5 +313,5 @@ def test_presets_and_methods_that_the_text_names_exist():
 def test_every_module_is_on_the_map():
     table = README[README.index("## Map") : README.index("## Speed")]
     for path in sorted((ROOT / "tricycle").glob("*.py")):
-        if path.stem not in ("__init__", "files", "flags", "plot"):
+        if path.stem not in ("__init__", "files", "flags"):
             assert f"(tricycle/{path.name})" in table, path.name

@@ -273,7 +273,8 @@ class BlockSoftmax(RowSoftmax):
         Args:
             scales: ([H,] n_blocks, W), for more positions than there are queries.
         """
-        xp, saved = array_module(q), {}
+        xp = array_module(q)
+        saved: dict[int, tuple] = {}
         out = xp.zeros(q.shape, q.dtype)
 
         def forward(items: slice) -> None:
@@ -289,7 +290,7 @@ class BlockSoftmax(RowSoftmax):
         kernels.for_items(q, forward)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
-            found = {}
+            found: dict[int, Any] = {}
 
             def work(items: slice) -> None:
                 found[items.start] = self._backward_blocks(
@@ -298,7 +299,7 @@ class BlockSoftmax(RowSoftmax):
                 )
 
             kernels.for_items(q, work)
-            return None if scales is None else sum((found[start] for start in sorted(found)), xp.zeros_like(scales))
+            return None if scales is None else xp.stack([found[start] for start in sorted(found)]).sum(axis=0)
 
         return out, backward
 

@@ -22,9 +22,9 @@ from tricycle import backend
 from tricycle.configs import GPTConfig
 from tricycle.files import atomic_write
 from tricycle.flags import parse, run_main
-from tricycle.probe import Probe, excess_kurtosis, nothing, weight_kurtosis
 from tricycle.training import HeldOut, TrainingState, evaluate, new_state, resume_state, train_step
 from tricycle_datasets.shakespeare import Shakespeare
+from tricycle_lab.probe import Probe, excess_kurtosis, nothing, weight_kurtosis
 
 VARIANTS = ("softmax", "softmax1")
 BYTES = 257  # the vocabulary: single bytes and the end of a text

@@ -12,9 +12,9 @@ import numpy as np
 from experiments.tables import cell, markdown
 from tricycle.checkpoint import load_checkpoint
 from tricycle.files import atomic_write
-from tricycle.plot import attention_page, plot_curves, plot_distributions
-from tricycle.probe import Probe
 from tricycle.tokeniser import BPETokeniser
+from tricycle_lab.plot import attention_page, plot_curves, plot_distributions
+from tricycle_lab.probe import Probe
 
 Row = dict[str, Any]
 Runs = dict[str, list[list[Row]]]  # by variant: for each seed the measurements along the run

@@ -10,6 +10,7 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -492,13 +493,13 @@ class _Blocks:
 
     __array_ufunc__ = None  # so that NumPy leaves `array @ blocks` to us
 
-    def __init__(self, matrix: np.ndarray) -> None:
-        self.matrix = matrix
+    def __init__(self, matrix: np.ndarray, turn: Any) -> None:
+        self.matrix, self.turn = matrix, turn
         self.blocks: np.ndarray | None = None
 
     @property
     def T(self) -> _Blocks:
-        return _Blocks(self.matrix.T)
+        return _Blocks(self.matrix.T, self.turn)
 
     def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
         if self.blocks is None:
@@ -506,7 +507,9 @@ class _Blocks:
         (n_sums, n_blocks, _, n_columns), n_rows = self.blocks.shape, len(left)
         out = np.empty((n_sums, n_rows, n_blocks * n_columns), left.dtype)
         terms = left.reshape(n_rows, n_sums, 1, -1).transpose(1, 2, 0, 3)
+        self.turn.release()
         np.matmul(terms, self.blocks, out=out.reshape(n_sums, n_rows, n_blocks, -1).swapaxes(1, 2))
+        self.turn.acquire()
         return (out[0] if n_sums == 1 else out.sum(axis=0))[:, : self.matrix.shape[1]]
 
     def _cut(self) -> np.ndarray:
@@ -524,15 +527,21 @@ def _by_items(kernel: Callable) -> Callable:
     """Threads take some items of the batch each through the whole sequence, for items know nothing of each other."""
 
     def run(*arguments: Any) -> None:
+        turn = threading.Lock()
+
         def of(items: slice, argument: Any) -> Any:
             if not isinstance(argument, np.ndarray) or argument.ndim == 1:
                 return argument
-            return _Blocks(argument) if argument.ndim == 2 else argument[..., items, :]
+            return _Blocks(argument, turn) if argument.ndim == 2 else argument[..., items, :]
+
+        def work(items: slice) -> None:
+            with turn:
+                kernel(*(of(items, a) for a in arguments))
 
         n_items = arguments[0].shape[-2]
         step = max(1, min(MOST_ITEMS, -(-n_items // n_threads())))
         parts = [slice(start, start + step) for start in range(0, n_items, step)]
-        parallel(lambda items: kernel(*(of(items, a) for a in arguments)), parts)
+        parallel(work, parts)
 
     return run
 

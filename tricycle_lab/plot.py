@@ -14,7 +14,7 @@ import numpy as np
 
 from tricycle.backend import Array, to_cpu
 from tricycle.files import atomic_write
-from tricycle.probe import excess_kurtosis
+from tricycle_lab.probe import excess_kurtosis
 
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008), and for further lines other strokes.
 COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000".split()
