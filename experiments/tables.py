@@ -11,7 +11,7 @@ import numpy as np
 def cell(values: Any, digits: int = 2, scale: float = 1) -> str:
     """The mean over seeds and, where there are several, their standard deviation."""
     values = scale * np.asarray(values, float)
-    mean = f"{round(values.mean(), digits) + 0.0:,.{digits}f}"  # + 0, for a rounded -0.001 is no -0.00
+    mean = f"{round(float(values.mean()), digits) + 0.0:,.{digits}f}"  # + 0, for a rounded -0.001 is no -0.00
     return mean if values.size == 1 else f"{mean} ± {values.std(ddof=1):,.{digits}f}"
 
 
