@@ -1,0 +1,1 @@
+"""Can the statistics that FlashAttention computes be learned instead? (seed document 002)"""

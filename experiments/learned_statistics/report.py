@@ -1,0 +1,131 @@
+"""What came out, as Markdown tables, pictures and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.learned_statistics.study import block_starts
+from experiments.tables import cell, markdown
+from tricycle_lab.plot import attention_page, plot_attention, plot_curves
+
+Rows = Sequence[Mapping[str, Any]]
+Maps = Mapping[str, np.ndarray]
+
+# Perplexity on Wikitext-2 in seed document 002: of the model as it is, and of 2 blocks with learned scales.
+SEED_TABLE = {"OPT-125M": (26, 22.36), "OPT-350M": (16.84, 17.81), "OPT-1.3B": (11.78, 12.63), "OPT-2.7B": (11, 12.56)}
+TABLE = ("none", "1 / k", "measured", "measured per head", "learned", "learned per head", "exact")
+# Whose attention is looked at beside the whole softmax's, its name in tables and pictures, and what is drawn as maps.
+SHOWN = {
+    "none": "no correction", "measured": "measured", "learned": "learned", "learned per head": "learned per head",
+}  # fmt: skip
+DRAWN = ("none", "learned")
+PAGE_BYTES = 1_400_000  # of weights on the page; as many layers as fit
+
+
+def find(rows: Rows, kind: str, blocks: int, model: int) -> np.ndarray:
+    """Perplexities of all seeds."""
+    wanted = {"kind": kind, "blocks": blocks, "model": model}
+    return np.array([row["perplexity"] for row in rows if wanted.items() <= row.items()])
+
+
+def won_back(rows: Rows, kind: str, blocks: int, model: int) -> np.ndarray:
+    """Which share of the perplexity that blocks without correction lose comes back, in percent."""
+    (whole,), (none,) = find(rows, "whole", 1, model), find(rows, "none", blocks, model)
+    return 100 * (none - find(rows, kind, blocks, model)) / (none - whole)
+
+
+def cases(rows: Rows) -> list[tuple[int, int]]:
+    """Models and numbers of blocks, in order."""
+    return sorted({(row["model"], row["blocks"]) for row in rows if row["kind"] != "whole"})
+
+
+def perplexity_table(rows: Rows) -> str:
+    titles = ["model", "blocks", "whole", *TABLE]
+    lines = []
+    for model, blocks in cases(rows):
+        values = [find(rows, kind, blocks, model) for kind in TABLE]
+        lines.append([str(model), str(blocks), cell(find(rows, "whole", 1, model), 3), *(cell(v, 3) for v in values)])
+    return markdown(titles, lines)
+
+
+def won_back_table(rows: Rows) -> str:
+    """In percent: 0 is as bad as no correction, 100 as good as the whole softmax."""
+    kinds = TABLE[1:]
+    lines = [
+        [str(model), str(blocks), *(cell(won_back(rows, kind, blocks, model), 1) for kind in kinds)]
+        for model, blocks in cases(rows)
+    ]
+    return markdown(["model", "blocks", *kinds], lines)
+
+
+def seed_table(rows: Rows) -> str:
+    """The seed document's figures beside ours, for two blocks with one scale a layer, block and position."""
+    lines = [[name, f"{whole:.2f}", f"{ours:.2f}", f"{100 * (ours / whole - 1):+.1f}%"]
+             for name, (whole, ours) in SEED_TABLE.items()]  # fmt: skip
+    for model, blocks in cases(rows):
+        if blocks == 2:
+            (whole,), learned = find(rows, "whole", 1, model), find(rows, "learned", 2, model)
+            change = 100 * (learned.mean() / whole - 1)
+            lines.append([f"ours, {model}", f"{whole:.3f}", cell(learned, 3), f"{change:+.1f}%"])
+    return markdown(["model", "perplexity, whole", "2 blocks, learned scales", "change"], lines)
+
+
+def maps_table(attention: Mapping[str, Mapping[str, list[float]]], what: str, digits: int = 3) -> str:
+    """A number of each layer's attention maps, for each way to weigh."""
+    n_layers = len(next(iter(attention.values()))[what])
+    lines = [[name, *(f"{value:.{digits}f}" for value in found[what])] for name, found in attention.items()]
+    return markdown(["softmax", *(f"layer {i}" for i in range(n_layers))], lines)
+
+
+# -------------------------------------------------------------------- pictures
+def plot_spikiness(attention: Mapping[str, Mapping[str, list[float]]], blocks: Sequence[int], path: Path) -> None:
+    """A panel for each number of blocks. `attention` names what it holds "whole", "2 blocks, learned", ..."""
+    panels = {}
+    for n in blocks:
+        lines = {"whole": attention["whole"]}
+        lines |= {name.split(", ")[1]: found for name, found in attention.items() if name.startswith(f"{n} blocks, ")}
+        layers = [str(i) for i in range(len(attention["whole"]["spikiness"]))]
+        panels[f"{n} blocks"] = {name: (layers, found["spikiness"]) for name, found in lines.items()}
+    plot_curves(panels, path, "layer", "spikiness, 0 to 1", "How spiky attention is")
+
+
+def plot_scales(learned: Sequence[list[np.ndarray]], measured: list[np.ndarray], path: Path) -> None:
+    """Scales against the position of the query, of all seeds beside the exact statistics' mean; a panel a layer."""
+    panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for layer, mean in enumerate(measured):
+        n_blocks, window = mean.shape
+        lines = panels[f"layer {layer}"] = {}
+        for i, start in enumerate(block_starts(n_blocks, window)):
+            seen = np.arange(start, window)  # the other positions do not see this block
+            lines[f"block {i}, learned"] = seen, np.stack([scales[layer][i, seen] for scales in learned])
+            lines[f"block {i}, measured"] = seen, mean[i, seen]
+    title = "Learned scales, and the mean of the exact statistics on training text"
+    plot_curves(panels, path, "position of the query", "scale", title)
+
+
+def draw_maps(maps: Mapping[str, Maps], distances: Sequence[float], tokens: Sequence[str], folder: Path) -> list[str]:
+    """Attention of one text: of the layers whose weights learned scales restore best and worst, as PNG; and of as many
+    layers as fit, the worst first, as a page.
+
+    Args:
+        maps: by variant and layer, (H, T, T).
+        distances: of each layer, how far its weights with learned scales are from those of the whole softmax.
+
+    Returns:
+        the files' names.
+    """
+    layers = list(next(iter(maps.values())))
+    order = np.argsort(distances)
+    for name, i in (("best", order[0]), ("worst", order[-1])):
+        variants = {variant: found[layers[i]] for variant, found in maps.items()}
+        title = f"{layers[i]}, the layer whose weights learned scales restore {name}"
+        plot_attention(variants, folder / f"attention-{name}.png", title)
+    size = sum(4 * found[layers[0]].size // 3 for found in maps.values())
+    fitting = [layers[i] for i in [order[-1], *order[:-1]]][: max(1, PAGE_BYTES // size)]
+    shown = {variant: {layer: found[layer] for layer in layers if layer in fitting} for variant, found in maps.items()}
+    attention_page(folder / "attention.html", shown, tokens, "Attention: whole, in blocks, with learned scales")
+    return ["attention-best.png", "attention-worst.png", "attention.html"]
