@@ -10,7 +10,6 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -483,9 +482,10 @@ def adamw(weights, grad, first, second, step, learning_rate, betas, eps, decay):
 
 
 # -------------------------------------------------------------------- recurrence
-# BLAS copies a matrix into an order that suits it with every product, which takes as long as a product with few rows.
-# Up to a million multiplications OpenBLAS reads it where it lies: so many rows, and blocks of the matrix of that shape.
-MOST_ITEMS, MOST_TERMS, BLOCK_COLUMNS = 32, 480, 64
+# With every product of more than one row BLAS copies the matrix into an order that suits it, which takes as long as a
+# product of few rows. Up to a million multiplications OpenBLAS reads it where it lies: with so many rows at most, and
+# blocks of the matrix of that size.
+ITEMS, MOST_TERMS, BLOCK_COLUMNS = 32, 480, 64
 
 
 class _Blocks:
@@ -493,13 +493,13 @@ class _Blocks:
 
     __array_ufunc__ = None  # so that NumPy leaves `array @ blocks` to us
 
-    def __init__(self, matrix: np.ndarray, turn: Any) -> None:
-        self.matrix, self.turn = matrix, turn
+    def __init__(self, matrix: np.ndarray) -> None:
+        self.matrix = matrix
         self.blocks: np.ndarray | None = None
 
     @property
     def T(self) -> _Blocks:
-        return _Blocks(self.matrix.T, self.turn)
+        return _Blocks(self.matrix.T)
 
     def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
         if self.blocks is None:
@@ -507,9 +507,7 @@ class _Blocks:
         (n_sums, n_blocks, _, n_columns), n_rows = self.blocks.shape, len(left)
         out = np.empty((n_sums, n_rows, n_blocks * n_columns), left.dtype)
         terms = left.reshape(n_rows, n_sums, 1, -1).transpose(1, 2, 0, 3)
-        self.turn.release()
         np.matmul(terms, self.blocks, out=out.reshape(n_sums, n_rows, n_blocks, -1).swapaxes(1, 2))
-        self.turn.acquire()
         return (out[0] if n_sums == 1 else out.sum(axis=0))[:, : self.matrix.shape[1]]
 
     def _cut(self) -> np.ndarray:
@@ -524,24 +522,24 @@ class _Blocks:
 
 
 def _by_items(kernel: Callable) -> Callable:
-    """Threads take some items of the batch each through the whole sequence, for items know nothing of each other."""
+    """Threads take some items of the batch each through the whole sequence, for items know nothing of each other.
+
+    No fewer, though there be threads without work: the calls of NumPy would be so short that threads mostly wait for
+    each other at Python's lock.
+    """
 
     def run(*arguments: Any) -> None:
-        turn = threading.Lock()
+        n_items = arguments[0].shape[-2]
 
         def of(items: slice, argument: Any) -> Any:
             if not isinstance(argument, np.ndarray) or argument.ndim == 1:
                 return argument
-            return _Blocks(argument, turn) if argument.ndim == 2 else argument[..., items, :]
+            if argument.ndim == 2:
+                return _Blocks(argument) if n_items > 1 else argument
+            return argument[..., items, :]
 
-        def work(items: slice) -> None:
-            with turn:
-                kernel(*(of(items, a) for a in arguments))
-
-        n_items = arguments[0].shape[-2]
-        step = max(1, min(MOST_ITEMS, -(-n_items // n_threads())))
-        parts = [slice(start, start + step) for start in range(0, n_items, step)]
-        parallel(work, parts)
+        parts = [slice(i, i + ITEMS) for i in range(0, n_items, ITEMS)]
+        parallel(lambda items: kernel(*(of(items, a) for a in arguments)), parts)
 
     return run
 
