@@ -281,3 +281,5 @@ def test_the_readme_shows_the_results_that_lie_beside_it():
         assert table(results["rows"]) in readme
     for what in ("spikiness", "distance"):
         assert report.maps_table(results["attention"], what) in readme
+    other = json.loads((folder / "results" / "equal_start.json").read_text())
+    assert report.won_back_table(other["rows"]) in readme
