@@ -99,6 +99,13 @@ def test_the_program(tmp_path):
     assert line in again
 
 
+@pytest.mark.parametrize(("flag", "least"), [("--seeds", 1), ("--measurements", 1), ("--steps", 0)])
+def test_numbers_that_make_no_sense(flag, least):
+    done = call("-m", "experiments.quiet_attention", flag, least - 1)
+    assert done.returncode != 0
+    assert f"quiet_attention: expected {flag} to be at least {least}, got {least - 1}" in done.stderr
+
+
 # -------------------------------------------------------------------- what experiments share
 def test_tables():
     assert cell([2]) == "2.00"

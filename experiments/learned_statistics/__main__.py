@@ -17,6 +17,7 @@ from tqdm import tqdm
 from experiments.learned_statistics import report
 from experiments.learned_statistics.bench import Bench, Job, Record, all_jobs
 from experiments.learned_statistics.study import SEEN_WINDOWS, Settings, about_maps, held_out_rows, look, new_subject
+from experiments.settings import at_least
 from tricycle.flags import parse, run_main
 
 QUICK: dict[str, Any] = {
@@ -53,11 +54,7 @@ def check(settings: Settings) -> None:
     Raises:
         ValueError: settings with which nothing could be measured.
     """
-    least = {"seeds": 1, "models": 1, "steps": 1, "scale_steps": 1, "batch_size": 1, "layers": 1, "windows": 0}
-    for name, lowest in least.items():
-        if getattr(settings, name) < lowest:
-            got = getattr(settings, name)
-            raise ValueError(f"expected --{name.replace('_', '-')} to be at least {lowest}, got {got}")
+    at_least(settings, seeds=1, models=1, steps=1, scale_steps=1, batch_size=1, layers=1, windows=0)
     if not settings.scale_rate > 0:
         raise ValueError(f"expected --scale-rate to be above 0, got {settings.scale_rate}")
     if min(settings.blocks, default=0) < 2:

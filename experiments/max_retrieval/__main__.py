@@ -23,6 +23,7 @@ from typing import Any
 
 from experiments.max_retrieval import report
 from experiments.max_retrieval.study import Settings, measure, study, top_weights
+from experiments.settings import at_least
 from tricycle.files import atomic_write
 from tricycle.flags import parse, run_main
 from tricycle.functions import AdaptiveSoftmax
@@ -80,11 +81,7 @@ def check(settings: Settings) -> None:
     Raises:
         ValueError: settings with which nothing could be measured.
     """
-    for name in ("steps", "batch_size", "width", "seeds", "data_seeds", "samples", "fit_rows"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"expected --{name.replace('_', '-')} to be at least 1, got {getattr(settings, name)}")
-    if settings.largest < 16:
-        raise ValueError(f"expected --largest to be at least 16, got {settings.largest}")
+    at_least(settings, steps=1, batch_size=1, width=1, seeds=1, data_seeds=1, samples=1, fit_rows=1, largest=16)
 
 
 if __name__ == "__main__":

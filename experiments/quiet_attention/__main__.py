@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.quiet_attention.report import report
+from experiments.settings import at_least
 from tricycle import backend
 from tricycle.configs import GPTConfig
 from tricycle.files import atomic_write
@@ -52,6 +53,7 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, description=__doc__ or "")
+    at_least(arguments, seeds=1, measurements=1, steps=0, batch_size=0)
     on_gpu = arguments.device != "cpu" and backend.gpu_available()
     corpus = Shakespeare(BYTES)
     tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
