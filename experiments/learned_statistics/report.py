@@ -104,7 +104,7 @@ def plot_scales(learned: Sequence[list[np.ndarray]], measured: list[np.ndarray],
             lines[f"block {i}, learned"] = seen, np.stack([scales[layer][i, seen] for scales in learned])
             lines[f"block {i}, measured"] = seen, mean[i, seen]
     title = "Learned scales, and the mean of the exact statistics on training text"
-    plot_curves(panels, path, "position of the query", "scale", title)
+    plot_curves(panels, path, "position of the query", "scale", title, n_columns=2)
 
 
 def draw_maps(maps: Mapping[str, Maps], distances: Sequence[float], tokens: Sequence[str], folder: Path) -> list[str]:
