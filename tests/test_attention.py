@@ -275,6 +275,23 @@ BAD = {
         lambda: length_mask([1.0], 5),
         "length_mask: expected a whole number for each item, got float64 of shape (1,)",
     ),
+    "blocks without scales": (
+        lambda: SelfAttention(2, softmax="blocks")(np.ones((1, 4, 6))),
+        f"{BlockSoftmax()}: expected no more keys than length and "
+        f"scales (2, 4) or longer, got 4 keys and scales None",
+    ),
+    "blocks with scales for too few": (
+        lambda: SelfAttention(2, softmax="blocks")(np.ones((1, 4, 6)), None, to_tensor(np.ones((2, 3)))),
+        f"{BlockSoftmax()}: expected no more keys than length and "
+        f"scales (2, 4) or longer, got 4 keys and scales (2, 3)",
+    ),
+    "keys beyond the last block": (
+        lambda: CrossAttention(1, BlockSoftmax(length=4))(
+            *(np.ones((1, n, 3)) for n in (2, 5, 5)), to_tensor(np.ones((2, 9)))
+        ),
+        f"{BlockSoftmax(length=4)}: expected no more keys than length and "
+        f"scales (2, 2) or longer, got 5 keys and scales (2, 9)",
+    ),
     "a full cache": (
         lambda: full_cache().append(np.ones((1, 1, 1, 4)), np.ones((1, 1, 1, 4))),
         "KeyValueCache: 2 + 1 tokens exceed its capacity of 2",

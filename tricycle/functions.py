@@ -271,9 +271,17 @@ class BlockSoftmax(RowSoftmax):
         """As each block's attention to its keys by the queries that see any of them.
 
         Args:
-            scales: ([H,] n_blocks, W), for more positions than there are queries.
+            scales: ([H,] n_blocks, W), for as many positions as there are queries or more, with "learned" only.
+
+        Raises:
+            ValueError: scales missing, too few, or given where they have no use; keys beyond the last block.
         """
-        xp = array_module(q)
+        xp, (n_keys, last) = array_module(q), (k.shape[1], (offset or 0) + q.shape[1])
+        wanted = (self.n_blocks, last) if self.correction == "learned" else None
+        got = None if scales is None else (scales.shape[-2], min(scales.shape[-1], last))
+        if got != wanted or (wanted and n_keys > (self.length or n_keys)):
+            found = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
+            raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {found}")
         saved: dict[int, tuple] = {}
         out = xp.zeros(q.shape, q.dtype)
 
