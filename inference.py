@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from tricycle import backend
-from tricycle.checkpoint import load_checkpoint, load_pickled_model
-from tricycle.flags import parse, run_main
+from tricycle.checkpoint import load_checkpoint
 from tricycle.generate import check_sampling, generate
 from tricycle.models import GPT
-from tricycle.tokeniser import BPETokeniser, StreamDecoder
+from tricycle.tokeniser import BPETokeniser
+from tricycle_cli.flags import parse, run_main
+from tricycle_cli.pickles import load_pickled_model
+from tricycle_cli.stream import StreamDecoder
 
 
 @dataclass(frozen=True)

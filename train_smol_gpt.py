@@ -28,7 +28,6 @@ from tricycle import backend
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.files import atomic_write
-from tricycle.flags import parse, run_main
 from tricycle.training import (
     FINAL_OVERLAP,
     HeldOut,
@@ -43,6 +42,7 @@ from tricycle.training import (
     show_sample,
     train,
 )
+from tricycle_cli.flags import parse, run_main
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 from tricycle_lab.plot import plot_losses
 

@@ -13,6 +13,7 @@ import numpy as np
 
 import tricycle.activation as activation
 import tricycle.attention as attention
+import tricycle.convolution as convolution
 import tricycle.einsum as einsum
 import tricycle.functions as functions
 import tricycle.loss as loss
@@ -420,9 +421,9 @@ _rows(
 
 
 # -------------------------------------------------------------------- losses
-def _torch_cross_entropy(torch, labels, logits, ignore=-100):
+def _torch_cross_entropy(torch, labels, logits, ignore=-100, smoothing=0.0):
     return torch.nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=ignore
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=ignore, label_smoothing=smoothing
     )
 
 
@@ -440,6 +441,14 @@ add(
     normal(2, 2, 4),
     torch=lambda torch, *xs: _torch_cross_entropy(torch, *xs, ignore=-1),
 )
+for _smoothing in (0.1, 0.5):
+    add(
+        "CrossEntropy",
+        loss.CrossEntropy(ignore_index=-1, label_smoothing=_smoothing),
+        Whole([[1, -1], [-1, 3]]),
+        normal(2, 2, 4),
+        torch=lambda torch, *xs, e=_smoothing: _torch_cross_entropy(torch, *xs, ignore=-1, smoothing=e),
+    )
 for _shape in [(), (3,), (2, 3), (1, 1)]:
     add(
         "MeanSquaredError",
@@ -560,3 +569,37 @@ for _cell, _kind in recurrent.CELLS.items():
                 *(normal(*shape) for shape in [*_shapes, *_biases]),
                 torch=lambda torch, *xs, c=_cell, r=_reverse, a=_active: _torch_recurrence(torch, c, r, a, *xs),
             )
+
+# -------------------------------------------------------------------- convolution
+def _torch_unfold(torch, x, kernel, stride, padding):
+    """(B, C, H, W) patches of PyTorch, C slowest, as ours: C fastest."""
+    n_items, *_, channels = x.shape
+    sizes = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[1:], kernel, stride, padding)]
+    columns = torch.nn.functional.unfold(x.permute(0, 3, 1, 2), kernel, padding=padding, stride=stride)
+    columns = columns.reshape(n_items, channels, kernel[0] * kernel[1], -1).permute(0, 3, 2, 1)
+    return columns.reshape(n_items, *sizes, -1)
+
+
+def _torch_fold(torch, columns, sizes, kernel, stride, padding):
+    n_items, n_rows, n_columns, width = columns.shape
+    columns = columns.reshape(n_items, n_rows * n_columns, kernel[0] * kernel[1], -1).permute(0, 3, 2, 1)
+    columns = columns.reshape(n_items, width, -1)
+    return torch.nn.functional.fold(columns, sizes, kernel, padding=padding, stride=stride).permute(0, 2, 3, 1)
+
+
+for _sizes, _kernel, _stride, _padding in [
+    ((4, 5), (2, 3), (1, 1), (0, 0)), ((5, 5), (3, 3), (2, 2), (1, 1)), ((6, 3), (2, 1), (3, 2), (2, 0)),
+    ((1, 1), (1, 1), (1, 1), (0, 0)),
+]:  # fmt: skip
+    _how = _kernel, _stride, _padding
+    _places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(_sizes, *_how)]
+    add(
+        "unfold", lambda x, how=_how: convolution.unfold(x, *how), normal(2, *_sizes, 3),
+        torch=lambda torch, x, how=_how: _torch_unfold(torch, x, *how),
+    )
+    add(
+        "fold", lambda x, how=(_sizes, *_how): convolution.fold(x, *how),
+        normal(2, *_places, 3 * _kernel[0] * _kernel[1]),
+        torch=lambda torch, x, how=(_sizes, *_how): _torch_fold(torch, x, *how),
+    )
+add("unfold", lambda x: convolution.unfold(x, (3,), (2,), (1,)), normal(2, 6, 2))

@@ -17,7 +17,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tricycle.checkpoint import load_checkpoint, load_pickled_model, save_checkpoint
+from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, ShakespeareConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.layers import Dense
@@ -26,6 +26,7 @@ from tricycle.models import GPT
 from tricycle.ops import OPS
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
+from tricycle_cli.pickles import load_pickled_model
 
 CONFIG = DebugConfig(vocab_size=260, context_window=8, embedding_dim=8, n_layers=1, batch_size=2, dropout=0.2)
 PROGRESS = {"step": 3, "best_loss": float("inf"), "seconds": 0.1}

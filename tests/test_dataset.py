@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tricycle.dataset import CausalLMDataset, Dataset, InfiniteBatchDataset
+from tricycle.dataset import Buckets, CausalLMDataset, Dataset, InfiniteBatchDataset, pad
 from tricycle.tensor import Tensor
 
 VOCAB = 1000
@@ -252,3 +252,53 @@ def test_infinite_batches_go_round():
 def test_bad_pairs_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# -------------------------------------------------------------------- sequences of any length
+def test_padding():
+    padded, lengths = pad([[5, 6, 7], [], [8]], value=-1)
+    assert padded.tolist() == [[5, 6, 7], [-1, -1, -1], [8, -1, -1]]
+    assert lengths.tolist() == [3, 0, 1]
+    assert padded.dtype.kind == lengths.dtype.kind == "i"
+    assert [a.shape for a in pad([])] == [(0, 0), (0,)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=60), st.integers(18, 200))
+def test_buckets_have_every_item_once_in_batches_that_fit(lengths, max_tokens):
+    array, buckets = np.array(lengths), Buckets(lengths, max_tokens)
+    for epoch in range(2):
+        batches = buckets.batches(epoch)
+        assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+        assert all(array[rows].max(axis=0).sum() * len(rows) <= max_tokens for rows in batches)
+
+
+def test_buckets_pad_little_in_an_order_that_changes():
+    lengths = np.random.default_rng(0).integers(5, 60, (2000, 2))
+    lengths[:, 1] = lengths[:, 0] + np.random.default_rng(1).integers(0, 3, 2000)
+    buckets, given = Buckets(lengths, 1500, seed=1), []
+    n_batches = len(buckets.batches(0))
+    padded = sum(lengths[rows].max(axis=0).sum() * len(rows) for rows in buckets.batches(0))
+    assert padded < 1.06 * lengths.sum()
+    for epoch in range(2):
+        rows = [next(buckets) for _ in range(len(buckets.batches(epoch)))]
+        assert sorted(np.concatenate(rows).tolist()) == list(range(2000))
+        given.append([sorted(r.tolist()) for r in rows])
+    assert given[0] != given[1]
+    means = [lengths[rows].mean() for rows in buckets.batches(0)]
+    assert abs(np.corrcoef(means, np.arange(n_batches))[0, 1]) < 0.5  # short ones do not come first
+
+
+def test_buckets_go_on_where_they_stood():
+    lengths = np.random.default_rng(0).integers(1, 9, 50)
+    buckets, other = Buckets(lengths, 40, seed=3), Buckets(lengths, 40, seed=3)
+    for _ in range(2 * len(buckets.batches(0)) - 3):
+        next(buckets)
+    other.load_state(buckets.state())
+    for _ in range(10):
+        assert next(buckets).tolist() == next(other).tolist()
+
+
+@pytest.mark.parametrize(("lengths", "got"), [([3, 41], 41), ([], 0), ([0, 0], 0)])
+def test_items_that_no_batch_can_hold_are_refused(lengths, got):
+    with pytest.raises(ValueError, match=rf"Buckets\(max_tokens=40\): expected items of 1 to 40, got {got}"):
+        Buckets(lengths, 40)

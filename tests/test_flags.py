@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from tricycle.flags import fail, parse, run_main
+from tricycle_cli.flags import fail, parse, run_main
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def test_run_main_leaves_with_the_status_of_main(status, capsys):
 
 
 def test_a_run_to_an_ascii_terminal_survives_its_samples():
-    program = "from tricycle.flags import run_main; run_main(lambda: print('caf\\u00e9 \\ufffd'))"
+    program = "from tricycle_cli.flags import run_main; run_main(lambda: print('caf\\u00e9 \\ufffd'))"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
     assert (done.returncode, done.stdout.split()) == (0, [b"caf?", b"?"])

@@ -15,7 +15,6 @@ from tricycle.functions import (
     Softmax,
     Softmax1,
     Tanh,
-    fit_adaptive_temperature,
     linear,
     new_softmax,
     shared_backward,
@@ -143,22 +142,6 @@ def test_a_stopped_temperature_is_a_constant_in_the_backward(rng):
     assert np.abs(grads[0] - grads[1]).max() > 1e-3
 
 
-def test_fitting_finds_a_known_polynomial(rng):
-    """Costs that are lowest at a beta that is a parabola of the entropy, with noise in each row."""
-    scores = [3 * rng.random() * rng.standard_normal((400, n)) for n in (4, 16, 64, 256)]
-    wanted = (0.25, -0.5, 2.0)
-    entropy = [AdaptiveSoftmax().temperature(array)[-1] for array in scores]
-    betas = np.linspace(1, 12, 111)
-
-    def costs(i, weights):
-        tried = next(beta for beta in betas if np.allclose(Softmax()(scores[i] * beta).array, weights, atol=1e-5))
-        return (np.log(tried) - np.log(np.polyval(wanted, entropy[i][:, 0]))) ** 2 + 0.01 * rng.random(len(weights))
-
-    found = fit_adaptive_temperature(scores, costs, betas, degree=2)
-    at = np.linspace(0.5, 5, 10)
-    np.testing.assert_allclose(np.polyval(found, at), np.polyval(wanted, at), rtol=0.1)
-
-
 # -------------------------------------------------------------------- blocks
 @pytest.mark.parametrize("n_keys", [1, 2, 5, 12])
 @pytest.mark.parametrize("n_blocks", [1, 2, 3, 8])
@@ -221,10 +204,6 @@ REFUSED = {
     "coefficients": (
         lambda: AdaptiveSoftmax([np.nan]),
         "AdaptiveSoftmax: expected finite coefficients, got (nan,)",
-    ),
-    "too few rows": (
-        lambda: fit_adaptive_temperature([np.ones((3, 4))], lambda i, weights: weights[:, 0]),
-        "fit_adaptive_temperature: expected at least 20 rows with an entropy above 0.5 and 5 bins",
     ),
 }
 test_refusals = bad_input(REFUSED)

@@ -46,9 +46,9 @@ def _embedding_backward(rng, n_ids, n_rows, channels):
     return rng.standard_normal((n_ids, channels)), rng.integers(0, n_rows, n_ids), n_rows
 
 
-def _cross_entropy(rng, n, n_classes):
+def _cross_entropy(rng, n, n_classes, *smoothing):
     weights = rng.random(n) * (rng.random(n) < 0.8)
-    return rng.standard_normal((n, n_classes)) * 5, rng.integers(0, n_classes, n), weights
+    return rng.standard_normal((n, n_classes)) * 5, rng.integers(0, n_classes, n), weights, *smoothing
 
 
 def _qkv(rng, items, queries, keys, heads, size):
@@ -163,6 +163,7 @@ RECURRENCES = [
     for bias, masked in [(True, False), (False, True)]
 ]
 ELMAN = [(*sizes, relu) for sizes in RECURRENCES for relu in (True, False)]
+LOGITS = [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001), (7, 3, 0.3), (131, 1031, 0.1)]  # and smoothing
 
 # name -> how to draw its arguments, and the sizes to draw them in
 CASES = {
@@ -202,8 +203,8 @@ CASES = {
         _embedding_backward,
         [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7)],
     ),
-    "cross_entropy": (_cross_entropy, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
-    "cross_entropy_with_slope": (_cross_entropy, [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001)]),
+    "cross_entropy": (_cross_entropy, LOGITS),
+    "cross_entropy_with_slope": (_cross_entropy, LOGITS),
     "attention_scores": (_attention_scores, [(*sizes, offset) for sizes in ATTENTION for offset in offsets(sizes)]),
     "attention": (_attention, FUSED_ATTENTION),
     "attention_backward": (_attention_backward, FUSED_ATTENTION),

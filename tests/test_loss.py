@@ -123,3 +123,18 @@ def test_check_range():
     check_range("ids", np.array([], int), 0)
     with pytest.raises(ValueError, match=r"^ids: expected ids from 0 to 3, got 9$"):
         check_range("ids", np.array([9, 1]), 4)
+
+
+def test_smoothed_labels_follow_their_formula(rng):
+    ids, logits, share = rng.integers(0, 5, 6), rng.standard_normal((6, 5)), 0.2
+    truth = np.full((6, 5), share / 5)
+    truth[np.arange(6), ids] += 1 - share
+    log_probabilities = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    loss = CrossEntropy(label_smoothing=share)(labels(ids), to_tensor(logits))
+    assert loss.close_to(-(truth * log_probabilities).sum(axis=-1).mean(), 1e-5)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5, float("nan")])
+def test_a_share_out_of_range_is_refused(share):
+    with pytest.raises(ValueError, match="expected label_smoothing from 0 to below 1"):
+        CrossEntropy(label_smoothing=share)

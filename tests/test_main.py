@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_programs import call, good
 
-from tricycle import __main__ as main
+from tricycle_cli import machine
 
 ROWS = "Tricycle Python arrays GPU CPU BLAS threads matmul packages missing".split()
 NUMPY_ALONE = """
@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 
 class OnlyNumPy:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] not in {*sys.stdlib_module_names, "numpy", "tricycle"}:
+        if name.split(".")[0] not in {*sys.stdlib_module_names, "numpy", "tricycle", "tricycle_cli"}:
             raise ImportError(f"{name} is not there")
 
 sys.meta_path.insert(0, OnlyNumPy())
@@ -27,16 +27,16 @@ runpy.run_module("tricycle", run_name="__main__")
 
 def rows_of(out: str) -> dict[str, str]:
     table, _, better = out.partition("\n\nWhat would make it faster:\n")
-    assert all(len(line) <= main.WIDTH for line in table.splitlines())
+    assert all(len(line) <= machine.WIDTH for line in table.splitlines())
     assert all(line.startswith("  ") for line in better.splitlines())
     starts = [line for line in table.splitlines() if not line.startswith(" ")]
-    return {line[: main.INDENT].strip(): line[main.INDENT :] for line in starts} | {"faster": better}
+    return {line[: machine.INDENT].strip(): line[machine.INDENT :] for line in starts} | {"faster": better}
 
 
 @pytest.fixture
 def no_variables(monkeypatch):
     for name in os.environ:
-        if name in main.PINS or name.endswith("_NUM_THREADS"):
+        if name in machine.PINS or name.endswith("_NUM_THREADS"):
             monkeypatch.delenv(name)
 
 
@@ -74,69 +74,69 @@ def test_a_wrong_number_of_threads_is_one_line(monkeypatch):
 # -------------------------------------------------------------------- its rows
 def test_instructions_from_linux():
     text = "".join(f"processor\t: {i}\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f amx_bf16\n\n" for i in (0, 1))
-    assert main.processor(text).startswith("A CPU, ")
-    assert main.processor(text).endswith("; AVX2, AVX-512, no AVX-512 bf16, AMX bf16")
+    assert machine.processor(text).startswith("A CPU, ")
+    assert machine.processor(text).endswith("; AVX2, AVX-512, no AVX-512 bf16, AMX bf16")
 
 
 @pytest.mark.parametrize("text", ["", "Features\t: fp asimd bf16\n"], ids=["no such file", "ARM"])
 def test_instructions_elsewhere(text):
-    assert "bf16 and AMX unknown; NumPy uses " in main.processor(text)
+    assert "bf16 and AMX unknown; NumPy uses " in machine.processor(text)
 
 
 def test_a_pin_is_told(monkeypatch, no_variables):
-    assert "pinned" not in main.blas()
-    assert not any("OPENBLAS" in line for line in main.advice([], None))
+    assert "pinned" not in machine.blas()
+    assert not any("OPENBLAS" in line for line in machine.advice([], None))
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
-    assert main.blas().endswith("pinned by OPENBLAS_CORETYPE=Haswell")
-    assert main.advice([], None)[0].startswith("unset OPENBLAS_CORETYPE: ")
+    assert machine.blas().endswith("pinned by OPENBLAS_CORETYPE=Haswell")
+    assert machine.advice([], None)[0].startswith("unset OPENBLAS_CORETYPE: ")
 
 
 def test_which_variable_sets_the_threads(monkeypatch, no_variables):
-    assert main.setter() is None
-    assert "no variable sets them" in main.threads()
+    assert machine.setter() is None
+    assert "no variable sets them" in machine.threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "all")  # no number: nobody heeds it
-    assert main.setter() is None
+    assert machine.setter() is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
-    assert main.setter() == "OMP_NUM_THREADS"
+    assert machine.setter() == "OMP_NUM_THREADS"
     monkeypatch.setenv("TRICYCLE_NUM_THREADS", "2")
-    assert main.setter() == "TRICYCLE_NUM_THREADS"
+    assert machine.setter() == "TRICYCLE_NUM_THREADS"
 
 
 def test_idle_cores_are_told(monkeypatch, no_variables):
-    monkeypatch.setattr(main.os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(main.backend, "n_threads", lambda: 2)
-    assert not any("64" in line for line in main.advice([], None))  # without a variable it was the BLAS's choice
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(machine.backend, "n_threads", lambda: 2)
+    assert not any("64" in line for line in machine.advice([], None))  # without a variable it was the BLAS's choice
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert "unset OMP_NUM_THREADS: 2 of 64 logical cores are in use" in main.advice([], None)
+    assert "unset OMP_NUM_THREADS: 2 of 64 logical cores are in use" in machine.advice([], None)
 
 
 def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
-    monkeypatch.setattr(main, "installed", lambda *packages: [*packages])
-    assert main.advice([], "CuPy is not installed") == ["nothing that this program knows of"]
-    assert main.advice(["GPU 0: H200"], None) == ["nothing that this program knows of"]
-    assert main.advice(["GPU 0: H200"], "CuPy is not installed") == ["use GPU 0: H200: CuPy is not installed"]
+    monkeypatch.setattr(machine, "installed", lambda *packages: [*packages])
+    assert machine.advice([], "CuPy is not installed") == ["nothing that this program knows of"]
+    assert machine.advice(["GPU 0: H200"], None) == ["nothing that this program knows of"]
+    assert machine.advice(["GPU 0: H200"], "CuPy is not installed") == ["use GPU 0: H200: CuPy is not installed"]
 
 
 def test_gpus_that_the_driver_shows(monkeypatch):
     shown = "GPU 0: NVIDIA H200 (UUID: GPU-1)\nGPU 1: NVIDIA H200 (UUID: GPU-2)\n"
-    monkeypatch.setattr(main.shutil, "which", lambda name: None)
-    assert main.gpus() == []
-    monkeypatch.setattr(main.shutil, "which", lambda name: name)
-    monkeypatch.setattr(main.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, shown))
-    assert main.gpus() == ["GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert machine.gpus() == []
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    monkeypatch.setattr(machine.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, shown))
+    assert machine.gpus() == ["GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
 
     def hang(command, **_):
         raise subprocess.TimeoutExpired(command, 10)
 
-    monkeypatch.setattr(main.subprocess, "run", hang)
-    assert main.gpus() == []
+    monkeypatch.setattr(machine.subprocess, "run", hang)
+    assert machine.gpus() == []
 
 
 def test_a_gpu_in_use_is_told(monkeypatch):
-    monkeypatch.setattr(main.backend, "gpu_problem", lambda: None)
-    monkeypatch.setattr(main, "gpus", lambda: ["GPU 0: H200"])
-    monkeypatch.setattr(main, "matmul_rate", lambda: 1234.5)
-    rows = rows_of(main.report())
+    monkeypatch.setattr(machine.backend, "gpu_problem", lambda: None)
+    monkeypatch.setattr(machine, "gpus", lambda: ["GPU 0: H200"])
+    monkeypatch.setattr(machine, "matmul_rate", lambda: 1234.5)
+    rows = rows_of(machine.report())
     assert rows["GPU"] == "GPU 0: H200, in use after .to_gpu()"
     assert "; on a GPU " in rows["arrays"]
     assert rows["matmul"].startswith("1,234 GFLOP/s")

@@ -16,9 +16,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
+PACKAGES = ("tricycle", "tricycle_cli", "tricycle_datasets", "tricycle_lab")
 LIBRARY = sorted((ROOT / "tricycle").rglob("*.py"))
-CORPORA = sorted(path for name in ("datasets", "lab") for path in (ROOT / f"tricycle_{name}").rglob("*.py"))
-SHIPPED = [*LIBRARY, *CORPORA, ROOT / "train_smol_gpt.py", ROOT / "inference.py"]
+AROUND = sorted(path for name in PACKAGES[1:] for path in (ROOT / name).rglob("*.py"))
+SHIPPED = [*LIBRARY, *AROUND, ROOT / "train_smol_gpt.py", ROOT / "inference.py"]
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SHIPPED]
 CORE = "tricycle tricycle.tensor tricycle.ops tricycle.layers tricycle.models tricycle.loss tricycle.optimisers"
 
@@ -79,7 +80,7 @@ def test_what_is_imported_is_declared():
     requirements = [*PROJECT["project"]["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
     declared = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
     declared |= {"cupy", "requests", "tiktoken_ext"}  # by cupy-cuda12x and -13x, by pooch, by tiktoken
-    ours = {"tricycle", "tricycle_datasets", "tricycle_lab", "train_smol_gpt", "inference"}
+    ours = {*PACKAGES, "train_smol_gpt", "inference"}
     for path in SHIPPED:
         for module in imported(path, everywhere=True):
             top = module.split(".")[0]
@@ -160,10 +161,11 @@ def test_nothing_happens_at_module_level(path):
 ROOMS = re.findall(
     r"\S+",
     """
-    files flags backend tensor
+    files backend tensor
     kernels.reference kernels.cpu kernels.cuda
     ops einsum functions activation loss
-    initialisers layers optimisers scheduler attention blocks recurrent seq2seq
+    initialisers layers optimisers scheduler attention blocks convolution recurrent seq2seq
+    classifiers autoencoders
     configs models tokeniser dataset
     checkpoint generate training hub gradcheck __main__
     """,
@@ -204,7 +206,8 @@ def test_imports_follow_the_order_of_the_rooms(path):
                 assert ROOMS.index(own) > ROOMS.index("kernels.cuda")
             else:
                 assert ROOMS.index(room) < ROOMS.index(own), f"{own} imports {room}"
-        assert not module.startswith(("tricycle_datasets", "tricycle_lab", "benchmarks", "tests", "experiments"))
+        outside = module.startswith(("tricycle_", "benchmarks", "tests", "experiments"))
+        assert not outside or own == "__main__"
 
 
 def test_cupy_is_imported_in_backend_and_kernels_alone():
@@ -253,7 +256,7 @@ def test_every_module_has_its_tests(path):
 
 FILES = [
     path
-    for folder in (".", "tricycle", "tricycle_datasets", "tricycle_lab", "tests", "benchmarks", "experiments", "docs")
+    for folder in (".", *PACKAGES, "tests", "benchmarks", "experiments", "docs")
     for path in sorted((ROOT / folder).glob("*" if folder == "." else "**/*"))
     if path.suffix in (".py", ".md", ".toml", ".yml", ".cu", ".cuh", "") and path.is_file()
 ]

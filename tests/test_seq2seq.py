@@ -210,7 +210,7 @@ def test_select_takes_rows_of_everything() -> None:
 BAD = {
     "an unknown cell": (
         lambda: Seq2Seq(*SIZES, cell="elman"),
-        "Seq2Seq: expected cell to be one of rnn, gru, lstm, got 'elman'",
+        "expected cell to be one of rnn, gru, lstm, got 'elman'",
     ),
     "lengths beyond the source": (
         lambda: MODELS["Transformer"]()(np.ones((2, 4), int), np.ones((2, 3), int), [4, 5]),

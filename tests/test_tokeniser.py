@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tricycle import tokeniser as module
-from tricycle.tokeniser import END_OF_TEXT, BPETokeniser, StreamDecoder
+from tricycle.tokeniser import END_OF_TEXT, BPETokeniser
+from tricycle_cli.stream import StreamDecoder
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 TEXT = """def greet(name, times=3):

@@ -7,20 +7,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from tricycle.activation import GeLU, ReLU, SwiGLU, Swish
 from tricycle.attention import CrossAttention, KeyValueCache, Mask, Rotary, SelfAttention
 from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
-from tricycle.ops import as_tensor, positive, reshape
+from tricycle.ops import Op, as_tensor, positive, reshape
 from tricycle.tensor import Operand, Tensor
 
 # The activations that a config may name.
 ACTIVATIONS: dict[str, Callable] = {"gelu": GeLU, "relu": ReLU, "swish": Swish, "swiglu": SwiGLU}
 
 
-class MultiHeadSelfAttention(Layer):
+class _MultiHead(Layer):
+    """What both layers with heads have in common."""
+
+    context_window: Any
+    projection: Dense
+
+    def __init__(self, embedding_dim: int, n_heads: int, context_window: int | None) -> None:
+        title = type(self).__name__
+        positive(title, embedding_dim=embedding_dim, n_heads=n_heads)
+        if embedding_dim % n_heads:
+            got = f"{embedding_dim} and {n_heads}"
+            raise ValueError(f"{title}: expected embedding_dim to be a multiple of n_heads, got {got}")
+        self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
+
+    def use_softmax(self, softmax: str | RowSoftmax) -> None:
+        """Turn scores into weights in another way from now on, with a fresh parameter if it needs one."""
+        softmax, window = new_softmax(softmax), self.context_window
+        scales = softmax.new_scales(self.n_heads, window or 1)
+        if scales is not None and window is None:
+            raise ValueError(f"{type(self).__name__}: expected a context_window with {softmax}")
+        self.attention = self._new_attention(softmax.for_window(window) if window else softmax)
+        weights = self.projection.weights
+        if scales is not None and weights.on_gpu:
+            scales.to_gpu(weights.array.device.id)
+        self.softmax_scales = scales
+
+    def _new_attention(self, softmax: RowSoftmax) -> Op:
+        raise NotImplementedError
+
+
+class MultiHeadSelfAttention(_MultiHead):
     """Self-attention in several heads, with the projections before and after.
 
     Args:
@@ -39,12 +70,9 @@ class MultiHeadSelfAttention(Layer):
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
         softmax: str | RowSoftmax = "softmax", causal: bool = True,
     ) -> None:
-        positive("MultiHeadSelfAttention", embedding_dim=embedding_dim, n_heads=n_heads, context_window=context_window)
-        if embedding_dim % n_heads:
-            got = f"{embedding_dim} and {n_heads}"
-            raise ValueError(f"MultiHeadSelfAttention: expected embedding_dim to be a multiple of n_heads, got {got}")
+        positive("MultiHeadSelfAttention", context_window=context_window)
         generator = new_generator(generator)
-        self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
+        super().__init__(embedding_dim, n_heads, context_window)
         self.causal = causal
         self.qkv = Dense(embedding_dim, 3 * embedding_dim, bias, initialiser, generator)
         self.rotary = Rotary(n_heads) if rotary else None
@@ -52,13 +80,8 @@ class MultiHeadSelfAttention(Layer):
         self.dropout = Dropout(dropout, generator)
         self.use_softmax(softmax)
 
-    def use_softmax(self, softmax: str | RowSoftmax) -> None:
-        """Turn scores into weights in another way from now on, with a fresh parameter if it needs one."""
-        softmax = new_softmax(softmax).for_window(self.context_window)
-        self.attention = SelfAttention(self.n_heads, self.causal, softmax)
-        self.softmax_scales = softmax.new_scales(self.n_heads, self.context_window)
-        if self.softmax_scales is not None and self.qkv.weights.on_gpu:
-            self.softmax_scales.to_gpu(self.qkv.weights.array.device.id)
+    def _new_attention(self, softmax: RowSoftmax) -> Op:
+        return SelfAttention(self.n_heads, self.causal, softmax)
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
         """(B, T, C), or (T, C) for one sequence, to the same shape.
@@ -85,7 +108,7 @@ class MultiHeadSelfAttention(Layer):
         return out if x.ndim == 3 else reshape(out, x.shape)
 
 
-class MultiHeadAttention(Layer):
+class MultiHeadAttention(_MultiHead):
     """Attention of one sequence to another in several heads, with the projections before and after.
 
     Source: Vaswani et al. 2017, section 3.2.2.
@@ -105,27 +128,17 @@ class MultiHeadAttention(Layer):
         bias: bool = True, initialiser: Initialiser = xavier, generator: Generator = None,
         softmax: str | RowSoftmax = "softmax", context_window: int | None = None, dropout: float = 0.0,
     ) -> None:
-        positive("MultiHeadAttention", embedding_dim=embedding_dim, n_heads=n_heads)
-        if embedding_dim % n_heads:
-            got = f"{embedding_dim} and {n_heads}"
-            raise ValueError(f"MultiHeadAttention: expected embedding_dim to be a multiple of n_heads, got {got}")
         generator = new_generator(generator)
+        super().__init__(embedding_dim, n_heads, context_window)
         self.query = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
         self.key = Dense(key_size or embedding_dim, embedding_dim, bias, initialiser, generator)
         self.value = Dense(value_size or embedding_dim, embedding_dim, bias, initialiser, generator)
         self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(dropout, generator)
-        self.n_heads, self.context_window = n_heads, context_window
         self.use_softmax(softmax)
 
-    def use_softmax(self, softmax: str | RowSoftmax) -> None:
-        """Turn scores into weights in another way from now on, with a fresh parameter if it needs one."""
-        softmax, window = new_softmax(softmax), self.context_window
-        scales = softmax.new_scales(self.n_heads, window or 1)
-        if scales is not None and window is None:
-            raise ValueError(f"MultiHeadAttention: expected a context_window with {softmax}")
-        self.attention = CrossAttention(self.n_heads, softmax.for_window(window) if window else softmax)
-        self.softmax_scales = scales
+    def _new_attention(self, softmax: RowSoftmax) -> Op:
+        return CrossAttention(self.n_heads, softmax)
 
     def remember(self, key: Operand, value: Operand | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values as they are attended to: computed once where queries come one after the other.

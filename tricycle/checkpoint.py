@@ -1,16 +1,13 @@
 """Checkpoints: weights, moments and everything else that training is made of, in one safetensors file.
 
 The tensors are "model.<parameter>" and "optimiser.<moment>.<parameter>"; the rest is JSON in the file's
-metadata. One file, written whole or not at all, so a run can be cut off at any moment. Also here: reading a
-pickled model without trusting it.
+metadata. One file, written whole or not at all, so a run can be cut off at any moment.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +20,8 @@ from tricycle import backend
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.files import atomic_write
-from tricycle.layers import Layer
 from tricycle.models import GPT
-from tricycle.ops import Op
 from tricycle.optimisers import Optimiser
-from tricycle.tensor import Tensor
 from tricycle.tokeniser import BPETokeniser
 
 FORMAT = 1
@@ -92,21 +86,21 @@ class Checkpoint:
 
     def model(self) -> GPT:
         """The model, its dropout generator where it stood."""
-        with _expecting(self.path, A_CHECKPOINT):
+        with expecting(self.path, A_CHECKPOINT):
             prefix = "model."
             weights = {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
-            model = _build(self.config, weights)
+            model = build_model(self.config, weights)
             model.generator.bit_generator.state = self.about["generator"]
             return model
 
     def tokeniser(self) -> BPETokeniser | None:
         """The tokeniser that went along, if one did."""
-        with _expecting(self.path, A_CHECKPOINT):
+        with expecting(self.path, A_CHECKPOINT):
             return BPETokeniser.from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
 
     def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
         """Put the optimiser and the dataset where they stood; returns the progress."""
-        with _expecting(self.path, A_CHECKPOINT):
+        with expecting(self.path, A_CHECKPOINT):
             about = self.about["optimiser"]
             optimiser.n_steps = int(about["n_steps"])
             for name, parameter in model.named_parameters():
@@ -119,7 +113,7 @@ class Checkpoint:
             return dict(self.about["progress"])
 
 
-def _build(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
+def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
     """A model with these weights.
 
     Raises:
@@ -136,7 +130,7 @@ def _build(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 
 
 @contextmanager
-def _expecting(path: Path, what: str) -> Iterator[None]:
+def expecting(path: Path, what: str) -> Iterator[None]:
     """Turn the errors of odd content, which can be any, into one line that names the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {what}, there is no such file")
@@ -158,7 +152,7 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
     from safetensors import safe_open
 
     path = Path(path)
-    with _expecting(path, A_CHECKPOINT):
+    with expecting(path, A_CHECKPOINT):
         with safe_open(path, framework="numpy") as file:
             text = (file.metadata() or {}).get("tricycle")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator here)
@@ -168,59 +162,3 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
         if about["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {about['format']!r}")
         return Checkpoint(path, GPTConfig.from_dict(about["config"]), tensors, about)
-
-
-# -------------------------------------------------------------------- pickles
-# What NumPy needs to bring back arrays and generators, and nothing else of it (numpy.testing, numpy.f2py and
-# others could run commands).
-_NUMPY_NAMES = set(
-    """
-    numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar
-    numpy._core.numeric._frombuffer numpy.random._pickle.__generator_ctor numpy.random._pickle.__bit_generator_ctor
-    numpy.random._pcg64.PCG64 numpy.random.bit_generator.SeedSequence
-    numpy.random.bit_generator.__pyx_unpickle_SeedSequence
-    """.split()
-)
-
-_Unpickler: Any = pickle._Unpickler  # the one in Python: its steps can be overridden
-
-
-class _ModelUnpickler(_Unpickler):
-    """Admits this library's layers, ops, Tensors and configs, and NumPy's arrays and generators."""
-
-    dispatch = dict(_Unpickler.dispatch)
-
-    def load_build(self) -> None:
-        # sets attributes: of an object that was just made, never of a class or a function
-        if isinstance(self.stack[-2], type) or hasattr(self.stack[-2], "__code__"):
-            raise pickle.UnpicklingError(f"it would change {self.stack[-2].__qualname__}")
-        super().load_build()
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module.replace('numpy.core.', 'numpy._core.')}.{name}" in _NUMPY_NAMES and "." not in name:
-            return super().find_class(module, name)
-        if module.startswith("tricycle.") and module in sys.modules:
-            found = getattr(sys.modules[module], name, None)
-            if isinstance(found, type) and issubclass(found, (Layer, Op, Tensor, GPTConfig)):
-                return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no model needs")
-
-
-def load_pickled_model(path: PathLike) -> GPT:
-    """A GPT from a pickle, through an allow-list: whatever else the file asks for is refused before it runs.
-
-    The model is built anew from its config and its weights, so nothing odd in the file stays alive.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no pickle of a GPT, a damaged one, or one that asks for something else.
-    """
-    path = Path(path)
-    with _expecting(path, "a pickled Tricycle GPT"):
-        with path.open("rb") as file:
-            found = _ModelUnpickler(file).load()
-        if not isinstance(found, GPT):
-            raise TypeError(f"it holds a {type(found).__name__}")
-        return _build(GPTConfig.from_dict(found.config.to_dict()), found.state_dict())

@@ -191,9 +191,6 @@ class GPT2Config(GPTConfig):
 
 
 PRESETS: dict[str, type[GPTConfig]] = {
-    "debug": DebugConfig,
-    "laptop": LaptopConfig,
-    "shakespeare": ShakespeareConfig,
-    "smol": SmolGPTConfig,
+    "debug": DebugConfig, "laptop": LaptopConfig, "shakespeare": ShakespeareConfig, "smol": SmolGPTConfig,
     "gpt2": GPT2Config,
-}
+}  # fmt: skip

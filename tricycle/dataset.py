@@ -136,6 +136,70 @@ class InfiniteBatchDataset(Dataset):
         self.position, self.seed, self._latest_order = state["position"], state["seed"], (-1, ())
 
 
+def pad(sequences: Sequence[Sequence[int]], value: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences of any lengths as one array (B, T) of whole numbers, filled up with `value`, and their lengths (B,)."""
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    padded = np.full((len(lengths), lengths.max(initial=0)), value, np.int64)
+    for row, sequence in zip(padded, sequences):
+        row[: len(sequence)] = sequence
+    return padded, lengths
+
+
+class Buckets:
+    """Batches of items of like length, so that little is padded; arrays of indices without end, under `next()`.
+
+    Each pass has every item once. Items of one length, and the batches, come in another order in each.
+
+    Args:
+        lengths: (N,), or (N, K) where an item is K sequences.
+        max_tokens: the most numbers in a batch, padding included.
+        seed: decides the orders.
+
+    Raises:
+        ValueError: no items, or one that is longer than a batch may be.
+    """
+
+    def __init__(self, lengths: Sequence | np.ndarray, max_tokens: int, seed: int = 0) -> None:
+        self.lengths = np.array(lengths, np.int64, ndmin=2).T if np.ndim(lengths) < 2 else np.asarray(lengths)
+        self.max_tokens, self.seed, self.epoch, self.position = max_tokens, seed, 0, 0
+        longest = self.lengths.sum(axis=1).max(initial=0)
+        if not 0 < longest <= max_tokens:
+            raise ValueError(f"Buckets(max_tokens={max_tokens}): expected items of 1 to {max_tokens}, got {longest}")
+        self._batches = self.batches(0)
+
+    def batches(self, epoch: int) -> list[np.ndarray]:
+        """All batches of one pass, in its order."""
+        generator = np.random.default_rng((self.seed, epoch))
+        order = generator.permutation(len(self.lengths))
+        order = order[np.lexsort(self.lengths[order].T)]  # by the last sequence, then the one before it, ...
+        batches, first, longest = [], 0, self.lengths[order[0]]
+        for i, index in enumerate(order):
+            longest = np.maximum(longest, self.lengths[index])
+            if longest.sum() * (i + 1 - first) > self.max_tokens:
+                batches.append(order[first:i])
+                first, longest = i, self.lengths[index]
+        batches.append(order[first:])
+        return [batches[i] for i in generator.permutation(len(batches))]
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.position == len(self._batches):
+            self.load_state({"epoch": self.epoch + 1, "position": 0})
+        self.position += 1
+        return self._batches[self.position - 1]
+
+    def state(self) -> dict[str, int]:
+        """Where it stands: enough to go on with exactly the batches that would have come."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken, from the same lengths and seed."""
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._batches = self.batches(self.epoch)
+
+
 class CausalLMDataset(InfiniteBatchDataset):
     """Windows of a long run of tokens; the output is the input moved on by one token. Endless under `next()`.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tricycle import kernels, ops
 from tricycle.backend import Array, array_module
-from tricycle.ops import Op, as_tensor, check_device, floating, positive, register
+from tricycle.ops import Op, as_tensor, check_device, check_width, floating, positive, register
 from tricycle.tensor import BackFn, Operand, Tensor, no_grad, record, to_tensor
 
 
@@ -144,7 +144,7 @@ class AdaptiveSoftmax(RowSoftmax):
     at least 1 (never blur), and 1 where the entropy is low (leave what is sharp).
 
     Source: Velickovic et al. 2024, "softmax is not enough (for sharp out-of-distribution)", whose fit is the default;
-    `fit_adaptive_temperature` makes another.
+    `tricycle_lab.temperature` fits another.
 
     Args:
         coefficients: of the polynomial, highest power first.
@@ -402,42 +402,6 @@ def new_softmax(softmax: str | RowSoftmax, n_blocks: int = 2) -> RowSoftmax:
     return BlockSoftmax(n_blocks) if softmax == "blocks" else SOFTMAXES[softmax]()
 
 
-def fit_adaptive_temperature(
-    scores: Sequence[Array], costs: Callable[[int, Array], Array], betas: Sequence[float] | None = None,
-    degree: int = 4, n_bins: int = 20, threshold: float = 0.5,
-) -> tuple[float, ...]:
-    """Coefficients for `AdaptiveSoftmax`, from data: the polynomial from a row's entropy to the best beta.
-
-    Rows of like entropy, above the threshold, go into bins of like size; in each bin the beta of the lowest mean cost
-    is looked up among `betas`, and the polynomial is fitted to these by least squares.
-
-    Args:
-        scores: arrays (N, S) on the host, S may differ between them.
-        costs: from the number of an array in `scores` and weights (N, S) in its place to the cost of each row (N,),
-            such as the loss of the model with these weights.
-        betas: inverse temperatures to try, 1 to 12 unless given.
-        degree: of the polynomial, which is worth nothing outside the entropies that it was fitted to.
-        threshold: the entropy above which the polynomial will be used.
-
-    Raises:
-        ValueError: fewer such rows than bins, or fewer bins than coefficients.
-    """
-    tried = np.geomspace(1, 12, 40) if betas is None else np.asarray(betas, float)
-    softmax, entropies, found = AdaptiveSoftmax(), [], []
-    for i, array in enumerate(scores):
-        entropies.append(softmax.temperature(array)[-1][:, 0])
-        found.append(np.stack([costs(i, kernels.softmax(array * array.dtype.type(beta))) for beta in tried], axis=-1))
-    used = [values > threshold for values in entropies]
-    if not sum(rows.sum() for rows in used) >= n_bins > degree:
-        wanted = f"{n_bins} rows with an entropy above {threshold} and {degree + 1} bins"
-        raise ValueError(f"fit_adaptive_temperature: expected at least {wanted}")
-    entropy, cost = (np.concatenate([a[rows] for a, rows in zip(arrays, used)]) for arrays in (entropies, found))
-    bins = np.array_split(np.argsort(entropy), n_bins)
-    centres = [entropy[rows].mean() for rows in bins]
-    best = [tried[cost[rows].mean(axis=0).argmin()] for rows in bins]
-    return tuple(float(c) for c in np.polyfit(centres, best, degree))
-
-
 class LogSoftmax(Op):
     """log softmax(x) over the last axis, without the rounding of taking the log afterwards."""
 
@@ -484,9 +448,7 @@ def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "
         got = weights.shape if bias is None else f"{weights.shape} and {bias.shape}"
         raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
     from_size, to_size = weights.shape
-    if x.ndim == 0 or x.shape[-1] != from_size:
-        title = f"{name.capitalize()}(from_size={from_size})"
-        raise ValueError(f"{title}: expected the last axis to be {from_size}, got shape {x.shape}")
+    check_width(f"{name.capitalize()}(from_size={from_size})", x, from_size)
     check_device(name, x.array, weights.array)
     rows, matrix = floating(x.array).reshape(-1, from_size), weights.array
     y = kernels.matmul(rows, matrix, None if bias is None else bias.array)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import backend, kernels
+from tricycle import kernels
 from tricycle.attention import KeyValueCache
 from tricycle.models import GPT
-from tricycle.ops import as_tensor, check_range
+from tricycle.ops import check_range
 from tricycle.seq2seq import EncoderDecoder
-from tricycle.tensor import Operand, Tensor, no_grad
+from tricycle.tensor import Operand, Tensor
 
 
 def sample(
@@ -135,40 +135,34 @@ def beam_search(
     """
     if beam_size < 1 or max_length < 1:
         raise ValueError(f"beam_search: expected beam_size and max_length above 0, got {beam_size} and {max_length}")
-    was_training = model.training
-    model.eval()
-    try:
-        with no_grad():
-            state = model.start(source, lengths, capacity=max_length)
-            n_items = len(as_tensor(source))
-            first = np.arange(n_items)[:, None] * beam_size  # the row of each item's first beam
-            state = select(state, np.repeat(np.arange(n_items), beam_size))
-            scores = np.tile([0.0] + [-np.inf] * (beam_size - 1), (n_items, 1))  # all beams begin alike: one counts
-            found = np.full((n_items * beam_size, max_length + 1), end)
-            found[:, 0] = begin
-            lasting = np.zeros((n_items, beam_size))  # lengths of those that are finished, 0 of others
-            for t in range(max_length):
-                logits = backend.to_cpu(model.decode(found[:, t : t + 1], state).array)[:, -1].astype(np.float64)
-                steps = kernels.log_softmax(logits).reshape(n_items, beam_size, -1)
-                steps[lasting > 0] = -np.inf
-                steps[lasting > 0, end] = 0  # a finished one stays as it is
-                totals = (scores[:, :, None] + steps).reshape(n_items, -1)
-                best = np.argsort(-totals, axis=1, kind="stable")[:, :beam_size]
-                scores = np.take_along_axis(totals, best, axis=1)
-                beams, tokens = np.divmod(best, steps.shape[-1])
-                rows = (first + beams).reshape(-1)
-                found, lasting = found[rows], np.take_along_axis(lasting, beams, axis=1)
-                found[:, t + 1] = tokens.reshape(-1)
-                lasting[(lasting == 0) & (tokens == end)] = t + 1
-                if (lasting > 0).all():
-                    break
-                if beam_size > 1:
-                    state = select(state, rows)
-            ranks = scores / np.where(lasting > 0, lasting, max_length) ** length_penalty
-            chosen = found[(first[:, 0] + ranks.argmax(axis=1)), 1:].tolist()
-    finally:
-        if was_training:
-            model.train()
+    with model.evaluating():
+        source = model.place(source)
+        state, n_items = model.start(source, lengths, capacity=max_length), len(source)
+        first = np.arange(n_items)[:, None] * beam_size  # the row of each item's first beam
+        state = select(state, np.repeat(np.arange(n_items), beam_size))
+        scores = np.tile([0.0] + [-np.inf] * (beam_size - 1), (n_items, 1))  # all beams begin alike: one counts
+        found = np.full((n_items * beam_size, max_length + 1), end)
+        found[:, 0] = begin
+        lasting = np.zeros((n_items, beam_size))  # lengths of those that are finished, 0 of others
+        for t in range(max_length):
+            logits = model.decode(model.place(found[:, t : t + 1]), state).numpy()[:, -1].astype(np.float64)
+            steps = kernels.log_softmax(logits).reshape(n_items, beam_size, -1)
+            steps[lasting > 0] = -np.inf
+            steps[lasting > 0, end] = 0  # a finished one stays as it is
+            totals = (scores[:, :, None] + steps).reshape(n_items, -1)
+            best = np.argsort(-totals, axis=1, kind="stable")[:, :beam_size]
+            scores = np.take_along_axis(totals, best, axis=1)
+            beams, tokens = np.divmod(best, steps.shape[-1])
+            rows = (first + beams).reshape(-1)
+            found, lasting = found[rows], np.take_along_axis(lasting, beams, axis=1)
+            found[:, t + 1] = tokens.reshape(-1)
+            lasting[(lasting == 0) & (tokens == end)] = t + 1
+            if (lasting > 0).all():
+                break
+            if beam_size > 1:
+                state = select(state, rows)
+        ranks = scores / np.where(lasting > 0, lasting, max_length) ** length_penalty
+        chosen = found[(first[:, 0] + ranks.argmax(axis=1)), 1:].tolist()
     return [row[: row.index(end)] if end in row else row for row in chosen]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from tricycle import backend, kernels
 from tricycle.backend import Array
 from tricycle.functions import linear, shared_backward
 from tricycle.initialisers import Initialiser, normal, xavier
-from tricycle.ops import as_tensor, check_device, check_range, floating, positive
-from tricycle.tensor import Operand, Tensor, record, to_tensor
+from tricycle.ops import as_tensor, check_device, check_range, check_width, floating, positive
+from tricycle.tensor import Operand, Tensor, no_grad, record, to_tensor
 
 if TYPE_CHECKING:
     from tricycle.optimisers import Optimiser
@@ -119,7 +120,23 @@ class Layer:
             parameter.zero_grad()
         return self
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within this block dropout is off and nothing is remembered for gradients."""
+        was_training = self.training
+        self.eval()
+        try:
+            with no_grad():
+                yield
+        finally:
+            self._set_training(was_training)
+
     # ---------------------------------------------------------------- moving and state
+    def place(self, ids: Any) -> Tensor:
+        """Whole numbers as a Tensor on the device of the parameters."""
+        tensor, like = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int), next(self.parameters())
+        return tensor.to_gpu(like.array.device.id) if like.on_gpu else tensor
+
     def to_gpu(self, device: int = 0) -> Layer:
         """Move all parameters to a GPU, in place; returns self."""
         for parameter in self.parameters():
@@ -271,9 +288,7 @@ class LayerNorm(Layer):
     def forward(self, x: Operand) -> Tensor:
         """(..., size) to (..., size)."""
         x = as_tensor(x, self.gain)
-        if x.ndim == 0 or x.shape[-1] != self.size:
-            title = f"{type(self).__name__}(size={self.size})"
-            raise ValueError(f"{title}: expected the last axis to be {self.size}, got shape {x.shape}")
+        check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
         array, gain, centred = floating(x.array), self.gain.array, self._centred
         check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array

@@ -13,10 +13,16 @@ class CrossEntropy(Op):
 
     Args:
         ignore_index: positions with this label count neither in the loss nor in the mean.
+        label_smoothing: this share of the truth is spread evenly over all labels (Szegedy et al. 2016, section 7).
+
+    Raises:
+        ValueError: a share below 0, or 1 and above.
     """
 
-    def __init__(self, ignore_index: int | None = None) -> None:
-        self.ignore_index = ignore_index
+    def __init__(self, ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"CrossEntropy: expected label_smoothing from 0 to below 1, got {label_smoothing!r}")
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     def forward(self, labels: Operand, logits: Operand) -> Tensor:
         """
@@ -45,9 +51,10 @@ class CrossEntropy(Op):
         if not on_gpu(ids) and n_counted == 0:
             raise ValueError(f"CrossEntropy: expected at least one label to count, got none of shape {labels.shape}")
         weights = counted.astype(rows.dtype) / n_counted.astype(rows.dtype)
+        given = rows, ids, weights, self.label_smoothing
         if not remembers(logits):
-            return record(kernels.cross_entropy(rows, ids, weights), (logits,), (), "cross_entropy", False)
-        loss, slope = kernels.cross_entropy_with_slope(rows, ids, weights)
+            return record(kernels.cross_entropy(*given), (logits,), (), "cross_entropy", False)
+        loss, slope = kernels.cross_entropy_with_slope(*given)
 
         def back_fn(grad: Tensor) -> Array:
             # the usual 1 needs no pass over a large array (and to look on a GPU would wait for it)

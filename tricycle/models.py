@@ -6,10 +6,7 @@ Shapes: B batch, T tokens, C channels, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +17,7 @@ from tricycle.functions import linear, new_softmax
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.ops import as_tensor
-from tricycle.tensor import Operand, Tensor, no_grad, to_tensor
+from tricycle.tensor import Operand, Tensor
 
 
 class GPT(Layer):
@@ -94,23 +91,6 @@ class GPT(Layer):
         self.config = replace(self.config, softmax=name, softmax_blocks=n_blocks)
         for block in self.blocks:
             block.attention.use_softmax(new_softmax(name, n_blocks))
-
-    def place(self, ids: Any) -> Tensor:
-        """Whole numbers as a Tensor on the device of the weights."""
-        tensor = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int)
-        weights = self.token_embedding.weights
-        return tensor.to_gpu(weights.array.device.id) if weights.on_gpu else tensor
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within this block dropout is off and nothing is remembered for gradients."""
-        was_training = self.training
-        self.eval()
-        try:
-            with no_grad():
-                yield
-        finally:
-            self._set_training(was_training)
 
     def new_caches(self) -> list[KeyValueCache]:
         """An empty cache for each block."""

@@ -106,6 +106,16 @@ def check_device(op: str, *arrays: Array) -> None:
         raise ValueError(f"{op}: expected all inputs on one device, got {' and '.join(sorted(modules))} arrays")
 
 
+def check_width(title: str, x: Tensor, size: int) -> None:
+    """Refuse a Tensor whose last axis is not so long.
+
+    Raises:
+        ValueError: names the layer or op by its title, the rule and the shape.
+    """
+    if x.shape[-1:] != (size,):
+        raise ValueError(f"{title}: expected the last axis to be {size}, got shape {x.shape}")
+
+
 def check_range(what: str, ids: Array, limit: int) -> None:
     """Refuse ids outside 0..limit-1. Host arrays only: to look on a GPU would wait for it.
 

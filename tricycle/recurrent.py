@@ -262,3 +262,15 @@ class LSTM(Recurrent):
     """
 
     _cell = "lstm"
+
+
+def new_recurrent(cell: str, *arguments: Any, **options: Any) -> Recurrent:
+    """An RNN, a GRU or an LSTM, by its name in small letters.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    kinds: dict[str, type[Recurrent]] = {"rnn": RNN, "gru": GRU, "lstm": LSTM}
+    if cell not in kinds:
+        raise ValueError(f"expected cell to be one of {', '.join(kinds)}, got {cell!r}")
+    return kinds[cell](*arguments, **options)

@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 
 from tricycle.attention import KeyValueCache, ScaledDotProductAttention, length_mask
-from tricycle.backend import Array
 from tricycle.blocks import TransformerBlock, new_norm
 from tricycle.functions import linear
 from tricycle.initialisers import normal
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
 from tricycle.ops import as_tensor, concatenate, tanh
-from tricycle.recurrent import GRU, LSTM, RNN
+from tricycle.recurrent import new_recurrent
 from tricycle.tensor import Operand, Tensor
 
-CELLS = {"rnn": RNN, "gru": GRU, "lstm": LSTM}
 State = dict[str, Any]  # all that a decoder needs to go on; arrays in it have the batch on axis 0
 
 
@@ -50,6 +48,35 @@ class EncoderDecoder(Layer):
 
 
 # -------------------------------------------------------------------- recurrent
+class RecurrentEncoder(Layer):
+    """Embeds tokens and reads them in both directions.
+
+    Args:
+        vocab_size: how many tokens there are.
+        hidden_size: H, of each direction.
+        cell: "rnn", "gru" or "lstm".
+        dropout: probability of dropping an element of the embeddings, and between layers.
+    """
+
+    def __init__(
+        self, vocab_size: int, embedding_dim: int, hidden_size: int, n_layers: int = 1, cell: str = "gru",
+        dropout: float = 0.0, generator: Generator = None,
+    ) -> None:
+        generator = new_generator(generator)
+        self.embedding = Embedding(vocab_size, embedding_dim, normal(0.1), generator)
+        self.run = new_recurrent(cell, embedding_dim, hidden_size, n_layers, True, dropout=dropout, generator=generator)
+        self.dropout = Dropout(dropout, generator)
+
+    def states(self, tokens: Operand, lengths: Any = None) -> tuple[Tensor, list[Tensor]]:
+        """(B, S) to the outputs (B, S, 2 H) and the last states, both directions side by side, each (L, B, 2 H)."""
+        outputs, final = self.run(self.dropout(self.embedding(tokens)), lengths)
+        return outputs, [concatenate([state[0::2], state[1::2]], axis=-1) for state in _states(final)]
+
+    def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
+        """(B, S) to (B, S, 2 H)."""
+        return self.states(tokens, lengths)[0]
+
+
 class Seq2Seq(EncoderDecoder):
     """A recurrent encoder whose last states, and nothing else, tell the decoder of the source (Cho et al. 2014).
 
@@ -64,37 +91,31 @@ class Seq2Seq(EncoderDecoder):
         dropout: probability of dropping an element of embeddings, between layers and before the output.
     """
 
+    before = True  # the context stands beside each embedding in the decoder's input
+
     def __init__(
         self, source_vocab: int, target_vocab: int, embedding_dim: int, hidden_size: int, n_layers: int = 1,
         cell: str = "gru", dropout: float = 0.0, generator: Generator = None,
     ) -> None:
-        if cell not in CELLS:
-            raise ValueError(f"{type(self).__name__}: expected cell to be one of {', '.join(CELLS)}, got {cell!r}")
-        generator, run = new_generator(generator), CELLS[cell]
-        self.source_embedding = Embedding(source_vocab, embedding_dim, normal(0.1), generator)
-        self.target_embedding = Embedding(target_vocab, embedding_dim, normal(0.1), generator)
-        self.encoder = run(embedding_dim, hidden_size, n_layers, True, dropout=dropout, generator=generator)
+        generator = new_generator(generator)
+        self.encoder = RecurrentEncoder(source_vocab, embedding_dim, hidden_size, n_layers, cell, dropout, generator)
+        self.embedding = Embedding(target_vocab, embedding_dim, normal(0.1), generator)
         self.bridge = Dense(2 * hidden_size, hidden_size, generator=generator)
-        inputs = embedding_dim + self._context_size(hidden_size)
-        self.decoder = run(inputs, hidden_size, n_layers, dropout=dropout, generator=generator)
+        inputs = embedding_dim + 2 * hidden_size * self.before
+        self.decoder = new_recurrent(cell, inputs, hidden_size, n_layers, dropout=dropout, generator=generator)
         self.output = Dense(hidden_size, target_vocab, generator=generator)
         self.dropout = Dropout(dropout, generator)
-
-    def _context_size(self, hidden_size: int) -> int:
-        """Of what stands beside each embedding in the decoder's input."""
-        return 2 * hidden_size
 
     def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         source = as_tensor(source)
         lengths = np.full(len(source), source.shape[-1]) if lengths is None else lengths
-        outputs, final = self.encoder(self.dropout(self.source_embedding(source)), lengths)
-        both = [concatenate([state[0::2], state[1::2]], axis=-1) for state in _states(final)]  # (L, B, 2 H)
+        outputs, both = self.encoder.states(source, lengths)
         hidden = [tanh(self.bridge(state)).transpose(1, 0, 2) for state in both]
         mask = length_mask(lengths, source.shape[-1])
         return {"hidden": hidden, "context": both[0][-1], "outputs": outputs, "mask": mask}
 
     def decode(self, target: Operand, state: State) -> Tensor:
-        y = self.dropout(self.target_embedding(as_tensor(target)))
+        y = self.dropout(self.embedding(as_tensor(target)))
         ones = Tensor(y.xp.ones((*y.shape[:2], 1), y.dtype), requires_grad=False)
         context = ones * state["context"][:, None]
         return self.output(self.dropout(self._run(concatenate([y, context], axis=-1), state)))
@@ -116,21 +137,18 @@ class Seq2SeqAttention(Seq2Seq):
         before: attend with h_{t-1} and give the context to the step, h_t = f(h_{t-1}, [y_{t-1}; c_t]) (Bahdanau et al.
             2015); else attend with h_t, after all steps at once (Luong et al. 2015). The output is made from
             tanh(W [h_t; c_t]) in both.
+        others: as of `Seq2Seq`.
     """
 
     def __init__(
         self, attention: ScaledDotProductAttention, source_vocab: int, target_vocab: int, embedding_dim: int,
-        hidden_size: int, n_layers: int = 1, cell: str = "gru", dropout: float = 0.0, before: bool = True,
-        generator: Generator = None,
+        hidden_size: int, n_layers: int = 1, before: bool = True, generator: Generator = None, **options: Any,
     ) -> None:
-        generator = new_generator(generator)
-        self.before = before
-        super().__init__(source_vocab, target_vocab, embedding_dim, hidden_size, n_layers, cell, dropout, generator)
+        self.before, generator = before, new_generator(generator)
+        sizes = source_vocab, target_vocab, embedding_dim, hidden_size, n_layers
+        super().__init__(*sizes, generator=generator, **options)
         self.attention = attention
         self.mix = Dense(3 * hidden_size, hidden_size, generator=generator)
-
-    def _context_size(self, hidden_size: int) -> int:
-        return 2 * hidden_size if self.before else 0
 
     def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         state = super().start(source, lengths)
@@ -138,7 +156,7 @@ class Seq2SeqAttention(Seq2Seq):
 
     def decode(self, target: Operand, state: State) -> Tensor:
         """As of `EncoderDecoder`; state["weights"] are then those of this call, (B, T, S)."""
-        y = self.dropout(self.target_embedding(as_tensor(target)))
+        y = self.dropout(self.embedding(as_tensor(target)))
         if self.before:
             steps, contexts, weights = [], [], []
             for t in range(y.shape[1]):
@@ -229,13 +247,14 @@ class TransformerEncoder(Layer):
         x = self.embedding(as_tensor(tokens))
         return self.dropout(self.positions(x * math.sqrt(x.shape[-1]), offset))
 
-    def forward(self, tokens: Operand, mask: Array | None = None) -> Tensor:
+    def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
         """(B, S) to (B, S, C).
 
         Args:
-            mask: (B, S), True where a token is no padding.
+            lengths: (B,), how many tokens are no padding; all unless given.
         """
         x = self.embed(tokens)
+        mask = None if lengths is None else length_mask(lengths, x.shape[1])
         for block in self.blocks:
             x = block(x, mask=mask)
         return x if self.norm is None else self.norm(x)
@@ -252,18 +271,16 @@ class Transformer(EncoderDecoder):
 
     def __init__(
         self, source_vocab: int, target_vocab: int, embedding_dim: int = 256, n_heads: int = 4, n_layers: int = 3,
-        context_window: int = 128, dropout: float = 0.1, norm_first: bool = False, activation: str = "relu",
-        expansion_ratio: float = 4, learned_positions: bool = False, tied: bool = False, softmax: str = "softmax",
-        generator: Generator = None,
+        context_window: int = 128, dropout: float = 0.1, tied: bool = False, generator: Generator = None,
+        **options: Any,
     ) -> None:
         if tied and source_vocab != target_vocab:
             got = f"{source_vocab} and {target_vocab}"
             raise ValueError(f"Transformer: expected one vocabulary on both sides with tied=True, got {got}")
         generator = new_generator(generator)
-        sizes = embedding_dim, n_heads, n_layers, context_window, dropout, norm_first, activation, expansion_ratio
-        more = learned_positions, softmax, generator
-        self.encoder = TransformerEncoder(source_vocab, *sizes, *more)
-        self.decoder = TransformerEncoder(target_vocab, *sizes, *more, decoder=True)
+        sizes = embedding_dim, n_heads, n_layers, context_window, dropout
+        self.encoder = TransformerEncoder(source_vocab, *sizes, generator=generator, **options)
+        self.decoder = TransformerEncoder(target_vocab, *sizes, generator=generator, decoder=True, **options)
         self.head = None if tied else Dense(embedding_dim, target_vocab, False, generator=generator)
         if tied:
             self.decoder.embedding = self.encoder.embedding
@@ -271,7 +288,7 @@ class Transformer(EncoderDecoder):
     def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         source = as_tensor(source)
         mask = None if lengths is None else length_mask(lengths, source.shape[-1])
-        memory, blocks = self.encoder(source, mask), self.decoder.blocks
+        memory, blocks = self.encoder(source, lengths), self.decoder.blocks
         caches = [KeyValueCache(capacity) if capacity else None for _ in blocks]
         remembered = [block.cross.remember(memory) for block in blocks]
         return {"remembered": remembered, "mask": mask, "caches": caches, "position": 0}

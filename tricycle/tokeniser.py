@@ -7,7 +7,6 @@ Training is ours; encoding runs in tiktoken's core, built on the merges that tra
 
 from __future__ import annotations
 
-import codecs
 import heapq
 import json
 import os
@@ -282,25 +281,6 @@ class BPETokeniser:
 
     def __repr__(self) -> str:
         return f"BPETokeniser(vocab_size={self.vocab_size}, n_vocab={self.n_vocab}, split={self._split!r})"
-
-
-class StreamDecoder:
-    """Decodes ids as they are generated, and holds a character back until all of its bytes are there.
-
-    `"".join([*map(decoder.push, ids), decoder.flush()])` equals `tokeniser.decode(ids)`.
-    """
-
-    def __init__(self, tokeniser: BPETokeniser) -> None:
-        self.tokeniser = tokeniser
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, ids: ArrayLike) -> str:
-        """Take one id or several; return the characters that they complete, perhaps none."""
-        return self._decoder.decode(self.tokeniser.decode_bytes(ids))
-
-    def flush(self) -> str:
-        """End the text: what is still incomplete shows as U+FFFD."""
-        return self._decoder.decode(b"", final=True)
 
 
 def _expect(ok: bool, what: str, got: object) -> None:

@@ -18,7 +18,7 @@ from experiments.learned_statistics import report
 from experiments.learned_statistics.bench import Bench, Job, Record, all_jobs
 from experiments.learned_statistics.study import SEEN_WINDOWS, Settings, about_maps, held_out_rows, look, new_subject
 from experiments.settings import at_least
-from tricycle.flags import parse, run_main
+from tricycle_cli.flags import parse, run_main
 
 QUICK: dict[str, Any] = {
     "blocks": (2, 4), "seeds": 1, "width": 64, "layers": 3, "context_window": 128, "steps": 2000, "scale_steps": 300,

@@ -25,8 +25,8 @@ from experiments.max_retrieval import report
 from experiments.max_retrieval.study import Settings, measure, study, top_weights
 from experiments.settings import at_least
 from tricycle.files import atomic_write
-from tricycle.flags import parse, run_main
 from tricycle.functions import AdaptiveSoftmax
+from tricycle_cli.flags import parse, run_main
 
 PRESETS: dict[str, dict[str, Any]] = {
     "--quick": {"steps": 2000, "seeds": 1, "samples": 32, "fit_rows": 96},

@@ -16,10 +16,11 @@ from experiments.max_retrieval.task import Batch, MaxRetrieval, loss_of, new_bat
 from tricycle import kernels
 from tricycle.attention import CrossAttention
 from tricycle.backend import parallel
-from tricycle.functions import AdaptiveSoftmax, RowSoftmax, Softmax, fit_adaptive_temperature
+from tricycle.functions import AdaptiveSoftmax, RowSoftmax, Softmax
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import Tensor, no_grad
+from tricycle_lab.temperature import fit_adaptive_temperature
 
 TRAINING, FITTING, EVALUATION, PICTURES = 1, 2, 3, 4  # streams that share no number
 FEWEST, MOST = 5, 16  # items of a training example

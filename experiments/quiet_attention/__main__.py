@@ -22,8 +22,8 @@ from experiments.settings import at_least
 from tricycle import backend
 from tricycle.configs import GPTConfig
 from tricycle.files import atomic_write
-from tricycle.flags import parse, run_main
 from tricycle.training import HeldOut, TrainingState, evaluate, new_state, resume_state, train_step
+from tricycle_cli.flags import parse, run_main
 from tricycle_datasets.shakespeare import Shakespeare
 from tricycle_lab.probe import Probe, excess_kurtosis, nothing, weight_kurtosis
 

@@ -209,17 +209,18 @@ def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.nda
     return table
 
 
-def cross_entropy(logits, labels, weights):
-    return _sum_over(lambda piece: _cross_entropy(logits, labels, weights, piece, None), _pieces(*logits.shape))
+def cross_entropy(logits, labels, weights, smoothing=0.0):
+    work = lambda piece: _cross_entropy(logits, labels, weights, smoothing, piece, None)
+    return _sum_over(work, _pieces(*logits.shape))
 
 
-def cross_entropy_with_slope(logits, labels, weights):
+def cross_entropy_with_slope(logits, labels, weights, smoothing=0.0):
     slope = np.empty(logits.shape, logits.dtype)
-    work = lambda piece: _cross_entropy(logits, labels, weights, piece, slope[piece])
+    work = lambda piece: _cross_entropy(logits, labels, weights, smoothing, piece, slope[piece])
     return _sum_over(work, _pieces(*logits.shape)), slope
 
 
-def _cross_entropy(logits, labels, weights, piece: slice, slope: np.ndarray | None) -> np.ndarray:
+def _cross_entropy(logits, labels, weights, smoothing, piece: slice, slope: np.ndarray | None) -> np.ndarray:
     """The sum for the rows of one piece, whose gradient overwrites the exponentials."""
     rows, labels, weights = logits[piece], labels[piece], weights[piece]
     shift, ones = np.zeros((len(rows), 1), rows.dtype), _ones(rows.shape[1], rows)
@@ -234,10 +235,13 @@ def _cross_entropy(logits, labels, weights, piece: slice, slope: np.ndarray | No
         total = exponentials @ ones
     places = np.arange(len(rows)), labels
     # where, for a row that does not count may cost infinitely much, and 0 times that is not 0
-    costs = np.where(weights == 0, 0, shift[:, 0] + np.log(total) - rows[places])
+    truth = rows[places] if not smoothing else (1 - smoothing) * rows[places] + smoothing * rows.mean(axis=1)
+    costs = np.where(weights == 0, 0, shift[:, 0] + np.log(total) - truth)
     if slope is not None:
         slope *= (weights / total)[:, None]
-        slope[places] -= weights
+        if smoothing:
+            slope -= (weights * (smoothing / rows.shape[1]))[:, None]
+        slope[places] -= weights * (1 - smoothing)
     return np.asarray((costs * weights).sum())
 
 
@@ -304,11 +308,15 @@ def _scores(
     return scores
 
 
-def _masks(mask: np.ndarray | None, item: int, heads: slice) -> np.ndarray | None:
-    """(H or 1, T or 1, S) for some heads of one item."""
-    if mask is None:
-        return None
-    return mask[min(item, len(mask) - 1), heads if mask.shape[1] > 1 else slice(None)]
+def _taken(
+    group: tuple[int, slice], q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Scaled queries, keys and values (H, T, D) and the mask (H or 1, T or 1, S) of some heads of one item."""
+    item, heads = group
+    if mask is not None:
+        mask = mask[min(item, len(mask) - 1), heads if mask.shape[1] > 1 else slice(None)]
+    queries = _heads_first(q, item, heads) * q.dtype.type(1 / math.sqrt(q.shape[3]))
+    return queries, _heads_first(k, item, heads), _heads_first(v, item, heads), mask
 
 
 def _later(n_queries: int, dtype) -> np.ndarray:
@@ -320,16 +328,13 @@ def _later(n_queries: int, dtype) -> np.ndarray:
 def attention(q, k, v, offset, nothing, mask=None):
     if _small(q, k, offset):
         return reference.attention(q, k, v, offset, nothing, mask)
-    (n_items, n_queries, n_heads, size), n_keys = q.shape, k.shape[1]
+    (n_items, n_queries, n_heads, _), n_keys = q.shape, k.shape[1]
     out, log_total = np.empty(q.shape, q.dtype), np.empty((n_items, n_heads, n_queries), q.dtype)
     blocks, later, ones = _blocks(n_queries, n_keys, offset), _later(n_queries, q.dtype), _ones(n_keys, q)
     limit = _safe_exponent(q.dtype)
 
     def work(group: tuple[int, slice]) -> None:
-        item, heads = group
-        masks = _masks(mask, item, heads)
-        queries = _heads_first(q, item, heads) * q.dtype.type(1 / math.sqrt(size))
-        keys, values = _heads_first(k, item, heads), _heads_first(v, item, heads)
+        (item, heads), (queries, keys, values, masks) = group, _taken(group, q, k, v, mask)
         for block in blocks:
             mixed, total, shift = np.zeros((), q.dtype), np.zeros((), q.dtype), None
             for seen in block.keys:
@@ -368,11 +373,9 @@ def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask=N
     blocks, later = _blocks(n_queries, n_keys, offset), _later(n_queries, q.dtype)
 
     def work(group: tuple[int, slice]) -> None:
-        item, heads = group
-        masks = _masks(mask, item, heads)
-        keys, queries = _heads_first(k, item, heads), _heads_first(q, item, heads) * scale
+        (item, heads), (queries, keys, values, masks) = group, _taken(group, q, k, v, mask)
         # One column more takes a subtraction into a product: [dy, -y.dy] [v, 1]^T = dy v^T - y.dy
-        values, grads = _one_more(_heads_first(v, item, heads)), _one_more(_heads_first(grad, item, heads))
+        values, grads = _one_more(values), _one_more(_heads_first(grad, item, heads))
         values[..., -1] = 1
         np.negative(np.vecdot(grad[item, :, heads], out[item, :, heads]).T, out=grads[..., -1])
         key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(keys.shape, q.dtype)
@@ -405,13 +408,9 @@ def row_attention(q, k, v, offset, rows, mask=None):
         return reference.row_attention(q, k, v, offset, rows, mask)
     blocks, later = _blocks(q.shape[1], k.shape[1], offset), _later(q.shape[1], q.dtype)
     out = np.empty(q.shape, q.dtype)
-    scale = q.dtype.type(1 / math.sqrt(q.shape[3]))
 
     def work(group: tuple[int, slice]) -> None:
-        item, heads = group
-        masks = _masks(mask, item, heads)
-        queries = _heads_first(q, item, heads) * scale
-        keys, values = _heads_first(k, item, heads), _heads_first(v, item, heads)
+        (item, heads), (queries, keys, values, masks) = group, _taken(group, q, k, v, mask)
         for block in blocks:
             seen = slice(0, block.keys[-1].stop)
             weights = rows(_scores(queries, keys, block, seen, later, masks))
@@ -428,10 +427,8 @@ def row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, d
     scale = q.dtype.type(1 / math.sqrt(q.shape[3]))
 
     def work(group: tuple[int, slice]) -> None:
-        item, heads = group
-        masks = _masks(mask, item, heads)
-        keys, queries = _heads_first(k, item, heads), _heads_first(q, item, heads) * scale
-        values, grads = _heads_first(v, item, heads), _heads_first(grad, item, heads)
+        (item, heads), (queries, keys, values, masks) = group, _taken(group, q, k, v, mask)
+        grads = _heads_first(grad, item, heads)
         key_sum, value_sum = np.zeros(keys.shape, q.dtype), np.zeros(keys.shape, q.dtype)
         for block in blocks:
             seen = slice(0, block.keys[-1].stop)

@@ -145,18 +145,21 @@ def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
     return table
 
 
-def cross_entropy(logits: Array, labels: Array, weights: Array) -> Array:
+def cross_entropy(logits: Array, labels: Array, weights: Array, smoothing: float = 0.0) -> Array:
     """Sum over rows of weight * -log softmax(logits)[label], a 0-d array.
 
     Args:
         logits: (N, V).
         labels: (N,) whole numbers in 0..V-1.
         weights: (N,), 0 for rows that do not count.
+        smoothing: the share of a row's weight that all labels have in common.
     """
-    return cross_entropy_with_slope(logits, labels, weights)[0]
+    return cross_entropy_with_slope(logits, labels, weights, smoothing)[0]
 
 
-def cross_entropy_with_slope(logits: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
+def cross_entropy_with_slope(
+    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0
+) -> tuple[Array, Array]:
     """The same, and its derivative by the logits (N, V): both need the same exponentials."""
     xp = array_module(logits)
     places = xp.arange(len(labels)), labels
@@ -164,9 +167,12 @@ def cross_entropy_with_slope(logits: Array, labels: Array, weights: Array) -> tu
     slope = xp.exp(shifted)
     total = slope.sum(axis=-1)
     # where, for a row that does not count may cost infinitely much, and 0 times that is not 0
-    costs = xp.where(weights == 0, 0, xp.log(total) - shifted[places])
+    truth = shifted[places] if not smoothing else (1 - smoothing) * shifted[places] + smoothing * shifted.mean(axis=-1)
+    costs = xp.where(weights == 0, 0, xp.log(total) - truth)
     slope *= (weights / total)[:, None]
-    slope[places] -= weights
+    if smoothing:
+        slope -= (weights * (smoothing / logits.shape[1]))[:, None]
+    slope[places] -= weights * (1 - smoothing)
     return (costs * weights).sum(), slope
 
 

@@ -1,0 +1,144 @@
+"""Autoencoders: shapes, what they learn, PyTorch's opinion on the whole, the variational loss by hand, bad input."""
+
+import numpy as np
+import pytest
+from tables import bad_input
+
+from tricycle.autoencoders import Autoencoder, RecurrentAutoencoder, VariationalAutoencoder
+from tricycle.gradcheck import gradcheck
+from tricycle.layers import Dense
+from tricycle.optimisers import AdamW
+from tricycle.tensor import to_tensor
+
+MAKERS = {
+    "dense": (lambda: Autoencoder.dense((12, 6, 2), generator=0), (12,)),
+    "convolutional": (lambda: Autoencoder.convolutional((5, 4, 2), (3, 4), 2, generator=0), (5, 4, 2)),
+    "variational": (lambda: VariationalAutoencoder.dense((12, 6, 2), generator=0, deviation=0.5), (12,)),
+    "variational, convolutional": (
+        lambda: VariationalAutoencoder.convolutional((4, 4, 1), (3,), 2, generator=0), (4, 4, 1)
+    ),
+    "recurrent": (lambda: RecurrentAutoencoder(3, 5, 2, generator=0), (6, 3)),
+    "recurrent, LSTM": (lambda: RecurrentAutoencoder(3, 5, 2, cell="lstm", generator=0), (6, 3)),
+}  # fmt: skip
+each = pytest.mark.parametrize(("make", "shape"), MAKERS.values(), ids=MAKERS)
+
+
+@each
+def test_shapes(make, shape, rng):
+    model, x = make().eval(), rng.standard_normal((3, *shape))
+    assert model(x).shape == (3, *shape)
+    assert model.encode(x).shape == (3, 2)
+    assert model.loss(x).shape == ()
+    assert model(x).close_to(model(x))
+
+
+@each
+def test_every_parameter_learns_and_the_loss_falls(make, shape, rng):
+    model, optimiser = make(), AdamW(0.01, weight_decay=0)
+    x = np.outer(rng.standard_normal(8), rng.standard_normal(np.prod(shape))).reshape(8, *shape)  # one number each
+    losses = []
+    for _ in range(150):
+        loss = model.loss(x)
+        loss.backward()
+        if not losses:
+            assert all(np.abs(p.grad.array).max() > 0 for p in model.parameters())
+        losses.append(float(loss))
+        model.update(optimiser)
+    assert np.mean(losses[-10:]) < 0.7 * losses[0]
+
+
+@each
+def test_gradients(make, shape, rng):
+    model, x = make().eval(), rng.standard_normal((2, *shape))
+    for p in model.parameters():
+        p.array = p.array.astype(np.float64) + 0.1 * rng.standard_normal(p.shape)  # away from the kinks of ReLU
+    x = to_tensor(x, dtype=np.float64)
+    gradcheck(lambda x, *_: model(x), x, *model.parameters())
+
+
+def test_the_plain_loss_and_its_target(rng):
+    model, x, clean = Autoencoder.dense((4, 2), generator=0), rng.standard_normal((3, 4)), rng.standard_normal((3, 4))
+    decoded = model(x).array
+    assert model.loss(x).close_to(((decoded - x) ** 2).mean(), 1e-5)
+    assert model.loss(x, clean).close_to(((decoded - clean) ** 2).mean(), 1e-5)
+
+
+def test_the_variational_loss_is_that_of_the_paper(rng):
+    """Kingma and Welling 2014, appendix B and C.2, with the mean for the draw."""
+    model, x = VariationalAutoencoder.dense((6, 5, 2), generator=0, deviation=0.4).eval(), rng.standard_normal((3, 6))
+    mean, log_variance = (t.array for t in model.distribution(x))
+    divergence = -0.5 * (1 + log_variance - mean**2 - np.exp(log_variance)).sum(axis=1)
+    log_likelihood = -((x - model.decode(mean).array) ** 2 / (2 * 0.4**2)).sum(axis=1)
+    assert model.loss(x).close_to((divergence - log_likelihood).mean(), 1e-5)
+
+
+def test_codes_are_drawn_as_they_are_said_to_be():
+    model = VariationalAutoencoder.dense((2, 1), generator=0)
+    mean, log_variance = to_tensor(np.full((20_000, 1), 3.0)), to_tensor(np.full((20_000, 1), np.log(0.25)))
+    drawn = model.draw(mean, log_variance)
+    np.testing.assert_allclose([drawn.array.mean(), drawn.array.std()], [3, 0.5], rtol=0.02)
+    drawn.sum().backward()  # dz/dmean = 1, dz/dlog variance = deviation * noise / 2
+    np.testing.assert_allclose(mean.grad.array, 1)
+    np.testing.assert_allclose(log_variance.grad.array, (drawn.array - 3) / 2, 1e-4, 1e-6)
+    assert model.eval().draw(mean, log_variance) is mean
+
+
+def test_pytorch_agrees_on_a_convolutional_one(rng):
+    torch = pytest.importorskip("torch")
+    ours = Autoencoder.convolutional((5, 4, 1), (3,), 2, generator=0)
+    nn = torch.nn
+    encoder = nn.Sequential(nn.Conv2d(1, 3, 3, stride=2, padding=1), nn.ReLU())
+    to_code, from_code = nn.Linear(18, 2), nn.Linear(2, 18)
+    back = nn.ConvTranspose2d(3, 1, 3, stride=2, padding=1, output_padding=(0, 1))
+    conv, _, _, dense = ours.encoder.steps
+    undense, _, _, unconv = ours.decoder.steps
+    with torch.no_grad():
+        for theirs, mine in [(to_code, dense), (from_code, undense)]:
+            theirs.weight.copy_(torch.tensor(mine.weights.array.T))
+            theirs.bias.copy_(torch.tensor(mine.bias.array))
+        encoder[0].weight.copy_(torch.tensor(conv.weights.array.reshape(3, 3, 1, 3).transpose(3, 2, 0, 1)))
+        encoder[0].bias.copy_(torch.tensor(conv.bias.array))
+        back.weight.copy_(torch.tensor(unconv.weights.array.reshape(3, 3, 3, 1).transpose(0, 3, 1, 2)))
+        back.bias.copy_(torch.tensor(unconv.bias.array))
+    x = rng.standard_normal((2, 5, 4, 1)).astype(np.float32)
+    their_x = torch.tensor(x.transpose(0, 3, 1, 2))
+    flat = encoder(their_x).permute(0, 2, 3, 1).reshape(2, -1)  # ours has channels last
+    grid = from_code(to_code(flat)).reshape(2, 3, 2, 3).permute(0, 3, 1, 2)
+    theirs = back(grid.relu())
+    np.testing.assert_allclose(ours(x).array, theirs.permute(0, 2, 3, 1).detach().numpy(), 1e-4, 1e-5)
+    loss = ours.loss(x)
+    their_loss = nn.functional.mse_loss(theirs, their_x)
+    loss.backward()
+    their_loss.backward()
+    assert loss.close_to(their_loss.item(), 1e-5)
+    np.testing.assert_allclose(dense.weights.grad.array, to_code.weight.grad.numpy().T, 1e-3, 1e-6)
+
+
+def test_what_follows_an_end_does_not_matter(rng):
+    model, x = RecurrentAutoencoder(2, 4, 3, generator=0), rng.standard_normal((2, 6, 2))
+    codes = model.encode(x, lengths=[3, 6]).array
+    x[0, 3:] = 7
+    np.testing.assert_allclose(model.encode(x, lengths=[3, 6]).array, codes, 1e-6)
+    np.testing.assert_allclose(model.encode(x[:1, :3]).array, codes[:1], 1e-5, 1e-6)
+    assert model.decode(codes, 4).shape == (2, 4, 2)
+
+
+REFUSED = {
+    "no code": (
+        lambda: Autoencoder.dense((5,)),
+        "Autoencoder.dense: expected sizes from the input's to the code's, got (5,)",
+    ),
+    "a deviation of nothing": (
+        lambda: VariationalAutoencoder(Dense(3, 4), Dense(2, 3), deviation=0),
+        "VariationalAutoencoder: expected a deviation above 0, got 0",
+    ),
+    "an unknown cell": (
+        lambda: RecurrentAutoencoder(2, 3, 1, cell="elman"),
+        "expected cell to be one of rnn, gru, lstm, got 'elman'",
+    ),
+    "another width": (
+        lambda: Autoencoder.dense((5, 2))(np.ones((3, 4))),
+        "Dense(from_size=5): expected the last axis to be 5, got shape (3, 4)",
+    ),
+}
+test_bad_input = bad_input(REFUSED)

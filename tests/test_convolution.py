@@ -1,0 +1,131 @@
+"""Convolutions: PyTorch's opinion, shapes, the transpose, bad input; gradients of the ops are in test_registry.py."""
+
+import numpy as np
+import pytest
+from tables import bad_input
+
+from tricycle.convolution import Conv1d, Conv2d, ConvTranspose2d, fold, unfold
+from tricycle.gradcheck import gradcheck
+from tricycle.tensor import to_tensor
+
+OPTIONS = [
+    {"kernel_size": 1}, {"kernel_size": 3}, {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 4, "stride": 3, "padding": 2, "bias": False}, {"kernel_size": 2, "stride": 3},
+]  # fmt: skip
+
+
+def torch_weights(layer, transposed: bool = False) -> np.ndarray:
+    """Ours are (K * C_in, C_out), or (C_in, K * C_out); PyTorch's (C_out, C_in, *kernel), or (C_in, C_out, *kernel)."""
+    if transposed:
+        shaped = layer.weights.array.reshape(layer.from_size, *layer.kernel, layer.to_size)
+        return np.moveaxis(shaped, -1, 1)
+    shaped = layer.weights.array.reshape(*layer.kernel, layer.from_size, layer.to_size)
+    return np.moveaxis(shaped, (-1, -2), (0, 1))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [Conv1d, Conv2d, ConvTranspose2d])
+def test_pytorch_agrees(kind, options, rng):
+    torch = pytest.importorskip("torch")
+    transposed = kind is ConvTranspose2d
+    options = dict(options, **({"output_padding": 1} if transposed and options.get("stride", 1) > 1 else {}))
+    ours, theirs = kind(3, 4, generator=0, **options), getattr(torch.nn, kind.__name__)(3, 4, **options)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.tensor(torch_weights(ours, transposed)))
+        if ours.bias is not None:
+            ours.bias.array[...] = rng.standard_normal(4)
+            theirs.bias.copy_(torch.tensor(ours.bias.array))
+    x = to_tensor(rng.standard_normal((2, 7, 3) if kind is Conv1d else (2, 7, 6, 3)))
+    their_x = torch.tensor(np.moveaxis(x.array, -1, 1), requires_grad=True)
+    y, their_y = ours(x), theirs(their_x)
+    np.testing.assert_allclose(np.moveaxis(y.array, -1, 1), their_y.detach().numpy(), 1e-4, 1e-5)
+    weighting = rng.standard_normal(y.shape).astype(np.float32)
+    (y * weighting).sum().backward()
+    (their_y * torch.tensor(np.moveaxis(weighting, -1, 1))).sum().backward()
+    np.testing.assert_allclose(np.moveaxis(x.grad.array, -1, 1), their_x.grad.numpy(), 1e-4, 1e-5)
+    if ours.bias is not None:
+        np.testing.assert_allclose(ours.bias.grad.array, theirs.bias.grad.numpy(), 1e-4, 1e-4)
+    ours.weights.array[...] = ours.weights.grad.array
+    np.testing.assert_allclose(torch_weights(ours, transposed), theirs.weight.grad.numpy(), 1e-4, 1e-4)
+
+
+def test_a_convolution_by_hand():
+    layer = Conv1d(1, 1, 2, bias=False)
+    layer.weights.array[...] = [[1], [10]]
+    assert layer(to_tensor([[[1], [2], [3]]])).array.ravel().tolist() == [21, 32]
+    pixels = np.arange(9.0).reshape(1, 3, 3, 1)
+    sums = Conv2d(1, 1, 2, stride=1, padding=1, bias=False)
+    sums.weights.array[...] = 1
+    padded = np.pad(pixels[0, :, :, 0], 1)
+    expected = padded[:-1, :-1] + padded[1:, :-1] + padded[:-1, 1:] + padded[1:, 1:]
+    np.testing.assert_allclose(sums(pixels).array[0, :, :, 0], expected)
+
+
+@pytest.mark.parametrize("kind", [Conv1d, Conv2d, ConvTranspose2d])
+def test_gradients(kind, rng):
+    layer = kind(2, 3, 3, stride=2, padding=1, generator=0)
+    for p in layer.parameters():
+        p.array = p.array.astype(np.float64)
+    x = to_tensor(rng.standard_normal((2, 5, 2) if kind is Conv1d else (2, 5, 4, 2)), dtype=np.float64)
+    gradcheck(lambda x, *_: layer(x), x, *layer.parameters())
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 8])
+def test_a_transpose_gives_any_size_back(size):
+    x = to_tensor(np.ones((1, size, size, 2)))
+    halved = Conv2d(2, 3, 3, stride=2, padding=1)(x)
+    extra = size - (2 * halved.shape[1] - 1)
+    assert ConvTranspose2d(3, 2, 3, stride=2, padding=1, output_padding=extra)(halved).shape == x.shape
+
+
+def test_fold_is_the_adjoint_of_unfold(rng):
+    """<unfold(x), y> = <x, fold(y)>."""
+    how = (3, 2), (2, 1), (1, 0)
+    x = to_tensor(rng.standard_normal((2, 6, 5, 3)), dtype=np.float64)
+    columns = unfold(x, *how)
+    y = rng.standard_normal(columns.shape)
+    folded = fold(to_tensor(y, dtype=float), (6, 5), *how).array
+    np.testing.assert_allclose((columns.array * y).sum(), (x.array * folded).sum())
+
+
+def test_even_kernels_and_strides_for_each_axis():
+    assert Conv2d(1, 1, (1, 3), stride=(2, 1), padding=(0, 1))(np.ones((1, 4, 6, 1))).shape == (1, 2, 6, 1)
+
+
+X = np.ones((2, 5, 3), np.float32)
+REFUSED = {
+    "another number of channels": (
+        lambda: Conv1d(4, 2, 3)(X),
+        "Conv1d(from_size=4): expected the last axis to be 4, got shape (2, 5, 3)",
+    ),
+    "no batch": (
+        lambda: Conv1d(3, 2, 3)(X[0]),
+        "unfold: expected shape (batch, size, channels), no smaller than the kernel (3,), got (5, 3)",
+    ),
+    "a kernel that does not fit": (
+        lambda: Conv1d(3, 2, 6)(X),
+        "unfold: expected shape (batch, size, channels), no smaller than the kernel (6,), got (2, 5, 3)",
+    ),
+    "another number of channels to grow": (
+        lambda: ConvTranspose2d(4, 2, 3)(X[None]),
+        "ConvTranspose2d(from_size=4): expected the last axis to be 4, got shape (1, 2, 5, 3)",
+    ),
+    "a sequence for images": (
+        lambda: Conv2d(3, 2, 3)(X),
+        "unfold: expected shape (batch, size, size, channels), no smaller than the kernel (3, 3), got (2, 5, 3)",
+    ),
+    "a kernel of nothing": (
+        lambda: Conv1d(3, 2, 0),
+        "Conv1d: expected kernel_size to be whole numbers from 1 on, one or 1, got 0",
+    ),
+    "too many strides": (
+        lambda: Conv2d(3, 2, 3, stride=(1, 2, 3)),
+        "Conv2d: expected stride to be whole numbers from 1 on, one or 2, got (1, 2, 3)",
+    ),
+    "a negative padding": (
+        lambda: Conv2d(3, 2, 3, padding=-1),
+        "Conv2d: expected padding to be whole numbers from 0 on, one or 2, got -1",
+    ),
+    "no channels": (lambda: Conv1d(0, 2, 3), "Conv1d: expected from_size to be a whole number above 0, got 0"),
+}  # fmt: skip
+test_bad_input = bad_input(REFUSED)

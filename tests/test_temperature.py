@@ -1,0 +1,29 @@
+"""Temperatures fitted to costs."""
+
+import numpy as np
+import pytest
+
+from tricycle.functions import AdaptiveSoftmax, Softmax
+from tricycle_lab.temperature import fit_adaptive_temperature
+
+
+def test_fitting_finds_a_known_polynomial(rng):
+    """Costs that are lowest at a beta that is a parabola of the entropy, with noise in each row."""
+    scores = [3 * rng.random() * rng.standard_normal((400, n)) for n in (4, 16, 64, 256)]
+    wanted = (0.25, -0.5, 2.0)
+    entropy = [AdaptiveSoftmax().temperature(array)[-1] for array in scores]
+    betas = np.linspace(1, 12, 111)
+
+    def costs(i, weights):
+        tried = next(beta for beta in betas if np.allclose(Softmax()(scores[i] * beta).array, weights, atol=1e-5))
+        return (np.log(tried) - np.log(np.polyval(wanted, entropy[i][:, 0]))) ** 2 + 0.01 * rng.random(len(weights))
+
+    found = fit_adaptive_temperature(scores, costs, betas, degree=2)
+    at = np.linspace(0.5, 5, 10)
+    np.testing.assert_allclose(np.polyval(found, at), np.polyval(wanted, at), rtol=0.1)
+
+
+def test_too_few_rows():
+    wanted = "fit_adaptive_temperature: expected at least 20 rows with an entropy above 0.5 and 5 bins"
+    with pytest.raises(ValueError, match=wanted):
+        fit_adaptive_temperature([np.ones((3, 4))], lambda i, weights: weights[:, 0])

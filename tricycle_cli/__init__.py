@@ -1,0 +1,1 @@
+"""What the programs share: command lines, streamed text, pickled models, what a machine offers."""

@@ -1,0 +1,150 @@
+"""What this machine offers Tricycle and what is in use; `python -m tricycle` prints it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+import tricycle
+from tricycle import backend
+
+# What Linux calls the instructions that matter for speed.
+INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 bf16": "avx512_bf16", "AMX bf16": "amx_bf16"}
+# Variables that keep OpenBLAS, MKL, BLIS or NumPy from the kernels that they would choose for this processor.
+PINS = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "BLIS_ARCH_TYPE", "NPY_DISABLE_CPU_FEATURES")
+CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+OPTIONAL = "threadpoolctl tiktoken tqdm tyro safetensors matplotlib pooch requests datasets ml_dtypes".split()
+WIDTH, INDENT = 110, 12
+
+
+def installed(*packages: str) -> list[str]:
+    """Those of the packages that are installed, each with its version."""
+    found = []
+    for package in packages:
+        try:
+            found.append(f"{package}=={version(package)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def processor(cpuinfo: str) -> str:
+    """Its name, cores and instructions, from the text of Linux's /proc/cpuinfo ("" elsewhere)."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    name = fields.get("model name") or platform.processor() or platform.machine() or "unknown"
+    flags = fields.get("flags", "").split()
+    if flags:
+        known = [f"{'' if flag in flags else 'no '}{instruction}" for instruction, flag in INSTRUCTIONS.items()]
+        instructions = ", ".join(known)
+    else:
+        simd = (np.show_config(mode="dicts") or {}).get("SIMD Extensions", {})
+        instructions = "bf16 and AMX unknown; NumPy uses " + " ".join(simd.get("found") or ["none it could choose"])
+    return f"{name}, {os.cpu_count()} logical cores; {instructions}"
+
+
+def blas() -> str:
+    """Which BLAS NumPy calls, and the kernels that it chose."""
+    pins = [f"pinned by {name}={os.environ[name]}" for name in PINS if os.environ.get(name)]
+    found = [
+        f"{library.internal_api} {library.version or ''}, {getattr(library, 'architecture', None) or 'unknown'} kernels"
+        for library in backend.blas_libraries()
+    ]
+    if not found:
+        built = (np.show_config(mode="dicts") or {}).get("Build Dependencies", {}).get("blas", {})
+        found = [f"{built.get('name', 'unknown')} {built.get('version', '')}, kernels unknown"]
+    return ", ".join(found + pins)
+
+
+def setter() -> str | None:
+    """The variable that says how many threads there are."""
+    names = ["TRICYCLE_NUM_THREADS", "OMP_NUM_THREADS"]
+    names += [f"{library.internal_api.upper()}_NUM_THREADS" for library in backend.blas_libraries()]
+    return next((name for name in names if os.environ.get(name, "").split(",")[0].isdecimal()), None)
+
+
+def threads() -> str:
+    number = backend.n_threads()
+    name = setter()
+    why = f"set by {name}={os.environ[name]}" if name else "no variable sets them (TRICYCLE_NUM_THREADS would)"
+    of_blas = "/".join(str(library.num_threads) for library in backend.blas_libraries()) or "unknown"
+    return f"{number}, {why}; of BLAS: {of_blas}"
+
+
+def gpus() -> list[str]:
+    """The GPUs that NVIDIA's driver shows, whether CuPy can use them or not."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.split(" (UUID")[0] for line in done.stdout.splitlines() if line.startswith("GPU")]
+
+
+def matmul_rate(n: int = 1024, seconds: float = 0.3) -> float:
+    """GFLOP/s of NumPy's n x n float32 product, the best in about so many seconds."""
+    a = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best / 1e9
+
+
+def advice(shown: list[str], problem: str | None) -> list[str]:
+    """What would make it faster, given the GPUs that the driver shows and why none can be used."""
+    pins = [name for name in PINS if os.environ.get(name)]
+    found = [f"unset {name}: it may keep NumPy from the best kernels for this processor" for name in pins]
+    cores, name = os.cpu_count() or 1, setter()
+    if name and backend.n_threads() < cores:
+        found.append(f"unset {name}: {backend.n_threads()} of {cores} logical cores are in use")
+    if not installed("threadpoolctl"):
+        found.append("pip install threadpoolctl: Tricycle can then share all of its work between the cores")
+    if shown and problem:
+        found.append(f"use {', '.join(shown)}: {problem}")
+    return found or ["nothing that this program knows of"]
+
+
+def report() -> str:
+    cpuinfo, shown, problem = Path("/proc/cpuinfo"), gpus(), backend.gpu_problem()
+    cupy = ", ".join(installed(*CUPY))
+    # asked for first: where TRICYCLE_NUM_THREADS is set, this is what sets the threads of BLAS
+    n_threads = threads()
+    rows = {
+        "Tricycle": f"{tricycle.__version__}, in {Path(tricycle.__file__).parent}",
+        "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
+        "arrays": f"NumPy {np.__version__}" + ("" if problem else f"; on a GPU {cupy or 'CuPy'}"),
+        "GPU": f"{', '.join(shown) or 'there'}, in use after .to_gpu()" if not problem else f"none in use: {problem}",
+        "CPU": processor(cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""),
+        "BLAS": blas(),
+        "threads": n_threads,
+        "matmul": f"{matmul_rate():,.0f} GFLOP/s in float32 on the CPU",
+        "packages": ", ".join(installed(*OPTIONAL)) or "none",
+        "missing": ", ".join(name for name in OPTIONAL if not installed(name)) or "none",
+    }
+    lines = [
+        textwrap.fill(
+            value, WIDTH, initial_indent=f"{name:<{INDENT}}", subsequent_indent=" " * INDENT,
+            break_long_words=False, break_on_hyphens=False,
+        )
+        for name, value in rows.items()
+    ]
+    return "\n".join([*lines, "", "What would make it faster:", *(f"  {line}" for line in advice(shown, problem))])
+
+
+def main() -> int:
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    print(report())
+    return 0
