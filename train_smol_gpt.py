@@ -28,21 +28,9 @@ from tricycle import backend
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.files import atomic_write
-from tricycle.training import (
-    FINAL_OVERLAP,
-    HeldOut,
-    NonFiniteError,
-    Run,
-    TrainingState,
-    estimate,
-    evaluate,
-    new_state,
-    read_metrics,
-    resume_state,
-    show_sample,
-    train,
-)
+from tricycle.training import HeldOut, NonFiniteError, TrainingState, evaluate, new_state, resume_state
 from tricycle_cli.flags import parse, run_main
+from tricycle_cli.run import FINAL_OVERLAP, Run, estimate, read_metrics, show_sample, train
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 from tricycle_lab.plot import plot_losses
 

@@ -541,34 +541,33 @@ add("Rotary", lambda x: attention.Rotary(1, base=100.0)(x, offset=3), normal(1, 
 
 
 # -------------------------------------------------------------------- recurrence
-def _torch_recurrence(torch, cell, reverse, active, x, initial, *weights):
+def _torch_recurrence(torch, cell, active, x, initial, *weights):
     """PyTorch's cells, one step after another."""
     name = {"tanh": "rnn_tanh_cell", "relu": "rnn_relu_cell", "gru": "gru_cell", "lstm": "lstm_cell"}[cell]
     weights = [w.mT if w.ndim == 2 else w for w in weights]
     states = [initial]
-    for t in range(x.shape[1])[:: -1 if reverse else 1]:
+    for t in range(len(x)):
         before = states[-1]
-        after = getattr(torch, name)(x[:, t], tuple(before) if cell == "lstm" else before[0], *weights)
+        after = getattr(torch, name)(x[t], tuple(before) if cell == "lstm" else before[0], *weights)
         after = torch.stack(after) if cell == "lstm" else after[None]
         states.append(after if active is None else torch.where(torch.tensor(active[t]), after, before))
-    return torch.stack(states[::-1] if reverse else states, 1)
+    return torch.stack(states, 1)
 
 
 for _cell, _kind in recurrent.CELLS.items():
-    for _reverse in (False, True):
-        for _items, _steps, _channels, _size in [(1, 1, 1, 1), (2, 4, 3, 2), (3, 2, 2, 3)]:
-            _active = None if _items < 3 else np.arange(_steps)[:, None, None] < np.array([[1], [2], [1]])
-            _shapes = [(_channels, _kind.n_gates * _size), (_size, _kind.n_gates * _size)]
-            _biases = [_shapes[0][1:]] * 2 if _steps > 1 else []
-            add(
-                "recurrence",
-                lambda x, *others, cell=_cell, reverse=_reverse, active=_active: recurrent.recurrence(
-                    x, *others, cell=cell, reverse=reverse, active=None if active is None else x.xp.asarray(active)
-                ),
-                *(normal(*shape) for shape in [(_items, _steps, _channels), (_kind.n_states, _items, _size)]),
-                *(normal(*shape) for shape in [*_shapes, *_biases]),
-                torch=lambda torch, *xs, c=_cell, r=_reverse, a=_active: _torch_recurrence(torch, c, r, a, *xs),
-            )
+    for _items, _steps, _channels, _size in [(1, 1, 1, 1), (2, 4, 3, 2), (3, 2, 2, 3), (1, 18, 1, 1)]:
+        _active = None if _items < 3 else np.arange(_steps)[:, None, None] < np.array([[1], [2], [1]])
+        _shapes = [(_channels, _kind.n_gates * _size), (_size, _kind.n_gates * _size)]
+        _biases = [_shapes[0][1:]] * 2 if _steps > 1 else []
+        add(
+            "recurrence",
+            lambda x, *others, cell=_cell, active=_active: recurrent.recurrence(
+                x, *others, cell=cell, active=None if active is None else x.xp.asarray(active)
+            ),
+            *(normal(*shape) for shape in [(_steps, _items, _channels), (_kind.n_states, _items, _size)]),
+            *(normal(*shape) for shape in [*_shapes, *_biases]),
+            torch=lambda torch, *xs, c=_cell, a=_active: _torch_recurrence(torch, c, a, *xs),
+        )
 
 # -------------------------------------------------------------------- convolution
 def _torch_unfold(torch, x, kernel, stride, padding):

@@ -273,7 +273,7 @@ BAD = {
     "a length below 0": (lambda: length_mask([-1], 5), "length_mask: expected lengths from 0 to 5, got -1 to -1"),
     "lengths that are no whole numbers": (
         lambda: length_mask([1.0], 5),
-        "length_mask: expected a whole number for each item, got float64 of shape (1,)",
+        "length_mask: expected lengths as whole numbers of shape (batch,), got float64 of shape (1,)",
     ),
     "blocks without scales": (
         lambda: SelfAttention(2, softmax="blocks")(np.ones((1, 4, 6))),

@@ -1,6 +1,7 @@
 """Every kernel against the plain one in float64: odd shapes, strided inputs, poisoned outputs."""
 
 import inspect
+from contextlib import nullcontext
 from types import ModuleType
 
 import numpy as np
@@ -121,8 +122,8 @@ def _recurrence_backward(rng, forward, n_gates, n_states, n_kept, n_grads, *size
     gates, states, weights, bias, active, *options = _recurrence(rng, n_gates, n_kept, *sizes)
     getattr(reference, forward)(gates, states, weights, bias, active, *options)
     grad = rng.standard_normal((n_states, *states.shape[1:]))
-    poisoned = np.full((n_grads, *gates.shape), np.nan), np.full(grad[:, 0].shape, np.nan)
-    return grad, gates, states, weights, active, *poisoned, *options
+    poisoned = np.full((n_grads, *gates.shape), np.nan)
+    return grad, gates, states, weights, active, poisoned, grad[:, -1].copy(), *options
 
 
 ROWS = [(1,), (7,), (3, 5), (1, 1), (2, 3, 7), (0, 4), (131, 1031)]
@@ -222,8 +223,8 @@ CASES = {
     "rnn_backward": (_recurrence_backward, [("rnn", 1, 1, 1, 1, *sizes) for sizes in ELMAN]),
     "gru": (_recurrence, [(3, 2, *sizes) for sizes in RECURRENCES]),
     "gru_backward": (_recurrence_backward, [("gru", 3, 1, 2, 2, *sizes) for sizes in RECURRENCES]),
-    "lstm": (_recurrence, [(4, 2, *sizes) for sizes in RECURRENCES]),
-    "lstm_backward": (_recurrence_backward, [("lstm", 4, 2, 2, 1, *sizes) for sizes in RECURRENCES]),
+    "lstm": (_recurrence, [(4, 3, *sizes) for sizes in RECURRENCES]),
+    "lstm_backward": (_recurrence_backward, [("lstm", 4, 2, 3, 1, *sizes) for sizes in RECURRENCES]),
 }
 IN_PLACE = {
     "attention_backward": slice(-3, None),
@@ -232,7 +233,7 @@ IN_PLACE = {
     **dict.fromkeys(("rnn", "gru", "lstm"), slice(0, 2)),
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
-NOT_OPS = {"hidden", "for_items"}  # helpers
+NOT_OPS = {"hidden", "for_items", "repeated", "pipeline"}  # helpers
 
 all_cases = pytest.mark.parametrize(
     ("name", "size"),
@@ -498,3 +499,47 @@ def test_layer_norm_as_pytorch():
 
 def test_hidden_keys():
     assert reference.hidden(np, 2, 3, 1).tolist() == [[False, False, True], [False, False, False]]
+
+
+# -------------------------------------------------------------------- helpers of recurrence
+@pytest.fixture
+def two_threads(monkeypatch):
+    monkeypatch.setattr(backend, "n_threads", lambda: 2)
+    backend._helpers.cache_clear()
+    yield
+    backend._helpers.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (32, 256, 1024), (7, 5, 3), (1, 300, 70), (33, 1000, 65), (2, 481, 64)])
+def test_a_repeated_matrix_multiplies_as_the_plain_one(shape, rng):
+    n_rows, n_inner, n_columns = shape
+    left, matrix = rng.standard_normal((n_rows, n_inner)), rng.standard_normal((n_inner, n_columns))
+    right, repeated = rng.standard_normal((n_rows, n_columns)), kernels.repeated(matrix)
+    for _ in range(2):
+        np.testing.assert_allclose(left @ repeated, left @ matrix, 1e-10, 1e-10)
+        np.testing.assert_allclose(right @ repeated.T, right @ matrix.T, 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("n_items", [1, cpu.ITEMS + 1])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_pipeline_keeps_its_order(two_threads, n_items, plain):
+    pieces, done = [slice(i, i + 1) for i in range(20)], []
+
+    def then(piece):
+        assert ("first", piece.start) in done
+        done.append(("then", piece.start))
+
+    with use_reference() if plain else nullcontext():
+        kernels.pipeline(np.ones((20, n_items, 1)), pieces, lambda piece: done.append(("first", piece.start)), then)
+    for name in ("first", "then"):
+        assert [number for what, number in done if what == name] == list(range(20))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_error_in_a_pipeline_ends_it(two_threads, which):
+    def dies(piece):
+        raise ArithmeticError("broken")
+
+    functions = [dies, lambda piece: None][:: 1 if which == 0 else -1]
+    with pytest.raises(ArithmeticError, match="broken"):
+        kernels.pipeline(np.ones((9, 1, 1)), [slice(i, i + 1) for i in range(9)], *functions)

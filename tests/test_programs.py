@@ -161,15 +161,16 @@ sys.path.insert(0, {str(ROOT)!r})
 sys.argv[0] = "train_smol_gpt.py"
 import train_smol_gpt
 from tricycle import training
+from tricycle_cli import run
 
 def after(step, action):
-    train_step = training.train_step
+    train_step = run.train_step
     def patched(state):
         result = train_step(state)
         if state.step == step:
             action()
         return result
-    training.train_step = patched
+    run.train_step = patched
 
 {snippet}
 train_smol_gpt.run_main(train_smol_gpt.main)

@@ -19,20 +19,9 @@ from tricycle.models import GPT
 from tricycle.optimisers import gradient_norm
 from tricycle.tensor import no_grad, to_tensor
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import (
-    ESTIMATE_STEPS,
-    HeldOut,
-    NonFiniteError,
-    Run,
-    estimate,
-    evaluate,
-    new_state,
-    read_metrics,
-    resume_state,
-    show_sample,
-    train,
-    train_step,
-)
+from tricycle.training import ESTIMATE_STEPS, HeldOut, NonFiniteError, evaluate, new_state, resume_state, train_step
+from tricycle_cli import run as running
+from tricycle_cli.run import Run, estimate, read_metrics, show_sample, train
 
 TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
 TOKENISER = BPETokeniser(257)
@@ -200,7 +189,7 @@ def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch)
     for name in ("estimate", "show_sample"):
         def look(state, run, name=name):
             saved.append((name, state.step, load_checkpoint(run.last).about["progress"]["step"]))
-        monkeypatch.setattr(training, name, look)
+        monkeypatch.setattr(running, name, look)
     train(new_state(replace(CONFIG, sample_interval=4), TOKENS), run)
     evaluated = [("estimate", step, step) for step in (5, 10, 15)]
     sampled = [("show_sample", step, step) for step in (4, 8, 12, 16)]
@@ -212,7 +201,7 @@ def test_a_checkpoint_stands_before_the_first_update(tmp_path, monkeypatch):
         raise OSError("out of luck")
 
     run = new_run(tmp_path)
-    monkeypatch.setattr(training, "train_step", fail)
+    monkeypatch.setattr(running, "train_step", fail)
     with pytest.raises(OSError, match="out of luck"):
         train(new_state(CONFIG, TOKENS), run)
     assert load_checkpoint(run.last).about["progress"]["step"] == 0
@@ -227,7 +216,7 @@ def test_stopping_at_the_end_is_the_end(tmp_path):
 
 def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path, monkeypatch):
     values = iter([3.0, 2.0, 2.5, 1.5])
-    monkeypatch.setattr(training, "evaluate", lambda *args: (next(values), 99))
+    monkeypatch.setattr(running, "evaluate", lambda *args: (next(values), 99))
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
     best = []
     for state.step in (5, 10, 15, 20):
@@ -264,7 +253,7 @@ def test_the_warm_up_is_at_most_a_tenth():
 def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
     """With a clock that says one second an update: about as many updates as fit, and some time for the end."""
     clock = iter(range(10**9))
-    monkeypatch.setattr(training, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(running, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
     config = replace(CONFIG, minutes=minutes, steps=steps, accumulation_steps=1, eval_interval=100)
     state = new_state(config, TOKENS)
     assert state.total_steps == (steps if 0 < steps <= ESTIMATE_STEPS[0] else 0)
@@ -279,7 +268,7 @@ def test_time_spent_before_counts(tmp_path, monkeypatch):
     for spent in (0.0, 120.0):
         clock = iter(range(10**9))
         fake = types.SimpleNamespace(perf_counter=lambda clock=clock: float(next(clock)))
-        monkeypatch.setattr(training, "time", fake)
+        monkeypatch.setattr(running, "time", fake)
         state = new_state(replace(CONFIG, minutes=5.0, steps=0, eval_interval=1000), TOKENS)
         train(state, new_run(tmp_path / str(spent), spent=spent))
         n_steps.append(state.step)
@@ -459,12 +448,12 @@ def test_bits_a_byte_do_not_depend_on_the_vocabulary():
 def test_metrics_are_written_in_whole_lines(tmp_path):
     run = new_run(tmp_path)
     assert read_metrics(run.metrics) == []
-    for step in range(training.LINES_GATHERED + 3):
+    for step in range(running.LINES_GATHERED + 3):
         run.record(step=step, loss=1 / 3)
-    assert len(read_metrics(run.metrics)) == training.LINES_GATHERED
+    assert len(read_metrics(run.metrics)) == running.LINES_GATHERED
     run.flush()
     run.flush()
-    assert read_metrics(run.metrics) == [{"step": s, "loss": 0.333333} for s in range(training.LINES_GATHERED + 3)]
+    assert read_metrics(run.metrics) == [{"step": s, "loss": 0.333333} for s in range(running.LINES_GATHERED + 3)]
 
 
 @pytest.mark.parametrize("window", [1, 2, 8])

@@ -69,18 +69,25 @@ class KeyValueCache:
 
 
 # -------------------------------------------------------------------- masks
-def length_mask(lengths: Sequence[int] | Array, n_keys: int) -> np.ndarray:
+def length_mask(
+    lengths: Sequence[int] | Array, n_keys: int, n_items: int | None = None, least: int = 0, title: str = "length_mask"
+) -> np.ndarray:
     """(B, S) booleans: True for the first `lengths[b]` keys of item b.
 
+    Args:
+        n_items: B, if it is known. least: no length may be smaller. title: who refuses.
+
     Raises:
-        ValueError: a length below 0 or above n_keys, or that is no whole number.
+        ValueError: a length below `least` or above n_keys, or that is no whole number, or not one for each item.
     """
     found = np.asarray(lengths)
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        got = f"{found.dtype} of shape {found.shape}"
-        raise ValueError(f"length_mask: expected a whole number for each item, got {got}")
-    if found.size and not 0 <= found.min() <= found.max() <= n_keys:
-        raise ValueError(f"length_mask: expected lengths from 0 to {n_keys}, got {found.min()} to {found.max()}")
+    if found.shape != (found.size if n_items is None else n_items,) or (found.size and found.dtype.kind not in "iu"):
+        wanted = f"({'batch' if n_items is None else n_items},)"
+        raise ValueError(
+            f"{title}: expected lengths as whole numbers of shape {wanted}, got {found.dtype} of shape {found.shape}"
+        )
+    if found.size and not least <= found.min() <= found.max() <= n_keys:
+        raise ValueError(f"{title}: expected lengths from {least} to {n_keys}, got {found.min()} to {found.max()}")
     return np.arange(n_keys) < found[:, None]
 
 

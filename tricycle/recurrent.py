@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import backend, kernels
+from tricycle.attention import length_mask
 from tricycle.backend import Array
 from tricycle.functions import shared_backward
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dropout, Layer, new_generator
 from tricycle.ops import as_tensor, check_device, concatenate, floating, positive, register, stack, where
-from tricycle.tensor import BackFn, Operand, Tensor, record, to_tensor
+from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 
 class Cell(NamedTuple):
@@ -41,68 +42,85 @@ class Cell(NamedTuple):
     options: tuple = ()
 
 
+PIECE_STEPS = 16  # products of several steps at once are as fast as of all, and threads can share them with the steps
+
 CELLS = {
     "tanh": Cell("rnn", 1, options=(False,)),
     "relu": Cell("rnn", 1, options=(True,)),
     "gru": Cell("gru", 3, n_kept=2, n_grads=2),
-    "lstm": Cell("lstm", 4, n_states=2, n_kept=2),
+    "lstm": Cell("lstm", 4, n_states=2, n_kept=3),
 }
 
 
 @register
 def recurrence(
     x: Tensor, initial: Tensor, input_weights: Tensor, hidden_weights: Tensor, *biases: Tensor, cell: str,
-    reverse: bool = False, active: Array | None = None,
+    active: Array | None = None,
 ) -> Tensor:
     """All steps of one direction of one layer.
 
+    The steps are in one thread; the products of several of them, before or after they are made, may be in another.
+
     Args:
-        x: (B, T, C). initial: (S, B, H).
+        x: (T, B, C). initial: (S, B, H).
         input_weights: (C, n_gates * H). hidden_weights: (H, n_gates * H).
         biases: none, or two of (n_gates * H,), for the input and for the output before.
         cell: a name in CELLS.
-        reverse: from the last step to the first.
         active: (T, B, 1) booleans: an item keeps its states over a step where it is False.
 
     Returns:
-        (S, T + 1, B, H): the states before the first step and after each, the other way round if reversed.
+        (S, T + 1, B, H): the states before the first step and after each.
     """
-    kind, xp, matrix, across = CELLS[cell], x.xp, input_weights.array, hidden_weights.array
-    check_device(kind.kernel, x.array, initial.array, matrix, across)
-    (n_items, n_steps, from_size), (size, n_columns) = x.shape, across.shape
-    n_rows = n_steps * n_items
-    rows = xp.ascontiguousarray(floating(x.array).transpose(1, 0, 2)).reshape(n_rows, from_size)
+    kind, xp, matrix, across = CELLS[cell], x.xp, input_weights.array, kernels.repeated(hidden_weights.array)
+    check_device(kind.kernel, x.array, initial.array, matrix, hidden_weights.array)
+    rows, (n_steps, n_items, _), (size, n_columns) = floating(x.array), x.shape, hidden_weights.shape
     bias, later_bias = [b.array for b in biases] if biases else (None, None)
     if biases and kind.n_grads == 1:  # where both do the same, one is enough
         bias, later_bias = biases[0].array + biases[1].array, None
-    gates = kernels.matmul(rows, matrix, bias).reshape(n_steps, n_items, n_columns)
+    gates = xp.empty((n_steps, n_items, n_columns), xp.result_type(rows, matrix))
     states = xp.empty((kind.n_kept, n_steps + 1, n_items, size), gates.dtype)
-    time = slice(None, None, -1 if reverse else 1)  # views in the order of steps are what a kernel gets
-    run, kept, going = gates[time], states[:, time], active if active is None else active[time]
-    kept[:, 0] = 0
-    kept[: kind.n_states, 0] = initial.array
-    getattr(kernels, kind.kernel)(run, kept, across, later_bias, going, *kind.options)
+    states[:, 0] = 0
+    states[: kind.n_states, 0] = initial.array
+    pieces = [slice(start, min(start + PIECE_STEPS, n_steps)) for start in range(0, n_steps, PIECE_STEPS)]
 
-    def compute(grad: Array) -> tuple[tuple[Array, ...]]:
-        d_gates = xp.empty((kind.n_grads, n_steps, n_items, n_columns), gates.dtype)
-        d_initial = xp.empty(initial.shape, gates.dtype)
-        backward = getattr(kernels, f"{kind.kernel}_backward")
-        backward(grad[:, time], run, kept, across, going, d_gates[:, time], d_initial, *kind.options)
-        return ((d_gates[0].reshape(n_rows, n_columns), d_gates[-1].reshape(n_rows, n_columns), d_initial),)
+    def around(array: Array, piece: slice) -> Array:
+        """States or their gradients, from before these steps to after them."""
+        return array[:, piece.start : piece.stop + 1]
 
-    (grads,) = shared_backward(compute, 1)
-    before = (states[0, 1:] if reverse else states[0, :-1]).reshape(n_rows, size)
-    dx_shape = n_steps, n_items, from_size
-    back_fns: tuple[BackFn, ...] = (
-        lambda grad: kernels.matmul(grads(grad)[0], matrix.T).reshape(dx_shape).transpose(1, 0, 2),
-        lambda grad: grads(grad)[2],
-        lambda grad: kernels.matmul(rows.T, grads(grad)[0]),
-        lambda grad: kernels.matmul(before.T, grads(grad)[1]),
-        lambda grad: kernels.sum_rows(grads(grad)[0]),
-        lambda grad: kernels.sum_rows(grads(grad)[1]),
-    )
+    def flat(array: Array) -> Array:
+        return array.reshape(-1, array.shape[-1])
+
+    def project(piece: slice) -> None:
+        gates[piece] = kernels.matmul(flat(rows[piece]), matrix, bias).reshape(gates[piece].shape)
+
+    def advance(piece: slice) -> None:
+        going = active if active is None else active[piece]
+        getattr(kernels, kind.kernel)(gates[piece], around(states, piece), across, later_bias, going, *kind.options)
+
+    kernels.pipeline(gates, pieces, project, advance)
+
+    def compute(grad: Array) -> tuple[Array, ...]:
+        d_gates, d_initial = xp.empty((kind.n_grads, *gates.shape), gates.dtype), grad[:, -1].copy()
+        dx, d_matrix = xp.empty(x.shape, gates.dtype), xp.zeros_like(matrix)
+        kernel = getattr(kernels, f"{kind.kernel}_backward")
+
+        def go_back(piece: slice) -> None:
+            found = gates[piece], around(states, piece), across, active if active is None else active[piece]
+            kernel(around(grad, piece), *found, d_gates[:, piece], d_initial, *kind.options)
+
+        def multiply(piece: slice) -> None:
+            d = flat(d_gates[0, piece])
+            dx[piece] = kernels.matmul(d, matrix.T).reshape(dx[piece].shape)
+            d_matrix[...] += kernels.matmul(flat(rows[piece]).T, d)
+
+        kernels.pipeline(gates, pieces[::-1], go_back, multiply)
+        d_across = kernels.matmul(flat(states[0, :-1]).T, flat(d_gates[-1]))
+        # the same array for both biases would be changed twice where gradients are changed in place
+        d_biases = [kernels.sum_rows(flat(d)) for d in (d_gates[n] for n in range(kind.n_grads))] if biases else []
+        return dx, d_initial, d_matrix, d_across, *d_biases, *(d.copy() for d in d_biases)
+
     args = (x, initial, input_weights, hidden_weights, *biases)
-    return record(states[: kind.n_states], args, back_fns[: len(args)], kind.kernel, False)
+    return record(states[: kind.n_states], args, shared_backward(compute, len(args)), kind.kernel, False)
 
 
 class Direction(Layer):
@@ -126,9 +144,10 @@ class Direction(Layer):
         """(B, T, C) and (S, B, H) to the outputs (B, T, H) and the states at the end (S, B, H)."""
         weights = self.input_weights, self.hidden_weights, self.input_bias, self.hidden_bias
         given = [w for w in weights if w is not None]
-        states = recurrence(x, initial, *given, cell=self.cell, reverse=self.reverse, active=active)
-        outputs, final = (states[0, :-1], states[:, 0]) if self.reverse else (states[0, 1:], states[:, -1])
-        return outputs.transpose(1, 0, 2), final
+        in_order = lambda steps: steps[::-1] if self.reverse and steps is not None else steps
+        steps = in_order(x.transpose(1, 0, 2))
+        states = recurrence(steps, initial, *given, cell=self.cell, active=in_order(active))
+        return in_order(states[0, 1:]).transpose(1, 0, 2), states[:, -1]
 
 
 class Recurrent(Layer):
@@ -181,8 +200,11 @@ class Recurrent(Layer):
         if x.ndim != 3 or x.shape[1] == 0 or x.shape[2] != self.input_size:
             wanted = f"(batch, steps, {self.input_size}) with a step or more"
             raise ValueError(f"{title}(input_size={self.input_size}): expected shape {wanted}, got {x.shape}")
-        states, real = self._initial(title, x, initial, like), _real(title, x, lengths)
-        active = None if real is None else real.transpose(1, 0, 2)
+        states, real, active = self._initial(title, x, initial, like), None, None
+        if lengths is not None:
+            mask = length_mask(backend.to_cpu(as_tensor(lengths).array), x.shape[1], len(x), 1, title)
+            real = x.xp.asarray(mask[..., None])  # (B, T, 1)
+            active = real.transpose(1, 0, 2)
         y = x if real is None else where(real, x, 0.0)
         finals: list[Tensor] = []
         for number, runs in enumerate(self.runs):
@@ -204,20 +226,6 @@ class Recurrent(Layer):
             wanted, got = f"{shape}{' twice, h and c' * (n_states - 1)}", " and ".join(str(s.shape) for s in given)
             raise ValueError(f"{title}: expected initial states of shape {wanted}, got {got}")
         return stack(given)
-
-
-def _real(title: str, x: Tensor, lengths: Operand | None) -> Array | None:
-    """(B, T, 1) booleans: whether a step is no padding. None where all are."""
-    if lengths is None:
-        return None
-    numbers, (n_items, n_steps, _) = backend.to_cpu(as_tensor(lengths).array), x.shape
-    if numbers.shape != (n_items,) or numbers.dtype.kind not in "iu":
-        got = f"{numbers.dtype} of shape {numbers.shape}"
-        raise ValueError(f"{title}: expected lengths as whole numbers of shape ({n_items},), got {got}")
-    if numbers.size and not 0 < numbers.min() <= numbers.max() <= n_steps:
-        raise ValueError(f"{title}: expected lengths from 1 to {n_steps}, got {numbers.min()} to {numbers.max()}")
-    real = np.arange(n_steps) < numbers[:, None]
-    return None if real.all() else x.xp.asarray(real[..., None])
 
 
 class RNN(Recurrent):

@@ -10,7 +10,9 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +67,7 @@ def _ones(n: int, like: np.ndarray) -> np.ndarray:
 def matmul(a, b, bias=None):
     """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
     (n_rows, n_inner), n_columns = a.shape, b.shape[1]
-    if n_rows * n_inner * n_columns < SMALL_PRODUCT or not blas_libraries():
+    if n_rows * n_inner * n_columns < SMALL_PRODUCT or not blas_libraries() or all_at_work():
         return reference.matmul(a, b, bias)
     if n_inner >= 2 * max(n_rows, n_columns):
         terms = _parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
@@ -494,11 +496,13 @@ class _Blocks:
         self.matrix = matrix
         self.blocks: np.ndarray | None = None
 
-    @property
+    @cached_property
     def T(self) -> _Blocks:
         return _Blocks(self.matrix.T)
 
     def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
+        if len(left) == 1:
+            return left @ self.matrix
         if self.blocks is None:
             self.blocks = self._cut()
         (n_sums, n_blocks, _, n_columns), n_rows = self.blocks.shape, len(left)
@@ -518,6 +522,31 @@ class _Blocks:
         return np.ascontiguousarray(whole.reshape(n_sums, -1, n_blocks, BLOCK_COLUMNS).swapaxes(1, 2))
 
 
+repeated = _Blocks
+
+
+def pipeline(gates, pieces, first, then):
+    """In two threads, one for each function, where items are too few to be shared."""
+    if gates.shape[1] > ITEMS:
+        return reference.pipeline(gates, pieces, first, then)
+    ready = threading.Semaphore(0)
+
+    def run(second: bool) -> None:
+        if second:
+            for piece in pieces:
+                ready.acquire()
+                then(piece)
+            return
+        try:
+            for piece in pieces:
+                first(piece)
+                ready.release()
+        finally:
+            ready.release(len(pieces))  # after an error the other thread must not wait for ever
+
+    parallel(run, [False, True])
+
+
 def _by_items(kernel: Callable) -> Callable:
     """Threads take some items of the batch each through the whole sequence, for items know nothing of each other.
 
@@ -529,11 +558,7 @@ def _by_items(kernel: Callable) -> Callable:
         n_items = arguments[0].shape[-2]
 
         def of(items: slice, argument: Any) -> Any:
-            if not isinstance(argument, np.ndarray) or argument.ndim == 1:
-                return argument
-            if argument.ndim == 2:
-                return _Blocks(argument) if n_items > 1 else argument
-            return argument[..., items, :]
+            return argument[..., items, :] if isinstance(argument, np.ndarray) and argument.ndim > 2 else argument
 
         parts = [slice(i, i + ITEMS) for i in range(0, n_items, ITEMS)]
         parallel(lambda items: kernel(*(of(items, a) for a in arguments)), parts)

@@ -18,7 +18,8 @@ __all__ = [
     "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "sigmoid", "multiply",
     "matmul", "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy",
     "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward", "row_attention",
-    "row_attention_backward", "rotate", "adamw", "rnn", "rnn_backward", "gru", "gru_backward", "lstm", "lstm_backward",
+    "row_attention_backward", "rotate", "adamw", "repeated", "pipeline", "rnn", "rnn_backward", "gru", "gru_backward",
+    "lstm", "lstm_backward",
 ]
 
 Rows = Callable[[Array], Array]
@@ -320,6 +321,18 @@ def adamw(
 # gates: (T, B, n H), what the inputs give to them; afterwards their values. states: (S, T + 1, B, H), of which those
 # before the first step are given. weights (H, n H) and bias (n H,), or None, make the part of the gates that comes from
 # states[0], the output. active: (T, B, 1) booleans, or None: an item keeps its states over a step where it is not.
+def repeated(matrix: Array) -> Array:
+    """A matrix by which many others will be multiplied, `x @ matrix`, one after another."""
+    return matrix
+
+
+def pipeline(gates: Array, pieces: list[slice], first: Callable[[slice], None], then: Callable[[slice], None]) -> None:
+    """Both for each piece, in order; `then` may need what `first` did for its piece and for those before."""
+    for piece in pieces:
+        first(piece)
+        then(piece)
+
+
 def _forward(step: Callable[..., None]) -> Callable[..., None]:
     """The kernel that calls step(gates[t], what the output before adds to them, states before, states after)."""
 
@@ -342,8 +355,8 @@ def _backward(step: Callable[..., None]) -> Callable[..., None]:
     """The kernel that goes back in time.
 
     It takes the gradients of the states (S, T + 1, B, H). It writes those of what went into the gates (1, T, B, n H),
-    or (2, T, B, n H) where the part from the input and that from the output before differ, and those of the first
-    states (S, B, H).
+    or (2, T, B, n H) where the part from the input and that from the output before differ. In d_states (S, B, H) are
+    the whole gradients of the last states, afterwards those of the first.
 
     step(gates[t], states before, states after, gradients of these, d) writes d, those of what went into the gates, and
     turns the states' gradients into those of the states before, but for what goes through the weights.
@@ -352,7 +365,6 @@ def _backward(step: Callable[..., None]) -> Callable[..., None]:
     @wraps(step)
     def run(grad, gates, states, weights, active, d_gates, d_states, *options) -> None:
         xp, across, d_output = array_module(grad), weights.T, d_states[0]
-        d_states[...] = grad[:, -1]
         for t in reversed(range(gates.shape[0])):
             d, d_after = d_gates[:, t], None if active is None else d_states.copy()
             step(gates[t], states[:, t], states[:, t + 1], d_states, d, *options)
@@ -424,7 +436,7 @@ def gru_backward(gate: Array, before: Array, after: Array, d_states: Array, d: A
 
 @_forward
 def lstm(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
-    """c' = f c + i g and h' = o tanh(c') with gates i, f, g, o; states h and c.
+    """c' = f c + i g and h' = o tanh(c') with gates i, f, g, o; states h and c, and tanh(c'), which the backward needs.
 
     Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.
     """
@@ -435,13 +447,13 @@ def lstm(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
     g[...] = candidate
     xp.multiply(f, before[1], out=new)
     new += i * g
-    xp.multiply(o, xp.tanh(new), out=after[0])
+    xp.multiply(o, xp.tanh(new, out=after[2]), out=after[0])
 
 
 @_backward
 def lstm_backward(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
     xp, (i, f, g, o), (di, df, dg, do) = array_module(gate), _columns(gate, 4), _columns(d[0], 4)
-    dh, dc, tanh_c, d_gate = d_states[0], d_states[1], xp.tanh(after[1]), d[0]
+    dh, dc, tanh_c, d_gate = d_states[0], d_states[1], after[2], d[0]
     slope = 1 - gate
     slope *= gate
     _columns(slope, 4)[2][...] = 1 - g * g

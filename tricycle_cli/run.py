@@ -1,0 +1,190 @@
+"""A run of training: the loop, its clock, its folder, and what it says.
+
+A run folder holds config.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png, and the checkpoints
+last.safetensors and best.safetensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricycle.files import atomic_write
+from tricycle.generate import generate
+from tricycle.tokeniser import BPETokeniser
+from tricycle.training import ESTIMATE_STEPS, HeldOut, TrainingState, evaluate, train_step
+
+UNTIMED_STEPS = 4  # the first few are slow
+SAMPLE_TOKENS = 160
+LINES_GATHERED = 50
+# The final estimate moves its windows on by half their length: each token sees at least half a window before it.
+FINAL_OVERLAP = 2
+
+
+@dataclass
+class Run:
+    """Where a run leaves its files, and how it speaks.
+
+    Attributes:
+        folder: the run folder.
+        say: prints a line above the progress bar.
+        stop: asked after every update; True saves and leaves.
+        spent: seconds that preparing took; they count towards `minutes`.
+    """
+
+    folder: Path
+    tokeniser: BPETokeniser
+    held_out: HeldOut
+    say: Callable[[str], None] = print
+    stop: Callable[[], bool] = lambda: False
+    spent: float = 0.0
+    show_progress: bool = True
+    _log: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.last, self.best = self.folder / "last.safetensors", self.folder / "best.safetensors"
+        self.metrics = self.folder / "metrics.jsonl"
+
+    def record(self, **values: Any) -> None:
+        """Add a line to metrics.jsonl; a few are gathered before they are written."""
+        self._log.append({name: float(f"{v:.6g}") if isinstance(v, float) else v for name, v in values.items()})
+        if len(self._log) >= LINES_GATHERED:
+            self.flush()
+
+    def flush(self) -> None:
+        with self.metrics.open("a", encoding="utf-8", newline="\n") as file:
+            file.writelines(json.dumps(line) + "\n" for line in self._log)
+        self._log.clear()
+
+    def forget_after(self, step: int) -> None:
+        """Drop what a resumed run will write again: later updates, and estimates from this step on."""
+        lines = read_metrics(self.metrics)
+        kept = [line for line in lines if line["step"] < step or (line["step"] == step and "loss" in line)]
+        with atomic_write(self.metrics, text=True) as file:
+            file.writelines(json.dumps(line) + "\n" for line in kept)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; one that a crash cut off is left out."""
+    lines = []
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+
+
+def train(state: TrainingState, run: Run) -> bool:
+    """Train until the config's steps or minutes are used up, or `run.stop()` says so.
+
+    The last checkpoint is saved before each held-out estimate and before samples are drawn, and at the end.
+
+    Returns:
+        whether training came to its end (and was not stopped).
+
+    Raises:
+        NonFiniteError: the loss or a gradient is not finite. The checkpoints are as they were.
+    """
+    from tqdm import tqdm
+
+    config = state.config
+    run.forget_after(state.step)
+    if not run.last.exists():
+        _save(state, run)  # a folder that cannot be written says so now, not after hours
+    _pause(state, run)  # where the run was left before what was due
+    tokens_per_step = config.batch_size * config.context_window * config.accumulation_steps
+    times: list[float] = []
+    with tqdm(total=state.total_steps or None, initial=state.step, unit="step", disable=not run.show_progress,
+              dynamic_ncols=True, mininterval=0.5, smoothing=0.05) as bar:
+        while not state.total_steps or state.step < state.total_steps:
+            started = time.perf_counter()
+            loss, norm = train_step(state)
+            seconds = time.perf_counter() - started
+            state.seconds += seconds
+            times.append(seconds)
+            speed = tokens_per_step / seconds
+            rate = state.optimiser.learning_rate
+            run.record(step=state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
+            if config.minutes and len(times) > UNTIMED_STEPS:
+                used = (run.spent + state.seconds) / (config.minutes * 60)
+                young = state.step in ESTIMATE_STEPS and used < 1 / 4
+                if young or (not state.total_steps and (used > 1 / 8 or state.step == ESTIMATE_STEPS[0])):
+                    state.total_steps = _affordable_steps(state, run, float(np.mean(times[UNTIMED_STEPS:])))
+                bar.total = state.total_steps
+            bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s", refresh=False)
+            bar.update()
+            if run.stop() and state.step != state.total_steps:
+                _save(state, run)
+                return False
+            _pause(state, run)
+    _save(state, run)
+    return True
+
+
+def _pause(state: TrainingState, run: Run) -> None:
+    """A checkpoint, then the held-out estimate and the sample that are due at this step, but not at the last."""
+    config = state.config
+    evaluation_due = state.step % config.eval_interval == 0
+    sample_due = config.sample_interval and state.step % config.sample_interval == 0
+    if state.step in (0, state.total_steps) or not (evaluation_due or sample_due):
+        return
+    _save(state, run)
+    if evaluation_due:
+        estimate(state, run)
+    if sample_due:
+        show_sample(state, run)
+
+
+def _save(state: TrainingState, run: Run) -> None:
+    run.flush()
+    state.save(run.last, run.tokeniser)
+
+
+def _affordable_steps(state: TrainingState, run: Run, seconds_per_step: float) -> int:
+    """How many updates fit in the config's minutes, after what has been spent and what the end will cost."""
+    config = state.config
+    n_tokens = config.batch_size * config.context_window
+    # a forward pass alone takes about a third of an update
+    forward = seconds_per_step / config.accumulation_steps / 3
+    final = FINAL_OVERLAP * len(run.held_out.tokens) / n_tokens * forward + 10
+    estimates = config.eval_batches * forward / config.eval_interval
+    left = config.minutes * 60 - run.spent - state.seconds - final
+    steps = state.step + max(1, int(left / (seconds_per_step + estimates)))
+    return min(steps, config.steps) if config.steps else steps
+
+
+def estimate(state: TrainingState, run: Run) -> float:
+    """Estimate the held-out loss, record it, and keep the best checkpoint; returns nats a token."""
+    config = state.config
+    loss, n_tokens = evaluate(state.model, run.held_out.tokens, config.batch_size, config.eval_batches)
+    bits = run.held_out.bits_per_byte(loss)
+    state.evaluated_step = state.step
+    run.record(step=state.step, held_out_loss=loss, bits_per_byte=bits)
+    run.say(f"step {state.step}: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte ({n_tokens:,} tokens)")
+    if loss < state.best_loss:
+        state.best_loss = loss
+        state.save(run.best, run.tokeniser)
+    run.flush()
+    return loss
+
+
+def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
+    """Print some generated text and add it to samples.txt."""
+    end = run.tokeniser.end_of_text
+    ids = list(run.tokeniser.encode(prompt))[-state.config.context_window :] or [end]
+    seed = np.random.default_rng((state.config.seed, state.step))
+    n_vocab = run.tokeniser.n_vocab
+    drawn = generate(state.model, ids, n_tokens, 0.8, top_p=0.95, seed=seed, stop_token=end, n_vocab=n_vocab)
+    text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
+    title = f"--- sample at step {state.step}"
+    with (run.folder / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:
+        file.write(f"{title}\n{text}\n")
+    run.say(f"{title}\n{text}\n---")
+    return text
