@@ -543,3 +543,17 @@ def test_an_error_in_a_pipeline_ends_it(two_threads, which):
     functions = [dies, lambda piece: None][:: 1 if which == 0 else -1]
     with pytest.raises(ArithmeticError, match="broken"):
         kernels.pipeline(np.ones((9, 1, 1)), [slice(i, i + 1) for i in range(9)], *functions)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (600, 70, 90), (90, 70, 600), (5, 300, 5)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_product_goes_where_it_is_told(shape, with_bias, monkeypatch, rng):
+    monkeypatch.setattr(cpu, "SMALL_PRODUCT", 0)
+    n_rows, n_inner, n_columns = shape
+    a, b, bias = rng.standard_normal((n_rows, n_inner)), rng.standard_normal((n_inner, n_columns)), None
+    if with_bias:
+        bias = rng.standard_normal(n_columns)
+    for module in (kernels, reference):
+        out = np.full((n_rows, n_columns), np.nan)
+        assert module.matmul(a, b, bias, out) is out
+        np.testing.assert_allclose(out, a @ b + (0 if bias is None else bias), 1e-10, 1e-10)

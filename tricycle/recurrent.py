@@ -42,7 +42,7 @@ class Cell(NamedTuple):
     options: tuple = ()
 
 
-PIECE_STEPS = 16  # products of several steps at once are as fast as of all, and threads can share them with the steps
+PIECE_STEPS = 8  # products of several steps at once are as fast as of all, and threads can share them with the steps
 
 CELLS = {
     "tanh": Cell("rnn", 1, options=(False,)),
@@ -91,7 +91,7 @@ def recurrence(
         return array.reshape(-1, array.shape[-1])
 
     def project(piece: slice) -> None:
-        gates[piece] = kernels.matmul(flat(rows[piece]), matrix, bias).reshape(gates[piece].shape)
+        kernels.matmul(flat(rows[piece]), matrix, bias, flat(gates[piece]))
 
     def advance(piece: slice) -> None:
         going = active if active is None else active[piece]
@@ -110,7 +110,7 @@ def recurrence(
 
         def multiply(piece: slice) -> None:
             d = flat(d_gates[0, piece])
-            dx[piece] = kernels.matmul(d, matrix.T).reshape(dx[piece].shape)
+            kernels.matmul(d, matrix.T, None, flat(dx[piece]))
             d_matrix[...] += kernels.matmul(flat(rows[piece]).T, d)
 
         kernels.pipeline(gates, pieces[::-1], go_back, multiply)

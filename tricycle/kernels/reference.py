@@ -93,10 +93,16 @@ def multiply(a: Array, b: Array) -> Array:
 
 
 # -------------------------------------------------------------------- matrices
-def matmul(a: Array, b: Array, bias: Array | None = None) -> Array:
-    """a b + bias for matrices (N, K) and (K, M), either of which may be a transposed view, and a bias (M,)."""
-    product = a @ b
-    return product if bias is None else product + bias
+def matmul(a: Array, b: Array, bias: Array | None = None, out: Array | None = None) -> Array:
+    """a b + bias for matrices (N, K) and (K, M), either of which may be a transposed view, and a bias (M,).
+
+    Args:
+        out: where the result goes, if that is known; (N, M), whatever it holds.
+    """
+    product = array_module(a).matmul(a, b, out=out)
+    if bias is not None:
+        product += bias
+    return product
 
 
 def sum_rows(x: Array) -> Array:
