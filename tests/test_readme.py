@@ -267,6 +267,11 @@ LINES = {
     "python -m experiments.quiet_attention --quick": quick_experiment,
     "python -m experiments.max_retrieval --quick": quick_experiment,
     "python -m experiments.learned_statistics --quick": quick_experiment,
+    'pip install -e ".[experiments]"': lambda request, line: installs(line),
+    **{
+        f"python -m experiments.{name} --quick": quick_experiment
+        for name in ("dates", "translation", "sentiment", "names", "autoencoder", "anomalies", "comparison")
+    },
     "python -m tricycle": machine,
     "python -m benchmarks.train --shape S --peer torch": benchmark,
     "python -m benchmarks.step --shape S --out step.png": benchmark_of_a_step,
