@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 REFUSED_ARGUMENTS = {"initial", "where"}  # of reductions: CuPy's have none
-METHODS = "all any argmax astype copy diagonal max mean min ravel reshape squeeze sum swapaxes transpose".split()
+METHODS = "all any argmax astype copy cumsum diagonal max mean min ravel reshape squeeze sum swapaxes transpose".split()
 OPERATORS = "add sub mul truediv pow matmul lt le gt ge eq ne and_ or_".split()
 
 

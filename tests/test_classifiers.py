@@ -15,15 +15,19 @@ V, N_CLASSES = 9, 3
 
 
 def recurrent(**options) -> Classifier:
-    return Classifier(RecurrentEncoder(V, 4, 3, generator=0, **options), AttentionPooling(6, generator=1), 6, N_CLASSES)
+    return Classifier(RecurrentEncoder(V, 4, 3, generator=0, **options), AttentionPooling(6, generator=1), 6, N_CLASSES,
+                      generator=2)  # fmt: skip
 
 
 MAKERS = {
     "recurrent": recurrent,
     "two LSTM layers": lambda: recurrent(cell="lstm", n_layers=2),
-    "convolution": lambda: Classifier(ConvolutionEncoder(V, 4, 3, (2, 3), generator=0), MaxPooling(), 6, N_CLASSES),
+    "convolution": lambda: Classifier(
+        ConvolutionEncoder(V, 4, 3, (2, 3), generator=0), MaxPooling(), 6, N_CLASSES, generator=2
+    ),
     "Transformer": lambda: Classifier(
-        TransformerEncoder(V, 6, 2, 2, 12, 0.0, generator=0), AttentionPooling(6, 4, generator=1), 6, N_CLASSES
+        TransformerEncoder(V, 6, 2, 2, 12, 0.0, generator=0), AttentionPooling(6, 4, generator=1), 6, N_CLASSES,
+        generator=2,
     ),
 }
 each_model = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

@@ -15,7 +15,15 @@ from tricycle.generate import beam_search, select
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
-from tricycle.seq2seq import EncoderDecoder, Positions, Seq2Seq, Seq2SeqAttention, Transformer, sinusoids
+from tricycle.seq2seq import (
+    EncoderDecoder,
+    LearnedPositions,
+    Seq2Seq,
+    Seq2SeqAttention,
+    SinusoidalPositions,
+    Transformer,
+    sinusoids,
+)
 from tricycle.tensor import no_grad, to_tensor
 
 V, PAD, BEGIN, END = 7, 0, 1, 2
@@ -143,8 +151,8 @@ def test_sinusoids_follow_the_formula() -> None:
 
 @pytest.mark.parametrize("learned", [True, False])
 def test_positions_are_added_from_an_offset_on(learned: bool) -> None:
-    layer, x = Positions(10, 4, learned, generator=0), to_tensor(np.ones((2, 3, 4)))
-    table = layer.table.weights.array if learned else sinusoids(10, 4)
+    layer = LearnedPositions(10, 4, generator=0) if learned else SinusoidalPositions(10, 4)
+    x, table = to_tensor(np.ones((2, 3, 4))), layer.weights.array if learned else sinusoids(10, 4)
     np.testing.assert_allclose(layer(x, offset=5).array - 1, np.stack([table[5:8]] * 2), rtol=1e-5, atol=1e-6)
 
 
@@ -226,7 +234,7 @@ BAD = {
     ),
     "a target beyond the window": (
         lambda: MODELS["Transformer"]()(np.ones((1, 4), int), np.ones((1, 13), int)),
-        "Positions(context_window=12): expected at most 12 tokens, got 13",
+        "SinusoidalPositions(context_window=12): expected at most 12 tokens, got 13",
     ),
     "no beam": (
         lambda: beam_search(MODELS["Luong"](), np.ones((1, 2), int), begin=1, end=2, beam_size=0),

@@ -37,12 +37,13 @@ class Autoencoder(Layer):
     Args:
         encoder: x to the code (B, Z).
         decoder: the code to something like x.
+        generator: a NumPy generator or a seed, for what is drawn in training (nothing, unless variational).
     """
 
     _numbers_a_code = 1
 
-    def __init__(self, encoder: Layer, decoder: Layer) -> None:
-        self.encoder, self.decoder = encoder, decoder
+    def __init__(self, encoder: Layer, decoder: Layer, generator: Generator = None) -> None:
+        self.encoder, self.decoder, self.generator = encoder, decoder, new_generator(generator)
 
     @classmethod
     def dense(cls, sizes: Sequence[int], generator: Generator = None, **options: Any) -> Self:
@@ -57,7 +58,7 @@ class Autoencoder(Layer):
         if len(sizes) < 2:
             raise ValueError(f"{cls.__name__}.dense: expected sizes from the input's to the code's, got {sizes!r}")
         generator, ends = new_generator(generator), [*sizes[:-1], cls._numbers_a_code * sizes[-1]]
-        return cls(_dense(ends, generator), _dense(sizes[::-1], generator), **options)
+        return cls(_dense(ends, generator), _dense(sizes[::-1], generator), generator=generator, **options)
 
     @classmethod
     def convolutional(
@@ -83,7 +84,7 @@ class Autoencoder(Layer):
         flat = math.prod(sizes) * before
         encoder = Sequential(*down, Reshape(flat), Dense(flat, cls._numbers_a_code * code_size, generator=generator))
         decoder = Sequential(Dense(code_size, flat, generator=generator), Reshape(*sizes, before), *up)
-        return cls(encoder, decoder, **options)
+        return cls(encoder, decoder, generator=generator, **options)
 
     def encode(self, x: Operand) -> Tensor:
         """The code (B, Z)."""
@@ -129,8 +130,8 @@ class VariationalAutoencoder(Autoencoder):
     def __init__(self, encoder: Layer, decoder: Layer, deviation: float = 0.3, generator: Generator = None) -> None:
         if not deviation > 0:
             raise ValueError(f"VariationalAutoencoder: expected a deviation above 0, got {deviation!r}")
-        super().__init__(encoder, decoder)
-        self.deviation, self.noise = deviation, new_generator(generator)
+        super().__init__(encoder, decoder, generator)
+        self.deviation = deviation
 
     def distribution(self, x: Operand) -> tuple[Tensor, Tensor]:
         """Means and logs of variances of the codes, both (B, Z)."""
@@ -146,7 +147,7 @@ class VariationalAutoencoder(Autoencoder):
         """A code; the mean itself where not training."""
         if not self.training:
             return mean
-        noise = mean.xp.asarray(self.noise.standard_normal(mean.shape), dtype=mean.dtype)
+        noise = mean.xp.asarray(self.generator.standard_normal(mean.shape), dtype=mean.dtype)
         return mean + exp(log_variance * 0.5) * noise
 
     def forward(self, x: Operand) -> Tensor:
@@ -179,8 +180,8 @@ class RecurrentAutoencoder(Autoencoder):
         self, input_size: int, hidden_size: int, code_size: int, cell: str = "gru", generator: Generator = None
     ) -> None:
         generator = new_generator(generator)
-        runs = [new_recurrent(cell, size, hidden_size, generator=generator) for size in (input_size, code_size)]
-        super().__init__(*runs)
+        encoder = new_recurrent(cell, input_size, hidden_size, generator=generator)
+        super().__init__(encoder, new_recurrent(cell, code_size, hidden_size, generator=generator))
         self.to_code = Dense(hidden_size, code_size, generator=generator)
         self.output = Dense(hidden_size, input_size, generator=generator)
 

@@ -18,9 +18,9 @@ from tricycle.blocks import TransformerBlock, new_norm
 from tricycle.functions import linear
 from tricycle.initialisers import normal
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
-from tricycle.ops import as_tensor, concatenate, tanh
+from tricycle.ops import as_tensor, concatenate, positive, tanh
 from tricycle.recurrent import new_recurrent
-from tricycle.tensor import Operand, Tensor
+from tricycle.tensor import Operand, Tensor, to_tensor
 
 State = dict[str, Any]  # all that a decoder needs to go on; arrays in it have the batch on axis 0
 
@@ -182,32 +182,48 @@ def _states(final: Any) -> tuple[Tensor, ...]:
 
 
 # -------------------------------------------------------------------- transformers
-class Positions(Layer):
-    """Adds to each vector one that stands for its place: sines and cosines (Vaswani et al. 2017, 3.5), or learned.
+class SinusoidalPositions(Layer):
+    """Adds to each vector one that stands for its place: sines and cosines (Vaswani et al. 2017, section 3.5).
 
     Args:
         context_window: the most places.
         size: C.
-        learned: a table of weights instead.
     """
 
-    def __init__(self, context_window: int, size: int, learned: bool = False, generator: Generator = None) -> None:
+    def __init__(self, context_window: int, size: int) -> None:
+        positive(type(self).__name__, context_window=context_window, size=size)
         self.context_window, self.size = context_window, size
-        self.table = Embedding(context_window, size, normal(0.02), generator) if learned else None
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         """(B, T, C) to the same.
 
+        Args:
+            offset: place of the first.
+
         Raises:
             ValueError: more places than there are.
         """
-        places = slice(offset, offset + x.shape[1])
-        if places.stop > self.context_window:
-            window = self.context_window
-            raise ValueError(f"Positions(context_window={window}): expected at most {window} tokens, got {places.stop}")
-        if self.table is not None:
-            return x + self.table.weights[places]
-        return x + Tensor(x.xp.asarray(sinusoids(self.context_window, self.size)[places], x.dtype), requires_grad=False)
+        stop = offset + x.shape[1]
+        if stop > self.context_window:
+            title = f"{type(self).__name__}(context_window={self.context_window})"
+            raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {stop}")
+        return x + self.vectors(x, slice(offset, stop))
+
+    def vectors(self, x: Tensor, places: slice) -> Tensor:
+        """(T, C), on the device of x."""
+        table = sinusoids(self.context_window, self.size)[places]
+        return Tensor(x.xp.asarray(table, x.dtype), requires_grad=False)
+
+
+class LearnedPositions(SinusoidalPositions):
+    """Adds to each vector one that stands for its place, from a table of weights."""
+
+    def __init__(self, context_window: int, size: int, generator: Generator = None) -> None:
+        super().__init__(context_window, size)
+        self.weights = to_tensor(normal(0.02)((context_window, size), new_generator(generator)))
+
+    def vectors(self, x: Tensor, places: slice) -> Tensor:
+        return self.weights[places]
 
 
 def sinusoids(n_places: int, size: int) -> np.ndarray:
@@ -222,7 +238,7 @@ class TransformerEncoder(Layer):
     Args:
         vocab_size, embedding_dim, n_heads, n_layers, context_window: sizes.
         norm_first, activation, expansion_ratio, dropout, softmax: as of `TransformerBlock`.
-        learned_positions: as of `Positions`.
+        learned_positions: `LearnedPositions` and not `SinusoidalPositions`.
     """
 
     def __init__(
@@ -232,7 +248,8 @@ class TransformerEncoder(Layer):
     ) -> None:
         generator = new_generator(generator)
         self.embedding = Embedding(vocab_size, embedding_dim, normal(embedding_dim**-0.5), generator)
-        self.positions = Positions(context_window, embedding_dim, learned_positions, generator)
+        places = context_window, embedding_dim
+        self.positions = LearnedPositions(*places, generator) if learned_positions else SinusoidalPositions(*places)
         self.dropout = Dropout(dropout, generator)
         self.blocks = [
             TransformerBlock(
