@@ -1,0 +1,244 @@
+"""Translate descriptions of photographs (Multi30k) from English to German or French, with and without attention.
+
+    python -m experiments.translation --minutes 25                       all four models, English to German
+    python -m experiments.translation --model transformer --target fr    one model, English to French
+    python -m experiments.translation --quick                            all four in under three minutes
+    python -m experiments.translation --translate "A man rides a horse." with a model that was trained before
+    python -m experiments.translation --report                           tables and pictures of all runs in --output
+
+A run leaves <model>-<target>-<seed>.json and .safetensors in --output. While it lasts the latter is written every three
+minutes, and --resume goes on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.settings import at_least
+from experiments.translation import report
+from experiments.translation.alignment import SHOWN, align
+from experiments.translation.data import Pairs, Vocabulary, bleu, bleu_metric
+from experiments.translation.models import CONTEXT_WINDOW, RECIPES, Recipe
+from experiments.translation.study import Plan, Training, load_model, mean_loss, translate
+from tricycle.backend import n_threads
+from tricycle.files import atomic_write
+from tricycle_cli.flags import parse, run_main
+from tricycle_datasets.multi30k import LANGUAGES, multi30k
+
+QUICK = {"minutes": 0.4, "measurements": 2, "measured": 50, "tested": 100}
+TEST = "test_2016_flickr"
+RANGES = ((1, 8), (9, 10), (11, 12), (13, 15), (16, 19), (20, 99))  # words of a source
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is not given here is in RECIPES, for each model."""
+
+    model: str = "all"
+    """fixed, bahdanau, luong, transformer, or all of them, one after the other"""
+    target: str = "de"
+    """translate English to de (German) or fr (French)"""
+    minutes: float = 25.0
+    """of training for each model, by the clock; the learning rate falls to 0 in that time"""
+    processor_time: bool = False
+    """count minutes of this program's own work, for a machine that has other work too"""
+    steps: int = 0
+    """train for so many steps instead: the same result each time, however fast the machine"""
+    width: int | None = None
+    """channels of embeddings and states"""
+    layers: int | None = None
+    """of the encoder and of the decoder each"""
+    learning_rate: float | None = None
+    """the highest"""
+    dropout: float | None = None
+    """probability of dropping an element"""
+    max_tokens: int | None = None
+    """of a batch, both sides and padding included"""
+    vocab_size: int = 3000
+    """byte-pair tokens of both languages together"""
+    label_smoothing: float = 0.1
+    """this share of the truth is spread over all tokens"""
+    weight_decay: float = 0.01
+    """of AdamW"""
+    warmup: float = 0.08
+    """the share of the training in which the learning rate rises"""
+    average: float = 0.99
+    """how much of the running mean of the weights, which is what is measured, each step keeps"""
+    measurements: int = 10
+    """how often along a run to measure on validation data"""
+    measured: int = 250
+    """validation sentences that are translated each time"""
+    tested: int = 0
+    """test sentences; 0 for all"""
+    beam: int = 5
+    """translations that are kept in mind"""
+    length_penalty: float = 1.0
+    """finished translations are compared by log probability / length to this power"""
+    seed: int = 0
+    """of first weights, order and dropout"""
+    quick: bool = False
+    """less than half a minute of training for each model, and part of the data to measure on"""
+    resume: bool = False
+    """go on with a run that was cut off"""
+    translate: str = ""
+    """a sentence to translate with a trained model (the Transformer unless --model names another)"""
+    report: bool = False
+    """only make tables and pictures of the runs in --output"""
+    output: Path = Path("runs/translation")
+    """where everything is left"""
+
+
+def main() -> int:
+    default = Settings(**(QUICK if "--quick" in sys.argv[1:] else {}))
+    settings = parse(Settings, default, description=__doc__ or "")
+    check(settings)
+    if settings.translate:
+        name = "transformer" if settings.model == "all" else settings.model
+        model, vocabulary = load_model(path_of(settings, name, "safetensors"))
+        how = settings.beam, settings.length_penalty
+        print(*translate(model, vocabulary, [settings.translate], *how, progress=False))
+        return 0
+    if not settings.report:
+        bleu_metric()  # a missing package should be missed before the training
+        data = load_data(settings)
+        for name in names_of(settings):
+            run(settings, name, *data)
+    runs = report.load_runs(settings.output)
+    for target in dict.fromkeys(language for language, _ in runs):
+        print(f"\nEnglish to {LANGUAGES[target]}, {TEST}\n\n{report.table(runs, target)}")
+        print(f"\nBLEU by length\n\n{report.length_table(runs, target)}")
+    print(f"\n{', '.join(report.draw(runs, settings.output))} are in {settings.output}")
+    return 0
+
+
+def check(settings: Settings) -> None:
+    """
+    Raises:
+        ValueError: settings with which nothing could be trained or measured.
+    """
+    if settings.model not in ("all", *RECIPES):
+        raise ValueError(f"expected --model to be all, {', '.join(RECIPES)}, got {settings.model!r}")
+    targets = [language for language in LANGUAGES if language != "en"]
+    if settings.target not in targets:
+        raise ValueError(f"expected --target to be {' or '.join(targets)}, got {settings.target!r}")
+    if settings.steps == 0 and not 0 < settings.minutes < float("inf"):
+        raise ValueError(f"expected --minutes to be above 0, got {settings.minutes}")
+    for name in ("warmup", "average", "dropout", "label_smoothing"):
+        value = getattr(settings, name)
+        if value is not None and not 0 <= value < 1:
+            raise ValueError(f"expected --{name.replace('_', '-')} from 0 to below 1, got {value}")
+    for name in ("width", "layers", "learning_rate", "max_tokens"):
+        value = getattr(settings, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"expected --{name.replace('_', '-')} to be above 0, got {value}")
+    at_least(settings, steps=0, vocab_size=260, measurements=0, measured=1, tested=0, beam=1, seed=0)
+
+
+def names_of(settings: Settings) -> list[str]:
+    return list(RECIPES) if settings.model == "all" else [settings.model]
+
+
+def path_of(settings: Settings, name: str, ending: str) -> Path:
+    return settings.output / f"{name}-{settings.target}-{settings.seed}.{ending}"
+
+
+def recipe_of(settings: Settings, name: str) -> Recipe:
+    given = {
+        "width": settings.width, "n_layers": settings.layers, "learning_rate": settings.learning_rate,
+        "dropout": settings.dropout, "max_tokens": settings.max_tokens,
+    }  # fmt: skip
+    return dataclasses.replace(RECIPES[name], **{key: value for key, value in given.items() if value is not None})
+
+
+def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
+    """Training and validation pairs as numbers, and the test sentences with their translations."""
+    train, held_out, test = (
+        [multi30k(split, language) for language in ("en", settings.target)] for split in ("train", "val", TEST)
+    )
+    vocabulary = Vocabulary.learn(train[0] + train[1], settings.vocab_size, progress=False)
+    pairs, validation = Pairs(vocabulary, *train, CONTEXT_WINDOW), Pairs(vocabulary, *held_out)
+    return pairs, validation, list(zip(*test))[: settings.tested or None]
+
+
+def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list[tuple[str, str]]) -> None:
+    """Train one model and leave what came of it."""
+    plan = Plan(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(Plan)})
+    plan = dataclasses.replace(plan, minutes=0.0) if settings.steps else plan
+    clock = time.process_time if settings.processor_time else time.perf_counter
+    training = Training(name, recipe_of(settings, name), plan, pairs, held_out, clock)
+    saved = path_of(settings, name, "safetensors")
+    if settings.resume:
+        training.load(saved)
+    training.run(keep=lambda: training.save(saved))
+    started = time.perf_counter()
+    sources, references = map(list, zip(*test))
+    with training.settled() as model:
+        texts = held_out.texts[: settings.tested or None]
+        said = translate(model, pairs.vocabulary, [source for source, _ in texts])
+        validation = {
+            "loss": mean_loss(model, held_out), "greedy": bleu(said, [target for _, target in texts])[0],
+        }  # fmt: skip
+        greedy = translate(model, pairs.vocabulary, sources)
+        beam = translate(model, pairs.vocabulary, sources, settings.beam, settings.length_penalty)
+        shown = [held_out.texts[i][0] for i in SHOWN if i < len(held_out)]
+        alignments = [align(model, pairs.vocabulary, sentence, settings.beam) for sentence in shown]
+    score, signature = bleu(beam, references)
+    result = {
+        "settings": {key: value for key, value in vars(settings).items() if key not in ("output", "translate")},
+        "recipe": vars(training.recipe), "date": str(date.today()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {n_threads()} threads",
+        "vocabulary": len(pairs.vocabulary), "parameters": training.model.n_parameters,
+        "steps": training.step, "passes": round(training.step / len(training.buckets.batches(0)), 2),
+        "seconds": round(training.seconds, 1), "seconds_of_evaluation": round(time.perf_counter() - started, 1),
+        "curve": training.curve, "validation": validation,
+        "test": {"greedy": bleu(greedy, references)[0], "beam": score, "signature": signature},
+        "by_length": by_length(sources, references, beam),
+        "examples": [
+            {"source": sources[i], "reference": references[i], "translation": beam[i]}
+            for i in np.linspace(0, len(test) - 1, min(8, len(test))).astype(int)
+        ],
+        "alignments": alignments,
+    }  # fmt: skip
+    with atomic_write(path_of(settings, name, "json"), text=True) as file:
+        json.dump(_rounded(result), file, ensure_ascii=False)
+        file.write("\n")
+    found = f"{result['test']['greedy']:.1f} greedy, {score:.1f} with a beam of {settings.beam}"
+    print(f"{name}: BLEU {found}; {signature}")
+
+
+def by_length(sources: list[str], references: list[str], said: list[str]) -> list[dict[str, Any]]:
+    """BLEU of the sentences whose source has so many words."""
+    words = np.array([len(source.split()) for source in sources])
+    parts = []
+    for low, high in RANGES:
+        chosen = np.flatnonzero((low <= words) & (words <= high))
+        if len(chosen):
+            score, _ = bleu([said[i] for i in chosen], [references[i] for i in chosen])
+            title = f"{low} to {high}" if high != RANGES[-1][1] else f"{low} and more"
+            mean = float(words[chosen].mean())
+            parts.append({"words": title, "sentences": len(chosen), "mean_words": mean, "bleu": score})
+    return parts
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits are enough for any reader."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,40 @@
+"""Where a decoder looks while it translates a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.translation.data import Vocabulary
+from experiments.translation.study import translate
+from tricycle.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.tensor import no_grad
+from tricycle_lab.probe import Probe
+
+# Validation sentences, by their place: they have clauses whose order differs between English and German or French.
+SHOWN = (867, 774, 504)
+
+
+def align(model: EncoderDecoder, vocabulary: Vocabulary, sentence: str, beam_size: int = 5) -> dict[str, Any]:
+    """A translation and the weights with which each of its tokens was chosen.
+
+    Returns:
+        source: S texts of tokens. target: T of them, <end> last. weights: by the name of a layer (T, S) lists, the mean
+        of its heads; none for a model without attention.
+    """
+    (said,) = translate(model, vocabulary, [sentence], beam_size, progress=False)
+    batch = vocabulary.batch([vocabulary.encode(sentence)], [vocabulary.encode(said)])
+    weights = {}
+    with no_grad():
+        state = model.start(batch.source, batch.lengths)
+        if isinstance(model, Transformer):
+            with Probe(model, "decoder.blocks.*.cross") as probe:
+                model.decode(batch.target, state)
+            weights = {f"layer {i + 1}": array[0].mean(axis=0) for i, array in enumerate(probe.weights.values())}
+        elif isinstance(model, Seq2SeqAttention):
+            model.decode(batch.target, state)
+            weights = {"attention": state["weights"].array[0]}
+    return {
+        "sentence": sentence, "translation": said,
+        "source": vocabulary.texts(batch.source[0]), "target": [*vocabulary.texts(batch.labels[0][:-1]), "<end>"],
+        "weights": {name: [[round(float(x), 3) for x in row] for row in array] for name, array in weights.items()},
+    }  # fmt: skip

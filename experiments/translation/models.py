@@ -1,0 +1,66 @@
+"""The four models, and what each is trained with. They differ in how the decoder learns of the source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tricycle.attention import AdditiveAttention, LuongAttention
+from tricycle.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, Transformer
+
+CONTEXT_WINDOW = 128  # tokens of a sentence, more than any in the data
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """
+    Attributes:
+        width: channels of embeddings and of states.
+        n_layers: of the encoder and of the decoder each.
+        expansion: how many times wider than that the hidden layer of the Transformer's MLP is.
+        learning_rate: the highest.
+        dropout: probability of dropping an element.
+        max_tokens: of a batch, both sides and padding included.
+    """
+
+    title: str
+    width: int
+    n_layers: int
+    learning_rate: float
+    dropout: float
+    max_tokens: int
+    n_heads: int = 4
+    expansion: float = 2
+    norm_first: bool = True
+
+
+RECIPES = {
+    "fixed": Recipe("fixed context (Cho et al. 2014)", 256, 1, 3e-3, 0.2, 2048),
+    "bahdanau": Recipe("additive attention (Bahdanau et al. 2015)", 256, 1, 3e-3, 0.2, 2048),
+    "luong": Recipe("general attention (Luong et al. 2015)", 256, 1, 3e-3, 0.2, 2048),
+    "transformer": Recipe("Transformer (Vaswani et al. 2017)", 192, 3, 2e-3, 0.2, 3072),
+}
+
+
+def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Generator) -> EncoderDecoder:
+    """A model whose source and target embeddings are one table, for both languages share a vocabulary."""
+    width, layers, dropout = recipe.width, recipe.n_layers, recipe.dropout
+    if name == "transformer":
+        return Transformer(
+            n_vocab, n_vocab, width, recipe.n_heads, layers, CONTEXT_WINDOW, dropout=dropout,
+            norm_first=recipe.norm_first, expansion_ratio=recipe.expansion, tied=True, generator=generator,
+        )  # fmt: skip
+    sizes = n_vocab, n_vocab, width, width, layers
+    more = {"cell": "gru", "dropout": dropout, "generator": generator}
+    if name == "fixed":
+        model = Seq2Seq(*sizes, **more)
+    elif name == "bahdanau":
+        attention = AdditiveAttention(width, 2 * width, width, generator=generator)
+        model = Seq2SeqAttention(attention, *sizes, **more, before=True)
+    elif name == "luong":
+        model = Seq2SeqAttention(LuongAttention(width, 2 * width, generator=generator), *sizes, **more, before=False)
+    else:
+        raise ValueError(f"expected a model of {', '.join(RECIPES)}, got {name!r}")
+    model.embedding = model.encoder.embedding
+    return model

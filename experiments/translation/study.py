@@ -1,0 +1,270 @@
+"""Training against a clock: the learning rate follows the share of the time that is used up.
+
+The weights that are measured and kept are a running mean of those along the way (Polyak and Juditsky 1992).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.translation.data import Pairs, Vocabulary, bleu
+from experiments.translation.models import CONTEXT_WINDOW, Recipe, new_model
+from tricycle.checkpoint import expecting
+from tricycle.dataset import Buckets
+from tricycle.files import atomic_write
+from tricycle.generate import beam_search
+from tricycle.loss import CrossEntropy
+from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.seq2seq import EncoderDecoder
+from tricycle.tensor import no_grad
+from tricycle.tokeniser import BPETokeniser
+
+A_RUN = "a trained model of this experiment"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train, whatever the model.
+
+    Attributes:
+        minutes: when to stop, everything counted; 0 for after `steps`.
+        steps: when to stop where no minutes are given.
+        warmup: the share of the training in which the learning rate rises.
+        average: how much of the mean of the weights each step keeps.
+        measurements: how often along the run to measure on validation data.
+        measured: validation sentences that are translated each time.
+    """
+
+    minutes: float
+    steps: int
+    label_smoothing: float
+    weight_decay: float
+    warmup: float
+    average: float
+    measurements: int
+    measured: int
+    seed: int
+
+
+class Training:
+    """A model on its way; all that it takes to go on can be saved.
+
+    Args:
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self, name: str, recipe: Recipe, plan: Plan, pairs: Pairs, held_out: Pairs,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.name, self.recipe, self.plan, self.pairs, self.held_out = name, recipe, plan, pairs, held_out
+        self.vocabulary, self.clock = pairs.vocabulary, clock
+        self.seconds, self.step = 0.0, 0
+        self.curve: list[dict[str, Any]] = []
+        self.generator = np.random.default_rng(plan.seed)
+        self.model = new_model(name, recipe, len(self.vocabulary), self.generator)
+        self.mean = {name: array.copy() for name, array in self.model.state_dict().items()}
+        self.buckets = Buckets(pairs.lengths, recipe.max_tokens, plan.seed)
+        self.loss = CrossEntropy(self.vocabulary.pad, label_smoothing=plan.label_smoothing)
+        self.optimiser = AdamW(self.rate, (0.9, 0.98), 1e-9, plan.weight_decay)
+
+    # ---------------------------------------------------------------- the schedule
+    @property
+    def progress(self) -> float:
+        """From 0 to 1."""
+        plan = self.plan
+        return min(1.0, self.seconds / (60 * plan.minutes) if plan.minutes else self.step / plan.steps)
+
+    def rate(self, _: int = 0) -> float:
+        """Rises in a line, then falls along half a cosine to 0."""
+        progress, warmup = self.progress, self.plan.warmup
+        if progress < warmup:
+            return self.recipe.learning_rate * max(progress, 1e-3) / warmup
+        return self.recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+
+    # ---------------------------------------------------------------- training
+    def run(self, keep: Callable[[], None] = lambda: None, every: float = 180.0) -> None:
+        """Train to the end, measure along the way, and call `keep` every so many seconds."""
+        smooth, due, kept, last = 0.0, len(self.curve), self.seconds, self.clock()
+        with tqdm(total=1000, initial=round(1000 * self.progress), desc=self.name, unit="‰", leave=True) as bar:
+            while self.progress < 1:
+                loss = self.train_step()
+                smooth = loss if not smooth else 0.98 * smooth + 0.02 * loss
+                now = self.clock()
+                self.seconds, last = self.seconds + now - last, now
+                if self.progress * self.plan.measurements >= due + 1:
+                    self.curve.append({"step": self.step, "loss": smooth, **self.measure()})
+                    now = self.clock()
+                    self.seconds, last = self.seconds + now - last, now
+                    self.curve[-1]["seconds"] = round(self.seconds, 1)
+                    due = math.floor(self.progress * self.plan.measurements)
+                    bar.set_postfix(loss=f"{smooth:.3f}", bleu=f"{self.curve[-1]['bleu']:.1f}", step=self.step)
+                if self.seconds - kept > every:
+                    keep()
+                    kept = self.seconds
+                bar.update(round(1000 * self.progress) - bar.n)
+        keep()
+
+    def train_step(self) -> float:
+        batch = self.pairs.batch(next(self.buckets))
+        loss = self.loss(batch.labels, self.model(batch.source, batch.target, batch.lengths))
+        loss.backward()
+        clip_gradients(self.model, 1.0)
+        self.model.update(self.optimiser)
+        self.step += 1
+        share = 1 - min(self.plan.average, self.step / (self.step + 10))
+        for name, array in self.model.state_dict().items():
+            mean = self.mean[name]
+            mean += share * (array - mean)
+        return float(loss)
+
+    # ---------------------------------------------------------------- measuring
+    @contextmanager
+    def settled(self) -> Iterator[EncoderDecoder]:
+        """The model with the mean of its weights and without dropout, for a while."""
+        shaken = {name: array.copy() for name, array in self.model.state_dict().items()}
+        self.model.load_state_dict(self.mean)
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.load_state_dict(shaken)
+            self.model.train()
+
+    def measure(self) -> dict[str, float]:
+        """The loss of all validation sentences in nats a token, and the BLEU of some, translated greedily."""
+        chosen = self.held_out.texts[: self.plan.measured]
+        with self.settled() as model:
+            loss = mean_loss(model, self.held_out)
+            found = translate(model, self.vocabulary, [source for source, _ in chosen], progress=False)
+        return {"validation_loss": loss, "bleu": bleu(found, [target for _, target in chosen])[0]}
+
+    # ---------------------------------------------------------------- keeping
+    def save(self, path: Path) -> None:
+        """Everything that is needed to go on, in one file."""
+        from safetensors.numpy import save
+
+        tensors = {f"mean.{name}": array for name, array in self.mean.items()}
+        n_updates = {}
+        for name, parameter in self.model.named_parameters():
+            tensors[f"model.{name}"] = parameter.numpy()
+            n_updates[name], moments = self.optimiser.memory_of(parameter)
+            tensors |= {f"{moment}.{name}": array for moment, array in moments.items()}
+        about = {
+            "name": self.name, "recipe": vars(self.recipe), "plan": vars(self.plan), "seconds": self.seconds,
+            "step": self.step, "curve": self.curve, "buckets": self.buckets.state(), "n_updates": n_updates,
+            "generator": self.generator.bit_generator.state, "tokeniser": self.vocabulary.tokeniser.to_dict(),
+        }  # fmt: skip
+        content = save(tensors, {"translation": json.dumps(about)})
+        with atomic_write(path) as file:
+            file.write(content)
+
+    def load(self, path: Path) -> None:
+        """Go on where a run of the same settings stood.
+
+        Raises:
+            ValueError: a run with other settings, or no run at all.
+        """
+        tensors, about = read(path)
+        mine = {"name": self.name, "recipe": vars(self.recipe), "plan": vars(self.plan)}
+        for what, value in mine.items():
+            if about[what] != value:
+                raise ValueError(f"{path}: expected a run whose {what} is {value}, got {about[what]}")
+        if about["tokeniser"] != self.vocabulary.tokeniser.to_dict():
+            raise ValueError(f"{path}: expected a run with the vocabulary of this data, got another")
+        self.model.load_state_dict(part(tensors, "model"))
+        self.mean = part(tensors, "mean")
+        for name, parameter in self.model.named_parameters():
+            moments = {moment: tensors[f"{moment}.{name}"] for moment in self.optimiser.moments}
+            self.optimiser.remember(parameter, about["n_updates"][name], moments)
+        self.optimiser.n_steps = self.step = about["step"]
+        self.generator.bit_generator.state = about["generator"]
+        self.buckets.load_state(about["buckets"])
+        self.seconds, self.curve = about["seconds"], about["curve"]
+
+
+def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays and all else of a saved run.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is something else.
+    """
+    from safetensors import safe_open
+
+    with expecting(path, A_RUN), safe_open(path, framework="numpy") as file:
+        about = json.loads((file.metadata() or {})["translation"])
+        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 (no iterator here)
+
+
+def part(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(f"{prefix}."): a for name, a in tensors.items() if name.startswith(f"{prefix}.")}
+
+
+def load_model(path: Path) -> tuple[EncoderDecoder, Vocabulary]:
+    """A trained model, ready to translate."""
+    tensors, about = read(path)
+    vocabulary = Vocabulary(BPETokeniser.from_dict(about["tokeniser"]))
+    model = new_model(about["name"], Recipe(**about["recipe"]), len(vocabulary), np.random.default_rng(0))
+    model.load_state_dict(part(tensors, "mean"))
+    model.eval()
+    return model, vocabulary
+
+
+# -------------------------------------------------------------------- using a model
+def mean_loss(model: EncoderDecoder, pairs: Pairs, max_tokens: int = 8192) -> float:
+    """Cross entropy in nats a target token, <end> included, with all tokens before it given."""
+    cross_entropy, total, n_tokens = CrossEntropy(pairs.vocabulary.pad), 0.0, 0
+    with no_grad():
+        for chosen in Buckets(pairs.lengths, max_tokens).batches(0):
+            batch = pairs.batch(chosen)
+            counted = int((batch.labels != pairs.vocabulary.pad).sum())
+            total += counted * float(cross_entropy(batch.labels, model(batch.source, batch.target, batch.lengths)))
+            n_tokens += counted
+    return total / n_tokens
+
+
+def translate(
+    model: EncoderDecoder, vocabulary: Vocabulary, sentences: list[str], beam_size: int = 1,
+    length_penalty: float = 1.0, rows: int = 256, progress: bool = True,
+) -> list[str]:
+    """Translations in the order of the sentences.
+
+    Args:
+        rows: beams that go through the model at once.
+
+    Raises:
+        ValueError: an empty sentence, or one that is longer than the model takes.
+    """
+    numbers = [vocabulary.encode(sentence) for sentence in sentences]
+    for sentence, ids in zip(sentences, numbers):
+        if not sentence.strip() or len(ids) > CONTEXT_WINDOW:
+            wanted = f"expected a sentence of 1 to {CONTEXT_WINDOW} tokens"
+            raise ValueError(f"{wanted}, got {len(ids) if sentence.strip() else 0}: {sentence[:40]!r}")
+    order = sorted(range(len(sentences)), key=lambda i: len(numbers[i]))
+    found = [""] * len(sentences)
+    step = max(1, rows // beam_size)
+    bar = tqdm(total=len(order), desc=f"translating, beam {beam_size}", unit="sentence", disable=not progress)
+    with bar:
+        for start in range(0, len(order), step):
+            chosen = order[start : start + step]
+            batch = vocabulary.batch([numbers[i] for i in chosen], [[]] * len(chosen))
+            longest = min(CONTEXT_WINDOW, 2 * batch.source.shape[1] + 10)
+            outputs = beam_search(
+                model, batch.source, batch.lengths, begin=vocabulary.begin, end=vocabulary.end,
+                max_length=longest, beam_size=beam_size, length_penalty=length_penalty,
+            )  # fmt: skip
+            for i, ids in zip(chosen, outputs):
+                found[i] = vocabulary.decode(ids)
+            bar.update(len(chosen))
+    return found

@@ -1,0 +1,323 @@
+"""experiments/translation on a made-up language: the data is right, models learn, a run leaves all it promises."""
+
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from experiments.translation import __main__ as program
+from experiments.translation import report, study
+from experiments.translation.alignment import align
+from experiments.translation.data import Pairs, Vocabulary, bleu
+from experiments.translation.models import RECIPES, Recipe, new_model
+from experiments.translation.study import Plan, Training, load_model, mean_loss, translate
+from tricycle_datasets import multi30k as module
+from tricycle_datasets.multi30k import SHA256, SPLITS, multi30k
+
+NOUNS = {"dog": "Hund", "man": "Mann", "bird": "Vogel", "tree": "Baum", "boy": "Junge"}
+VERBS = {"sees": "sieht", "finds": "findet", "likes": "mag", "paints": "malt"}
+FOLDER = Path(report.__file__).parent
+
+
+def sentences(n: int, seed: int) -> tuple[list[str], list[str]]:
+    """The made-up target language has the verb at the end, and more words for "and" clauses."""
+    generator, pairs = np.random.default_rng(seed), []
+    for _ in range(n):
+        clauses = []
+        for _ in range(generator.integers(1, 3)):
+            (a, x), (b, y) = (list(NOUNS.items())[i] for i in generator.integers(0, len(NOUNS), 2))
+            v, w = list(VERBS.items())[generator.integers(0, len(VERBS))]
+            clauses.append((f"the {a} {v} the {b}", f"der {x} den {y} {w}"))
+        one, other = (words.join(side) for words, side in zip((" and ", ", und "), zip(*clauses)))
+        pairs.append((f"{one.capitalize()}.", f"{other}."))
+    return tuple(map(list, zip(*pairs)))
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Pairs:
+    sources, targets = sentences(300, seed=0)
+    return Pairs(Vocabulary.learn(sources + targets, 330, progress=False), sources, targets)
+
+
+PLAN = Plan(
+    minutes=0, steps=4, label_smoothing=0.1, weight_decay=0.01, warmup=0.1, average=0.9, measurements=2,
+    measured=5, seed=0,
+)  # fmt: skip
+SMALL = Recipe("small", 16, 1, 3e-3, 0.1, 400, n_heads=2)
+
+
+def changed(plan: Plan, **values) -> Plan:
+    return Plan(**{**vars(plan), **values})
+
+
+# -------------------------------------------------------------------- data
+def test_text_comes_back(pairs):
+    vocabulary = pairs.vocabulary
+    assert len({vocabulary.pad, vocabulary.begin, vocabulary.end}) == 3
+    for text in ["The dog sees the man.", "der Hund <end> \xfc", "x"]:
+        ids = vocabulary.encode(text)
+        assert vocabulary.decode([*ids, vocabulary.end, vocabulary.pad]) == text
+        assert max(ids) < vocabulary.pad
+    assert "".join(vocabulary.texts(vocabulary.encode("The dog."))) == " The dog."
+    first, later = vocabulary.encode("dog dog")[0], vocabulary.encode("the dog")[-1]
+    assert first == later
+
+
+def test_a_batch(pairs):
+    vocabulary = pairs.vocabulary
+    short, long = np.argsort(pairs.lengths.sum(axis=1))[[0, -1]]
+    batch = pairs.batch([short, long])
+    (n_short, t_short), (n_long, t_long) = pairs.lengths[[short, long]]
+    assert batch.lengths.tolist() == [n_short, n_long]
+    assert batch.source.shape == (2, n_long) and batch.target.shape == batch.labels.shape == (2, t_long)
+    assert (batch.source[0, n_short:] == vocabulary.pad).all() and (batch.labels[0, t_short:] == vocabulary.pad).all()
+    assert (batch.target[:, 0] == vocabulary.begin).all()
+    assert batch.labels[0, t_short - 1] == batch.labels[1, t_long - 1] == vocabulary.end
+    np.testing.assert_array_equal(batch.target[1, 1:], batch.labels[1, :-1])
+    assert vocabulary.decode(batch.labels[1]) == pairs.texts[long][1]
+
+
+def test_long_pairs_are_left_out_on_request(pairs):
+    sources, targets = map(list, zip(*pairs.texts))
+    kept = Pairs(pairs.vocabulary, sources, targets, longest=10)
+    assert 0 < len(kept) < len(pairs)
+    assert set(kept.texts) == {
+        text for text, lengths in zip(pairs.texts, pairs.lengths) if lengths[0] < 10 and lengths[1] - 1 < 10
+    }
+    with pytest.raises(ValueError, match="expected as many targets as sources, got 1 and 300"):
+        Pairs(pairs.vocabulary, sources, targets[:1])
+
+
+def test_bleu():
+    pytest.importorskip("sacrebleu")
+    score, signature = bleu(["A man rides a brown horse."], ["A man rides a brown horse."])
+    assert score == pytest.approx(100) and "case:mixed" in signature and "tok:13a" in signature
+    lower, _ = bleu(["a man rides a brown horse."], ["A man rides a brown horse."])
+    assert 0 < lower < 90
+
+
+def test_bleu_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(ImportError, match="pip install sacrebleu"):
+        bleu(["a"], ["a"])
+
+
+def test_multi30k_of_made_up_files(monkeypatch, tmp_path):
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress("Ein Hund. \nZwei\u2028 \xa0Hunde.\n".encode()))
+    asked = []
+    monkeypatch.setattr(module, "fetch", lambda *words, **more: asked.append((words, more)) or path)
+    assert multi30k("val", "de") == ["Ein Hund.", "Zwei\u2028 \xa0Hunde."]
+    ((name, url, sha256), more), = asked
+    assert name == "val.de.gz" and url.endswith("/task1/raw/val.de.gz") and sha256 == SHA256[name]
+    assert more == {"folder": "multi30k"}
+    for words in [("test", "de"), ("val", "es")]:
+        with pytest.raises(ValueError, match="expected a split of train, val, test_2016_flickr and a language of en"):
+            multi30k(*words)
+
+
+@pytest.mark.skipif(
+    not Path(os.environ.get("TRICYCLE_DATA", "-"), "multi30k").is_dir(), reason="no multi30k under TRICYCLE_DATA"
+)
+def test_multi30k():
+    for split, n in zip(SPLITS, (29_000, 1_014, 1_000)):
+        for language in ("en", "de", "fr"):
+            assert len(multi30k(split, language)) == n
+    assert multi30k("train", "en")[0] == "Two young, White males are outside near many bushes."
+    assert multi30k("train", "de")[0] == "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche."
+    shared = set(multi30k("train", "en")) & set(multi30k("test_2016_flickr", "en"))
+    assert len(shared) < 10
+
+
+# -------------------------------------------------------------------- models and training
+@pytest.mark.parametrize("name", RECIPES)
+def test_training_repeats_and_goes_on_where_it_stopped(pairs, name, tmp_path):
+    pytest.importorskip("sacrebleu")
+    plan = changed(PLAN, measurements=1)
+    whole, cut = (Training(name, SMALL, plan, pairs, pairs) for _ in range(2))
+    whole.run()
+    kept = tmp_path / "run.safetensors"
+    for _ in range(2):
+        cut.train_step()
+    cut.save(kept)
+    again = Training(name, SMALL, plan, pairs, pairs)
+    again.load(kept)
+    again.run()
+    for key, array in whole.model.state_dict().items():
+        np.testing.assert_array_equal(array, again.model.state_dict()[key])
+        np.testing.assert_array_equal(whole.mean[key], again.mean[key])
+    assert whole.curve[-1]["validation_loss"] == again.curve[-1]["validation_loss"]
+    other = Training(name, SMALL, changed(plan, seed=1), pairs, pairs)
+    with pytest.raises(ValueError, match="expected a run whose plan is"):
+        other.load(kept)
+
+
+def test_a_model_learns_the_language(pairs):
+    plan = changed(PLAN, steps=200, measurements=0, label_smoothing=0.0)
+    training = Training("transformer", Recipe("", 32, 1, 1e-2, 0.0, 1500, n_heads=2), plan, pairs, pairs)
+    training.run()
+    test = sentences(20, seed=1)
+    with training.settled() as model:
+        found = translate(model, pairs.vocabulary, test[0], beam_size=2, progress=False)
+        assert mean_loss(model, Pairs(pairs.vocabulary, *test)) < 0.2
+        looked = align(model, pairs.vocabulary, "The dog sees the tree.")
+    assert np.mean([a == b for a, b in zip(found, test[1])]) > 0.7
+    assert looked["translation"] == "der Hund den Baum sieht."
+    (weights,) = looked["weights"].values()
+    assert np.shape(weights) == (len(looked["target"]), len(looked["source"]))
+    np.testing.assert_allclose(np.sum(weights, axis=1), 1, atol=0.02)
+
+
+def test_rate_and_mean_of_weights(pairs):
+    training = Training("fixed", SMALL, changed(PLAN, steps=100), pairs, pairs)
+    rates = []
+    for step in range(100):
+        training.step = step
+        rates.append(training.rate())
+    assert np.argmax(rates) == 10 and rates[10] == pytest.approx(SMALL.learning_rate)
+    assert 0 < rates[0] < 1e-4 and 0 < rates[-1] < 1e-5
+    training.step = 0
+    name, first = next(iter(training.model.state_dict().items()))
+    first = first.copy()
+    training.train_step()
+    moved = training.model.state_dict()[name]
+    np.testing.assert_allclose(training.mean[name], first + (1 - 1 / 11) * (moved - first), rtol=1e-4, atol=1e-7)
+    shaken = moved.copy()
+    with training.settled() as model:
+        np.testing.assert_array_equal(model.state_dict()[name], training.mean[name])
+        assert not model.training
+    np.testing.assert_array_equal(training.model.state_dict()[name], shaken)
+    assert training.model.training
+
+
+def test_time_is_what_the_clock_says(pairs):
+    ticks = iter(range(1000))
+    training = Training("fixed", SMALL, changed(PLAN, minutes=0.1, measurements=0), pairs, pairs, lambda: next(ticks))
+    training.run()
+    assert training.seconds == 6 and training.step == 6
+
+
+def test_parameters_of_both_languages_are_shared():
+    for name in RECIPES:
+        model = new_model(name, SMALL, 300, np.random.default_rng(0))
+        assert sum(p.shape == (300, 16) for p in model.parameters()) == 1
+    with pytest.raises(ValueError, match="expected a model of fixed, bahdanau"):
+        new_model("cnn", SMALL, 300, np.random.default_rng(0))
+
+
+def test_layers_of_a_transformer_are_told_apart(pairs):
+    model = new_model("transformer", Recipe("", 16, 2, 1e-3, 0.0, 400, n_heads=2), 330, np.random.default_rng(0)).eval()
+    shown = align(model, pairs.vocabulary, "The dog.")
+    assert list(shown["weights"]) == ["layer 1", "layer 2"]
+    n = len(shown["source"])
+    flat, sharp = [[1 / n] * n], [[1.0] + [0.0] * (n - 1)]
+    assert report.sharpest([{"weights": {"a": flat, "b": sharp}}, {"weights": {"a": flat, "b": flat}}]) == "b"
+
+
+def test_sentences_that_cannot_be_translated(pairs):
+    model = new_model("transformer", SMALL, 330, np.random.default_rng(0))
+    for sentence, got in [(" ", "got 0: ' '"), ("dog tree " * 100, r"got \d{3}: 'dog tree")]:
+        with pytest.raises(ValueError, match=f"expected a sentence of 1 to 128 tokens, {got}"):
+            translate(model, pairs.vocabulary, ["The dog.", sentence])
+
+
+def test_labels_of_tokens():
+    tokens = [" Kin", "d", ", ", "das", " $", "5", " \x16", "<end>"]
+    assert report._labels(tokens) == ["Kin", "-d", ",", "das", r"\$", "5", "·", "<end>"]
+
+
+# -------------------------------------------------------------------- the program
+SIZES = "--width 16 --layers 1 --vocab-size 320 --max-tokens 300"
+WORDS = f"--steps 3 {SIZES} --measurements 2 --measured 3 --beam 2".split()
+
+
+def call(monkeypatch, folder, *words) -> None:
+    monkeypatch.setattr(sys, "argv", ["translation", *words, "--output", str(folder)])
+    program.main()
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    def load(split, language):
+        return sentences({"train": 200, "val": 12, "test_2016_flickr": 15}[split], len(split))[language != "en"]
+
+    monkeypatch.setattr(program, "multi30k", load)
+    monkeypatch.setattr(program, "SHOWN", (1,))
+
+
+def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("sacrebleu")
+    call(monkeypatch, tmp_path, *WORDS)
+    out = capsys.readouterr().out
+    names = {f"{name}-de-0.{ending}" for name in RECIPES for ending in ("json", "safetensors")}
+    pictures = {"curves-de.png", "lengths-de.png", "alignment-de.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names | pictures
+    for name in pictures:
+        height, width, _ = imread(tmp_path / name).shape
+        assert height > 300 < width
+    runs = report.load_runs(tmp_path)
+    assert list(runs) == [("de", name) for name in RECIPES]
+    assert report.table(runs, "de") in out and report.length_table(runs, "de") in out
+    run = runs["de", "bahdanau"][0]
+    assert run["steps"] == 3 and len(run["curve"]) == 2 and len(run["examples"]) == 8
+    assert len(run["alignments"]) == 1 and 0 <= run["test"]["beam"] <= 100
+    assert sum(part["sentences"] for part in run["by_length"]) == 15
+    call(monkeypatch, tmp_path, "--translate", "The dog sees the man.", "--model", "fixed")
+    said = capsys.readouterr().out
+    model, vocabulary = load_model(tmp_path / "fixed-de-0.safetensors")
+    assert said.strip() == translate(model, vocabulary, ["The dog sees the man."], 5, progress=False)[0]
+    monkeypatch.setattr(report, "draw", lambda *_: [])  # once is enough
+    call(monkeypatch, tmp_path, *WORDS, "--model", "fixed", "--seed", "1")
+    assert " ± " in capsys.readouterr().out
+    (tmp_path / "fixed-de-0.safetensors").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="expected a trained model of this experiment"):
+        call(monkeypatch, tmp_path, *WORDS, "--model", "fixed", "--resume")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "cnn"], "expected --model to be all, fixed, bahdanau, luong, transformer, got 'cnn'"),
+        (["--target", "en"], "expected --target to be de or fr, got 'en'"),
+        (["--minutes", "0"], "expected --minutes to be above 0, got 0.0"),
+        (["--dropout", "1"], "expected --dropout from 0 to below 1, got 1.0"),
+        (["--width", "0"], "expected --width to be above 0, got 0"),
+        (["--beam", "0"], "expected --beam to be at least 1, got 0"),
+        (["--vocab-size", "3"], "expected --vocab-size to be at least 260, got 3"),
+        (["--report"], "expected results of runs such as transformer-de-0.json, found none"),
+        (["--translate", "A dog."], "transformer-de-0.safetensors: expected a trained model of this experiment"),
+    ],
+)
+def test_wrong_flags_are_refused(monkeypatch, tmp_path, words, said):
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        call(monkeypatch, tmp_path, *words)
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    runs = report.load_runs(FOLDER / "results")
+    for target in {language for language, _ in runs}:
+        assert report.table(runs, target) in readme
+        assert report.length_table(runs, target) in readme
+    signatures = {run["test"]["signature"] for found in runs.values() for run in found}
+    assert len(signatures) == 1 and signatures.pop() in readme
+
+
+def test_a_table_of_one_run_has_no_spread():
+    run = {
+        "parameters": 2_500_000, "seconds": 90, "passes": 3.2, "validation": {"loss": 2, "greedy": 10},
+        "test": {"greedy": 20, "beam": 21.04},
+    }  # fmt: skip
+    row = report.table({("de", "luong"): [run], ("fr", "luong"): []}, "de").splitlines()[2]
+    assert row == f"| {RECIPES['luong'].title} | 2.5 M | 1.5 | 3 | 2.000 | 10.0 | 20.0 | 21.0 |"
+
+
+def test_models_have_a_row_and_a_title_each():
+    assert len({recipe.title for recipe in RECIPES.values()}) == len(RECIPES)
+    assert json.dumps([vars(recipe) for recipe in RECIPES.values()])
+    assert study.CONTEXT_WINDOW >= 100
