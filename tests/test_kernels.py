@@ -319,6 +319,7 @@ def test_threads_do_not_change_results(name, monkeypatch):
     monkeypatch.setattr(cpu, "PIECE", 64)
     monkeypatch.setattr(cpu, "SMALL_PRODUCT", 0)
     monkeypatch.setattr(cpu, "KEY_BLOCK", 96)
+    monkeypatch.setattr(cpu, "SHORT", 0)
     backend._helpers.cache_clear()
     for size in CASES[name][1]:
         expected = outputs(name, getattr(reference, name), draw(name, size, np.float64))
@@ -557,3 +558,22 @@ def test_a_product_goes_where_it_is_told(shape, with_bias, monkeypatch, rng):
         out = np.full((n_rows, n_columns), np.nan)
         assert module.matmul(a, b, bias, out) is out
         np.testing.assert_allclose(out, a @ b + (0 if bias is None else bias), 1e-10, 1e-10)
+
+
+def test_short_sequences_go_several_at_a_time(two_threads, monkeypatch, rng):
+    q, k, v, grad = (rng.standard_normal((9, 20, 2, 3)) for _ in range(4))
+    mask = np.where(rng.random((9, 1, 1, 20)) < 0.3, -np.inf, 0)
+    monkeypatch.setattr(cpu, "PIECE", 2 * 20 * 20 * 2)
+    called, plain = [], reference.attention
+    monkeypatch.setattr(reference, "attention", lambda q, *others: called.append(len(q)) or plain(q, *others))
+    for given in (None, mask, mask[:1]):
+        called.clear()
+        out, log_total = cpu.attention(q, k, v, 0, False, given)
+        assert sorted(called) == [1, 2, 2, 2, 2]
+        expected = plain(q, k, v, 0, False, given)
+        np.testing.assert_allclose(out, expected[0], 1e-12)
+        np.testing.assert_allclose(log_total, expected[1], 1e-12)
+        grads, wanted = (np.full((3, *q.shape), np.nan) for _ in range(2))
+        cpu.attention_backward(grad, q, k, v, out, log_total, 0, *grads, given)
+        reference.attention_backward(grad, q, k, v, *expected, 0, *wanted, given)
+        np.testing.assert_allclose(grads, wanted, 1e-10, 1e-12)

@@ -23,6 +23,7 @@ from tricycle.kernels.reference import SQRT_2_OVER_PI
 
 PIECE = 262_144  # elements: a few such arrays stay in a third-level cache, and threads seldom meet at Python's lock
 QUERY_BLOCK, KEY_BLOCK = 128, 1024
+SHORT = 1600  # scores of a head: with fewer, calls for each item cost more than going through memory again
 SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
 SAFE_EXPONENT = 50.0  # e^50 and e^-50, and sums of a hundred million such, are far from the ends of float32
 MOST = math.exp(SAFE_EXPONENT)
@@ -255,6 +256,14 @@ def _small(q: np.ndarray, k: np.ndarray, offset: int | None) -> bool:
     return few or not q.size or (offset is not None and offset < 0)
 
 
+def _some_items(q: np.ndarray, k: np.ndarray, mask: np.ndarray | None, work: Callable) -> None:
+    """work(items, their mask) for short sequences, several at a time."""
+    (n_items, n_queries, n_heads, _), n_keys = q.shape, k.shape[1]
+    step = max(1, min(PIECE // (n_heads * n_queries * n_keys), -(-n_items // n_threads())))
+    take = lambda items: work(items, mask if mask is None or len(mask) == 1 else mask[items])
+    parallel(take, [slice(i, i + step) for i in range(0, n_items, step)])
+
+
 class _Block(NamedTuple):
     """Some queries, the blocks of keys that the last of them sees, and how many of the last of these keys are hidden
     from some of them: those lie in the last block whole.
@@ -332,6 +341,14 @@ def attention(q, k, v, offset, nothing, mask=None):
         return reference.attention(q, k, v, offset, nothing, mask)
     (n_items, n_queries, n_heads, _), n_keys = q.shape, k.shape[1]
     out, log_total = np.empty(q.shape, q.dtype), np.empty((n_items, n_heads, n_queries), q.dtype)
+    if n_queries * n_keys <= SHORT:
+
+        def attend(items: slice, mask: np.ndarray | None) -> None:
+            found = reference.attention(q[items], k[items], v[items], offset, nothing, mask)
+            out[items], log_total[items] = found
+
+        _some_items(q, k, mask, attend)
+        return out, log_total
     blocks, later, ones = _blocks(n_queries, n_keys, offset), _later(n_queries, q.dtype), _ones(n_keys, q)
     limit = _safe_exponent(q.dtype)
 
@@ -371,6 +388,16 @@ def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask=N
     if _small(q, k, offset):
         return reference.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask)
     n_queries, n_keys, size = q.shape[1], k.shape[1], q.shape[3]
+    if n_queries * n_keys <= SHORT:
+
+        def differentiate(items: slice, mask: np.ndarray | None) -> None:
+            reference.attention_backward(
+                grad[items], q[items], k[items], v[items], out[items], log_total[items], offset, dq[items], dk[items],
+                dv[items], mask,
+            )
+
+        _some_items(q, k, mask, differentiate)
+        return
     scale = q.dtype.type(1 / math.sqrt(size))
     blocks, later = _blocks(n_queries, n_keys, offset), _later(n_queries, q.dtype)
 
