@@ -19,6 +19,7 @@ from tricycle.attention import (
     Rotary,
     ScaledDotProductAttention,
     SelfAttention,
+    causal_mask,
     length_mask,
     reinforce,
 )
@@ -457,3 +458,13 @@ BAD_SCORED = {
     ),
 }
 test_bad_input_of_scored_attention = bad_input(BAD_SCORED)
+
+
+def test_a_causal_mask_is_what_causal_attention_sees(rng: np.random.Generator) -> None:
+    assert causal_mask(2, 3).tolist() == [[[True, True, False], [True, True, True]]]
+    qkv = to_tensor(rng.standard_normal((2, 5, 12)))
+    masked = SelfAttention(2, causal=False)(qkv, mask=causal_mask(5))
+    np.testing.assert_allclose(masked.array, SelfAttention(2)(qkv).array, 1e-5, 1e-6)
+    x = rng.standard_normal((1, 4, 3))
+    weights = ScaledDotProductAttention()(x, x, mask=causal_mask(4), return_weights=True)[1].array
+    assert (weights[0][~np.tri(4, dtype=bool)] == 0).all() and (weights[0][np.tri(4, dtype=bool)] > 0).all()

@@ -415,3 +415,16 @@ def test_cross_attention_wants_keys_once() -> None:
     for arguments in ({}, {"key": x, "remembered": layer.remember(x)}):
         with pytest.raises(ValueError, match="expected either keys or what `remember` gave for them"):
             layer(x, **arguments)
+
+
+def test_weights_of_cross_attention_on_demand(rng: np.random.Generator) -> None:
+    """They sum to 1 where a key is seen, and with the values they make the output."""
+    layer, mask = MultiHeadAttention(8, 2, generator=0), length_mask([3, 0], 5)
+    query, key = rng.standard_normal((2, 4, 8)), rng.standard_normal((2, 5, 8))
+    out, weights = layer(query, key, mask=mask, return_weights=True)
+    np.testing.assert_allclose(weights.sum(axis=-1), [[[1] * 4] * 2, [[0] * 4] * 2], atol=1e-6)
+    assert (weights[0, :, :, 3:] == 0).all()
+    values = layer.value(key).array.reshape(2, 5, 2, 4).transpose(0, 2, 1, 3)
+    mixed = (weights @ values).transpose(0, 2, 1, 3).reshape(2, 4, 8)
+    np.testing.assert_allclose(layer.projection(mixed).array, out.array, 1e-4, 1e-5)
+    np.testing.assert_array_equal(layer(query, key, mask=mask).array, out.array)

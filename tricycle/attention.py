@@ -91,6 +91,12 @@ def length_mask(
     return np.arange(n_keys) < found[:, None]
 
 
+def causal_mask(n_queries: int, n_keys: int | None = None) -> np.ndarray:
+    """(1, T, S) booleans: the last query sees all keys (T of them unless given), each one before it one key fewer."""
+    n_keys = n_queries if n_keys is None else n_keys
+    return np.tri(n_queries, n_keys, n_keys - n_queries, bool)[None]
+
+
 def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int, n_heads: int = 1) -> Array | None:
     """What is added to scores (B, H, T, S): 0, and -inf where a key is hidden.
 

@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable] = {"gelu": GeLU, "relu": ReLU, "swish": Swish, 
 class _MultiHead(Layer):
     """What both layers with heads have in common."""
 
+    attention: Any
     context_window: Any
     projection: Dense
 
@@ -150,8 +151,8 @@ class MultiHeadAttention(_MultiHead):
 
     def forward(
         self, query: Operand, key: Operand | None = None, value: Operand | None = None, mask: Mask = None,
-        remembered: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+        remembered: tuple[Tensor, Tensor] | None = None, return_weights: bool = False,
+    ) -> Any:
         """
         Args:
             query: (B, T, C). key, value: as of `remember`.
@@ -159,13 +160,14 @@ class MultiHeadAttention(_MultiHead):
             remembered: what `remember` gave, in place of key and value.
 
         Returns:
-            (B, T, C).
+            (B, T, C); with `return_weights` also the weights of each head, an array (B, H, T, S).
         """
         if (key is None) == (remembered is None):
             raise ValueError("MultiHeadAttention: expected either keys or what `remember` gave for them")
         k, v = self.remember(key, value) if remembered is None else remembered
-        out = self.attention(self.query(query), k, v, self.softmax_scales, mask)
-        return self.dropout(self.projection(out))
+        given = self.query(query), k, v, self.softmax_scales, mask
+        out = self.dropout(self.projection(self.attention(*given)))
+        return (out, self.attention.look(*given)[1]) if return_weights else out
 
 
 class MLPBlock(Layer):
