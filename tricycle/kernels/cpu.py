@@ -554,7 +554,7 @@ repeated = _Blocks
 
 def pipeline(gates, pieces, first, then):
     """In two threads, one for each function, where items are too few to be shared."""
-    if gates.shape[1] > ITEMS:
+    if gates.shape[1] > ITEMS or len(pieces) < 2:
         return reference.pipeline(gates, pieces, first, then)
     ready = threading.Semaphore(0)
 
