@@ -1,0 +1,134 @@
+"""Dates: from dates as people write them, in four languages, to ISO, with one encoder-decoder after another.
+
+    python -m experiments.dates             every model, three times each
+    python -m experiments.dates --quick     within three minutes: fewer models, one short training each
+    python -m experiments.dates --several   one to four dates in a text: what a context of fixed size can hold
+    python -m experiments.dates --models additive Transformer --seeds 1
+
+Learning rates, steps and the number of parameters were settled on validation dates; see the README.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+from datetime import date
+from typing import Any
+
+import numpy as np
+
+from experiments.dates import report, several, study
+from experiments.dates.models import MODELS, new_model
+from experiments.dates.study import Settings, rounded
+from experiments.settings import at_least
+from tricycle.files import atomic_write
+from tricycle_cli.flags import parse, run_main
+
+QUICK: dict[str, Any] = {
+    "models": ("fixed context", "additive", "Luong general", "hard", "Transformer"), "seeds": 1, "steps": 500,
+    "examples": 20_000, "validated": 100, "tested": 100,
+}  # fmt: skip
+SEVERAL: dict[str, Any] = {"models": ("Luong general", "fixed context"), "steps": 1000, "max_tokens": 4096}
+POINTS = 60  # of a loss curve
+
+
+def main() -> int:
+    values = QUICK if "--quick" in sys.argv[1:] else {}
+    if "--several" in sys.argv[1:]:
+        values = SEVERAL | values | {"models": SEVERAL["models"]}
+    default = Settings(**values)
+    settings = parse(Settings, default, description=__doc__ or "")  # other flags start from the presets' values
+    check(settings)
+    files, tables = several_dates(settings) if settings.several else one_date(settings)
+    for title, table in tables.items():
+        print(f"\n{title}\n\n{table}")
+    print(f"\n{settings.output}: {', '.join(files)}")
+    return 0
+
+
+def one_date(settings: Settings) -> tuple[list[str], dict[str, str]]:
+    """Every model on texts with one date; returns the files that are left, and tables."""
+    found, folder = study.shown(), settings.output
+    runs: report.Runs = []
+    maps: dict[str, list[np.ndarray]] = {}
+    for name in settings.models:
+        for seed in range(settings.seeds):
+            seen = study.held_out("validation", settings.validated, (0, study.TRAINED))
+            model, history = study.train(name, settings, seed, study.pool(settings.examples, seed), seen)
+            runs.append({"model": name, "seed": seed, "parameters": model.n_parameters, **told(history)})
+            runs[-1] |= study.measure(model, settings)
+            if seed == 0 and "share" in runs[-1]:
+                best = runs[-1].get("of_best", {"head": 0})["head"]
+                maps[name] = study.alignments(model, found, best)
+            write(settings, runs, "results.json", lengths=study.LENGTHS)
+    report.plot_training(runs, folder / "training.png")
+    report.plot_lengths(runs, folder / "lengths.png")
+    files = ["results.json", "training.png", "lengths.png"]
+    for name, values in maps.items():
+        files.append(f"alignment-{name.lower().replace(' ', '-')}.png")
+        report.plot_alignments(found, {name: values}, folder / files[-1])
+    if maps:
+        files.append("models.png")
+        one = {name: values[:1] for name, values in maps.items()}
+        report.plot_alignments(found[:1], one, folder / files[-1], n_columns=2)
+    return files, report.tables(runs)
+
+
+def several_dates(settings: Settings) -> tuple[list[str], dict[str, str]]:
+    """Every model on texts with several dates; returns the files that are left, and the table."""
+    runs: report.Runs = []
+    for name in settings.models:
+        for seed in range(settings.seeds):
+            model, history, measured = several.run(name, settings, seed)
+            runs.append({"model": name, "seed": seed, "parameters": model.n_parameters, **told(history), **measured})
+            write(settings, runs, "several.json", counts=several.COUNTS)
+    report.plot_several(runs, settings.output / "several.png")
+    title = "Answers right to the last character, and dates right in their place, in %, by dates of the text"
+    return ["several.json", "several.png"], {title: report.several_table(runs)}
+
+
+def check(settings: Settings) -> None:
+    """
+    Raises:
+        ValueError: settings with which nothing could be measured.
+    """
+    at_least(settings, seeds=1, steps=study.CHECKS, examples=1, validated=1, tested=1, max_tokens=128)
+    unknown = [name for name in settings.models if name not in MODELS]
+    if unknown or not settings.models:
+        raise ValueError(f"expected --models among {', '.join(MODELS)}, got {', '.join(unknown) or 'none'}")
+    if settings.several and "hard" in settings.models:
+        raise ValueError("expected --models without hard beside --several: its rewards are for answers of one length")
+    for name in ("learning_rate", "transformer_rate"):
+        if not 0 < getattr(settings, name) < 1:
+            got = getattr(settings, name)
+            raise ValueError(f"expected --{name.replace('_', '-')} above 0 and below 1, got {got}")
+    for name in settings.models:
+        new_model(name, settings.parameters, np.random.default_rng(0))  # refuses a number that none can have
+
+
+def told(history: dict[str, Any]) -> dict[str, Any]:
+    """How a training went, in fewer points."""
+    parts = np.array_split(np.array(history["losses"]), min(POINTS, len(history["losses"])))
+    steps = np.cumsum([len(part) for part in parts])
+    return {
+        "seconds": round(history["seconds"], 1), "steps": len(history["losses"]), "loss_steps": steps.tolist(),
+        "losses": [float(f"{part.mean():.4g}") for part in parts],
+        "checks": [(step, rounded(value)) for step, value in history["checks"]],
+    }  # fmt: skip
+
+
+def write(settings: Settings, runs: report.Runs, name: str, **more: Any) -> None:
+    results = {
+        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if name != "output"},
+        "date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores", **more, "runs": runs,
+    }  # fmt: skip
+    with atomic_write(settings.output / name, text=True) as file:
+        json.dump(results, file)
+        file.write("\n")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,321 @@
+"""Dates as people write them, in four languages, each with its one ISO form and the place of its day, month and year.
+
+No date is ever written so that it could be read in two ways:
+
+- All dates lie within a hundred years, so that two digits name one year.
+- A date of nothing but numbers is written only where day-month-year, month-day-year and year-month-day, as far as they
+  give a date at all, give the same one: 25/12/1998 and 03/03/1998, but never 03/04/1998. With a year of four digits in
+  front, month and day follow (ISO 8601).
+- Beside the name of a month a year of two digits has an apostrophe, or is one that no day can be: 3 March '12, 3 March
+  98, but never 3 March 12.
+
+Shapes: N examples, S characters of a source, T = 11 tokens of a target.
+"""
+
+from __future__ import annotations
+
+import string
+import unicodedata
+from collections.abc import Sequence
+from datetime import date, timedelta
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from tricycle.dataset import pad
+
+FIRST, LAST = date(1950, 1, 1), date(2049, 12, 31)
+N_VALIDATION, N_TEST = 1000, 2000  # dates of their own
+NOTHING, DAY, MONTH, YEAR = range(4)  # what a character belongs to
+FIELDS = {"year": YEAR, "month": MONTH, "day": DAY}
+ISO_FIELDS = np.array([YEAR] * 4 + [NOTHING] + [MONTH] * 2 + [NOTHING] + [DAY] * 2 + [NOTHING])  # (T,): 1998-03-03, end
+ISO_ALPHABET = "0123456789-"
+BEGIN, END = len(ISO_ALPHABET), len(ISO_ALPHABET) + 1
+TARGET_VOCAB = len(ISO_ALPHABET) + 2
+ALPHABET = string.ascii_letters + string.digits + " ,.'-/:" + "ÁÉÓÑÄÖÜÛÈÀÇÊáéóñäöüûèàçêíÍúÚôÔîÎº"
+IGNORED = -1  # after the end of a target
+SOURCE_VOCAB = len(ALPHABET) + 1  # 0 is padding
+NUMBER = {character: number for number, character in enumerate(ALPHABET, 1)}
+SEPARATORS = "/.- "
+BETWEEN = " : "
+BARE = 0.3  # of the examples stand alone, the others within other words
+
+
+class Language(NamedTuple):
+    """
+    Attributes:
+        forms: templates of `write`.
+        filler: words that may stand around a date: no digits, no names of months or days in them.
+    """
+
+    months: list[str]
+    short_months: list[str]
+    weekdays: list[str]
+    short_weekdays: list[str]
+    forms: list[str]
+    filler: list[str]
+
+
+LANGUAGES = {
+    "English": Language(
+        "January February March April May June July August September October November December".split(),
+        "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split(),
+        "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
+        "Mon Tue Wed Thu Fri Sat Sun".split(),
+        [
+            "{d} {month} {yyyy}", "{month} {d}, {yyyy}", "{month} {ordinal}, {yyyy}", "{weekday}, {d} {month} {yyyy}",
+            "{weekday}, the {ordinal} of {month}, {yyyy}", "the {ordinal} of {month} {yyyy}",
+            "{weekday} {month} {d} {yyyy}", "{short} {d}, {yyyy}", "{wd} {d} {short} {yyyy}", "{d}-{short}-{yy}",
+            "{d} {month} '{yy}", "{short} {d} '{yy}", "{yyyy} {month} {d}",
+            "{dd} {short} {yy}", "{mm}_{dd}_{yyyy}", "{m}_{d}_{yyyy}", "{mm}_{dd}_{yy}",
+        ],
+        "we wrote to you about the house near the old bridge and the garden behind it when rain was falling again "
+        "please bring your letter with the keys so that all of us can leave early there will be tea bread and good "
+        "company".split(),
+    ),
+    "German": Language(
+        "Januar Februar März April Mai Juni Juli August September Oktober November Dezember".split(),
+        "Jan. Feb. März Apr. Mai Jun. Jul. Aug. Sept. Okt. Nov. Dez.".split(),
+        "Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag".split(),
+        "Mo Di Mi Do Fr Sa So".split(),
+        [
+            "{d}. {month} {yyyy}", "der {d}. {month} {yyyy}", "am {d}. {month} {yyyy}",
+            "{weekday}, {d}. {month} {yyyy}",
+            "{weekday}, den {d}. {month} {yyyy}", "am {weekday}, dem {d}. {month} {yyyy}", "{wd}, {d}. {short} {yyyy}",
+            "{d}. {short} {yyyy}", "{dd}. {month} {yy}", "{d}. {month} '{yy}", "{wd} {d}. {short} '{yy}",
+        ],
+        "wir haben lange nach dem alten Haus hinter der Kirche gesucht und doch nur den Garten gefunden weil es "
+        "regnete bitte bringt eure Briefe mit damit alle zusammen essen können dann gehen sie wieder fort über die "
+        "Brücke".split(),
+    ),
+    "French": Language(
+        "janvier février mars avril mai juin juillet août septembre octobre novembre décembre".split(),
+        "janv. févr. mars avr. mai juin juil. août sept. oct. nov. déc.".split(),
+        "lundi mardi mercredi jeudi vendredi samedi dimanche".split(),
+        [],  # "mar." would be Tuesday as well as a month
+        [
+            "{ordinal} {month} {yyyy}", "le {ordinal} {month} {yyyy}", "{weekday} {ordinal} {month} {yyyy}",
+            "le {weekday} {ordinal} {month} {yyyy}", "{d} {short} {yyyy}", "{weekday}, {d} {short} {yyyy}",
+            "{dd} {month} {yy}", "le {ordinal} {month} '{yy}", "{d} {short} '{yy}",
+            "en date du {ordinal} {month} {yyyy}",
+        ],
+        "nous avons cherché longtemps la vieille demeure derrière le pont et le jardin sous la pluie puis ils sont "
+        "venus avec leurs lettres pour manger ensemble chez nous il y aura du pain et une bonne soupe très "
+        "chaude".split(),
+    ),
+    "Spanish": Language(
+        "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre".split(),
+        "ene. feb. mar. abr. may. jun. jul. ago. sept. oct. nov. dic.".split(),
+        "lunes martes miércoles jueves viernes sábado domingo".split(),
+        [],
+        [
+            "{ordinal} de {month} de {yyyy}", "el {ordinal} de {month} de {yyyy}", "{d} de {month} del {yyyy}",
+            "{weekday} {ordinal} de {month} de {yyyy}", "el {weekday}, {d} de {month} de {yyyy}", "{d} {short} {yyyy}",
+            "{d}-{short}-{yy}", "a {d} de {month} de '{yy}", "{dd} {month} {yy}", "{weekday}, {d} de {short} de {yyyy}",
+        ],
+        "hemos buscado la casa vieja detrás del puente y el huerto bajo la lluvia pero nadie nos vio llegar con las "
+        "cartas para comer unidos habrá pan caliente una buena sopa y después ellos se van otra vez por la "
+        "calle".split(),
+    ),
+}  # fmt: skip
+NUMBERS = [  # in every language; "_" stands for a separator
+    "{dd}_{mm}_{yyyy}", "{d}_{m}_{yyyy}", "{dd}_{mm}_{yy}", "{yyyy}_{mm}_{dd}", "{yyyy}-{mm}-{dd}",
+]  # fmt: skip
+
+
+class Example(NamedTuple):
+    """
+    Attributes:
+        source: the text.
+        fields: for each of its characters NOTHING, DAY, MONTH or YEAR.
+        iso: the answer, such as 1998-03-03; of several dates one after the other.
+        language: of its words; of several dates that of the last.
+    """
+
+    source: str
+    fields: list[int]
+    iso: str
+    language: str
+
+
+# -------------------------------------------------------------------- one date
+def readings(first: str, second: str, third: str) -> set[date]:
+    """All dates that three numbers can be, whatever the reader's country.
+
+    A year has two digits or four; one of four in front is followed by month and day.
+    """
+    orders = [(first, second, third)] if len(first) == 4 else [(third, second, first), (third, first, second)]
+    if len(first) == 2 and len(third) != 4:
+        orders.append((first, second, third))
+    found = set()
+    for year, month, day in orders:
+        if len(year) in (2, 4):
+            try:
+                found.add(date(whole_year(int(year)) if len(year) == 2 else int(year), int(month), int(day)))
+            except ValueError:
+                continue  # no month 13, no 30 February
+    return found
+
+
+def whole_year(two_digits: int) -> int:
+    """The one year from FIRST to LAST that ends so."""
+    return 1900 + two_digits + (100 if 1900 + two_digits < FIRST.year else 0)
+
+
+def is_clear(form: str, day: date) -> bool:
+    """Whether a form leaves only one reading of this date."""
+    if form.count("_") == 2 and not form.startswith("{yyyy}"):
+        return len(readings(*(part.format(**numbers(day)) for part in form.split("_")))) == 1
+    bare_year = "{yy}" in form and "'" not in form
+    return not bare_year or day.year % 100 == 0 or day.year % 100 > 31
+
+
+def numbers(day: date) -> dict[str, str]:
+    return {
+        "d": f"{day.day}", "dd": f"{day.day:02}", "m": f"{day.month}", "mm": f"{day.month:02}",
+        "yy": f"{day.year % 100:02}", "yyyy": f"{day.year}",
+    }  # fmt: skip
+
+
+PARTS = {name: field for field, names in {
+    DAY: "d dd ordinal", MONTH: "m mm month short", YEAR: "yy yyyy", NOTHING: "weekday wd",
+}.items() for name in names.split()}  # fmt: skip
+
+
+def ordinal(language: str, day: int) -> str:
+    if language == "English":
+        ending = "th" if 10 < day < 20 else {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
+        return f"{day}{ending}"
+    return {"French": "1er", "Spanish": "1º"}[language] if day == 1 else str(day)
+
+
+@cache
+def pieces(form: str) -> list[tuple[str, str]]:
+    """A form as pairs of a text and the name of the part that follows it, "" at the end."""
+    return [(text, name or "") for text, name, _, _ in string.Formatter().parse(form)]
+
+
+def write(day: date, language: str, form: str) -> tuple[str, list[int]]:
+    """A date in a form, and what each character belongs to."""
+    words = LANGUAGES[language]
+    texts = numbers(day) | {"month": words.months[day.month - 1], "short": words.short_months[day.month - 1]}
+    texts["weekday"] = words.weekdays[day.weekday()]
+    if "{wd}" in form:
+        texts["wd"] = words.short_weekdays[day.weekday()]
+    if "{ordinal}" in form:
+        texts["ordinal"] = ordinal(language, day.day)
+    source, fields = "", []
+    for text, name in pieces(form):
+        part = texts[name] if name else ""
+        source += text + part
+        fields += [NOTHING] * len(text) + [PARTS.get(name, NOTHING)] * len(part)
+    return source, fields
+
+
+def human(day: date, language: str, generator: np.random.Generator) -> tuple[str, list[int]]:
+    """A date as somebody may write it: in a form, with or without accents, in small or capital letters."""
+    forms = LANGUAGES[language].forms + NUMBERS
+    while not is_clear(form := forms[generator.integers(len(forms))], day):
+        pass  # some forms are clear for every date
+    source, fields = write(day, language, form)
+    source = source.replace("_", SEPARATORS[generator.integers(len(SEPARATORS))])
+    style = generator.random(2)
+    if style[0] < 0.15:
+        source = "".join(unicodedata.normalize("NFD", character)[0] for character in source)
+    if style[1] < 0.4:
+        source = source.lower() if style[1] < 0.25 else source.upper()
+    return source, fields
+
+
+# -------------------------------------------------------------------- many
+def example(day: date, length: int, generator: np.random.Generator) -> Example:
+    """A date in one of the languages, cut out of a text of its language.
+
+    Args:
+        length: of the whole in characters; the date stands alone if it has no room for more, as with 0.
+    """
+    names = list(LANGUAGES)
+    language = names[generator.integers(len(names))]
+    source, fields = human(day, language, generator)
+    room = length - len(source)
+    if room > 0:
+        before = int(generator.integers(room + 1))
+        left = filler(language, before - 1, generator, True) + " " if before else ""
+        right = " " + filler(language, room - before - 1, generator, False) if before < room else ""
+        source, fields = left + source + right, [NOTHING] * len(left) + fields + [NOTHING] * len(right)
+    return Example(source, fields, day.isoformat(), language)
+
+
+def filler(language: str, length: int, generator: np.random.Generator, keep_end: bool) -> str:
+    """So many characters of random words; the first word, or the last, may be cut."""
+    words = LANGUAGES[language].filler
+    chosen = [words[i] for i in generator.integers(len(words), size=max(0, length // 2 + 1))]
+    text = " ".join(chosen)
+    return text[len(text) - length :] if keep_end else text[: max(0, length)]
+
+
+@cache
+def split() -> tuple[list[date], list[date], list[date]]:
+    """All dates, divided among training, validation and test: no date is in two of them, in whatever form."""
+    days = [FIRST + timedelta(number) for number in range((LAST - FIRST).days + 1)]
+    order = np.random.default_rng(5).permutation(len(days))
+    test, validation, training = np.split(order, [N_TEST, N_TEST + N_VALIDATION])
+    return tuple([days[i] for i in part] for part in (training, validation, test))  # type: ignore[return-value]
+
+
+def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: np.random.Generator) -> list[Example]:
+    """Each date in turn, so often that there are n.
+
+    Args:
+        lengths: (0, most) for dates of which BARE stand alone and the others in texts of up to `most` characters;
+            (0, 0) for dates alone; (least, most) for texts of so many characters.
+    """
+    least, most = lengths
+    found = []
+    for number in range(n):
+        alone = most == 0 or (least == 0 and generator.random() < BARE)
+        length = 0 if alone else int(generator.integers(max(least, 1), most + 1))
+        found.append(example(days[number % len(days)], length, generator))
+    return found
+
+
+def several(days: Sequence[date], n: int, counts: tuple[int, int], generator: np.random.Generator) -> list[Example]:
+    """Texts of nothing but dates, each in a language of its own, with BETWEEN them.
+
+    Args:
+        counts: the fewest and the most dates of a text.
+    """
+    found, used = [], 0
+    for _ in range(n):
+        count = int(generator.integers(counts[0], counts[1] + 1))
+        parts = [example(days[(used + i) % len(days)], 0, generator) for i in range(count)]
+        used += count
+        fields: list[int] = []
+        for part in parts:
+            fields += ([NOTHING] * len(BETWEEN) if fields else []) + part.fields
+        source, iso = BETWEEN.join(part.source for part in parts), "".join(part.iso for part in parts)
+        found.append(Example(source, fields, iso, parts[-1].language))
+    return found
+
+
+def encode(source: str) -> list[int]:
+    return [NUMBER[character] for character in source]
+
+
+def targets(found: Sequence[Example]) -> np.ndarray:
+    """(N, 1 + T): the answers between BEGIN and END, then IGNORED where some are longer than others."""
+    return pad([[BEGIN, *map(ISO_ALPHABET.index, one.iso), END] for one in found], IGNORED)[0]
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """What a model wrote; an inner BEGIN shows as "?"."""
+    return "".join(ISO_ALPHABET[token] if token < BEGIN else "?" for token in tokens)
+
+
+def words_of_dates() -> set[str]:
+    """Names of months and days in all languages, in small letters, without dots."""
+    lists = [part for language in LANGUAGES.values() for part in language[:4]]
+    return {word.lower().strip(".") for words in lists for word in words}
+
+

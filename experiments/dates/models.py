@@ -1,0 +1,118 @@
+"""Encoder-decoders of about one size: a fixed context, attentions before or after the decoder's step, the Transformer.
+
+Shapes: B batch, S source characters, T target tokens, H hidden size of recurrent layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from experiments.dates.data import SOURCE_VOCAB, TARGET_VOCAB
+from tricycle.attention import AdditiveAttention, HardAttention, LuongAttention, ScaledDotProductAttention
+from tricycle.layers import Dense
+from tricycle.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, State, Transformer
+from tricycle.tensor import Tensor
+
+EMBEDDING = 32  # of characters, in recurrent models
+HEADS, BLOCKS = 4, 2  # of the Transformer
+WINDOW = 512  # the most characters it could read
+
+
+class ProjectedDotProduct(ScaledDotProductAttention):
+    """q W_q . k W_k / sqrt(H): the Transformer's score, for a recurrent decoder's queries (H) and keys (2 H)."""
+
+    def __init__(self, query_size: int, key_size: int, generator: np.random.Generator) -> None:
+        super().__init__()
+        self.query = Dense(query_size, query_size, False, generator=generator)
+        self.key = Dense(key_size, query_size, False, generator=generator)
+
+    def remember(self, key: Tensor) -> Tensor:
+        return self.key(key)
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        return super().scores(self.query(query), key)
+
+
+class Seq2SeqHard(Seq2SeqAttention):
+    """As `Seq2SeqAttention` after the step, but each token's context is one vector of the encoder.
+
+    In training the vector is drawn, and state["log_probability"] (B, T) is that of the draws; else it is the likeliest.
+    """
+
+    attention: Any  # HardAttention
+
+    def start(self, source: Any, lengths: Any = None, capacity: int = 0) -> State:
+        return {**Seq2Seq.start(self, source, lengths), "weights": None}
+
+    def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        keys, mask = state["outputs"], state["mask"]
+        context, state["log_probability"] = self.attention(query, keys, mask=mask)
+        soft = self.attention.soft
+        return context, soft.weights(query, soft.remember(keys), mask)
+
+
+# -------------------------------------------------------------------- one of each size
+def fixed(size: int, generator: np.random.Generator) -> Seq2Seq:
+    return Seq2Seq(SOURCE_VOCAB, TARGET_VOCAB, EMBEDDING, size, generator=generator)
+
+
+def attentive(attention: Any, size: int, generator: np.random.Generator, before: bool = False, kind: Any = None) -> Any:
+    vocabularies = SOURCE_VOCAB, TARGET_VOCAB
+    return (kind or Seq2SeqAttention)(attention, *vocabularies, EMBEDDING, size, before=before, generator=generator)
+
+
+def bahdanau(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
+    return attentive(AdditiveAttention(size, 2 * size, size, generator=generator), size, generator, before=True)
+
+
+def luong(score: str) -> Callable[[int, np.random.Generator], Seq2SeqAttention]:
+    return lambda size, generator: attentive(
+        LuongAttention(size, 2 * size, score, generator=generator), size, generator
+    )
+
+
+def scaled_dot_product(size: int, generator: np.random.Generator) -> Seq2SeqAttention:
+    return attentive(ProjectedDotProduct(size, 2 * size, generator), size, generator)
+
+
+def hard(size: int, generator: np.random.Generator) -> Seq2SeqHard:
+    attention = HardAttention(LuongAttention(size, 2 * size, generator=generator), generator)
+    return attentive(attention, size, generator, kind=Seq2SeqHard)
+
+
+def transformer(size: int, generator: np.random.Generator) -> Transformer:
+    return Transformer(
+        SOURCE_VOCAB, TARGET_VOCAB, size, HEADS, BLOCKS, WINDOW, dropout=0.0, norm_first=True, generator=generator
+    )
+
+
+MODELS: dict[str, Callable[[int, np.random.Generator], EncoderDecoder]] = {
+    "fixed context": fixed,
+    "additive": bahdanau,
+    "Luong general": luong("general"),
+    "Luong concat": luong("concat"),
+    "scaled dot product": scaled_dot_product,
+    "hard": hard,
+    "Transformer": transformer,
+}
+
+
+def new_model(name: str, n_parameters: int, generator: np.random.Generator) -> EncoderDecoder:
+    """A fresh model, as wide as comes closest to a number of parameters; widths are multiples of 4.
+
+    Raises:
+        ValueError: the narrowest has more than twice as many.
+    """
+    best, size = MODELS[name](8, np.random.default_rng(0)), 12
+    while best.n_parameters < n_parameters:
+        wider = MODELS[name](size, np.random.default_rng(0))
+        if abs(wider.n_parameters - n_parameters) > abs(best.n_parameters - n_parameters):
+            break
+        best, size = wider, size + 4
+    if best.n_parameters > 2 * n_parameters:
+        least = -(-best.n_parameters // 2)
+        raise ValueError(f"expected --parameters to be at least {least} for {name}, got {n_parameters}")
+    return MODELS[name](size - 4, generator)

@@ -1,0 +1,60 @@
+"""Several dates in one text, all of which are to be written: how much a context of fixed size can hold."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from experiments.dates import data as dates
+from experiments.dates.study import Settings, Texts, answers, rounded, texts, train
+from tricycle.seq2seq import EncoderDecoder
+
+TRAINED = 4  # the most dates of a text in training
+COUNTS = (1, 2, 3, 4, 5, 6, 8)  # in the test
+LETTERS = len("1998-03-03")
+POOL, VALIDATION, TEST = 11, 12, 13  # streams that share no number with others
+
+
+def pool(n: int, seed: int) -> Texts:
+    training, _, _ = dates.split()
+    generator = np.random.default_rng((POOL, seed))
+    days = [training[i] for i in generator.permutation(len(training))]
+    return texts(dates.several(days, n, (1, TRAINED), generator))
+
+
+def held_out(part: str, n: int, counts: tuple[int, int]) -> Texts:
+    """Texts of unseen dates: "validation" or "test". The same for all models and seeds."""
+    _, validation, test = dates.split()
+    number, days = (VALIDATION, validation) if part == "validation" else (TEST, test)
+    return texts(dates.several(days, n, counts, np.random.default_rng((number, *counts))))
+
+
+def run(name: str, settings: Settings, seed: int) -> tuple[EncoderDecoder, dict[str, Any], dict[str, Any]]:
+    """Train a model and measure it; returns it, how training went, and "whole" and "each" of `measure`."""
+    seen = held_out("validation", settings.validated, (1, TRAINED))
+    model, history = train(name, settings, seed, pool(settings.examples, seed), seen)
+    return model, history, measure(model, settings.tested)
+
+
+def measure(model: EncoderDecoder, n: int) -> dict[str, Any]:
+    """On n texts of so many dates as each of COUNTS says.
+
+    Returns:
+        "whole", the share of answers that are right to the last character; "each", the share of dates that are right
+        and in their place.
+    """
+    whole, each = [], []
+    for count in COUNTS:
+        data = held_out("test", n, (count, count))
+        written = answers(model, data)
+        whole.append(rounded(mean([text == one.iso for text, one in zip(written, data.examples)])))
+        each.append(rounded(mean([right_dates(text, one.iso) for text, one in zip(written, data.examples)])))
+    return {"whole": whole, "each": each}
+
+
+def right_dates(text: str, iso: str) -> float:
+    """The share of an answer's dates that are right."""
+    starts = range(0, len(iso), LETTERS)
+    return sum(text[i : i + LETTERS] == iso[i : i + LETTERS] for i in starts) / len(starts)

@@ -1,0 +1,324 @@
+"""Train a model, see how often it is exactly right, and where it looks. Every random number comes from a named stream.
+
+Shapes: B batch, S source characters, T = 11 target tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.dates import data as dates
+from experiments.dates.data import BEGIN, END, FIELDS, IGNORED, ISO_FIELDS, LANGUAGES, MONTH, Example, examples
+from experiments.dates.models import MODELS, Seq2SeqHard, new_model
+from tricycle.attention import reinforce
+from tricycle.dataset import Buckets, pad
+from tricycle.generate import beam_search
+from tricycle.loss import CrossEntropy
+from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.scheduler import WarmupCosine
+from tricycle.seq2seq import EncoderDecoder, Transformer
+from tricycle.tensor import Tensor, no_grad
+from tricycle_lab.probe import Probe
+
+POOL, WEIGHTS, VALIDATION, TEST = range(1, 5)  # streams that share no number
+TRAINED = 64  # the most characters of a source in training
+# of sources in the test; (0, 0) are dates alone
+LENGTHS = [(0, 0), (33, 48), (49, 64), (65, 96), (97, 128), (129, 192), (193, 256), (385, 512)]
+CHECKS = 10  # looks at validation dates in a training
+SLOW = {"fixed context": 2, "hard": 2, "Transformer": 3}  # times as many steps: by then they learn no more, or little
+BASELINE = 0.99  # how much of the mean reward each step keeps
+MOST = 10_000  # characters that go through a model at once when it is measured
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run does."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    """which models, by the names in the table"""
+    seeds: int = 3
+    """how often to train each, from other weights and on other texts"""
+    steps: int = 1500
+    """updates of a training; SLOW models have so many times as many"""
+    parameters: int = 100_000
+    """about how many each model has"""
+    examples: int = 40_000
+    """texts to train on"""
+    max_tokens: int = 2048
+    """of a batch: source characters and answers, padding included"""
+    learning_rate: float = 4e-3
+    """at its peak, of recurrent models"""
+    transformer_rate: float = 8e-3
+    """at its peak, of the Transformer"""
+    validated: int = 500
+    """validation dates to look at along a training"""
+    tested: int = 500
+    """unseen dates for each range of lengths; four times as many on texts as in training"""
+    several: bool = False
+    """texts of one to four dates instead, all of which are to be written"""
+    quick: bool = False
+    """within three minutes: one seed, shorter trainings, fewer models"""
+    output: Path = Path("runs/dates")
+    """where results.json (or several.json) and the pictures are left"""
+
+
+class Texts(NamedTuple):
+    """Examples with their tokens: lists of numbers, and (N, 1 + T) filled up with IGNORED."""
+
+    examples: list[Example]
+    sources: list[list[int]]
+    targets: np.ndarray
+
+
+def texts(found: list[Example]) -> Texts:
+    return Texts(found, [dates.encode(one.source) for one in found], dates.targets(found))
+
+
+@cache
+def pool(n: int, seed: int) -> Texts:
+    """What a model trains on."""
+    training, _, _ = dates.split()
+    generator = np.random.default_rng((POOL, seed))
+    return texts(examples([training[i] for i in generator.permutation(len(training))], n, (0, TRAINED), generator))
+
+
+@cache
+def held_out(part: str, n: int, lengths: tuple[int, int]) -> Texts:
+    """Unseen dates: "validation" or "test". The same for all models and seeds."""
+    number = {"validation": VALIDATION, "test": TEST}[part]
+    days = dates.split()[1 if part == "validation" else 2]
+    return texts(examples(days, n, lengths, np.random.default_rng((number, *lengths))))
+
+
+def batches(sources: list[list[int]]) -> Iterator[np.ndarray]:
+    """All of some texts, in batches of like length: their indices."""
+    return iter(Buckets([len(source) for source in sources], max(MOST, *map(len, sources))).batches(0))
+
+
+# -------------------------------------------------------------------- training
+def train(
+    name: str, settings: Settings, seed: int, data: Texts, seen: Texts
+) -> tuple[EncoderDecoder, dict[str, Any]]:
+    """A trained model and how it went.
+
+    Args:
+        data: to learn from. seen: to look at on the way, which changes nothing.
+
+    Returns:
+        the model; "losses" of all steps, "checks" as pairs of a step and the share of `seen` that was right then, and
+        "seconds" of computing, of all threads together, without the checks.
+    """
+    number = list(MODELS).index(name)
+    model = new_model(name, settings.parameters, np.random.default_rng((WEIGHTS, seed, number)))
+    sizes = [(len(source), len(one.iso) + 1) for source, one in zip(data.sources, data.examples)]
+    order = Buckets(sizes, settings.max_tokens, seed)
+    rate = settings.transformer_rate if isinstance(model, Transformer) else settings.learning_rate
+    n_steps = settings.steps * SLOW.get(name, 1)
+    schedule = WarmupCosine(rate, rate / 100, min(100, n_steps), n_steps)
+    optimiser, critic = AdamW(schedule, betas=(0.9, 0.98), weight_decay=0.01), Critic()
+    losses, checks, seconds = [], [], 0.0
+    with tqdm(range(1, n_steps + 1), desc=f"{name}, seed {seed}", unit="step") as bar:
+        for step in bar:
+            started = time.process_time()
+            chosen = next(order)
+            source, lengths = pad([data.sources[i] for i in chosen])
+            loss, told = loss_of(model, source, data.targets[chosen], lengths, critic)
+            loss.backward()
+            clip_gradients(model, 1.0)
+            model.update(optimiser)
+            losses.append(told)
+            seconds += time.process_time() - started
+            if step % (n_steps // CHECKS) == 0:
+                checks.append((step, exact(model, seen)))
+                bar.set_postfix(loss=f"{told:.3f}", exact=f"{checks[-1][1]:.1%}")
+    return model, {"losses": losses, "checks": checks, "seconds": seconds}
+
+
+class Critic:
+    """What reward to expect at each place of a target: a running mean."""
+
+    def __init__(self) -> None:
+        self.expected: np.ndarray | None = None
+
+    def __call__(self, reward: np.ndarray) -> np.ndarray:
+        """The mean before this batch, (T,), of rewards (B, T); the batch's own the first time."""
+        mean = reward.mean(axis=0)
+        before = mean if self.expected is None else self.expected
+        self.expected = BASELINE * before + (1 - BASELINE) * mean
+        return before
+
+
+def loss_of(
+    model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray, critic: Critic
+) -> tuple[Tensor, float]:
+    """What a batch (B, S), (B, 1 + T) is trained on, and the cross entropy within it.
+
+    For hard attention the reward of a choice is the log probability of the token that was made from it: with attention
+    after the step, nothing else hangs on it.
+    """
+    target = target[:, : 1 + (target[:, 1:] != IGNORED).any(axis=0).sum()]  # as long as the longest here
+    state = model.start(source, lengths)
+    logits = model.decode(np.where(target == IGNORED, END, target)[:, :-1], state)
+    loss = CrossEntropy(IGNORED)(target[:, 1:], logits)
+    told = float(loss)
+    if isinstance(model, Seq2SeqHard):
+        reward = np.take_along_axis(log_softmax(logits.array), target[:, 1:, None], axis=2)[..., 0]
+        loss = loss + reinforce(state["log_probability"], reward, critic(reward))
+    return loss, told
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+# -------------------------------------------------------------------- measuring
+def answers(model: EncoderDecoder, data: Texts) -> list[str]:
+    """What a model writes, always taking the likeliest token."""
+    found, most = [""] * len(data.sources), data.targets.shape[1] - 1
+    for chosen in batches(data.sources):
+        source, lengths = pad([data.sources[i] for i in chosen])
+        written = beam_search(model, source, lengths, begin=BEGIN, end=END, max_length=most)
+        for i, tokens in zip(chosen, written):
+            found[i] = dates.decode(tokens)
+    return found
+
+
+def exact(model: EncoderDecoder, data: Texts) -> float:
+    """The share of answers that are right to the last character."""
+    return float(np.mean([text == one.iso for text, one in zip(answers(model, data), data.examples)]))
+
+
+def look(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Where a model looks while the right answer is read to it: weights (B, A, T, S), rows of sum 1.
+
+    A is 1; of the Transformer its layers' heads of attention to the source, first layer first. 0 without attention.
+    """
+    model.eval()  # hard attention draws only in training
+    with no_grad():
+        if isinstance(model, Transformer):
+            with Probe(model, "decoder.blocks.*.cross") as probe:
+                model(source, target[:, :-1], lengths)
+            return np.concatenate(list(probe.weights.values()), axis=1)
+        state = model.start(source, lengths)
+        model.decode(target[:, :-1], state)
+    weights = state.get("weights")
+    nowhere = np.zeros((len(source), 0, target.shape[1] - 1, source.shape[1]))
+    return nowhere if weights is None else weights.array[:, None]
+
+
+class Sight(NamedTuple):
+    """Where the tokens of each field look, of each of A heads: (A, 3) for year, month and day.
+
+    Attributes:
+        share: how much weight lies on the characters of the same field.
+        top: how often the character with the most weight is one of them.
+        even: (3,), the share that even weights over the whole text would have.
+    """
+
+    share: np.ndarray
+    top: np.ndarray
+    even: np.ndarray
+
+
+def sight(model: EncoderDecoder, data: Texts) -> Sight:
+    """Means over all examples and the digits of a field."""
+    found: list[tuple[np.ndarray, ...]] = []
+    for chosen in batches(data.sources):
+        source, lengths = pad([data.sources[i] for i in chosen])
+        fields, _ = pad([data.examples[i].fields for i in chosen])
+        weights = look(model, source, data.targets[chosen], lengths)
+        even = [(fields == field).sum(axis=1) / lengths for field in FIELDS.values()]
+        found.append((*on_fields(weights, fields), np.stack(even, axis=-1)))
+    return Sight(*(np.concatenate(parts).mean(axis=0) for parts in zip(*found)))
+
+
+def on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each example and head, means over the digits of year, month and day, (B, A, 3).
+
+    Args:
+        weights: (B, A, T, S). fields: (B, S), what each character belongs to.
+
+    Returns:
+        the share of the weight that is on the field's characters, and how often the most weight is.
+    """
+    items = np.arange(len(weights))[:, None, None]
+    shares, tops = [], []
+    for field in FIELDS.values():
+        rows = weights[:, :, np.equal(ISO_FIELDS, field)]  # (B, A, digits, S)
+        right = fields == field
+        shares.append((rows * right[:, None, None]).sum(axis=-1).mean(axis=-1))
+        tops.append(right[items, rows.argmax(axis=-1)].mean(axis=-1))
+    return np.stack(shares, axis=-1), np.stack(tops, axis=-1)
+
+
+def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
+    """What a model does with dates that it never saw.
+
+    Returns:
+        "exact" on texts as in training, and by language; "lengths", the same at each of LENGTHS; "share" and "top" of
+        year, month and day (`Sight`) of texts as in training, and "share_at_lengths", the mean of the three: of the
+        mean of all heads, and with several "of_best" head, the one with the largest share on validation dates.
+    """
+    data = held_out("test", 4 * settings.tested, (0, TRAINED))
+    right = np.array([text == one.iso for text, one in zip(answers(model, data), data.examples)])
+    languages = np.array([one.language for one in data.examples])
+    found: dict[str, Any] = {"exact": rounded(right.mean())}
+    found["languages"] = {name: rounded(right[languages == name].mean()) for name in LANGUAGES}
+    tests = [held_out("test", settings.tested, lengths) for lengths in LENGTHS]
+    found["lengths"] = [rounded(exact(model, test)) for test in tests]
+    seen = sight(model, data)
+    n_heads = len(seen.share)
+    if n_heads:
+        sights = [sight(model, test) for test in tests]
+        found |= numbers_of(seen, sights, slice(None))
+    if n_heads > 1:
+        best = best_head(model, settings.validated)
+        found["of_best"] = {"head": best, **numbers_of(seen, sights, slice(best, best + 1))}
+    found["even"] = [rounded(value) for value in seen.even]
+    return found
+
+
+def numbers_of(seen: Sight, sights: list[Sight], heads: slice) -> dict[str, Any]:
+    """The mean of some heads."""
+    share, top = ([rounded(value) for value in values[heads].mean(axis=0)] for values in (seen.share, seen.top))
+    return {"share": share, "top": top, "share_at_lengths": [rounded(one.share[heads].mean()) for one in sights]}
+
+
+def best_head(model: EncoderDecoder, n: int) -> int:
+    """The head with the most weight on the right field, of so many validation dates."""
+    return int(sight(model, held_out("validation", n, (0, TRAINED))).share.mean(axis=1).argmax())
+
+
+def rounded(value: float) -> float:
+    return round(float(value), 4)
+
+
+# -------------------------------------------------------------------- to look at
+def shown() -> list[Example]:
+    """Of each language the first test date within a text, none of numbers alone, that a picture has room for."""
+    data = held_out("test", 1000, (0, TRAINED)).examples
+    fits = [one for one in data if 30 <= len(one.source) <= 44 and one.fields[0] == one.fields[-1] == 0 and spelt(one)]
+    return [next(one for one in fits if one.language == name) for name in LANGUAGES]
+
+
+def spelt(one: Example) -> bool:
+    """Whether the month is a word."""
+    return any(character.isalpha() for character, field in zip(one.source, one.fields) if field == MONTH)
+
+
+def alignments(model: EncoderDecoder, found: list[Example], head: int = 0) -> list[np.ndarray]:
+    """For each example the weights (T, S) of a head."""
+    data = texts(found)
+    maps = []
+    for i, one in enumerate(data.sources):
+        maps.append(look(model, np.array([one]), data.targets[i : i + 1], np.array([len(one)]))[0, head])
+    return maps

@@ -1,0 +1,332 @@
+"""experiments/dates: no date can be read in two ways, weights are counted where they lie, and a tiny run leaves all."""
+
+import contextlib
+import json
+import re
+import sys
+import unicodedata
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from test_programs import call, good
+
+from experiments.dates import data, report, several, study
+from experiments.dates.__main__ import main
+from experiments.dates.data import DAY, LANGUAGES, MONTH, NOTHING, NUMBERS, YEAR, examples, is_clear, readings, write
+from experiments.dates.models import MODELS, new_model
+from experiments.dates.study import Settings, exact, look, on_fields, sight, train
+from tricycle.dataset import pad
+
+WORDS = "--steps 10 --seeds 2 --examples 40 --tested 2 --validated 4 --parameters 6000 --max-tokens 512".split()
+TINY = Settings(steps=10, examples=40, tested=2, validated=4, parameters=6000, max_tokens=512)
+
+
+def plain(text: str) -> str:
+    return "".join(unicodedata.normalize("NFD", character)[0] for character in text.lower())
+
+
+MONTHS = {
+    plain(word).strip("."): number
+    for language in LANGUAGES.values()
+    for words in (language.months, language.short_months)
+    for number, word in enumerate(words, 1)
+}
+
+
+def all_readings(text: str) -> set[date]:
+    """Every date that a reader from anywhere may find in a text, by trying what each of its numbers may be.
+
+    Four digits or an apostrophe mark a year, and where a year of four digits stands first the month comes next.
+    """
+    found = re.findall(r"'?\d+|[^\W\d_]+", plain(text))
+    named = {MONTHS[word] for word in found if word in MONTHS}
+    values = [word for word in found if word[-1].isdigit()]
+    assert len(named) <= 1 and len(values) == 3 - len(named)
+    orders = ["dy", "yd"] if named else ["ymd"] if len(values[0]) == 4 else ["dmy", "mdy", "ymd"]
+    dates = set()
+    for order in orders:
+        parts = dict(zip(order, values))
+        marked = [kind for kind, value in parts.items() if len(value) == 4 or value[0] == "'"]
+        year = parts["y"].strip("'").zfill(2)
+        if marked in ([], ["y"]) and len(year) in (2, 4):
+            (whole,) = [y for y in range(1950, 2050) if year in (str(y), str(y)[2:])]
+            with contextlib.suppress(ValueError):
+                dates.add(date(whole, min(named, default=0) or int(parts["m"]), int(parts["d"])))
+    return dates
+
+
+# -------------------------------------------------------------------- data
+@pytest.fixture(scope="module")
+def many() -> list[data.Example]:
+    return examples(data.split()[0], 6000, (0, 64), np.random.default_rng(0))
+
+
+def test_no_date_is_read_in_two_ways(many):
+    for one in many:
+        kept = [place for place, field in enumerate(one.fields) if field != NOTHING]
+        first = kept[0] - (one.source[kept[0] - 1] == "'" if kept[0] else 0)
+        assert all_readings(one.source[first : kept[-1] + 1]) == {date.fromisoformat(one.iso)}, one.source
+
+
+def test_the_reader_of_this_test_does_find_two():
+    assert len(all_readings("03/04/1998")) == 2
+    assert len(all_readings("10 11 12")) == 3
+    assert len(all_readings("3 March 12")) == 2  # the 12th of March 2003, too
+    assert len(all_readings("3 March '12")) == len(all_readings("25.12.98")) == len(all_readings("1998-03-04")) == 1
+
+
+def test_numbers_alone():
+    assert readings("03", "04", "1998") == {date(1998, 4, 3), date(1998, 3, 4)}
+    assert readings("25", "12", "98") == {date(1998, 12, 25)}
+    assert readings("30", "02", "01") == {date(2030, 2, 1)}
+    assert readings("1998", "03", "04") == {date(1998, 3, 4)}
+    assert readings("03", "03", "03") == {date(2003, 3, 3)}
+    assert {data.whole_year(number) for number in range(100)} == set(range(1950, 2050))
+    for form in ("{dd}_{mm}_{yyyy}", "{mm}_{dd}_{yyyy}"):
+        assert is_clear(form, date(1998, 12, 25)) and is_clear(form, date(1998, 3, 3))
+        assert not is_clear(form, date(1998, 3, 4))
+    assert not is_clear("{d} {month} {yy}", date(2012, 3, 4))
+    assert is_clear("{d} {month} '{yy}", date(2012, 3, 4)) and is_clear("{d} {month} {yy}", date(2032, 3, 4))
+
+
+def test_fields_are_where_they_are_said_to_be(many):
+    for one in many:
+        assert len(one.source) == len(one.fields)
+        text = {
+            field: "".join(c for c, f in zip(one.source, one.fields) if f == field) for field in (DAY, MONTH, YEAR)
+        }
+        year, month, day = one.iso.split("-")
+        assert text[YEAR] in (year, year[2:])
+        assert int(re.match(r"\d+", text[DAY])[0]) == int(day)
+        word = plain(text[MONTH]).strip(".")
+        assert (int(word) if word.isdigit() else MONTHS[word]) == int(month)
+        outside = [c for c, field in zip(one.source, one.fields) if field == NOTHING]
+        assert not any(c.isdigit() for c in outside)
+
+
+def test_every_form_and_language_comes(many):
+    assert {one.language for one in many} == set(LANGUAGES)
+    counts = Counter(one.language for one in many)
+    assert min(counts.values()) > 0.22 * len(many)
+    shapes = {re.sub(r"\d", "0", one.source) for one in many}
+    assert len(shapes) > 3000
+    day = date(1998, 9, 25)
+    for name, language in LANGUAGES.items():
+        for form in language.forms + NUMBERS:
+            source, fields = write(day, name, form)
+            assert len(source) == len(fields) and {DAY, MONTH, YEAR} <= set(fields)
+            assert all(character in data.NUMBER for character in source.replace("_", "/").upper())
+
+
+def test_known_dates():
+    day = date(1998, 3, 1)
+    assert write(day, "English", "{weekday}, the {ordinal} of {month}, {yyyy}")[0] == "Sunday, the 1st of March, 1998"
+    assert write(day, "German", "{weekday}, den {d}. {month} {yyyy}")[0] == "Sonntag, den 1. März 1998"
+    assert write(day, "French", "le {weekday} {ordinal} {month} {yyyy}")[0] == "le dimanche 1er mars 1998"
+    assert write(day, "Spanish", "{d} de {month} de {yyyy}")[0] == "1 de marzo de 1998"
+    assert [data.ordinal("English", n) for n in (2, 3, 11, 12, 13, 21, 22, 23, 30)] == (
+        "2nd 3rd 11th 12th 13th 21st 22nd 23rd 30th".split()
+    )
+
+
+def test_words_around_a_date_name_none():
+    known = {plain(word) for word in data.words_of_dates()}
+    for language in LANGUAGES.values():
+        for word in map(plain, language.filler):
+            cuts = {word[:n] for n in range(3, len(word) + 1)} | {word[-n:] for n in range(3, len(word) + 1)}
+            assert not cuts & {name for name in known if len(name) > 2}, word
+    months = Counter()
+    for language in LANGUAGES.values():
+        for words in (language.months, language.short_months):
+            months.update({(plain(word).strip("."), number) for number, word in enumerate(words)})
+    assert len({word for word, _ in months}) == len(months)  # no word is two months, in whatever languages
+    assert not set(MONTHS) & {plain(word) for n in LANGUAGES.values() for word in n.weekdays + n.short_weekdays}
+
+
+@pytest.mark.parametrize(("lengths", "least", "most"), [((0, 0), 6, 40), ((0, 64), 6, 64), ((193, 256), 193, 256)])
+def test_lengths(lengths, least, most):
+    found = [len(one.source) for one in examples(data.split()[2], 300, lengths, np.random.default_rng(0))]
+    assert least <= min(found) <= max(found) <= most
+
+
+def test_no_date_is_in_two_parts():
+    training, validation, test = map(set, data.split())
+    assert not training & validation and not training & test and not validation & test
+    assert len(training | validation | test) == 36_525
+    assert (len(validation), len(test)) == (1000, 2000)
+    for part, days in (("validation", validation), ("test", test)):
+        texts = study.held_out(part, 20, (0, 64))
+        assert {date.fromisoformat(one.iso) for one in texts.examples} <= days
+    assert {date.fromisoformat(one.iso) for one in study.pool(40, 0).examples} <= training
+
+
+def test_targets_come_back():
+    found = examples(data.split()[2], 5, (0, 0), np.random.default_rng(0))
+    rows = data.targets(found)
+    assert rows.shape == (5, 12)
+    assert [data.decode(row[1:-1]) for row in rows] == [one.iso for one in found]
+    assert set(rows[:, 0]) == {data.BEGIN} and set(rows[:, -1]) == {data.END}
+
+
+def test_several_dates():
+    found = data.several(data.split()[2], 50, (2, 4), np.random.default_rng(0))
+    assert {len(one.iso) // 10 for one in found} == {2, 3, 4}
+    for one in found:
+        parts = one.source.split(data.BETWEEN)
+        assert len(one.fields) == len(one.source) and len(parts) == len(one.iso) // 10
+    assert len({one.iso[-10:] for one in found}) == 50
+    rows = data.targets(found)
+    assert rows.shape == (50, 42)
+    for one, row in zip(found, rows):
+        assert (row[: len(one.iso) + 2] >= 0).all() and (row[len(one.iso) + 2 :] == data.IGNORED).all()
+    assert several.right_dates("1998-03-032001-01-01", "1998-03-032001-01-02") == 0.5
+    assert several.right_dates("1998-03-03", "1998-03-032001-01-02") == 0.5
+
+
+# -------------------------------------------------------------------- models
+def trained(name: str, settings: Settings):
+    return train(name, settings, 0, study.pool(settings.examples, 0), study.held_out("validation", 4, (0, 64)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_and_repeat(name):
+    (model, history), (again, _) = (trained(name, TINY) for _ in range(2))
+    assert abs(model.n_parameters / TINY.parameters - 1) < 0.35
+    assert len(history["losses"]) == 10 * study.SLOW.get(name, 1) and history["losses"][-1] < history["losses"][0]
+    for (key, value), other in zip(model.state_dict().items(), again.state_dict().values()):
+        np.testing.assert_array_equal(value, other, err_msg=key)
+    texts = study.held_out("test", 6, (0, 64))
+    source, lengths = pad(texts.sources)
+    weights = look(model, source, texts.targets, lengths)
+    n_heads = {"fixed context": 0, "Transformer": 8}.get(name, 1)
+    assert weights.shape == (6, n_heads, 11, source.shape[1])
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
+    for row, length in zip(weights, lengths):
+        assert (row[..., length:] == 0).all()
+
+
+def test_sizes_are_alike():
+    sizes = [new_model(name, 100_000, np.random.default_rng(0)).n_parameters for name in MODELS]
+    assert max(abs(size / 100_000 - 1) for size in sizes) < 0.08
+
+
+def test_attention_learns_dates_that_it_never_saw():
+    settings = Settings(steps=160, parameters=25_000, max_tokens=1024, learning_rate=1.2e-2)
+    days, generator = data.split()[0], np.random.default_rng(0)
+    seen, unseen = study.texts(examples(days, 2000, (0, 0), generator)), study.held_out("validation", 200, (0, 0))
+    model, history = train("Luong general", settings, 0, seen, study.held_out("validation", 4, (0, 0)))
+    assert np.mean(history["losses"][-10:]) < 0.25
+    assert exact(model, unseen) > 0.4
+
+
+def test_weights_on_fields():
+    fields = np.array([[NOTHING, DAY, MONTH, MONTH, YEAR, NOTHING]])
+    weights = np.zeros((1, 2, 11, 6))
+    weights[0, 0, np.arange(11), [4, 4, 4, 5, 0, 2, 3, 0, 1, 0, 0]] = 1  # one digit of the year and of the day miss
+    weights[0, 1] = 1 / 6
+    share, top = on_fields(weights, fields)
+    np.testing.assert_allclose(share[0], [[0.75, 1, 0.5], [1 / 6, 2 / 6, 1 / 6]])
+    np.testing.assert_allclose(top[0, 0], [0.75, 1, 0.5])
+
+
+def test_sight_and_even_weights():
+    model = new_model("Luong general", 6000, np.random.default_rng(0))
+    model.attention.key.weights.array[:] = 0  # all scores are equal
+    seen = sight(model, study.held_out("test", 40, (0, 64)))
+    assert seen.share.shape == (1, 3)
+    np.testing.assert_allclose(seen.share[0], seen.even, rtol=1e-5)
+
+
+def test_rewards_are_compared_with_those_before():
+    critic = study.Critic()
+    np.testing.assert_array_equal(critic(np.array([[1.0, 3.0], [3.0, 5.0]])), [2, 4])
+    np.testing.assert_allclose(critic(np.array([[12.0, 14.0]])), [2, 4])
+    np.testing.assert_allclose(critic(np.array([[0.0, 0.0]])), [2.1, 4.1])
+
+
+# -------------------------------------------------------------------- the program
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    models = "--models", "fixed context", "Transformer"
+    return folder, good(call("-m", "experiments.dates", "--quick", *models, *WORDS, "--output", folder))
+
+
+def test_what_a_run_leaves(finished):
+    folder, out = finished
+    pictures = ["alignment-transformer.png", "lengths.png", "models.png", "training.png"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*pictures, "results.json"])
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert results["settings"]["steps"] == 10
+    names = ["fixed context", "fixed context", "Transformer", "Transformer"]
+    assert [run["model"] for run in results["runs"]] == names
+    assert [run["seed"] for run in results["runs"]] == [0, 1] * 2
+    for run in results["runs"]:
+        assert len(run["lengths"]) == len(results["lengths"]) == len(study.LENGTHS)
+        assert ("share" in run) == (run["model"] != "fixed context")
+    for name in pictures:
+        height, width, _ = imread(folder / name).shape
+        assert height > 200 < width
+    for table in report.tables(results["runs"]).values():
+        assert table in out
+
+
+def test_several_dates_are_measured(monkeypatch, capsys, tmp_path):
+    words = [*WORDS, "--seeds", "1", "--models", "fixed context", "--output", str(tmp_path)]
+    monkeypatch.setattr(several, "COUNTS", (1, 3))
+    monkeypatch.setattr(report, "COUNTS", (1, 3))
+    monkeypatch.setattr(sys, "argv", ["dates", "--several", *words])
+    assert main() == 0
+    results = json.loads((tmp_path / "several.json").read_text(encoding="utf-8"))
+    assert results["counts"] == [1, 3] and results["settings"]["max_tokens"] == 512
+    assert len(results["runs"][0]["whole"]) == len(results["runs"][0]["each"]) == 2
+    assert report.several_table(results["runs"]) in capsys.readouterr().out
+    assert imread(tmp_path / "several.png").shape[0] > 200
+
+
+def test_an_answer_of_several_dates_is_learnt_to_its_end():
+    """Places after the end of a shorter answer count neither in the loss nor in its mean."""
+    model = new_model("Luong general", 6000, np.random.default_rng(0))
+    generator = np.random.default_rng(1)
+    texts = study.texts([*(data.several(data.split()[0], 1, (n, n), generator)[0] for n in (1, 3))])
+    source, lengths = pad(texts.sources)
+    whole, _ = study.loss_of(model, source, texts.targets, lengths, study.Critic())
+    parts = []
+    for i, one in enumerate(texts.examples):
+        row = texts.targets[i : i + 1, : len(one.iso) + 2]
+        part, _ = study.loss_of(model, source[i : i + 1], row, lengths[i : i + 1], study.Critic())
+        parts.append(float(part) * (len(one.iso) + 1))
+    assert float(whole) == pytest.approx(sum(parts) / (11 + 31), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--models", "additive", "bert"], "expected --models among fixed context, additive, .*, got bert"),
+        (["--models"], "expected --models among .*, got none"),
+        (["--several", "--models", "hard"], "expected --models without hard beside --several"),
+        (["--steps", "1"], "expected --steps to be at least 10, got 1"),
+        (["--tested", "0"], "expected --tested to be at least 1, got 0"),
+        (["--max-tokens", "50"], "expected --max-tokens to be at least 128, got 50"),
+        (["--learning-rate", "0"], "expected --learning-rate above 0 and below 1, got 0.0"),
+        (["--parameters", "100"], "expected --parameters to be at least .* for fixed context, got 100"),
+    ],
+)
+def test_wrong_flags_are_refused(monkeypatch, words, said):
+    monkeypatch.setattr(sys, "argv", ["dates", *words])
+    with pytest.raises(ValueError, match=said):
+        main()
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    folder = Path(report.__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    results = json.loads((folder / "results" / "results.json").read_text(encoding="utf-8"))
+    for table in report.tables(results["runs"]).values():
+        assert table in readme
+    shown = json.loads((folder / "results" / "several.json").read_text(encoding="utf-8"))
+    assert report.several_table(shown["runs"]) in readme
