@@ -1,0 +1,1 @@
+"""CNN, RNN and self-attention: the lecture's table measured, and how far back each of them learns to remember."""

@@ -1,0 +1,143 @@
+"""What one layer of each kind costs against the number of tokens: time, memory, multiplications, and what must wait."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.comparison.chains import longest, shortest
+from experiments.comparison.layers import LAYERS
+from experiments.comparison.settings import COST, Settings, stream
+from tricycle.layers import Layer, Sequential
+from tricycle.tensor import Tensor
+
+LEAST_SECONDS = 0.02  # short calls are repeated for so long: clocks are coarse
+CHAIN_WIDTH = 4  # chains are as long at any width
+
+
+def measure(settings: Settings) -> dict[str, dict[str, Any]]:
+    """For each kind of layer lists over the numbers of tokens.
+
+    Returns:
+        "cpu" and "wall": milliseconds of forward and backward, a list for each round; "memory": the most MiB that
+        these held beside weights and input; "multiplications": in the products of matrices of the forward pass;
+        "sequential": the longest chain of products in it; "exponents" of all: see `exponents`.
+    """
+    found: dict[str, dict[str, Any]] = {name: {"cpu": [], "wall": []} for name in LAYERS}
+    cases = [(name, n) for n in settings.sizes for name in LAYERS]  # neighbours in time share the machine's moods
+    repeats: dict[tuple[str, int], int] = {}
+    with tqdm(total=len(cases) * (settings.rounds + 2), desc="costs", unit="measurement") as bar:
+        for name, n in cases:
+            layer, x = new_case(name, n, settings.width)
+            found[name].setdefault("memory", []).append(rounded(peak_memory(layer, x) / 2**20))
+            repeats[name, n] = max(1, round(LEAST_SECONDS / max(1e-4, timed(layer, x, 1)[0])))
+            bar.update()
+        for _ in range(settings.rounds):
+            for values in found.values():
+                values["cpu"].append([])
+                values["wall"].append([])
+            for name, n in cases:
+                cpu, wall = timed(*new_case(name, n, settings.width), repeats[name, n])
+                found[name]["cpu"][-1].append(rounded(1000 * cpu))
+                found[name]["wall"][-1].append(rounded(1000 * wall))
+                bar.update()
+        for name, n in cases:
+            chain, multiplications = longest(new_layer(name, n, settings.width), n, settings.width)
+            found[name].setdefault("sequential", []).append(chain)
+            found[name].setdefault("multiplications", []).append(multiplications)
+            bar.update()
+    for values in found.values():
+        values["exponents"] = {key: exponents(settings.sizes, value) for key, value in values.items()}
+    return found
+
+
+def new_layer(name: str, n_tokens: int, width: int) -> Layer:
+    return LAYERS[name](width, n_tokens, stream(COST))
+
+
+def new_case(name: str, n_tokens: int, width: int) -> tuple[Layer, Tensor]:
+    """A layer and one sequence (1, n_tokens, width) for it."""
+    x = stream(COST, n_tokens).standard_normal((1, n_tokens, width), dtype=np.float32)
+    return new_layer(name, n_tokens, width), Tensor(x)
+
+
+def forward_and_backward(layer: Layer, x: Tensor) -> None:
+    """With gradients of the weights and of the input, which are forgotten again."""
+    layer(x).backward()
+    layer.zero_grad()
+    x.zero_grad()
+
+
+def timed(layer: Layer, x: Tensor, repeats: int) -> tuple[float, float]:
+    """Seconds of one forward and backward, of the processor and on the clock."""
+    if repeats > 1:
+        forward_and_backward(layer, x)  # the first is not counted, where it would count for much
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(repeats):
+        forward_and_backward(layer, x)
+    return (time.process_time() - cpu) / repeats, (time.perf_counter() - wall) / repeats
+
+
+def peak_memory(layer: Layer, x: Tensor) -> int:
+    """The most bytes that a forward and backward hold at once, beside what is there before."""
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    forward_and_backward(layer, x)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most - before
+
+
+def exponents(sizes: list[int], values: Any) -> list[float]:
+    """The p of values ~ n^p over the upper half of the sizes, for each row of values (rows, sizes) or (sizes,)."""
+    upper = slice(len(sizes) // 2, None)
+    logs = np.log(np.atleast_2d(values).astype(float)[:, upper])
+    if logs.shape[1] < 2:
+        return []
+    return [rounded(np.polyfit(np.log(sizes[upper]), row, 1)[0]) for row in logs]
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+# -------------------------------------------------------------------- paths
+def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
+    """From the first token to the output that lies so far behind it.
+
+    Returns:
+        for each kind of layer "layers", how many must lie one on another before the gradient of that output reaches
+        the first token, and "products", the shortest chain of products in these.
+    """
+    found: dict[str, dict[str, list[int]]] = {name: {"layers": [], "products": []} for name in LAYERS}
+    with tqdm(total=len(found) * len(distances), desc="paths", unit="path") as bar:
+        for name, values in found.items():
+            for distance in distances:
+                n_layers = layers_needed(name, distance)
+                stack = new_stack(name, n_layers, distance + 1)
+                values["layers"].append(n_layers)
+                values["products"].append(int(shortest(stack, distance + 1, CHAIN_WIDTH)))
+                bar.update()
+    return found
+
+
+def new_stack(name: str, n_layers: int, n_tokens: int) -> Sequential:
+    generator = stream(COST)
+    return Sequential(*(LAYERS[name](CHAIN_WIDTH, n_tokens, generator) for _ in range(n_layers)))
+
+
+def layers_needed(name: str, distance: int) -> int:
+    """The fewest layers through which the gradient of the last output reaches the token `distance` before it."""
+    x = stream(COST, distance).standard_normal((1, distance + 1, CHAIN_WIDTH))
+    for n_layers in range(1, distance + 1):
+        stack, first = new_stack(name, n_layers, distance + 1), Tensor(x)  # float64, where less vanishes
+        for parameter in stack.parameters():
+            parameter.array = parameter.array.astype(float)
+        stack(first)[:, -1].backward()
+        if first.grad is not None and first.grad.array[0, 0].any():
+            return n_layers
+    raise ValueError(f"{name}: expected the gradient to go back {distance} tokens in as many layers, it did not")

@@ -1,0 +1,166 @@
+"""What came out, as Markdown tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.comparison.recall import N_CLASSES
+from experiments.tables import cell, markdown
+from tricycle_lab.plot import plot_curves
+
+Found = dict[str, dict[str, Any]]  # by kind of layer
+Runs = list[dict[str, Any]]
+
+# Table 1 of Vaswani et al. 2017: work of a layer, sequential operations, maximum path length. d: width, k: kernel.
+THEIRS = {
+    "CNN": ("O(k n d²)", "O(1)", "O(n / k)"),
+    "RNN": ("O(n d²)", "O(n)", "O(n)"),
+    "self-attention": ("O(n² d)", "O(1)", "O(1)"),
+}
+KIN = {"GRU": "RNN", "LSTM": "RNN"}
+
+LEAST_NORM = 1e-20  # of a gradient that is drawn
+
+
+def theirs(kind: str) -> tuple[str, str, str]:
+    family = kind.split(",")[0]
+    return THEIRS[KIN.get(family, family)]
+
+
+def kinds(runs: Runs) -> list[str]:
+    return list(dict.fromkeys(run["kind"] for run in runs))
+
+
+def of(runs: Runs, kind: str, key: str) -> np.ndarray:
+    """(seeds, distances)."""
+    return np.array([run[key] for run in runs if run["kind"] == kind], float)
+
+
+# -------------------------------------------------------------------- tables
+def lecture_table(sizes: list[int], distances: list[int], costs: Found, paths: Found) -> str:
+    """The lecture's three columns, each beside what was measured at the most tokens."""
+    n, far = sizes[-1], distances[-1]
+    titles = [
+        "", "work", f"multiplications, n = {n:,}", "sequential", f"products in a row, n = {n:,}", "path",
+        f"layers from token to token, {far} apart", f"products on the path, {far} apart",
+    ]  # fmt: skip
+    rows = []
+    for kind, found in costs.items():
+        work, sequential, path = theirs(kind)
+        row = [kind, work, f"{found['multiplications'][-1] / 1e6:,.0f} M", sequential, f"{found['sequential'][-1]:,}"]
+        rows.append([*row, path, *(f"{paths[kind][key][-1]:,}" for key in ("layers", "products"))])
+    return markdown(titles, rows)
+
+
+def exponent_table(costs: Found) -> str:
+    """The p of n^p over the upper half of the numbers of tokens."""
+    keys = {"time": "cpu", "memory": "memory", "multiplications": "multiplications", "products in a row": "sequential"}
+    rows = [[kind, *(power(found["exponents"][key]) for key in keys.values())] for kind, found in costs.items()]
+    return markdown(["exponent of", *keys], rows)
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """All tables, by what stands above them."""
+    sizes, distances, runs = results["sizes"], results["distances"], results["runs"]
+    costs = results["costs"]
+    seeds = f"{results['settings']['seeds']} seed(s)"
+    return {
+        "The lecture's table, and what was counted": lecture_table(sizes, distances, costs, results["paths"]),
+        "Exponents p of n^p over the upper half": exponent_table(costs),
+        "Milliseconds of the processor, forward and backward": cost_table(sizes, costs, "cpu"),
+        "Peak memory in MiB": cost_table(sizes, costs, "memory"),
+        f"Accuracy in %, {seeds}; chance is {100 / N_CLASSES:.0f}": recall_table(distances, runs),
+        "Updates until learned": updates_table(distances, runs),
+        "Norm of the gradient that comes back": gradient_table(distances, runs),
+    }
+
+
+def power(exponents: list[float]) -> str:
+    return cell(exponents) if exponents else ""
+
+
+def cost_table(sizes: list[int], costs: Found, key: str) -> str:
+    """Milliseconds ("cpu" or "wall") or MiB ("memory") at every number of tokens."""
+    rows = []
+    for kind, found in costs.items():
+        values = np.atleast_2d(found[key])
+        rows.append([kind, *(cell(column, 1) for column in values.T)])
+    return markdown(["n", *(f"{n:,}" for n in sizes)], rows)
+
+
+def recall_table(distances: list[int], runs: Runs) -> str:
+    """Accuracy on test data in percent."""
+    rows = []
+    for kind in kinds(runs):
+        size = next(run["parameters"] for run in runs if run["kind"] == kind)
+        rows.append([kind, f"{size:,}", *(cell(column, 1, 100) for column in of(runs, kind, "accuracy").T)])
+    return markdown(["distance", "parameters", *map(str, distances)], rows)
+
+
+def updates_table(distances: list[int], runs: Runs) -> str:
+    """Updates until the task was first found to be learned: the mean of the trainings that did, and how many did."""
+    rows = []
+    for kind in kinds(runs):
+        cells = []
+        for column in of(runs, kind, "learned").T:
+            did = column[~np.isnan(column)]
+            few = f" ({len(did)} of {len(column)})" if len(did) < len(column) else ""
+            cells.append(f"{did.mean():.0f}{few}" if len(did) else "-")
+        rows.append([kind, *cells])
+    return markdown(["distance", *map(str, distances)], rows)
+
+
+def gradient_table(distances: list[int], runs: Runs) -> str:
+    """The norm that comes back, before training and after it: medians, for powers of ten lie between seeds."""
+    rows = []
+    for kind in kinds(runs):
+        medians = [np.median(of(runs, kind, key)[:, d]) for key in ("before", "after") for d in distances]
+        rows.append([kind, *(f"{value:.0e}" if value else "0" for value in medians)])
+    return markdown(["distance", *(f"{d}{end}" for end in ("", ", trained") for d in distances)], rows)
+
+
+# -------------------------------------------------------------------- pictures
+def plot_costs(sizes: list[int], costs: Found, path: Path) -> None:
+    """Of times the median of the rounds."""
+    panels: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "time of forward and backward, ms": lambda found: np.median(found["cpu"], axis=0),
+        "peak memory, MiB": lambda found: found["memory"],
+        "multiplications of the forward pass, millions": lambda found: np.array(found["multiplications"]) / 1e6,
+    }
+    curves = {title: {kind: (sizes, pick(found)) for kind, found in costs.items()} for title, pick in panels.items()}
+    plot_curves(curves, path, "n", "", "One layer, one sequence of n tokens", log="xy", share_y=False)
+
+
+def panels(lines: dict[str, Any], reference: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Those that see all or a window at once, and those that read step by step, each with a line to compare with."""
+    groups: dict[str, dict[str, Any]] = {"convolutions, self-attention": {}, "recurrent": {}}
+    for kind, line in lines.items():
+        at_once = theirs(kind)[1] == "O(1)"
+        groups["convolutions, self-attention" if at_once else "recurrent"][kind] = line
+    return {title: {**found, **reference} for title, found in groups.items() if found}
+
+
+def plot_recall(distances: list[int], runs: Runs, path: Path) -> None:
+    lines: dict[str, Any] = {kind: (distances, 100 * of(runs, kind, "accuracy")) for kind in kinds(runs)}
+    curves = panels(lines, {"chance": (distances, np.full(len(distances), 100 / N_CLASSES))})
+    plot_curves(curves, path, "distance, tokens", "accuracy, %", "Remembering a token over a distance", log="x")
+
+
+def plot_gradients(distances: list[int], runs: Runs, path: Path) -> None:
+    """Medians of the seeds. Where next to nothing comes back, a line ends."""
+    last = distances[-1]
+    curves: dict[str, dict[str, Any]] = {}
+    for key, title in {"before": "before training", "after": f"after training at {last}"}.items():
+        lines: dict[str, Any] = {}
+        for kind in kinds(runs):
+            values = np.median(of(runs, kind, key), axis=0)
+            n = int((values > LEAST_NORM).cumprod().sum())
+            lines[kind] = np.arange(n), np.log10(values[:n])
+        found = panels(lines, {"handed on as it is": (np.arange(last + 1), np.zeros(last + 1))})
+        curves |= {f"{group}, {title}": part for group, part in found.items()}
+    ylabel = "log₁₀ of the gradient's norm"
+    plot_curves(curves, path, "distance, tokens", ylabel, "What comes back from the question", n_columns=2)

@@ -1,0 +1,131 @@
+"""Train every kind of model to remember over every distance, and follow gradients back through them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.comparison.recall import MOST_BEFORE, Recaller, new_batch, new_model
+from experiments.comparison.settings import GRADIENTS, TEST, TRAINING, VALIDATION, WEIGHTS, Settings, stream
+from tricycle.loss import CrossEntropy
+from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.scheduler import WarmupCosine
+from tricycle.tensor import Tensor
+
+MAX_NORM = 1.0  # of all gradients together
+CHUNK = 250  # sequences that are read at once
+FOLLOWED = 64  # sequences through which gradients are followed
+LEARNED = 0.99  # the accuracy from which on a task counts as learned
+CHECKS = 20  # how often a training is looked at
+CHECKED = 200  # sequences of such a look
+
+
+def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) -> tuple[Recaller, int | None]:
+    """A trained model, and the update at which it was first found to have learned, if any.
+
+    All kinds see the same sequences, and weights are drawn anew for each distance.
+    """
+    model = new_recaller(kind, settings, seed, distance)
+    generator, loss_fn = stream(TRAINING, seed, distance), CrossEntropy()
+    schedule = WarmupCosine(rate, 0.0, settings.updates // 20, settings.updates)
+    optimiser, learned = AdamW(schedule, weight_decay=0.0), None
+    interval = max(1, settings.updates // CHECKS)
+    for update in range(1, settings.updates + 1):
+        tokens, targets = new_batch(distance, settings.batch_size, generator)
+        loss_fn(targets, model(tokens)).backward()
+        clip_gradients(model, MAX_NORM)
+        model.update(optimiser)
+        if learned is None and update % interval == 0:
+            accuracy, _ = examine(model, distance, VALIDATION, CHECKED)
+            learned = update if accuracy >= LEARNED else None
+    return model, learned
+
+
+def new_recaller(kind: str, settings: Settings, seed: int, distance: int) -> Recaller:
+    window = settings.farthest + MOST_BEFORE + 1
+    return new_model(kind, settings.parameters, window, stream(WEIGHTS, seed, distance))
+
+
+def examine(model: Recaller, distance: int, which: int, n: int) -> tuple[float, float]:
+    """Accuracy and loss on n sequences of the stream `which`."""
+    logits, targets = [], []
+    with model.evaluating():
+        for start in range(0, n, CHUNK):
+            tokens, answers = new_batch(distance, min(CHUNK, n - start), stream(which, distance, start))
+            logits.append(model(tokens).array)
+            targets.append(answers)
+        found, wanted = np.concatenate(logits), np.concatenate(targets)
+        return float((found.argmax(axis=-1) == wanted).mean()), float(CrossEntropy()(wanted, Tensor(found)))
+
+
+def best_of(kind: str, distance: int, settings: Settings, seed: int, bar: tqdm) -> tuple[Recaller, dict[str, Any]]:
+    """The training with the lowest loss on validation data, and what it does on test data.
+
+    Learning rates are tried in turn until one has learned: each kind gets as many chances as it needs.
+    """
+    tried = []
+    for rate in settings.rates:
+        started = time.process_time()
+        model, learned = train(kind, distance, rate, settings, seed)
+        accuracy, loss = examine(model, distance, VALIDATION, settings.tested)
+        tried.append((loss, rate, model, learned, time.process_time() - started))
+        if accuracy >= LEARNED:
+            break
+    bar.update()
+    loss, rate, model, learned, _ = min(tried, key=lambda found: found[:2])
+    accuracy, test_loss = examine(model, distance, TEST, settings.tested)
+    return model, {
+        "accuracy": accuracy, "loss": rounded(test_loss), "rate": rate, "learned": learned,
+        "seconds": rounded(sum(found[-1] for found in tried)),
+    }  # fmt: skip
+
+
+def measure(settings: Settings) -> list[dict[str, Any]]:
+    """A run for each kind and seed.
+
+    Returns:
+        "kind", "seed", "parameters"; over the distances "accuracy", "loss", "rate", "learned" and "seconds" (of the
+        processor, all rates together); "before" and "after" training over the farthest distance: see `gradient_norms`.
+    """
+    runs = []
+    total = len(settings.kinds) * settings.seeds * len(settings.distances)
+    with tqdm(total=total, desc="remembering", unit="task") as bar:
+        for kind in settings.kinds:
+            for seed in range(settings.seeds):
+                bar.set_postfix_str(f"{kind}, seed {seed}")
+                found = [best_of(kind, distance, settings, seed, bar) for distance in settings.distances]
+                last = found[-1][0]
+                fresh = new_recaller(kind, settings, seed, settings.farthest)
+                run = {"kind": kind, "seed": seed, "parameters": last.n_parameters}
+                run |= {key: [values[key] for _, values in found] for key in found[0][1]}
+                run |= {key: gradient_norms(m, settings.farthest) for key, m in (("before", fresh), ("after", last))}
+                runs.append(run)
+    return runs
+
+
+def gradient_norms(model: Recaller, distance: int) -> list[float]:
+    """How much the vector at the question changes with the vector that was read so many tokens before.
+
+    The root mean square over sequences of the Jacobian's Frobenius norm, divided by the root of the width: 1 where what
+    is read is handed on as it is. In place of a Jacobian there is one gradient of a random sum of its rows, whose
+    square is that of the norm in the mean.
+
+    Returns:
+        from distance 0 (the question itself) to `distance`.
+    """
+    generator = stream(GRADIENTS, distance)
+    tokens, _ = new_batch(distance, FOLLOWED, generator)
+    read = Tensor(model.embedding(tokens[:, -distance - 1 :]).array)
+    mixed = model.body(read)[:, -1]
+    (mixed * generator.standard_normal(mixed.shape, dtype=np.float32)).sum().backward()
+    model.zero_grad()
+    gradient: Any = read.grad
+    squares = (gradient.array.astype(float) ** 2).sum(axis=-1).mean(axis=0)
+    return [rounded(value) for value in np.sqrt(squares / mixed.shape[-1])[::-1]]
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,292 @@
+"""experiments/comparison: chains are counted right, nothing reaches further than it can, a tiny run leaves all."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from test_programs import call, good
+
+from experiments.comparison import costs, report, study
+from experiments.comparison.__main__ import main
+from experiments.comparison.chains import Chains, counting, longest, shortest
+from experiments.comparison.layers import LAYERS
+from experiments.comparison.recall import BODIES, MOST_BEFORE, N_CLASSES, N_LAYERS, QUESTION, new_batch, new_model
+from experiments.comparison.settings import TEST, VALIDATION, Settings, stream
+from experiments.comparison.study import best_of, examine, gradient_norms, new_recaller, train
+from tricycle.backend import ARRAY_MODULES
+from tricycle.layers import Dense, Sequential
+from tricycle.tensor import Tensor
+
+WORDS = (
+    "--longest 128 --rounds 2 --farthest 8 --updates 4 --parameters 2000 --width 8 --seeds 2 --tested 10 --rates 0.003"
+).split()
+TINY = Settings(farthest=8, updates=40, parameters=2000, tested=100, rates=(1e-2,))
+
+
+# -------------------------------------------------------------------- chains
+def test_what_adds_to_a_chain():
+    with counting(np.maximum, 0) as rule:
+        a, b = (np.full((3, 3), n, np.float32).view(Chains) for n in (2, 5))
+        for result, wanted in (
+            (a + b, 5), (a * b, 6), (a / b, 6), (a * 0.5, 2), (np.tanh(a), 2), (a @ b, 6), ((a @ b) * a, 7), (a - 1, 2),
+            (a.sum(axis=0), 2), (b.max(), 5), ((a @ a) @ b, 6), ((b @ b) @ a, 7),
+        ):  # fmt: skip
+            assert (np.asarray(result) == wanted).all()
+        assert rule.multiplications == 6 * 27
+        b[1] = 0  # a constant comes from nowhere
+        assert np.asarray(b).tolist() == [[5] * 3, [0] * 3, [5] * 3]
+    assert Chains not in ARRAY_MODULES
+    with pytest.raises(LookupError):
+        a + b
+
+
+@pytest.mark.parametrize("n", [1, 7, 20])
+@pytest.mark.parametrize("d", [3, 4])
+def test_the_table_of_the_lecture_is_what_is_counted(n, d):
+    expected = {
+        "CNN, k = 3": (1, 3 * n * d**2), "CNN, k = 7": (1, 7 * n * d**2), "RNN": (n, 2 * n * d**2),
+        "GRU": (3 * n, 6 * n * d**2), "LSTM": (3 * n, 8 * n * d**2),
+        "self-attention": (5, 4 * n * d**2 + 2 * n**2 * d),
+        "self-attention, all weights at once": (5, 4 * n * d**2 + 2 * n**2 * d),
+    }  # fmt: skip
+    assert list(expected) == list(LAYERS)
+    for name, wanted in expected.items():
+        assert longest(LAYERS[name](d, n, stream(0)), n, d) == wanted, name
+
+
+def test_dense_layers_are_a_chain_of_their_own():
+    stack = lambda: Sequential(*(Dense(4, 4, generator=0) for _ in range(3)))
+    assert longest(stack(), 2, 4) == (3, 3 * 2 * 16)
+    assert shortest(stack(), 1, 4) == 3
+    assert shortest(stack(), 2, 4) == np.inf  # from one token to another there is no way
+
+
+def test_paths():
+    distances = [4, 6, 13]
+    found = costs.paths(distances)
+    for k in (3, 7):
+        layers = [-(-distance // (k - 1)) for distance in distances]
+        assert found[f"CNN, k = {k}"] == {"layers": layers, "products": layers}
+    for name, more in {"RNN": 1, "GRU": 1, "LSTM": 3}.items():
+        assert found[name] == {"layers": [1] * 3, "products": [distance + more for distance in distances]}
+    for name in ("self-attention", "self-attention, all weights at once"):
+        assert found[name] == {"layers": [1] * 3, "products": [3] * 3}
+
+
+# -------------------------------------------------------------------- costs
+def test_both_attentions_are_the_same_mathematics():
+    fused, plain = (LAYERS[f"self-attention{end}"](8, 5, stream(0)) for end in ("", ", all weights at once"))
+    fused.qkv.weights.array[...] = np.concatenate([part.weights.array for part in plain.parts], axis=1)
+    fused.projection.weights.array[...] = plain.projection.weights.array
+    x = stream(1).standard_normal((2, 5, 8), dtype=np.float32)
+    np.testing.assert_allclose(fused(Tensor(x)).array, plain(Tensor(x)).array, rtol=1e-4, atol=1e-6)
+
+
+def test_all_layers_keep_the_shape_and_the_causal_ones_do_not_look_ahead():
+    x = stream(1).standard_normal((2, 9, 4), dtype=np.float32)
+    changed = x.copy()
+    changed[:, 5:] += 1
+    for name, new in LAYERS.items():
+        layer = new(4, 9, stream(0))
+        first, second = layer(Tensor(x)).array, layer(Tensor(changed)).array
+        assert first.shape == x.shape
+        assert np.array_equal(first[:, :5], second[:, :5]) == (not name.startswith("self-attention")), name
+
+
+def test_exponents():
+    sizes = [64, 128, 256, 512]
+    rows = [[0, 0, 3 * n**1.5, 3 * (2 * n) ** 1.5] for n in (256,)] + [[1, 1, 7, 7]]
+    assert costs.exponents(sizes, rows) == pytest.approx([1.5, 0], abs=1e-3)
+    assert costs.exponents([64], [3.0]) == []
+
+
+def test_memory_of_all_weights_is_quadratic():
+    def mib(name: str, n: int) -> float:
+        return costs.peak_memory(*costs.new_case(name, n, 16)) / 2**20
+
+    kept, convolved = (
+        np.log2(mib(name, 1024) / mib(name, 512)) for name in ("self-attention, all weights at once", "CNN, k = 3")
+    )
+    assert 1.8 < kept < 2.1
+    assert 0.8 < convolved < 1.1
+    n_weights = 1024**2 * 4 / 2**20
+    assert 2 * n_weights < mib("self-attention, all weights at once", 1024) < 8 * n_weights
+    assert mib("self-attention", 1024) < mib("self-attention, all weights at once", 1024) / 2
+
+
+# -------------------------------------------------------------------- remembering
+@pytest.mark.parametrize("distance", [1, 4, 16])
+def test_data(distance):
+    generator, lengths = stream(0), set()
+    for _ in range(40):
+        tokens, targets = new_batch(distance, 50, generator)
+        place = tokens.shape[1] - 1 - distance
+        lengths.add(place)
+        np.testing.assert_array_equal(tokens[:, place], targets)
+        assert (tokens[:, -1] == QUESTION).all()
+        rest = np.delete(tokens, [place, tokens.shape[1] - 1], axis=1)
+        assert ((rest >= N_CLASSES) & (rest < QUESTION)).all()  # what is to be remembered stands there once
+    assert lengths == set(range(MOST_BEFORE + 1))
+    assert set(targets) == set(range(N_CLASSES))
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_models_are_as_wide_as_allowed(kind):
+    model = new_model(kind, 20_000, 40, stream(0))
+    assert 16_000 < model.n_parameters <= 20_000
+    tokens, _ = new_batch(8, 3, stream(1))
+    assert model(tokens).shape == (3, N_CLASSES)
+    if kind == "LSTM, open":
+        (run,) = model.body.run.runs[0]
+        assert [part.mean() for part in np.split(run.input_bias.array, 4)] == [0, 3, 0, 0]
+    if kind == "RNN, orthogonal":
+        matrix = model.body.run.runs[0][0].hidden_weights.array
+        np.testing.assert_allclose(matrix @ matrix.T, np.eye(len(matrix)), atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [3, 7])
+def test_nothing_comes_from_beyond_a_cnn(k):
+    reach = N_LAYERS * (k - 1)
+    model = new_model(f"CNN, k = {k}", 2000, 64, stream(0))
+    norms = gradient_norms(model, reach + 3)
+    assert len(norms) == reach + 4
+    assert norms[reach] > 0
+    assert norms[reach + 1 :] == [0, 0, 0]
+
+
+def test_norms_of_known_jacobians():
+    model = new_model("CNN, k = 3", 10_000, 64, stream(0))
+    model.body = Sequential()
+    first, *others = gradient_norms(model, 5)
+    assert first == pytest.approx(1, abs=0.1)
+    assert others == [0] * 5
+    model.body = Sequential(lambda x: 2.0 * x[:, :-2])
+    norms = gradient_norms(model, 5)
+    assert norms[2] == pytest.approx(2, abs=0.2)
+    assert [norm for i, norm in enumerate(norms) if i != 2] == [0] * 5
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_can_reach_learns_and_what_cannot_does_not():
+    settings = dataclasses.replace(TINY, updates=120, farthest=12)
+    near, learned = train("CNN, k = 3", 4, 1e-2, settings, 0)
+    assert examine(near, 4, TEST, 200)[0] > 0.99
+    assert learned is not None and learned % 6 == 0
+    far, never = train("CNN, k = 3", 12, 1e-2, settings, 0)
+    assert examine(far, 12, TEST, 200)[0] < 0.25
+    assert never is None
+
+
+def test_a_training_repeats():
+    models = [train("GRU", 4, 1e-3, dataclasses.replace(TINY, updates=3), seed)[0] for seed in (0, 0, 1)]
+    first, again, other = (model.state_dict() for model in models)
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, again[name])
+    assert any((array != other[name]).any() for name, array in first.items())
+
+
+def test_the_rate_is_chosen_on_validation_data(monkeypatch):
+    accuracies, asked = {1e-3: 0.5, 1e-2: 0.6, 1e-1: 0.4}, []
+
+    def fake_train(kind, distance, rate, settings, seed):
+        asked.append(rate)
+        return rate, None
+
+    def fake_examine(model, distance, which, n):
+        return (accuracies[model], 1 - accuracies[model]) if which == VALIDATION else (0.1, 2.0)
+
+    monkeypatch.setattr(study, "train", fake_train)
+    monkeypatch.setattr(study, "examine", fake_examine)
+    settings = dataclasses.replace(TINY, rates=tuple(accuracies))
+    bar = study.tqdm(disable=True)
+    model, found = best_of("RNN", 4, settings, 0, bar)
+    assert (model, found["rate"], found["accuracy"], found["loss"]) == (1e-2, 1e-2, 0.1, 2.0)
+    assert asked == [1e-3, 1e-2, 1e-1]
+    asked.clear()
+    accuracies[1e-3] = 0.995
+    assert best_of("RNN", 4, settings, 0, bar)[0] == 1e-3
+    assert asked == [1e-3]
+
+
+def test_batches_of_a_stream_do_not_meet_those_of_another():
+    model = new_recaller("CNN, k = 3", TINY, 0, 4)
+    assert examine(model, 4, TEST, 300) == examine(model, 4, TEST, 300)
+    assert examine(model, 4, TEST, 300) != examine(model, 4, VALIDATION, 300)
+
+
+# -------------------------------------------------------------------- the program
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    return folder, good(call("-m", "experiments.comparison", *WORDS, "--output", folder))
+
+
+def test_what_a_run_leaves(finished):
+    folder, out = finished
+    assert sorted(p.name for p in folder.iterdir()) == ["costs.png", "gradients.png", "recall.png", "results.json"]
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert (results["sizes"], results["distances"]) == ([64, 128], [4, 8])
+    assert [(run["kind"], run["seed"]) for run in results["runs"]] == [(kind, s) for kind in BODIES for s in (0, 1)]
+    for values in results["costs"].values():
+        assert np.shape(values["cpu"]) == np.shape(values["wall"]) == (2, 2)
+        assert np.min(values["cpu"]) > 0 < min(values["memory"])
+    for run in results["runs"]:
+        assert len(run["before"]) == len(run["after"]) == 9
+        assert len(run["accuracy"]) == 2
+    for name in ("costs.png", "recall.png", "gradients.png"):
+        height, width, _ = imread(folder / name).shape
+        assert height > 300 < width
+    for table in report.tables(results).values():
+        assert table in out
+
+
+def test_presets_are_overridden_and_a_run_repeats(finished, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["comparison", "--quick", *WORDS, "--output", str(tmp_path)])
+    assert main() == 0
+    first, again = (json.loads((f / "results.json").read_text(encoding="utf-8")) for f in (finished[0], tmp_path))
+    assert again["settings"].pop("quick") != first["settings"].pop("quick")
+    assert again["settings"] == first["settings"]
+    assert again["paths"] == first["paths"]
+    for a, b in zip(first["runs"], again["runs"], strict=True):
+        a.pop("seconds"), b.pop("seconds")
+        assert a == b
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--longest", "32"], "expected --longest to be at least 64, got 32"),
+        (["--farthest", "3"], "expected --farthest to be at least 4, got 3"),
+        (["--updates", "0"], "expected --updates to be at least 1, got 0"),
+        (["--kinds", "GRU", "Transformer"], "expected --kinds among CNN, k = 3; .*; self-attention; got Transformer"),
+        (["--rates", "0", "0.1"], r"expected --rates between 0 and 1, one or more, got \(0.0, 0.1\)"),
+        (["--parameters", "100"], "expected --parameters to be at least [0-9]+ for CNN, k = 3, got 100"),
+    ],
+)
+def test_wrong_flags_are_refused(monkeypatch, words, said):
+    monkeypatch.setattr(sys, "argv", ["comparison", *words])
+    with pytest.raises(ValueError, match=said):
+        main()
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    folder = Path(report.__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    results = json.loads((folder / "results" / "results.json").read_text(encoding="utf-8"))
+    assert results["settings"]["quick"] is False
+    for title, table in report.tables(results).items():
+        assert table in readme, title
+
+
+def test_tables():
+    assert report.theirs("LSTM, open") == report.theirs("RNN")
+    runs = [{"kind": "RNN", "seed": s, "learned": [20, None, 40 + 20 * s][s:] + [None] * s} for s in range(2)]
+    (row,) = report.updates_table([4, 8, 16], runs).splitlines()[2:]
+    assert row == "| RNN | 20 (1 of 2) | 60 (1 of 2) | 40 (1 of 2) |"
+    runs = [{"kind": "GRU", "seed": s, "before": [1, 4.0**s, 1e-9], "after": [0, 0, s // 2]} for s in range(3)]
+    (row,) = report.gradient_table([1, 2], runs).splitlines()[2:]
+    assert row == "| GRU | 4e+00 | 1e-09 | 0 | 0 |"
