@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from tables import wrong_flags
 from test_programs import call, good
 
 from experiments.comparison import costs, report, study
@@ -256,21 +257,15 @@ def test_presets_are_overridden_and_a_run_repeats(finished, monkeypatch, tmp_pat
         assert a == b
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--longest", "32"], "expected --longest to be at least 64, got 32"),
-        (["--farthest", "3"], "expected --farthest to be at least 4, got 3"),
-        (["--updates", "0"], "expected --updates to be at least 1, got 0"),
-        (["--kinds", "GRU", "Transformer"], "expected --kinds among CNN, k = 3; .*; self-attention; got Transformer"),
-        (["--rates", "0", "0.1"], r"expected --rates between 0 and 1, one or more, got \(0.0, 0.1\)"),
-        (["--parameters", "100"], "expected --parameters to be at least [0-9]+ for CNN, k = 3, got 100"),
-    ],
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--longest", "32"], "expected --longest to be at least 64, got 32"),
+    (["--farthest", "3"], "expected --farthest to be at least 4, got 3"),
+    (["--updates", "0"], "expected --updates to be at least 1, got 0"),
+    (["--kinds", "GRU", "Transformer"], "expected --kinds among CNN, k = 3; .*; self-attention; got Transformer"),
+    (["--rates", "0", "0.1"], r"expected --rates between 0 and 1, one or more, got \(0.0, 0.1\)"),
+    (["--parameters", "100"], "expected --parameters to be at least [0-9]+ for CNN, k = 3, got 100"),
 )
-def test_wrong_flags_are_refused(monkeypatch, words, said):
-    monkeypatch.setattr(sys, "argv", ["comparison", *words])
-    with pytest.raises(ValueError, match=said):
-        main()
 
 
 def test_the_readme_shows_the_results_that_lie_beside_it():

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from tables import wrong_flags
 from test_programs import call, good
 
 from experiments.dates import data, report, several, study
@@ -303,23 +304,17 @@ def test_an_answer_of_several_dates_is_learnt_to_its_end():
     assert float(whole) == pytest.approx(sum(parts) / (11 + 31), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--models", "additive", "bert"], "expected --models among fixed context, additive, .*, got bert"),
-        (["--models"], "expected --models among .*, got none"),
-        (["--several", "--models", "hard"], "expected --models without hard beside --several"),
-        (["--steps", "1"], "expected --steps to be at least 10, got 1"),
-        (["--tested", "0"], "expected --tested to be at least 1, got 0"),
-        (["--max-tokens", "50"], "expected --max-tokens to be at least 128, got 50"),
-        (["--learning-rate", "0"], "expected --learning-rate above 0 and below 1, got 0.0"),
-        (["--parameters", "100"], "expected --parameters to be at least .* for fixed context, got 100"),
-    ],
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--models", "additive", "bert"], "expected --models among fixed context, additive, .*, got bert"),
+    (["--models"], "expected --models among .*, got none"),
+    (["--several", "--models", "hard"], "expected --models without hard beside --several"),
+    (["--steps", "1"], "expected --steps to be at least 10, got 1"),
+    (["--tested", "0"], "expected --tested to be at least 1, got 0"),
+    (["--max-tokens", "50"], "expected --max-tokens to be at least 128, got 50"),
+    (["--learning-rate", "0"], "expected --learning-rate above 0 and below 1, got 0.0"),
+    (["--parameters", "100"], "expected --parameters to be at least .* for fixed context, got 100"),
 )
-def test_wrong_flags_are_refused(monkeypatch, words, said):
-    monkeypatch.setattr(sys, "argv", ["dates", *words])
-    with pytest.raises(ValueError, match=said):
-        main()
 
 
 def test_the_readme_shows_the_results_that_lie_beside_it():

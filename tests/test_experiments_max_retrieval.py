@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from tables import wrong_flags
 from test_programs import call, good
 
 from experiments.max_retrieval import report, study
@@ -171,18 +171,12 @@ def test_presets_are_overridden_and_a_run_repeats(finished, tmp_path, preset):
         assert (a == b) == (preset == "--quick")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--quick", "--paper"], "expected --quick or --paper, got both"),
-        (["--steps", "0"], "expected --steps to be at least 1, got 0"),
-        (["--largest", "8"], "expected --largest to be at least 16, got 8"),
-    ],
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--quick", "--paper"], "expected --quick or --paper, got both"),
+    (["--steps", "0"], "expected --steps to be at least 1, got 0"),
+    (["--largest", "8"], "expected --largest to be at least 16, got 8"),
 )
-def test_wrong_flags_are_refused(monkeypatch, words, said):
-    monkeypatch.setattr(sys, "argv", ["max_retrieval", *words])
-    with pytest.raises(ValueError, match=said):
-        main()
 
 
 def test_the_readme_shows_the_results_that_lie_beside_it():

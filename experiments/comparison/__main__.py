@@ -8,19 +8,13 @@ The table is the lecture's, which is table 1 of Vaswani et al. 2017.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import platform
 import sys
-from datetime import date
 from typing import Any
 
 from experiments.comparison import costs, report, study
 from experiments.comparison.recall import BODIES, new_model
 from experiments.comparison.settings import NEAREST, SHORTEST, Settings, stream
-from experiments.settings import at_least
-from tricycle.files import atomic_write
+from experiments.settings import at_least, save
 from tricycle_cli.flags import parse, run_main
 
 QUICK: dict[str, Any] = {
@@ -33,17 +27,11 @@ def main() -> int:
     settings = parse(Settings, default, description=__doc__ or "")
     check(settings)
     folder, sizes, distances = settings.output, settings.sizes, settings.distances
-    results: dict[str, Any] = {
-        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if name != "output"},
-        "date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "sizes": sizes, "distances": distances, "paths": costs.paths(distances),
-    }  # fmt: skip
+    results: dict[str, Any] = {"sizes": sizes, "distances": distances, "paths": costs.paths(distances)}
     results["costs"] = costs.measure(settings)
     report.plot_costs(sizes, results["costs"], folder / "costs.png")
     results["runs"] = study.measure(settings)
-    with atomic_write(folder / "results.json", text=True) as file:
-        json.dump(results, file)
-        file.write("\n")
+    results = save(folder / "results.json", settings, **results)
     report.plot_recall(distances, results["runs"], folder / "recall.png")
     report.plot_gradients(distances, results["runs"], folder / "gradients.png")
     for title, table in report.tables(results).items():

@@ -10,12 +10,7 @@ Learning rates, steps and the number of parameters were settled on validation da
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import platform
 import sys
-from datetime import date
 from typing import Any
 
 import numpy as np
@@ -23,8 +18,7 @@ import numpy as np
 from experiments.dates import report, several, study
 from experiments.dates.models import MODELS, new_model
 from experiments.dates.study import Settings, rounded
-from experiments.settings import at_least
-from tricycle.files import atomic_write
+from experiments.settings import at_least, save
 from tricycle_cli.flags import parse, run_main
 
 QUICK: dict[str, Any] = {
@@ -63,7 +57,7 @@ def one_date(settings: Settings) -> tuple[list[str], dict[str, str]]:
             if seed == 0 and "share" in runs[-1]:
                 best = runs[-1].get("of_best", {"head": 0})["head"]
                 maps[name] = study.alignments(model, found, best)
-            write(settings, runs, "results.json", lengths=study.LENGTHS)
+            save(settings.output / "results.json", settings, runs=runs, lengths=study.LENGTHS)
     report.plot_training(runs, folder / "training.png")
     report.plot_lengths(runs, folder / "lengths.png")
     files = ["results.json", "training.png", "lengths.png"]
@@ -84,7 +78,7 @@ def several_dates(settings: Settings) -> tuple[list[str], dict[str, str]]:
         for seed in range(settings.seeds):
             model, history, measured = several.run(name, settings, seed)
             runs.append({"model": name, "seed": seed, "parameters": model.n_parameters, **told(history), **measured})
-            write(settings, runs, "several.json", counts=several.COUNTS)
+            save(settings.output / "several.json", settings, runs=runs, counts=several.COUNTS)
     report.plot_several(runs, settings.output / "several.png")
     title = "Answers right to the last character, and dates right in their place, in %, by dates of the text"
     return ["several.json", "several.png"], {title: report.several_table(runs)}
@@ -118,16 +112,6 @@ def told(history: dict[str, Any]) -> dict[str, Any]:
         "losses": [float(f"{part.mean():.4g}") for part in parts],
         "checks": [(step, rounded(value)) for step, value in history["checks"]],
     }  # fmt: skip
-
-
-def write(settings: Settings, runs: report.Runs, name: str, **more: Any) -> None:
-    results = {
-        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if name != "output"},
-        "date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores", **more, "runs": runs,
-    }  # fmt: skip
-    with atomic_write(settings.output / name, text=True) as file:
-        json.dump(results, file)
-        file.write("\n")
 
 
 if __name__ == "__main__":

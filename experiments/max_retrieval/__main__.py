@@ -12,19 +12,13 @@ deviations, a learning rate that falls: half a cosine down to 0 is our reading.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import platform
 import sys
 import time
-from datetime import date
 from typing import Any
 
 from experiments.max_retrieval import report
 from experiments.max_retrieval.study import Settings, measure, study, top_weights
-from experiments.settings import at_least
-from tricycle.files import atomic_write
+from experiments.settings import at_least, save
 from tricycle.functions import AdaptiveSoftmax
 from tricycle_cli.flags import parse, run_main
 
@@ -53,14 +47,7 @@ def main() -> int:
         measured = measure(model, softmaxes, settings, seed)
         took = {"seconds_of_training": round(seconds, 1), "seconds": round(time.perf_counter() - started, 1)}
         runs.append({"seed": seed, **took, "loss_at_the_end": loss, "coefficients": fits, **measured})
-    results = {
-        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if name != "output"},
-        "date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "sizes": settings.sizes, "runs": runs,
-    }  # fmt: skip
-    with atomic_write(settings.output / "results.json", text=True) as file:
-        json.dump(results, file)
-        file.write("\n")
+    save(settings.output / "results.json", settings, sizes=settings.sizes, runs=runs)
     report.plot_accuracy(settings.sizes, runs, settings.output / "accuracy.png")
     report.plot_weights(settings.sizes, painted or {}, settings.output / "weights.png")
     examples = f"{settings.data_seeds} x {settings.samples} examples"
