@@ -1,0 +1,390 @@
+"""What experiments that classify texts share: folds, vocabularies, models, training, prediction, measures.
+
+Shapes: N texts, B batch, T tokens, V vocabulary, K classes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from tricycle.classifiers import AttentionPooling, Classifier, ConvolutionEncoder, MaxPooling
+from tricycle.dataset import Buckets, pad
+from tricycle.loss import CrossEntropy
+from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.scheduler import WarmupCosine
+from tricycle.seq2seq import RecurrentEncoder, TransformerEncoder
+
+PADDING, UNKNOWN, N_SPECIAL = 0, 1, 2
+SPLIT, WEIGHTS, ORDER, DROPPED = range(1, 5)  # streams that share no number
+MOST = 10_000  # tokens that go through a model at once when nothing is learnt
+
+
+# -------------------------------------------------------------------- data
+class Problem(NamedTuple):
+    """Texts to classify.
+
+    Attributes:
+        tokens: of N texts.
+        labels: (N,) numbers of classes.
+        groups: (N,) numbers from 0 on; texts of one group are never parted.
+        least: tokens that come less often in training are unknown to the models.
+    """
+
+    tokens: list[list[str]]
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    groups: np.ndarray
+    least: int = 1
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.tokens))
+
+
+class Texts(NamedTuple):
+    """Token ids of N texts, and their labels (N,)."""
+
+    sequences: list[list[int]]
+    labels: np.ndarray
+
+
+class Parts(NamedTuple):
+    """
+    Attributes:
+        where: the indices (N,) of the training, validation and test texts in the problem.
+    """
+
+    where: tuple[np.ndarray, np.ndarray, np.ndarray]
+    training: Texts
+    validation: Texts
+    test: Texts
+    vocabulary: dict[str, int]
+
+    @property
+    def vocab_size(self) -> int:
+        return N_SPECIAL + len(self.vocabulary)
+
+
+def split(problem: Problem, n_folds: int, number: int, seed: int) -> Parts:
+    """Fold `number` is the test, as large a share of what is left the validation; groups stay whole.
+
+    Each class, and each set of classes that a group has, has like shares of all three. The vocabulary is that of the
+    training texts.
+    """
+    sets: list[set[int]] = [set() for _ in range(problem.groups.max() + 1)]
+    for group, label in zip(problem.groups, problem.labels):
+        sets[group].add(int(label))
+    kinds = sorted(set(map(tuple, map(sorted, sets))))
+    strata = np.array([kinds.index(tuple(sorted(one))) for one in sets])
+    folds = stratified_folds(strata, n_folds, (seed,))
+    rest = np.flatnonzero(folds != number)
+    part_of = np.where(folds == number, 2, 0)  # of each group
+    part_of[rest[stratified_folds(strata[rest], n_folds, (seed, number)) == 0]] = 1
+    training, validation, test = (np.flatnonzero(part_of[problem.groups] == part) for part in range(3))
+    vocabulary = new_vocabulary([problem.tokens[i] for i in training], problem.least)
+    where = training, validation, test
+    encoded = [Texts(encode([problem.tokens[i] for i in part], vocabulary), problem.labels[part]) for part in where]
+    return Parts(where, encoded[0], encoded[1], encoded[2], vocabulary)
+
+
+def stratified_folds(strata: np.ndarray, n_folds: int, key: tuple[int, ...]) -> np.ndarray:
+    """(N,) the fold of each item: each stratum is shuffled and dealt out, so that folds have like shares of it.
+
+    A stratum goes on dealing where the one before it stopped, so that folds are of like size, too.
+    """
+    generator = np.random.default_rng((SPLIT, *key))
+    dealt = np.concatenate([generator.permutation(np.flatnonzero(strata == one)) for one in np.unique(strata)])
+    folds = np.empty(len(strata), int)
+    folds[dealt] = np.arange(len(strata)) % n_folds
+    return folds
+
+
+def new_vocabulary(texts: Sequence[Sequence[str]], least: int = 1) -> dict[str, int]:
+    """The number of each token that comes at least so often, the most frequent first."""
+    counts = Counter(token for text in texts for token in text)
+    kept = sorted((token for token, count in counts.items() if count >= least), key=lambda t: (-counts[t], t))
+    return {token: number for number, token in enumerate(kept, N_SPECIAL)}
+
+
+def encode(texts: Sequence[Sequence[str]], vocabulary: dict[str, int]) -> list[list[int]]:
+    return [[vocabulary.get(token, UNKNOWN) for token in text] for text in texts]
+
+
+# -------------------------------------------------------------------- models
+@dataclass(frozen=True)
+class Recipe:
+    """A model and how it is trained.
+
+    Attributes:
+        embedding: channels of a token.
+        size: filters of each width, hidden units of each direction, or the multiple of `embedding` in the blocks' MLP.
+        layers: of recurrence, or Transformer blocks.
+        dropout: of the pooled vector.
+        inner_dropout: of embeddings, between layers and in blocks.
+        token_dropout: the share of tokens that are made unknown in training.
+        learning_rate: at its peak, after a tenth of all steps; from there half a cosine down to a tenth of it.
+        max_tokens: of a batch, padding included.
+    """
+
+    embedding: int = 128
+    size: int = 100
+    layers: int = 1
+    heads: int = 4
+    cell: str = "gru"
+    widths: tuple[int, ...] = (3, 4, 5)
+    dropout: float = 0.5
+    inner_dropout: float = 0.0
+    token_dropout: float = 0.0
+    label_smoothing: float = 0.0
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    epochs: int = 5
+    max_tokens: int = 1024
+
+
+def convolution(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
+    sizes = vocab_size, recipe.embedding, recipe.size, recipe.widths
+    encoder = ConvolutionEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
+    return Classifier(encoder, MaxPooling(), recipe.size * len(recipe.widths), n_classes, recipe.dropout, rng)
+
+
+def recurrent(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
+    sizes = vocab_size, recipe.embedding, recipe.size, recipe.layers, recipe.cell
+    encoder = RecurrentEncoder(*sizes, dropout=recipe.inner_dropout, generator=rng)
+    return Classifier(
+        encoder, AttentionPooling(2 * recipe.size, generator=rng), 2 * recipe.size, n_classes, recipe.dropout, rng
+    )
+
+
+def transformer(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
+    encoder = TransformerEncoder(
+        vocab_size, recipe.embedding, recipe.heads, recipe.layers, longest, recipe.inner_dropout, norm_first=True,
+        expansion_ratio=recipe.size, generator=rng,
+    )  # fmt: skip
+    pooling = AttentionPooling(recipe.embedding, generator=rng)
+    return Classifier(encoder, pooling, recipe.embedding, n_classes, recipe.dropout, rng)
+
+
+MODELS: dict[str, Callable[..., Classifier]] = {
+    "convolution": convolution, "recurrent": recurrent, "Transformer": transformer,
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------- training
+def train(
+    name: str, recipe: Recipe, parts: Parts, n_classes: int, longest: int, key: tuple[int, ...], title: str = ""
+) -> tuple[Classifier, dict[str, Any]]:
+    """The model as it was after the epoch with the most validation texts right, of several the one of least loss.
+
+    Args:
+        longest: tokens of the longest text that will ever come.
+        key: the numbers from which all that is random here comes.
+
+    Returns:
+        the model; and "epochs", for each the training loss, the validation loss and accuracy, "best", the number of the
+        epoch taken, from 1, and "seconds" of computing, of all threads together.
+    """
+    started = time.process_time()
+    model = MODELS[name](recipe, parts.vocab_size, n_classes, longest, np.random.default_rng((WEIGHTS, *key)))
+    order, dropped = (np.random.default_rng((stream, *key)) for stream in (ORDER, DROPPED))
+    training, validation = parts.training, parts.validation
+    buckets = Buckets([len(s) for s in training.sequences], recipe.max_tokens, int(order.integers(2**31)))
+    passes = [buckets.batches(epoch) for epoch in range(recipe.epochs)]
+    n_steps, rate = sum(map(len, passes)), recipe.learning_rate
+    optimiser = AdamW(WarmupCosine(rate, rate / 10, max(1, n_steps // 10), n_steps), weight_decay=recipe.weight_decay)
+    loss_of = CrossEntropy(label_smoothing=recipe.label_smoothing)
+    epochs: list[tuple[float, float, float]] = []
+    best, kept = 0, {}
+    with tqdm(total=n_steps, desc=title or name, unit="step") as bar:
+        for batches in passes:
+            losses = []
+            for chosen in batches:
+                tokens, lengths = pad([training.sequences[i] for i in chosen])
+                if recipe.token_dropout:
+                    tokens[dropped.random(tokens.shape) < recipe.token_dropout] = UNKNOWN
+                loss = loss_of(training.labels[chosen], model(tokens, lengths))
+                loss.backward()
+                clip_gradients(model, 1.0)
+                model.update(optimiser)
+                losses.append(float(loss))
+                bar.update()
+            found = judge(predict(model, validation.sequences).logits, validation.labels)
+            epochs.append((float(np.mean(losses)), *found))
+            bar.set_postfix(accuracy=f"{epochs[-1][2]:.1%}")
+            ranks = [(accuracy, -loss) for _, loss, accuracy in epochs]
+            if ranks[-1] == max(ranks):
+                best, kept = len(epochs), {part: array.copy() for part, array in model.state_dict().items()}
+    model.load_state_dict(kept)
+    return model, {"epochs": epochs, "best": best, "seconds": time.process_time() - started}
+
+
+# -------------------------------------------------------------------- prediction
+class Predicted(NamedTuple):
+    """Logits (N, K), and for each text what the pooling made of its tokens, (T,)."""
+
+    logits: np.ndarray
+    weights: list[np.ndarray]
+
+
+def predict(model: Classifier, sequences: list[list[int]]) -> Predicted:
+    logits: list[Any] = [None] * len(sequences)
+    weights: list[Any] = [None] * len(sequences)
+    lengths = [len(s) for s in sequences]
+    with model.evaluating():
+        for chosen in Buckets(lengths, max(MOST, *lengths)).batches(0):
+            tokens, sizes = pad([sequences[i] for i in chosen])
+            found, looked_at = model(tokens, sizes, return_weights=True)
+            for i, row, looked, size in zip(chosen, found.array, looked_at, sizes):
+                logits[i], weights[i] = row, looked[:size]
+    return Predicted(np.array(logits), weights)
+
+
+def hide(sequences: list[list[int]], places: Sequence[int]) -> list[list[int]]:
+    """Each sequence with the token at one place made unknown."""
+    return [[*s[:place], UNKNOWN, *s[place + 1 :]] for s, place in zip(sequences, places)]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def judge(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """The mean cross entropy in nats, and the share that is right."""
+    loss = -log_softmax(logits)[np.arange(len(labels)), labels].mean()
+    return float(loss), float((logits.argmax(axis=-1) == labels).mean())
+
+
+# -------------------------------------------------------------------- cross validation
+Runs = list[dict[str, Any]]  # a record for each model and fold
+
+
+def of(runs: Runs, model: str) -> Runs:
+    return [run for run in runs if run["model"] == model]
+
+
+def names_of(runs: Runs) -> list[str]:
+    """The models, in the order in which they come."""
+    return list(dict.fromkeys(run["model"] for run in runs))
+
+
+class Found(NamedTuple):
+    """What models say of the tested texts, in the order of `where` (N,), indices in the problem.
+
+    Attributes:
+        known: of each text, which of its tokens the models know.
+        predicted: by model.
+        prior: (N, K) log shares of the classes in what the models had learnt from.
+    """
+
+    where: np.ndarray
+    known: list[np.ndarray]
+    predicted: dict[str, Predicted]
+    prior: np.ndarray
+
+
+def one_fold(
+    problem: Problem, parts: Parts, name: str, recipe: Recipe, key: tuple[int, ...]
+) -> tuple[Classifier, Predicted, dict[str, Any]]:
+    """Train a model and let it answer the test texts.
+
+    Args:
+        key: seed and fold.
+
+    Returns:
+        the model; what it says; and a record of the training.
+    """
+    title, key = f"fold {key[1]}, {name}", (*key, list(MODELS).index(name))
+    model, history = train(name, recipe, parts, len(problem.classes), problem.longest, key, title)
+    predicted = predict(model, parts.test.sequences)
+    loss, accuracy = judge(predicted.logits, parts.test.labels)
+    record = {
+        "model": name, "fold": key[1], "parameters": model.n_parameters, "seconds": round(history["seconds"], 1),
+        "epochs": [[round(value, 4) for value in epoch] for epoch in history["epochs"]], "best": history["best"],
+        "validation": history["epochs"][history["best"] - 1][2], "test": accuracy, "loss": loss,
+    }  # fmt: skip
+    return model, predicted, record
+
+
+def together(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) -> Found:
+    """The predictions of all folds, one after the other."""
+    known, priors, names = [], [], list(folds[0][1])
+    for parts, _ in folds:
+        known += [np.array(sequence) != UNKNOWN for sequence in parts.test.sequences]
+        prior = log_prior(parts.training.labels, len(problem.classes))
+        priors.append(np.broadcast_to(prior, (len(parts.where[2]), len(prior))))
+    predicted = {
+        name: Predicted(
+            np.concatenate([found[name].logits for _, found in folds]),
+            [row for _, found in folds for row in found[name].weights],
+        )
+        for name in names
+    }
+    return Found(np.concatenate([parts.where[2] for parts, _ in folds]), known, predicted, np.concatenate(priors))
+
+
+def mean_logits(predicted: dict[str, Predicted]) -> np.ndarray:
+    """(N, K) the mean of what all models say in log probabilities."""
+    return np.mean([log_softmax(found.logits) for found in predicted.values()], axis=0)
+
+
+def favourites(problem: Problem, found: Found, name: str, least: int) -> list[tuple[str, float, int]]:
+    """Tokens by the mean weight that a model gives them, in even shares, and how often they come.
+
+    Left out are tokens that come less often than `least` times, and those unknown to the model.
+    """
+    shares: dict[str, list[float]] = {}
+    for i, known, weights in zip(found.where, found.known, found.predicted[name].weights):
+        for token, is_known, weight in zip(problem.tokens[i], known, weights * len(weights)):
+            if is_known:
+                shares.setdefault(token, []).append(float(weight))
+    means = [(token, float(np.mean(values)), len(values)) for token, values in shares.items() if len(values) >= least]
+    return sorted(means, key=lambda entry: (-entry[1], entry[0]))
+
+
+def check_models(settings: Any) -> None:
+    """
+    Raises:
+        ValueError: models that there are not, or more folds to be tested on than there are.
+    """
+    unknown = [name for name in settings.models if name not in MODELS]
+    if unknown or not settings.models:
+        raise ValueError(f"expected --models among {', '.join(MODELS)}, got {', '.join(unknown) or 'none'}")
+    if settings.tested > settings.folds:
+        raise ValueError(f"expected --tested to be at most {settings.folds}, the folds, got {settings.tested}")
+
+
+# -------------------------------------------------------------------- what needs no network
+def n_grams(tokens: Sequence[str], most: int) -> set[tuple[str, ...]]:
+    """Every run of one to `most` tokens, once."""
+    return {tuple(tokens[i : i + n]) for n in range(1, most + 1) for i in range(len(tokens) - n + 1)}
+
+
+def naive_bayes(problem: Problem, parts: Parts, most: int) -> np.ndarray:
+    """Logits (N, K) of the test texts: log P(class) + the sum of log P(n-gram | class), one added to each count.
+
+    An n-gram counts once a text (Wang and Manning 2012); those that training lacks are left out.
+    """
+    n_classes, (training, _, test) = len(problem.classes), parts.where
+    numbers: dict[tuple[str, ...], int] = {}
+    features = [[numbers.setdefault(gram, len(numbers)) for gram in n_grams(problem.tokens[i], most)] for i in training]
+    counts = np.ones((n_classes, len(numbers)))
+    for label, found in zip(problem.labels[training], features):
+        counts[label, found] += 1
+    scores = np.log(counts / counts.sum(axis=1, keepdims=True))
+    prior = log_prior(problem.labels[training], n_classes)
+    known = ([numbers[gram] for gram in n_grams(problem.tokens[i], most) if gram in numbers] for i in test)
+    return np.array([prior + scores[:, found].sum(axis=1) for found in known])
+
+
+def log_prior(labels: np.ndarray, n_classes: int) -> np.ndarray:
+    """(K,) the logarithm of each class's share, one added to each count."""
+    counts = 1 + np.bincount(labels, minlength=n_classes)
+    return np.log(counts / counts.sum())

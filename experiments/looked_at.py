@@ -1,0 +1,181 @@
+"""What classifiers looked at in their texts: a page for any browser, and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.classification import Found, Problem, log_softmax
+from experiments.pictures import save
+from tricycle.files import atomic_write
+
+PAGE = Path(__file__).with_name("looked_at.html")
+ACCENT, GOOD, BAD = "#f0962d", "#006b4e", "#a8320a"
+RIGHT, WRONG = "✓", "✗"
+LABEL = 28  # characters of the column that says which model
+CHOSEN = 5  # a stream of random numbers, beside those of classification.py
+
+
+Line = tuple[str, list[tuple[int, str, float]]]  # a label, and tokens with their column and shade
+
+
+class Answer(NamedTuple):
+    """What a model made of a text: weights of its tokens, the class that it gives, and how probable it finds that."""
+
+    weights: np.ndarray
+    answer: int
+    probability: float
+
+
+class Item(NamedTuple):
+    """
+    Attributes:
+        gaps: what stands before each token.
+        unknown: for each token whether the models do not know it.
+        label: the class that is right.
+        seen: what each model made of it, by name.
+    """
+
+    tokens: Sequence[str]
+    gaps: Sequence[str]
+    unknown: Sequence[bool]
+    label: int
+    seen: dict[str, Answer]
+
+
+def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:
+    """Indices of texts to show: first those that all models have right, then where they differ, then all wrong.
+
+    Args:
+        right: (M, N) whether each of M models is right.
+        labels: (N,).
+        each: how many of each class and kind, where there are so many.
+    """
+    kinds = np.where(right.all(axis=0), 0, np.where(right.any(axis=0), 1, 2))
+    chosen: list[int] = []
+    for kind in range(3):
+        for label in np.unique(labels):
+            there = np.flatnonzero((kinds == kind) & (labels == label))
+            chosen += generator.permutation(there)[:each].tolist()
+    return chosen
+
+
+def new_items(problem: Problem, found: Found, gaps: Callable[[int], Sequence[str]], each: int, seed: int) -> list[Item]:
+    """Tested texts to show, chosen at random, with what all models made of them.
+
+    Args:
+        gaps: what stands before each token, from the number of a text in the problem.
+        each: as of `choose`.
+    """
+    labels = problem.labels[found.where]
+    answers = {name: predicted.logits.argmax(axis=1) for name, predicted in found.predicted.items()}
+    right = np.array([answer == labels for answer in answers.values()])
+    items = []
+    for i in choose(right, labels, each, np.random.default_rng((CHOSEN, seed))):
+        seen = {}
+        for name, predicted in found.predicted.items():
+            answer = int(answers[name][i])
+            probability = float(np.exp(log_softmax(predicted.logits[i])[answer]))
+            seen[name] = Answer(predicted.weights[i], answer, probability)
+        number = int(found.where[i])
+        items.append(Item(problem.tokens[number], gaps(number), (~found.known[i]).tolist(), int(labels[i]), seen))
+    return items
+
+
+def write_page(path: Path, title: str, note: str, classes: Sequence[str], items: Sequence[Item]) -> None:
+    """One HTML file that needs nothing else: texts with coloured words, the models side by side.
+
+    Raises:
+        ValueError: no text, or weights that do not fit the tokens.
+    """
+    if not items:
+        raise ValueError("write_page: expected at least one text")
+    models, packed = list(items[0].seen), []
+    for item in items:
+        seen: list[dict[str, Any]] = []
+        for name in models:
+            weights, answer, probability = item.seen[name]
+            if len(weights) != len(item.tokens):
+                raise ValueError(f"write_page: expected {len(item.tokens)} weights of {name}, got {len(weights)}")
+            rounded = [round(float(weight), 4) for weight in weights]
+            seen.append({"weights": rounded, "answer": int(answer), "probability": round(float(probability), 4)})
+        unknown = [int(flag) for flag in item.unknown]
+        packed.append({
+            "tokens": list(item.tokens), "gaps": list(item.gaps), "unknown": unknown, "label": int(item.label),
+            "seen": seen,
+        })  # fmt: skip
+    given = {"title": title, "note": note, "classes": list(classes), "models": models, "items": packed}
+    data = json.dumps(given, ensure_ascii=False).replace("<", "\\u003c")  # no text ends the script that it stands in
+    template = PAGE.read_text(encoding="utf-8")
+    with atomic_write(path, text=True) as file:
+        file.write(template.replace("__DATA__", data))
+
+
+# -------------------------------------------------------------------- the picture
+def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: int = 92, n_blocks: int = 1) -> None:
+    """Draw texts with coloured words as a PNG: each with a line or more for each model.
+
+    Args:
+        n_columns: characters of a line.
+        n_blocks: texts side by side.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    blocks: list[list[Line]] = [[] for _ in range(n_blocks)]
+    per_block = -(-len(items) // n_blocks)
+    for i, item in enumerate(items):
+        blocks[i // per_block] += lines_of(item, classes, n_columns)
+    width, height = LABEL + n_columns + 2, max(map(len, blocks)) + 0.2
+    figure = Figure(figsize=(11, 11 * height * 2.1 / (width * n_blocks)))
+    axes = figure.add_axes((0.005, 0, 0.99, 1))
+    axes.set(xlim=(0, width * n_blocks), ylim=(height - 0.2, -0.2))
+    axes.set_axis_off()
+    size = 11 * 0.99 * 72 / (width * n_blocks) / 0.602  # DejaVu Sans Mono is 0.602 as wide as high
+    for block, lines in enumerate(blocks):
+        for y, (label, row) in enumerate(lines):
+            x, colour = block * width, BAD if label.startswith(WRONG) else GOOD if row else "black"
+            weight = "normal" if row else "bold"
+            axes.text(x, y + 0.5, plain(label), fontsize=0.88 * size, va="center", color=colour, weight=weight)
+            for column, token, shade in row:
+                corner = x + LABEL + column, y + 0.06
+                axes.add_patch(Rectangle(corner, len(token), 0.88, color=ACCENT, alpha=shade, linewidth=0))
+                where = corner[0], y + 0.5
+                axes.text(*where, plain(token), fontsize=size, va="center", family="DejaVu Sans Mono")
+    save(figure, path)
+
+
+def lines_of(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:
+    """The truth, then what each model says and looked at, then nothing."""
+    lines: list[Line] = [(classes[item.label], [])]
+    for name, (weights, answer, probability) in item.seen.items():
+        mark = RIGHT if answer == item.label else WRONG
+        verdict = f"{mark} {name}: {classes[answer]} ({probability:.0%})"
+        for i, row in enumerate(wrap(item.tokens, item.gaps, weights, n_columns)):
+            lines.append((verdict if i == 0 else "", row))
+    return [*lines, ("", [])]
+
+
+def wrap(
+    tokens: Sequence[str], gaps: Sequence[str], weights: np.ndarray, n_columns: int
+) -> list[list[tuple[int, str, float]]]:
+    """Lines of (column, token, shade): a token that does not fit begins a new line."""
+    rows: list[list[tuple[int, str, float]]] = [[]]
+    column = 0
+    for token, gap, weight in zip(tokens, gaps, weights):
+        column += len(gap)
+        if column + len(token) > n_columns and rows[-1]:
+            rows.append([])
+            column = 0
+        rows[-1].append((column if rows[-1] or not gap else 0, token, float(np.sqrt(weight))))
+        column = rows[-1][-1][0] + len(token)
+    return rows
+
+
+def plain(text: str) -> str:
+    """As matplotlib shows it: a dollar sign would begin a formula."""
+    return text.replace("$", r"\$")

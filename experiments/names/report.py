@@ -1,0 +1,109 @@
+"""What came out, as Markdown tables, pictures and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from experiments.classification import MODELS, Found, Problem, Runs, names_of, of
+from experiments.looked_at import Item, new_items, paint, write_page
+from experiments.names.study import Settings
+from experiments.pictures import plot_folds, plot_training, save
+from experiments.tables import cell, markdown
+
+KINDS = {"plain": "languages as they come", "even": "as if all languages were as frequent"}
+NOTE = (
+    "Surnames, each read by models that did not learn from it, between marks for the beginning and the end. Recurrent, "
+    "Transformer: the weights of the attention pooling; what is weighed are vectors that know of the letters around. "
+    "Convolution: the share of filters whose largest value comes from the two to four letters around this one. As many "
+    "names as there are, up to a few of each language, were drawn from those that all models have right, where they "
+    "differ, that all have wrong."
+)
+Matrices = dict[str, dict[str, list[list[int]]]]
+
+
+# -------------------------------------------------------------------- tables
+def main_table(runs: Runs) -> str:
+    """In percent, mean and standard deviation of the folds; what counts all languages alike on the right."""
+    titles = ["", "parameters", "seconds", "validation"]
+    titles += [f"{what}{end}" for end in ("", ", even") for what in ("accuracy", "balanced", "F1")]
+    rows = []
+    for name in names_of(runs):
+        mine = of(runs, name)
+        row = [name, "", "", ""]
+        if name in MODELS:
+            row[1] = f"{np.mean([run['parameters'] for run in mine]):,.0f}"
+            row[2] = cell([run["seconds"] for run in mine], 0)
+            row[3] = cell([run["validation"] for run in mine], 1, 100)
+        row += [cell([run[kind][key] for run in mine], 1, 100) for kind in KINDS for key in mine[0][kind]]
+        rows.append(row)
+    return markdown(titles, rows)
+
+
+def language_table(classes: tuple[str, ...] | list[str], matrices: Matrices) -> str:
+    """Recall of each language in percent, over all folds, the most frequent language first."""
+    counts = np.array(next(iter(matrices.values()))["plain"]).sum(axis=1)
+    titles = ["", "names", *(f"{name}{end}" for end in ("", ", even") for name in matrices)]
+    rows = []
+    for label in np.argsort(-counts, kind="stable"):
+        found = [matrices[name][kind][label] for kind in KINDS for name in matrices]
+        recall = [f"{100 * row[label] / sum(row):.1f}" if sum(row) else "" for row in found]
+        rows.append([classes[label], f"{counts[label]:,}", *recall])
+    return markdown(titles, rows)
+
+
+def tables(runs: Runs, classes: tuple[str, ...] | list[str], matrices: Matrices) -> dict[str, str]:
+    ceiling = 100 * np.mean([run["ceiling"] for run in runs if "ceiling" in run])
+    return {
+        f"Measures in %; of the accuracy at most {ceiling:.1f} can be reached": main_table(runs),
+        "Recall in %": language_table(classes, matrices),
+    }
+
+
+# -------------------------------------------------------------------- pictures
+def best_model(runs: Runs) -> str:
+    """That with the most validation names right."""
+    means = {name: np.mean([run["validation"] for run in of(runs, name)]) for name in names_of(runs) if name in MODELS}
+    return max(means, key=means.__getitem__)
+
+
+def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]], title: str, path: Path) -> None:
+    """Shares of each language's names (rows) that were given each answer (columns), in percent."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 7.4), layout="constrained")
+    grid = figure.subplots(1, 2)
+    for axes, (kind, counts) in zip(grid, matrices.items()):
+        there = np.array(counts).sum(axis=1)
+        shares = 100 * np.array(counts) / np.maximum(there, 1)[:, None]
+        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+        for i, j in np.argwhere(shares >= 1):
+            colour = "white" if shares[i, j] > 55 else "black"
+            axes.text(j, i, f"{shares[i, j]:.0f}", ha="center", va="center", fontsize=8, color=colour)
+        axes.set_xticks(range(len(classes)), classes, rotation=90)
+        axes.set_yticks(range(len(classes)), [f"{name} ({n:,})" for name, n in zip(classes, there)])
+        axes.set(title=KINDS[kind], xlabel="answer", ylabel="truth")
+    figure.suptitle(f"{title}: answers in % of each language's names")
+    figure.colorbar(image, ax=grid, label="%", shrink=0.7, aspect=30)
+    save(figure, path)
+
+
+# -------------------------------------------------------------------- all of it
+def write(problem: Problem, found: Found, runs: Runs, matrices: Matrices, settings: Settings) -> list[str]:
+    """Everything but results.json; returns the files' names."""
+    folder, best = settings.output, best_model(runs)
+    values = {f"{name}{end}": [100 * run[kind]["balanced"] for run in of(runs, name)]
+              for kind, end in (("plain", ""), ("even", ", even")) for name in names_of(runs)}  # fmt: skip
+    plot_folds(values, folder / "balanced.png", "mean recall of the languages, %", "Surnames, a point for each fold")
+    plot_confusion(problem.classes, matrices[best], best, folder / "confusion.png")
+    plot_training(runs, folder / "training.png")
+    shown = new_items(problem, found, lambda number: [""] * len(problem.tokens[number]), settings.shown, settings.seed)
+    paint(folder / "letters.png", problem.classes, several(shown), n_columns=24, n_blocks=3)
+    write_page(folder / "looked_at.html", "Surnames: what the models looked at", NOTE, problem.classes, shown)
+    return ["balanced.png", "confusion.png", "training.png", "letters.png", "looked_at.html"]
+
+
+def several(shown: list[Item], n: int = 12) -> list[Item]:
+    """Names from all over a list."""
+    return [shown[i * (len(shown) - 1) // (n - 1)] for i in range(n)]

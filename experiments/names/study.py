@@ -1,0 +1,109 @@
+"""Cross validation of every model, as the languages come and as if all came alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import classification as shared
+from experiments.classification import MODELS, Found, Parts, Predicted, Problem, Recipe, Runs
+from experiments.names.data import ceiling
+
+TOGETHER = "all together"
+BAYES, N_LETTERS = "naive Bayes, runs of letters", 4
+ALWAYS = "always the most frequent"
+
+# Settled on the validation names of the first fold; the README says what was tried.
+RECIPES = {
+    "convolution": Recipe(
+        embedding=32, size=128, widths=(2, 3, 4), dropout=0.3, learning_rate=2e-3, epochs=8, max_tokens=1024
+    ),
+    "recurrent": Recipe(embedding=32, size=96, dropout=0.3, learning_rate=3e-3, epochs=8, max_tokens=1024),
+    "Transformer": Recipe(
+        embedding=64, size=2, layers=2, dropout=0.1, inner_dropout=0.1, learning_rate=2e-3, epochs=8, max_tokens=1024
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run does."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    """which models, by the names in the table"""
+    folds: int = 5
+    """how many parts the names are dealt into"""
+    tested: int = 5
+    """how many of the parts to be tested on; for each, every model is trained anew"""
+    epochs: int = 0
+    """passes over the training names; 0 for as many as each model's recipe says"""
+    names: int = 10_000
+    """of each language, at most"""
+    repeated: bool = False
+    """every line of the files as a name of its own, wherever it falls: what a careless split measures"""
+    shown: int = 3
+    """names on the page, of each language: so many that all models have right, as many where they differ, all wrong"""
+    seed: int = 0
+    """decides folds, first weights and orders"""
+    quick: bool = False
+    """within three minutes: two parts to be tested on, four epochs"""
+    output: Path = Path("runs/names")
+    """where results.json, the pictures and looked_at.html are left"""
+
+
+def run(problem: Problem, settings: Settings) -> tuple[Runs, Found]:
+    """All trainings: a record for each model and fold, and all predictions."""
+    runs: Runs = []
+    folds: list[tuple[Parts, dict[str, Predicted]]] = []
+    n_classes = len(problem.classes)
+    for fold in range(settings.tested):
+        parts = shared.split(problem, settings.folds, fold, settings.seed)
+        prior = shared.log_prior(parts.training.labels, n_classes)
+        said: dict[str, Predicted] = {}
+        for name in settings.models:
+            recipe = replace(RECIPES[name], epochs=settings.epochs or RECIPES[name].epochs)
+            _, said[name], record = shared.one_fold(problem, parts, name, recipe, (settings.seed, fold))
+            runs.append({**record, **both(said[name].logits, parts.test.labels, prior)})
+        others = {TOGETHER: shared.mean_logits(said)} if len(said) > 1 else {}
+        others[BAYES] = shared.naive_bayes(problem, parts, N_LETTERS)
+        others[ALWAYS] = np.broadcast_to(prior, (len(parts.test.labels), n_classes))
+        for name, logits in others.items():
+            runs.append({"model": name, "fold": fold, **both(logits, parts.test.labels, prior)})
+        runs[-1]["ceiling"] = ceiling(problem, parts.where[2])
+        folds.append((parts, said))
+    return runs, shared.together(problem, folds)
+
+
+def both(logits: np.ndarray, labels: np.ndarray, prior: np.ndarray) -> dict[str, Any]:
+    """Measures of the answers as they come, and of those that count every language as equally frequent beforehand."""
+    return {
+        kind: measures(confusion(labels, (logits - shift).argmax(axis=1), len(prior)))
+        for kind, shift in (("plain", 0), ("even", prior))
+    }
+
+
+def confusion(labels: np.ndarray, answers: np.ndarray, n_classes: int) -> np.ndarray:
+    """(K, K) how many texts of each class (row) were given each answer (column)."""
+    return np.bincount(labels * n_classes + answers, minlength=n_classes**2).reshape(n_classes, n_classes)
+
+
+def measures(counts: np.ndarray) -> dict[str, Any]:
+    """Of a confusion matrix: accuracy, the mean recall of the classes ("balanced"), and the mean of their F1.
+
+    F1 = 2 right / (texts of the class + answers of it). Classes without texts are left out.
+    """
+    right, there = counts.diagonal(), counts.sum(axis=1)
+    given = there > 0
+    recall = (right / np.maximum(there, 1))[given]
+    f1 = (2 * right / np.maximum(there + counts.sum(axis=0), 1))[given]
+    return {"accuracy": float(right.sum() / there.sum()), "balanced": float(recall.mean()), "f1": float(f1.mean())}
+
+
+def confusions(problem: Problem, found: Found, name: str) -> dict[str, list[list[int]]]:
+    """Confusion matrices of all tested texts."""
+    labels, logits = problem.labels[found.where], found.predicted[name].logits
+    answers = {"plain": logits.argmax(axis=1), "even": (logits - found.prior).argmax(axis=1)}
+    return {kind: confusion(labels, answer, len(problem.classes)).tolist() for kind, answer in answers.items()}

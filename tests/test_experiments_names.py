@@ -1,0 +1,159 @@
+"""experiments/names: names come once, measures are right by hand, and a tiny run leaves all it promises."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from tables import wrong_flags
+
+from experiments import classification as shared
+from experiments.classification import MODELS
+from experiments.names import data, report, study
+from experiments.names.__main__ import main
+from tricycle_datasets.download import DownloadError
+from tricycle_datasets.names import LANGUAGES, SHA256, names
+
+NEEDS_DATA = pytest.mark.skipif(
+    not all(Path(os.environ.get("TRICYCLE_DATA", "-"), "names", f"{name}.txt").is_file() for name in SHA256),
+    reason="names is not under TRICYCLE_DATA",
+)
+ENDINGS = {"Czech": "ová", "Dutch": "stra", "Greek": "akis", "Polish": "wski"}
+BOTH = ["Lang", "Maas"]  # in two languages
+
+
+def made_up(language: str) -> list[str]:
+    """Ten names, two of them again, and those of two languages; few languages have any."""
+    if language not in ENDINGS:
+        return []
+    stems = "Ban Dor Fel Gim Hol Jur Kem Lis Mor Nav".split()
+    return [stem + ENDINGS[language] for stem in [*stems, "Ban", "Ban"]] + BOTH * (language in ("Dutch", "Greek"))
+
+
+# -------------------------------------------------------------------- data
+def test_letters():
+    assert data.letters("O'Béb-É") == ["^", "o", "'", "b", "é", "b", "-", "é", "$"]
+    assert data.letters("Be\u0301b") == ["^", "b", "é", "b", "$"]  # an accent of its own
+
+
+def test_a_name_is_never_parted(monkeypatch):
+    monkeypatch.setattr(data, "names", made_up)
+    problem = data.load(repeated=False, most=100)
+    assert len(problem.tokens) == 44 and problem.groups.max() + 1 == 42
+    same = [problem.groups[i] for i, tokens in enumerate(problem.tokens) if tokens == data.letters("Lang")]
+    assert len(same) == 2 and same[0] == same[1]
+    for fold in range(5):
+        where = shared.split(problem, 5, fold, 0).where
+        found = [{tuple(problem.tokens[i]) for i in part} for part in where]
+        assert not found[0] & found[1] and not found[0] & found[2] and not found[1] & found[2]
+    assert data.ceiling(problem, np.arange(44)) == pytest.approx(42 / 44)
+    repeated = data.load(repeated=True, most=100)
+    assert len(repeated.tokens) == 52 and repeated.groups.tolist() == list(range(52))
+    assert len(data.load(repeated=False, most=3).tokens) == 12
+
+
+@NEEDS_DATA
+def test_the_names():
+    counts = {language: len(names(language)) for language in LANGUAGES}
+    assert sum(counts.values()) == 20_050 and len(LANGUAGES) == 18
+    assert (counts["Russian"], counts["Arabic"], counts["Vietnamese"]) == (9384, 2000, 73)
+    assert names("Arabic")[:3] == ["Khoury", "Nahas", "Daher"] and len(set(names("Arabic"))) == 108
+    problem = data.load(repeated=False, most=10_000)
+    assert (len(problem.tokens), problem.groups.max() + 1) == (18_012, 17_449)
+    characters = {letter for tokens in problem.tokens for letter in tokens[1:-1]}
+    assert {"ß", "ñ", "ś", "'", " "} < characters and not {data.BEGIN, data.END} & characters
+    assert problem.longest == 22
+
+
+def test_without_the_files(tmp_path, monkeypatch):
+    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr("tricycle_datasets.names.URL", "http://127.0.0.1:9/{name}")
+    with pytest.raises(DownloadError, match=r"put the file at .*Arabic\.txt"):
+        names("Arabic")
+    with pytest.raises(ValueError, match=r"names: expected a language of Arabic, Chinese, .*, got 'Klingon'"):
+        names("Klingon")
+
+
+# -------------------------------------------------------------------- measures
+def test_measures_by_hand():
+    counts = study.confusion(np.array([0, 0, 0, 1, 1, 3]), np.array([0, 0, 1, 1, 0, 0]), 4)
+    assert counts.tolist() == [[2, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
+    found = study.measures(counts)
+    assert found["accuracy"] == 0.5
+    assert found["balanced"] == pytest.approx((2 / 3 + 1 / 2 + 0) / 3)
+    assert found["f1"] == pytest.approx((4 / 7 + 2 / 4 + 0) / 3)
+
+
+def test_measures_are_scikit_learns(rng):
+    metrics = pytest.importorskip("sklearn.metrics")
+    labels, answers = rng.integers(0, 5, (2, 200))
+    found = study.measures(study.confusion(labels, answers, 5))
+    assert found["balanced"] == pytest.approx(metrics.balanced_accuracy_score(labels, answers))
+    assert found["f1"] == pytest.approx(metrics.f1_score(labels, answers, average="macro"))
+    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(labels, answers))
+
+
+def test_all_languages_alike():
+    """What a model says of rare classes counts more once their rarity is taken out."""
+    prior = np.log([0.9, 0.1])
+    logits = np.log([[0.8, 0.2], [0.95, 0.05]])
+    found = study.both(logits, np.array([1, 0]), prior)
+    assert (found["plain"]["accuracy"], found["even"]["accuracy"]) == (0.5, 1)
+
+
+# -------------------------------------------------------------------- the program
+WORDS = "--folds 4 --tested 2 --epochs 2 --shown 1".split()
+
+
+def test_what_a_run_leaves(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(data, "names", made_up)
+    monkeypatch.setattr(sys, "argv", ["names", "--quick", *WORDS, "--output", str(tmp_path)])
+    assert main() == 0
+    out = capsys.readouterr().out
+    files = ["balanced.png", "confusion.png", "letters.png", "looked_at.html", "results.json", "training.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    for name in files:
+        assert not name.endswith(".png") or min(imread(tmp_path / name).shape[:2]) > 80
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    names_of_models = [*MODELS, study.TOGETHER, study.BAYES, study.ALWAYS]
+    assert [run["model"] for run in results["runs"]] == names_of_models * 2
+    for matrices in results["confusion"].values():
+        assert 20 <= np.sum(matrices["plain"]) == np.sum(matrices["even"]) <= 24  # two of four folds of 44
+    always = [run["plain"]["balanced"] for run in results["runs"] if run["model"] == study.ALWAYS]
+    assert always == [0.25, 0.25]  # of four languages that have names
+    bayes = [run["plain"]["accuracy"] for run in results["runs"] if run["model"] == study.BAYES]
+    assert min(bayes) > 0.8
+    for title, table in report.tables(results["runs"], results["classes"], results["confusion"]).items():
+        assert f"{title}\n\n{table}" in out
+
+
+def test_models_learn_endings(monkeypatch):
+    monkeypatch.setattr(data, "names", made_up)
+    problem = data.load(repeated=False, most=10)
+    parts = shared.split(problem, 4, 0, 0)
+    for name in MODELS:
+        recipe = shared.Recipe(embedding=16, size=8, heads=2, dropout=0.0, learning_rate=0.03, epochs=15, max_tokens=80)
+        assert shared.one_fold(problem, parts, name, recipe, (0, 0))[2]["test"] > 0.8
+
+
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--models", "bert"], "expected --models among convolution, recurrent, Transformer, got bert"),
+    (["--tested", "6"], "expected --tested to be at most 5, the folds, got 6"),
+    (["--names", "4"], "expected --names to be at least 5, got 4"),
+    (["--shown", "0"], "expected --shown to be at least 1, got 0"),
+)
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    folder = Path(report.__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    results = json.loads((folder / "results" / "results.json").read_text(encoding="utf-8"))
+    for title, table in report.tables(results["runs"], results["classes"], results["confusion"]).items():
+        assert table in readme, title
+    recipes = json.loads(json.dumps({name: vars(recipe) for name, recipe in study.RECIPES.items()}))
+    assert results["recipes"] == recipes  # what the program would do now

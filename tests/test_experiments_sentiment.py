@@ -1,0 +1,332 @@
+"""experiments/sentiment and what it shares with experiments/names: folds, words, trainings, the page, the program."""
+
+import json
+import os
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from tables import wrong_flags
+
+from experiments import classification as shared
+from experiments import looked_at, pictures
+from experiments.classification import MODELS, UNKNOWN, Parts, Predicted, Problem, Recipe
+from experiments.looked_at import Answer, Item
+from experiments.sentiment import data, report, study
+from experiments.sentiment.__main__ import main
+from tricycle_datasets.download import DownloadError
+from tricycle_datasets.rt_polarity import SHA256, rt_polarity
+
+NEEDS_DATA = pytest.mark.skipif(
+    not all(Path(os.environ.get("TRICYCLE_DATA", "-"), "rt-polarity", name).is_file() for name in SHA256),
+    reason="rt-polarity is not under TRICYCLE_DATA",
+)
+GOOD, BAD, OTHER = "fine lovely warm".split(), "dull awful thin".split(), "the film is a story of one man".split()
+
+
+def made_up(n: int = 60) -> tuple[list[str], list[int]]:
+    """Sentences with one or two words that tell, negative ones first."""
+    generator = np.random.default_rng(0)
+    texts = []
+    for words in (BAD, GOOD):
+        for i in range(n):
+            text = generator.choice(OTHER, 4 + i % 5).tolist()
+            text.insert(int(generator.integers(len(text))), words[i % 3])
+            texts.append(" ".join(text) + f" <b>{i}</b> isn't it ?")
+    return texts, [0] * n + [1] * n
+
+
+@pytest.fixture
+def problem(monkeypatch) -> Problem:
+    monkeypatch.setattr(data, "rt_polarity", made_up)
+    return data.load(100)[1]
+
+
+# -------------------------------------------------------------------- data
+def test_words():
+    assert data.words("It's n't what I'd call \"good\", Amélie-like; doesn't") == (
+        ["it", "'s", "n't", "what", "i", "'d", "call", '"', "good", '"', ",", "amélie", "-", "like", ";", "does", "n't"]
+    )
+    assert data.words("'tis [a] 5-star") == ["'", "tis", "[", "a", "]", "5", "-", "star"]
+
+
+@pytest.mark.parametrize("text", ["Doesn't it ?", "  a--b'c  É x", "", "can't 'n' won't"])
+def test_words_and_gaps_are_the_text(text):
+    words, gaps = data.words(text), data.gaps(text)
+    assert len(words) == len(gaps)
+    assert "".join(gap + word for gap, word in zip(gaps, words)) == text.rstrip().lower()
+
+
+@NEEDS_DATA
+def test_the_sentences():
+    texts, labels = rt_polarity()
+    assert (len(texts), sum(labels), labels[0], labels[-1]) == (10_662, 5331, 0, 1)
+    assert texts[0] == "simplistic , silly and tedious ."
+    assert texts[5331].startswith("the rock is destined to be the 21st century's new")
+    assert all(text and text == text.strip() for text in texts)
+    _, problem = data.load(5331)
+    assert len(problem.tokens) == 10_662 and problem.longest == 63 and min(map(len, problem.tokens)) >= 1
+    texts, problem = data.load(7)
+    assert problem.labels.tolist() == [0] * 7 + [1] * 7 and texts[7].startswith("the rock")
+
+
+def test_without_the_files(tmp_path, monkeypatch):
+    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr("tricycle_datasets.rt_polarity.URL", "http://127.0.0.1:9/{name}")
+    with pytest.raises(DownloadError, match=r"put the file at .*rt-polarity\.neg"):
+        rt_polarity()
+    by_hand = tmp_path / "TRICYCLE_DATA" / "rt-polarity" / "rt-polarity.neg"
+    by_hand.parent.mkdir(parents=True)
+    by_hand.write_text("another file\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"rt-polarity\.neg: expected a file with SHA-256 2d11cfbc"):
+        rt_polarity()
+
+
+# -------------------------------------------------------------------- folds
+def test_folds_share_out_every_stratum():
+    strata = np.array([0] * 25 + [1] * 13 + [2] * 2)
+    folds = shared.stratified_folds(strata, 5, (0,))
+    assert sorted(np.bincount(folds)) == [8] * 5
+    for stratum, (least, most) in {0: (5, 5), 1: (2, 3), 2: (0, 1)}.items():
+        counts = np.bincount(folds[strata == stratum], minlength=5)
+        assert least <= counts.min() and counts.max() <= most
+    assert (folds != shared.stratified_folds(strata, 5, (1,))).any()
+    np.testing.assert_array_equal(folds, shared.stratified_folds(strata, 5, (0,)))
+
+
+def test_parts_of_the_data():
+    """Every text is tested once; nothing is in two parts; texts of a group stay together."""
+    generator = np.random.default_rng(0)
+    labels, groups = generator.integers(0, 3, 200), generator.permutation(np.arange(200) // 2)
+    problem = Problem([[f"{group}", "x"] for group in groups], labels, ("a", "b", "c"), groups)
+    tested = []
+    for fold in range(5):
+        parts = shared.split(problem, 5, fold, 0)
+        assert sorted(np.concatenate(parts.where)) == list(range(200))
+        sets = [set(groups[where]) for where in parts.where]
+        assert not sets[0] & sets[1] and not sets[0] & sets[2] and not sets[1] & sets[2]
+        assert [len(where) for where in parts.where] == [128, 32, 40]
+        assert set(parts.vocabulary) == {f"{group}" for group in groups[parts.where[0]]} | {"x"}
+        assert parts.test.sequences[0] == [UNKNOWN, parts.vocabulary["x"]]  # its group is in no other part
+        np.testing.assert_array_equal(parts.test.labels, labels[parts.where[2]])
+        tested += parts.where[2].tolist()
+    assert sorted(tested) == list(range(200))
+
+
+def test_a_vocabulary():
+    vocabulary = shared.new_vocabulary(["bab", "ac", "cd"], least=2)
+    assert vocabulary == {"a": 2, "b": 3, "c": 4}
+    assert shared.encode(["abd"], vocabulary) == [[2, 3, UNKNOWN]]
+
+
+# -------------------------------------------------------------------- training and prediction
+TINY = Recipe(embedding=16, size=8, heads=2, dropout=0.1, learning_rate=0.02, epochs=6, max_tokens=200)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_find_the_words_that_tell(problem, name):
+    parts = shared.split(problem, 4, 0, 0)
+    (model, predicted, record), (_, again, _) = (shared.one_fold(problem, parts, name, TINY, (0, 0)) for _ in range(2))
+    assert record["test"] > 0.9
+    np.testing.assert_array_equal(predicted.logits, again.logits)
+    epochs = np.array(record["epochs"])
+    assert epochs.shape == (6, 3) and epochs[-1, 0] < epochs[0, 0]
+    assert record["validation"] == shared.judge(
+        shared.predict(model, parts.validation.sequences).logits, parts.validation.labels
+    )[1]  # fmt: skip
+    assert record["validation"] == pytest.approx(epochs[:, 2].max(), abs=1e-4)
+    for row, sequence in zip(predicted.weights, parts.test.sequences):
+        assert len(row) == len(sequence) and row.sum() == pytest.approx(1, abs=1e-4)
+    found = shared.together(problem, [(parts, {name: predicted})])
+    words = [word for word, share, _ in shared.favourites(problem, found, name, 3) if share > 1]
+    assert set(words[:6]) & set(GOOD + BAD)
+
+
+def test_the_epoch_that_is_kept(problem, monkeypatch):
+    judged = iter([(0.5, 0.6), (0.4, 0.9), (0.3, 0.9), (0.2, 0.8)])
+    states = []
+    predict = shared.predict
+
+    def spy(model, sequences):
+        states.append({name: array.copy() for name, array in model.state_dict().items()})
+        return predict(model, sequences)
+
+    monkeypatch.setattr(shared, "predict", spy)
+    monkeypatch.setattr(shared, "judge", lambda logits, labels: next(judged))
+    recipe = Recipe(embedding=4, size=2, epochs=4)
+    model, history = shared.train("convolution", recipe, shared.split(problem, 4, 0, 0), 2, problem.longest, (0, 0, 0))
+    assert history["best"] == 3
+    for name, array in model.state_dict().items():
+        np.testing.assert_array_equal(array, states[2][name])
+    assert any((array != states[3][name]).any() for name, array in model.state_dict().items())
+
+
+def test_hidden_words():
+    assert shared.hide([[5, 6, 7], [8]], [1, 0]) == [[5, UNKNOWN, 7], [UNKNOWN]]
+
+
+def test_measures_by_hand():
+    loss, accuracy = shared.judge(np.log([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]]) + 7, np.array([1, 1]))
+    assert (loss, accuracy) == (pytest.approx(-np.log(0.25 * 0.8) / 2), 0.5)
+    mean = shared.mean_logits({"a": Predicted(np.log([[0.2, 0.8]]) + 5, []), "b": Predicted(np.log([[0.8, 0.2]]), [])})
+    np.testing.assert_allclose(mean, np.log([[0.4, 0.4]]))
+
+
+def test_naive_bayes_by_hand():
+    tokens = [["good", "good"], ["good", "film"], ["bad", "film"], ["film", "good", "new"]]
+    problem = Problem(tokens, np.array([1, 1, 0, 1]), ("-", "+"), np.arange(4))
+    nothing = shared.Texts([], np.zeros(0, int))
+    parts = Parts((np.array([0, 1, 2]), np.array([], int), np.array([3])), nothing, nothing, nothing, {})
+    logits = shared.naive_bayes(problem, parts, 1)
+    # positive: good 2, film 1, bad 0; negative: good 0, film 1, bad 1; one more of each, a word once a text
+    np.testing.assert_allclose(np.exp(logits), [[2 / 5 * 2 / 5 * 1 / 5, 3 / 5 * 2 / 6 * 3 / 6]])
+    assert shared.n_grams("abab", 2) == {("a",), ("b",), ("a", "b"), ("b", "a")}
+
+
+# -------------------------------------------------------------------- the page
+class Page(HTMLParser):
+    """Counts elements, and keeps what the data script holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.kept = ""
+        self.inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.inside = ("id", "data") in attributes
+        assert not {"src", "href", "action"} & {name for name, _ in attributes}
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, text):
+        self.kept += text if self.inside else ""
+
+
+NASTY = ["</script><script>alert(1)</script>", "<b>", "&amp;", "\t", "\\", '"', "$x$", "ß"]
+
+
+def nasty_item(label: int = 0) -> Item:
+    weights = np.arange(8) / 28
+    seen = {"one": Answer(weights, 0, 0.75), "<two>": Answer(weights[::-1], 1, 0.5)}
+    return Item(NASTY, [" "] * 8, [False] * 7 + [True], label, seen)
+
+
+def test_no_text_breaks_the_page(tmp_path):
+    path = tmp_path / "a folder" / "page.html"
+    looked_at.write_page(path, "<title>", "a & b", ("<i>", "+"), [nasty_item(), nasty_item(1)])
+    text = path.read_text(encoding="utf-8")
+    page, empty = Page(text), Page(looked_at.PAGE.read_text(encoding="utf-8"))
+    assert page.tags == empty.tags and page.tags.count("script") == 2
+    given = json.loads(page.kept)
+    assert given["title"] == "<title>" and given["models"] == ["one", "<two>"]
+    assert given["items"][0]["tokens"] == NASTY and given["items"][1]["label"] == 1
+    assert given["items"][0]["seen"][0]["weights"][7] == pytest.approx(0.25)
+    assert "default-src 'none'" in text and "innerHTML" not in text and "http" not in text.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [([], "expected at least one text"), ([nasty_item()._replace(tokens=["a"])], "expected 1 weights of one, got 8")],
+)
+def test_pages_that_cannot_be(tmp_path, items, said):
+    with pytest.raises(ValueError, match=f"write_page: {said}"):
+        looked_at.write_page(tmp_path / "page.html", "", "", ("-", "+"), items)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_shown():
+    labels = np.array([0, 1] * 20)
+    right = np.zeros((2, 40), bool)
+    right[:, :20], right[0, 20:30] = True, True
+    chosen = looked_at.choose(right, labels, 3, np.random.default_rng(0))
+    assert len(chosen) == len(set(chosen)) == 18
+    assert [labels[i] for i in chosen] == ([0] * 3 + [1] * 3) * 3
+    assert [i // 10 for i in chosen[6:]] == [2] * 6 + [3] * 6 and max(chosen[:6]) < 20
+
+
+def test_lines_of_a_picture(tmp_path):
+    rows = looked_at.wrap(["aa", "bbb", "c", "dddddd"], ["", " ", "", " "], np.array([0.25, 0, 0.75, 0]), 6)
+    assert [[(x, token) for x, token, _ in row] for row in rows] == [
+        [(0, "aa"), (3, "bbb")], [(0, "c")], [(0, "dddddd")]
+    ]  # fmt: skip
+    assert rows[0][0][2] == 0.5
+    clean = nasty_item()._replace(tokens=[token.strip() or "_" for token in NASTY])
+    looked_at.paint(tmp_path / "words.png", ("-", "+"), [clean] * 3, n_blocks=2)
+    assert min(imread(tmp_path / "words.png").shape[:2]) > 40
+
+
+def test_folds_are_drawn(tmp_path):
+    pictures.plot_folds({"a": [1.0, 2.0], "b": [3.0]}, tmp_path / "folds.png", "x", "title", ("line", 2.5))
+    assert imread(tmp_path / "folds.png").shape[1] > 600
+
+
+# -------------------------------------------------------------------- the program
+WORDS = "--folds 4 --tested 2 --epochs 2 --shown 2".split()
+
+
+@pytest.fixture
+def finished(monkeypatch, tmp_path, capsys, problem):
+    monkeypatch.setattr(sys, "argv", ["sentiment", "--quick", *WORDS, "--output", str(tmp_path / "a run")])
+    assert main() == 0
+    return tmp_path / "a run", capsys.readouterr().out
+
+
+def test_what_a_run_leaves(finished, monkeypatch, tmp_path):
+    folder, out = finished
+    files = ["accuracy.png", "looked_at.html", "results.json", "training.png", "words.png"]
+    assert sorted(path.name for path in folder.iterdir()) == files
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert [run["fold"] for run in results["runs"]] == [0] * 6 + [1] * 6
+    names = [*MODELS, study.TOGETHER, *study.BAYES]
+    assert [run["model"] for run in results["runs"]] == names * 2
+    assert [run["test"] for run in results["runs"] if run["model"] == "naive Bayes, words"] == [1, 1]
+    for table in report.tables(results["runs"], results["words"]).values():
+        assert table in out
+    shown = json.loads(Page((folder / "looked_at.html").read_text(encoding="utf-8")).kept)
+    assert shown["models"] == list(MODELS) and shown["classes"] == ["negative", "positive"]
+    texts = [text.lower() for text in made_up()[0]]
+    for item in shown["items"]:
+        assert "".join(gap + token for gap, token in zip(item["gaps"], item["tokens"])) in texts
+        for seen in item["seen"]:
+            assert sum(seen["weights"]) == pytest.approx(1, abs=0.01) and 0.5 <= seen["probability"] <= 1
+    again = tmp_path / "again"
+    monkeypatch.setattr(sys, "argv", ["sentiment", *WORDS, "--models", "Transformer", "--output", str(again)])
+    assert main() == 0
+    first, second = (
+        [{**run, "seconds": 0} for run in json.loads((path / "results.json").read_text(encoding="utf-8"))["runs"]
+         if run["model"] == "Transformer"] for path in (folder, again)
+    )  # fmt: skip
+    assert first == second  # whatever other models are trained beside it
+
+
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--models", "bert"], "expected --models among convolution, recurrent, Transformer, got bert"),
+    (["--models"], "expected --models among .*, got none"),
+    (["--folds", "2"], "expected --folds to be at least 3, got 2"),
+    (["--tested", "11"], "expected --tested to be at most 10, the folds, got 11"),
+    (["--tested", "0"], "expected --tested to be at least 1, got 0"),
+    (["--sentences", "5"], "expected --sentences to be at least 10, got 5"),
+    (["--shown", "0"], "expected --shown to be at least 1, got 0"),
+    (["--epochs", "-1"], "expected --epochs to be at least 0, got -1"),
+)
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    folder = Path(report.__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    results = json.loads((folder / "results" / "results.json").read_text(encoding="utf-8"))
+    for table in report.tables(results["runs"], results["words"]).values():
+        assert table in readme
+    recipes = json.loads(json.dumps({name: vars(recipe) for name, recipe in study.RECIPES.items()}))
+    assert results["recipes"] == recipes  # what the program would do now
+    tested = {name: np.mean([run["test"] for run in results["runs"] if run["model"] == name]) for name in MODELS}
+    assert tested["convolution"] > 0.76

@@ -1,0 +1,33 @@
+"""Sentences from film reviews: 5,331 that praise and 5,331 that do not (Pang and Lee 2005), in small letters.
+
+The reviews' verdicts are the labels, so that some sentences stand on the wrong side.
+"""
+
+from __future__ import annotations
+
+from tricycle_datasets.download import fetch
+
+_COMMIT = "a0d0e9742b3dc42194955e78858f7be93027c75e"
+URL = f"https://raw.githubusercontent.com/dennybritz/cnn-text-classification-tf/{_COMMIT}/data/rt-polaritydata/{{name}}"
+SHA256 = {
+    "rt-polarity.neg": "2d11cfbc790f1cd96d78339f41ce53ced1efa83cd22d37d6788fa3fe3d17e2fd",
+    "rt-polarity.pos": "4134882974a28d0c7b5151256f0e33a6169984ee7372c279e673f1114f475d58",
+}
+CLASSES = ("negative", "positive")
+
+
+def rt_polarity() -> tuple[list[str], list[int]]:
+    """All sentences and their labels, 0 for negative and 1 for positive, in the order of the files, negative first.
+
+    Raises:
+        OSError: a file is not here and could not be downloaded; the message says where to put it.
+        ValueError: a file put there is another one.
+    """
+    texts: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(SHA256):
+        content = fetch(name, URL.format(name=name), SHA256[name], folder="rt-polarity").read_bytes()
+        lines = content.decode("utf-8").removesuffix("\n").split("\n")  # a line may hold other line ends
+        texts += [line.strip() for line in lines]
+        labels += [label] * len(lines)
+    return texts, labels
