@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.classification import Found, Problem, log_softmax
-from experiments.pictures import save
 from tricycle.files import atomic_write
+from tricycle_lab.plot import save_figure
 
 PAGE = Path(__file__).with_name("looked_at.html")
 ACCENT, GOOD, BAD = "#f0962d", "#006b4e", "#a8320a"
@@ -146,7 +146,7 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
                 axes.add_patch(Rectangle(corner, len(token), 0.88, color=ACCENT, alpha=shade, linewidth=0))
                 where = corner[0], y + 0.5
                 axes.text(*where, plain(token), fontsize=size, va="center", family="DejaVu Sans Mono")
-    save(figure, path)
+    save_figure(figure, path, 110)
 
 
 def lines_of(item: Item, classes: Sequence[str], n_columns: int) -> list[Line]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.classification import MODELS, Runs, names_of, of
-from tricycle.files import atomic_write
-from tricycle_lab.plot import COLOURS, plot_curves
-
-
-def save(figure: Any, path: Path) -> None:
-    """As a PNG, whole or not at all."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    with atomic_write(path) as file:
-        file.write(picture.getvalue())
+from tricycle_lab.plot import COLOURS, plot_curves, save_figure
 
 
 def plot_folds(
@@ -45,7 +35,7 @@ def plot_folds(
     axes.set_yticks(range(len(values)), list(values))
     axes.set(xlabel=xlabel, title=title, ylim=(len(values) - 0.5, -0.5))
     axes.grid(alpha=0.25, axis="x")
-    save(figure, path)
+    save_figure(figure, path, 110)
 
 
 def plot_training(runs: Runs, path: Path) -> None:

@@ -57,12 +57,13 @@ def plot_losses(
     axes.set(xlabel="step", ylabel="bits a byte", title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path, dpi: int = 130) -> None:
+    """Write a figure of matplotlib as PNG, whole or not at all."""
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
+    figure.savefig(picture, format="png", dpi=dpi)
     with atomic_write(path) as file:
         file.write(picture.getvalue())
 
@@ -108,7 +109,7 @@ def plot_attention(
     figure.supylabel("token that attends", fontsize=9)
     figure.suptitle(title, fontsize=11)
     figure.colorbar(image, ax=grid, label="attention weight", shrink=0.8 if len(arrays) > 1 else 1, aspect=30)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_distributions(
@@ -144,7 +145,7 @@ def plot_distributions(
     figure.supxlabel(xlabel, fontsize=9)
     figure.supylabel("count", fontsize=9)
     figure.suptitle(title, fontsize=11)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_curves(
@@ -203,7 +204,7 @@ def plot_curves(
         [drawn[label] for label in labels], labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9,
         title="mean, and lowest to highest of the seeds" if seeds else None, title_fontsize=8,
     )  # fmt: skip
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 # -------------------------------------------------------------------- the page

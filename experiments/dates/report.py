@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from experiments.dates.several import COUNTS
 from experiments.dates.several import TRAINED as TRAINED_DATES
 from experiments.dates.study import LENGTHS, TRAINED
 from experiments.tables import cell, markdown
-from tricycle.files import atomic_write
-from tricycle_lab.plot import COLOURS, plot_curves
+from tricycle_lab.plot import COLOURS, plot_curves, save_figure
 
 Runs = list[dict[str, Any]]
 BEYOND = [i for i, (least, _) in enumerate(LENGTHS) if least > TRAINED]
@@ -144,7 +142,7 @@ def plot_lengths(runs: Runs, path: Path) -> None:
     panels[0].legend(frameon=False)
     panels[1].legend(frameon=False, fontsize=8)
     figure.suptitle("Unseen dates: the mean of the seeds, and their range")
-    save(figure, path)
+    save_figure(figure, path, 110)
 
 
 def plot_several(runs: Runs, path: Path) -> None:
@@ -194,11 +192,4 @@ def plot_alignments(shown: list[Example], maps: dict[str, list[np.ndarray]], pat
             size = columns[-1] - columns[0] + 1, last - first + 1
             axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=colours[field], linewidth=1.2, clip_on=False))
     figure.colorbar(image, ax=grid, label="attention weight", shrink=0.6 if n_rows > 1 else 1, aspect=30)
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    with atomic_write(path) as file:
-        file.write(picture.getvalue())
+    save_figure(figure, path, 110)

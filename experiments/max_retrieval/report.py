@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
 
 from experiments.tables import cell, markdown
-from tricycle.files import atomic_write
+from tricycle_lab.plot import save_figure
 
 # Accuracy in percent at 2, 4, 8, ... items in seed 001's notebook, 352 examples each; its output breaks off at 256.
 NOTEBOOK = {
@@ -83,7 +82,7 @@ def plot_accuracy(sizes: list[int], runs: list[dict], path: Path) -> None:
     left.set(ylabel="accuracy, %", ylim=(0, 102), title=f"Max retrieval, training seeds: {len(runs)}")
     left.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 0.12))
     right.set(ylabel="points of accuracy", title="Gained over the plain softmax")
-    save(figure, path)
+    save_figure(figure, path, 110)
 
 
 def plot_weights(sizes: list[int], weights: dict[str, np.ndarray], path: Path) -> None:
@@ -104,11 +103,4 @@ def plot_weights(sizes: list[int], weights: dict[str, np.ndarray], path: Path) -
         axes.set_ylabel("items")
     figure.supxlabel("rank of the item: 1 has the highest priority")
     figure.colorbar(image, ax=grid, label="weight", shrink=0.7)
-    save(figure, path)
-
-
-def save(figure, path: Path) -> None:
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    with atomic_write(path) as file:
-        file.write(picture.getvalue())
+    save_figure(figure, path, 110)

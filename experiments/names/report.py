@@ -9,8 +9,9 @@ import numpy as np
 from experiments.classification import MODELS, Found, Problem, Runs, names_of, of
 from experiments.looked_at import Item, new_items, paint, write_page
 from experiments.names.study import Settings
-from experiments.pictures import plot_folds, plot_training, save
+from experiments.pictures import plot_folds, plot_training
 from experiments.tables import cell, markdown
+from tricycle_lab.plot import save_figure
 
 KINDS = {"plain": "languages as they come", "even": "as if all languages were as frequent"}
 NOTE = (
@@ -86,7 +87,7 @@ def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]
         axes.set(title=KINDS[kind], xlabel="answer", ylabel="truth")
     figure.suptitle(f"{title}: answers in % of each language's names")
     figure.colorbar(image, ax=grid, label="%", shrink=0.7, aspect=30)
-    save(figure, path)
+    save_figure(figure, path, 110)
 
 
 # -------------------------------------------------------------------- all of it

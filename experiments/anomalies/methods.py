@@ -1,0 +1,117 @@
+"""What is expected of a window, by one method after another; how far off it is, squared, is the score.
+
+All see normal windows only. Shapes: N windows, T samples of one, Z size of a code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from tqdm import tqdm
+
+from tricycle.autoencoders import Autoencoder, RecurrentAutoencoder
+from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.scheduler import WarmupCosine
+from tricycle.tensor import no_grad
+
+Expect = Callable[[np.ndarray], np.ndarray]  # windows (N, T) to what was to be expected, (N, T)
+CHECKS = 20  # looks at validation windows in a training; the weights of the best one are kept
+CHUNK = 500  # windows at once
+AVERAGED = 33  # samples of a moving average: one more than a beat
+PAST = 16  # samples from which a linear prediction is made
+
+
+def mean(windows: np.ndarray) -> Expect:
+    """Always the mean of all: the score is how far from it the values are."""
+    level = windows.mean()
+    return lambda asked: np.full(asked.shape, level)
+
+
+def moving_average(windows: np.ndarray) -> Expect:
+    """The mean of the samples around, as far as they lie in the window."""
+
+    def expect(asked: np.ndarray) -> np.ndarray:
+        n, half = asked.shape[1], AVERAGED // 2
+        total = np.cumsum(np.pad(asked, ((0, 0), (1, 0))), axis=1)
+        first, last = np.clip(np.arange(n) - half, 0, n), np.clip(np.arange(n) + half + 1, 0, n)
+        return (total[:, last] - total[:, first]) / (last - first)
+
+    return expect
+
+
+def linear_prediction(windows: np.ndarray) -> Expect:
+    """Each sample from those before it, by least squares; the first ones of a window are not predicted."""
+
+    def split(asked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        seen = np.lib.stride_tricks.sliding_window_view(asked, PAST + 1, axis=1).reshape(-1, PAST + 1)
+        return np.column_stack([seen[:, :-1], np.ones(len(seen))]), seen[:, -1]
+
+    weights = np.linalg.lstsq(*split(windows), rcond=None)[0]
+
+    def expect(asked: np.ndarray) -> np.ndarray:
+        made = (split(asked)[0] @ weights).reshape(len(asked), -1)
+        return np.concatenate([asked[:, :PAST], made], axis=1)
+
+    return expect
+
+
+def pca(windows: np.ndarray, code_size: int) -> Expect:
+    """The projection on the directions of the largest variance."""
+    middle = windows.mean(axis=0)
+    directions = np.linalg.svd(windows - middle, full_matrices=False)[2][:code_size]
+    return lambda asked: (asked - middle) @ directions.T @ directions + middle
+
+
+def nearest(windows: np.ndarray) -> Expect:
+    """The training window that is most like it."""
+    squares = (windows**2).sum(axis=1)
+
+    def expect(asked: np.ndarray) -> np.ndarray:
+        parts = [asked[i : i + CHUNK] for i in range(0, len(asked), CHUNK)]
+        return np.concatenate([windows[(squares - 2 * part @ windows.T).argmin(axis=1)] for part in parts])
+
+    return expect
+
+
+def restored(model: Autoencoder) -> Expect:
+    """What an autoencoder makes of it."""
+    one_more = isinstance(model, RecurrentAutoencoder)
+
+    def expect(asked: np.ndarray) -> np.ndarray:
+        x = asked.astype(np.float32)[..., None] if one_more else asked.astype(np.float32)
+        model.eval()
+        with no_grad():
+            made = np.concatenate([model(x[i : i + CHUNK]).array for i in range(0, len(x), CHUNK)])
+        return made.reshape(asked.shape)
+
+    return expect
+
+
+def train(
+    model: Autoencoder, windows: np.ndarray, validation: np.ndarray, steps: int, batch_size: int, rate: float,
+    generator: np.random.Generator, name: str,
+) -> Autoencoder:
+    """Keeps the weights with the lowest error on the (normal) validation windows among those at the checks."""
+    shaped = (..., None) if isinstance(model, RecurrentAutoencoder) else (...,)
+    windows, validation = (x.astype(np.float32)[shaped] for x in (windows, validation))
+    optimiser = AdamW(WarmupCosine(rate, 0, min(100, steps), steps), weight_decay=0)
+    best, kept = math.inf, model.state_dict()
+    every = max(1, steps // CHECKS)
+    with tqdm(range(1, steps + 1), desc=name, unit="step", leave=False) as bar:
+        for step in bar:
+            loss = model.train().loss(windows[generator.integers(0, len(windows), batch_size)])
+            loss.backward()
+            clip_gradients(model, 1.0)
+            model.update(optimiser)
+            if step % every == 0 or step == steps:
+                with model.evaluating():
+                    error = float(model.loss(validation))
+                bar.set_postfix(validation=f"{error:.4f}")
+                if error < best:
+                    best, kept = error, {key: array.copy() for key, array in model.state_dict().items()}
+    if not math.isfinite(best):
+        raise ArithmeticError(f"{name}: the loss is not finite; try a lower learning rate than {rate:g}")
+    model.load_state_dict(kept)
+    return model

@@ -1,0 +1,162 @@
+"""A series for each seed, every method on it, and how well normal and other windows are told apart.
+
+Shapes: N windows, T samples of one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.anomalies import methods
+from experiments.anomalies.data import KINDS, Series, labels_of, normal_series, series_with_events, windows_of
+from experiments.anomalies.methods import Expect
+from tricycle.autoencoders import Autoencoder, RecurrentAutoencoder
+
+DATA, TRAINING = 1, 2  # streams that share no number
+RATES = np.linspace(0, 0.3, 61)  # shares of false alarms at which curves are kept; beyond, nobody would want them
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run does."""
+
+    seeds: int = 3
+    """how many series, each with models of its own"""
+    train_samples: int = 20_000
+    """of the normal series to train on"""
+    validation_samples: int = 20_000
+    """of the normal series that chooses weights and thresholds"""
+    each: int = 20
+    """events of each kind in the test series"""
+    window: int = 64
+    """samples"""
+    code_size: int = 8
+    """of PCA and of both autoencoders"""
+    hidden_size: int = 48
+    """of the recurrent autoencoder"""
+    steps: int = 1500
+    """updates of the recurrent autoencoder"""
+    dense_steps: int = 4000
+    """updates of the dense one"""
+    batch_size: int = 64
+    """windows of an update"""
+    rate: float = 0.01
+    """learning rate of the recurrent autoencoder at its peak"""
+    dense_rate: float = 0.003
+    """and of the dense one"""
+    quantile: float = 0.99
+    """share of normal validation windows that lie below the threshold"""
+    quick: bool = False
+    """a smaller form, within three minutes"""
+    output: Path = Path("runs/anomalies")
+    """where results.json and the pictures are left"""
+
+
+class Windows(NamedTuple):
+    """
+    Attributes:
+        train, validation, test: (N, T), in standard deviations from the mean of the training series.
+        labels: (N,) of the test, as of `labels_of`.
+        series: the test series, in the same units.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    labels: np.ndarray
+    series: Series
+
+
+def stream(*key: int) -> np.random.Generator:
+    return np.random.default_rng(key)
+
+
+def new_windows(settings: Settings, seed: int) -> Windows:
+    generator, size = stream(DATA, seed), settings.window
+    train, validation = (
+        normal_series(n, generator).values for n in (settings.train_samples, settings.validation_samples)
+    )
+    test = series_with_events(settings.each, generator)
+    mean, deviation = train.mean(), train.std()
+    test = test._replace(values=(test.values - mean) / deviation)
+    normal = ((train, size // 8), (validation, size // 4))
+    parts = [windows_of((values - mean) / deviation, size, stride) for values, stride in normal]
+    return Windows(*parts, windows_of(test.values, size, size // 4), labels_of(test, size, size // 4), test)
+
+
+def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, Expect], dict[str, float]]:
+    """Methods by name, and the seconds that each took to fit."""
+    train, size, code = windows.train, settings.window, settings.code_size
+
+    def learned(model: Autoencoder, steps: int, rate: float, name: str) -> Expect:
+        generator = stream(TRAINING, seed, 1)
+        batch = settings.batch_size
+        model = methods.train(
+            model, train, windows.validation, steps, batch, rate, generator, f"seed {seed}, {name}"
+        )
+        return methods.restored(model)
+
+    def dense() -> Expect:
+        model = Autoencoder.dense((size, 64, 32, code), generator=stream(TRAINING, seed, 0))
+        return learned(model, settings.dense_steps, settings.dense_rate, "dense autoencoder")
+
+    def recurrent() -> Expect:
+        model = RecurrentAutoencoder(1, settings.hidden_size, code, generator=stream(TRAINING, seed, 0))
+        return learned(model, settings.steps, settings.rate, "recurrent autoencoder")
+
+    makers = {
+        "mean": lambda: methods.mean(train), "moving average": lambda: methods.moving_average(train),
+        "linear prediction": lambda: methods.linear_prediction(train), "PCA": lambda: methods.pca(train, code),
+        "PCA, twice the code": lambda: methods.pca(train, 2 * code), "nearest window": lambda: methods.nearest(train),
+        "dense autoencoder": dense, "recurrent autoencoder": recurrent,
+    }  # fmt: skip
+    found, seconds = {}, {}
+    for name, make in makers.items():
+        started = time.perf_counter()
+        found[name] = make()
+        seconds[name] = time.perf_counter() - started
+    return found, seconds
+
+
+# -------------------------------------------------------------------- measures
+def scores(expect: Expect, windows: np.ndarray) -> np.ndarray:
+    """The mean squared error of each window (N,)."""
+    return ((windows - expect(windows)) ** 2).mean(axis=1)
+
+
+def area(abnormal: np.ndarray, normal: np.ndarray) -> float:
+    """Under the ROC curve: how often an abnormal window has a higher score than a normal one, ties counted half."""
+    normal = np.sort(normal)
+    below, up_to = (np.searchsorted(normal, abnormal, side) for side in ("left", "right"))
+    return float((below + up_to).mean() / 2 / len(normal))
+
+
+def curve(abnormal: np.ndarray, normal: np.ndarray) -> np.ndarray:
+    """The share of abnormal windows found at each of RATES of normal ones."""
+    thresholds = np.quantile(normal, 1 - RATES)
+    return (abnormal[:, None] >= thresholds).mean(axis=0)
+
+
+def measure(expect: Expect, windows: Windows, quantile: float) -> dict[str, Any]:
+    """
+    Returns:
+        areas and curves by kind of event and of all windows with one; with the threshold that so many of the normal
+        validation windows stay below, the share of events found by kind, and of false alarms among normal windows.
+    """
+    given, labels, events = scores(expect, windows.test), windows.labels, windows.series.events
+    normal, known = given[labels == -1], scores(expect, windows.validation)
+    threshold = float(np.quantile(known, quantile))
+    groups = {kind: np.array([i for i, event in enumerate(events) if event[0] == kind]) for kind in KINDS}
+    groups["all"] = np.arange(len(events))
+    best = np.array([given[labels == i].max() for i in range(len(events))])
+    return {
+        "area": {kind: area(given[np.isin(labels, group)], normal) for kind, group in groups.items()},
+        "curve": {kind: curve(given[np.isin(labels, group)], normal).tolist() for kind, group in groups.items()},
+        "found": {kind: float((best[group] > threshold).mean()) for kind, group in groups.items()},
+        "false_alarms": float((normal > threshold).mean()), "threshold": threshold, "error": float(known.mean()),
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""What does an autoencoder of handwritten digits do better than PCA, and what no better?"""

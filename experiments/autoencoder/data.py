@@ -1,0 +1,70 @@
+"""Images of digits in three fixed parts: to train on, to choose by, and to look at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tricycle_datasets.mnist import mnist
+
+HELD_OUT = 300  # of scikit-learn's 1,797 images for validation, and as many for the test
+HELD_OUT_MNIST = 5_000  # of the 60,000 training images, the last; the test has files of its own
+
+
+class Part(NamedTuple):
+    """
+    Attributes:
+        images: (N, height, width, 1), float32 from 0 (paper) to 1 (ink).
+        labels: (N,), the digits.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class Data(NamedTuple):
+    train: Part
+    validation: Part
+    test: Part
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(height, width, 1) of an image."""
+        return self.train.images.shape[1:]
+
+
+def load(name: str) -> Data:
+    """
+    Args:
+        name: "digits" or "mnist".
+
+    Raises:
+        ImportError, OSError: it is not to be had; the message says how to come by it.
+    """
+    return _digits() if name == "digits" else _mnist()
+
+
+def _digits() -> Data:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        said = "the digits come with scikit-learn: pip install scikit-learn, or name --data mnist"
+        raise ImportError(said) from error
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))  # the parts are the same in every run
+    everything = part(images[order].reshape(-1, 8, 8) / 16, labels[order])
+    ends = len(order) - 2 * HELD_OUT, len(order) - HELD_OUT
+    return Data(*(Part(*cut) for cut in zip(*(np.split(array, ends) for array in everything))))
+
+
+def _mnist() -> Data:
+    images, labels = mnist("train")
+    known = part(images / np.float32(255), labels)
+    test_images, test_labels = mnist("test")
+    train, validation = (Part(*halves) for halves in zip(*(np.split(array, [-HELD_OUT_MNIST]) for array in known)))
+    return Data(train, validation, part(test_images / np.float32(255), test_labels))
+
+
+def part(images: np.ndarray, labels: np.ndarray) -> Part:
+    return Part(images.astype(np.float32)[..., None], labels.astype(np.int64))

@@ -1,0 +1,214 @@
+"""What came out, as Markdown tables and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.autoencoder.data import Data
+from experiments.autoencoder.study import DRAWING, NOISE, Study, encode, stream, with_noise
+from experiments.tables import cell, markdown
+from tricycle_lab.plot import plot_curves, save_figure
+
+Runs = list[dict[str, Any]]
+N_COLUMNS = 14  # digits in a row of a picture
+N_DRAWN = 20
+N_BETWEEN = 11  # images from one digit to another, both ends included
+
+
+def of(runs: Runs, *keys: Any) -> list:
+    """What each run has at the end of a path."""
+    found: list = runs
+    for key in keys:
+        found = [inner[key] for inner in found]
+    return found
+
+
+# -------------------------------------------------------------------- tables
+def tables(runs: Runs, settings: dict[str, Any]) -> dict[str, str]:
+    """By title."""
+    size, few = settings["variational_size"], settings["few_labels"]
+    return {
+        "Variance missed, %, by the size of the code": reconstruction_table(runs, settings),
+        f"Variance missed behind a code of {settings['denoising_size']}, %, by the noise": denoising_table(
+            runs, settings
+        ),
+        f"Accuracy of a layer on {few} labels / on all, %, by the size of the code": classification_table(
+            runs, settings
+        ),
+        f"New digits from codes of {size}; surprise and divergence in nats an image": drawing_table(runs),
+    }  # fmt: skip
+
+
+def reconstruction_table(runs: Runs, settings: dict[str, Any]) -> str:
+    rows = [
+        [name, *(cell(of(runs, "reconstruction", name, i), 1, 100) for i in range(len(settings["code_sizes"])))]
+        for name in runs[0]["reconstruction"]
+    ]
+    return markdown(["", *map(str, settings["code_sizes"])], rows)
+
+
+def denoising_table(runs: Runs, settings: dict[str, Any]) -> str:
+    rows = [
+        [name, *(cell(of(runs, "denoising", name, i), 1, 100) for i in range(len(settings["noises"])))]
+        for name in runs[0]["denoising"]
+    ]
+    return markdown(["", *(f"{noise:g}" for noise in settings["noises"])], rows)
+
+
+def classification_table(runs: Runs, settings: dict[str, Any]) -> str:
+    rows = []
+    for name, found in runs[0]["classification"].items():
+        cells = [
+            " / ".join(cell(of(runs, "classification", name, i, labels), 1, 100) for labels in ("few", "all"))
+            for i in range(len(found))
+        ]
+        rows.append([name, *cells, *[""] * (len(settings["code_sizes"]) - len(cells))])
+    return markdown(["", *map(str, settings["code_sizes"])], rows)
+
+
+def drawing_table(runs: Runs) -> str:
+    """What is drawn from each model, and how well the model knows the images; PCA's surprise is exact."""
+    rows = []
+    for name in runs[0]["drawing"]:
+        row = [name, *(cell(of(runs, "drawing", name, i), 1, 100) for i in range(2))]
+        known = runs[0]["variational"].get(name, {})
+        for key, scale in (("bound", 1), ("divergence", 1), ("missed", 100)):
+            row.append(cell(of(runs, "variational", name, key), 1, scale) if key in known else "")
+        rows.append(row)
+    titles = "precision, %;recall, %;surprise, at most;divergence;variance missed, %".split(";")
+    return markdown(["", *titles], rows)
+
+
+# -------------------------------------------------------------------- pictures
+def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
+    """What is missed, and what a classifier makes of the codes, against the size of the code."""
+    sizes = settings["code_sizes"]
+    lines = {name: (sizes, 100 * np.array(of(runs, "reconstruction", name))) for name in runs[0]["reconstruction"]}
+    curves: dict[str, Any] = {"variance missed, %": lines}
+    for labels, title in (("few", f"accuracy, %, {settings['few_labels']} labels"), ("all", "accuracy, %, all labels")):
+        panel = curves[title] = {}
+        for name, found in runs[0]["classification"].items():
+            places = range(len(found)) if len(found) == len(sizes) else [0] * len(sizes)  # pixels have no code
+            panel[name] = sizes, 100 * np.array([of(runs, "classification", name, i, labels) for i in places]).T
+    title = f"Codes of {settings['data']}"
+    plot_curves(curves, path, "numbers in the code", "", title, log="x", share_y=False)
+
+
+def plot_grids(study: Study, folder: Path) -> list[str]:
+    """Reconstructions, noise removed, drawn digits and ways between digits; returns the files' names."""
+    data, settings = study.data, study.settings
+    images = first_of_each(data)
+    rows = {"image": images}
+    for size in sorted({min(settings.code_sizes), settings.variational_size}):
+        rows |= {f"{name}, {size}": make(images) for name, make in study.restorers(size).items()}
+    draw_rows(rows, folder / "reconstruction.png", "Test images, and what is made of codes of so many numbers")
+    noise = max(settings.noises)
+    noisy = with_noise(images, noise, stream(NOISE, 2))
+    rows = {"image": images, f"noise {noise:g}": noisy}
+    rows |= {name: make(noisy) for name, make in study.denoisers(noise).items() if name != "as it is"}
+    draw_rows(rows, folder / "denoising.png", "Noise removed from test images")
+    rows = {"training images": data.train.images[:N_DRAWN]}
+    rows |= {name: draw(N_DRAWN, stream(DRAWING, study.seed, 1)) for name, draw in study.drawers().items()}
+    draw_rows(rows, folder / "drawn.png", f"New digits, codes of {settings.variational_size}")
+    draw_rows(between(study), folder / "between.png", "Straight ways from one test image to another")
+    return ["reconstruction.png", "denoising.png", "drawn.png", "between.png"]
+
+
+def between(study: Study) -> dict[str, np.ndarray]:
+    """From a digit to another: in pixels, and decoded from codes on the line between theirs."""
+    images = first_of_each(study.data)
+    shares = np.linspace(0, 1, N_BETWEEN, dtype=np.float32)[:, None, None, None]
+    size, rows = study.settings.variational_size, {}
+    kind = "dense"
+    plain = study.trained(kind, size)
+    variational = study.trained(kind, size, 0.0, study.chosen_deviation(kind))
+    for a, b in ((0, 1), (3, 8), (4, 9)):
+        rows[f"{a} to {b}, pixels"] = (1 - shares) * images[a] + shares * images[b]
+        for name, model in (("plain", plain), ("variational", variational)):
+            codes = encode(model, images[[a, b]])
+            way = (1 - shares[:, 0, 0]) * codes[0] + shares[:, 0, 0] * codes[1]
+            rows[f"{a} to {b}, {name}"] = model.decode(way).numpy()
+    return rows
+
+
+def first_of_each(data: Data) -> np.ndarray:
+    """A test image of each digit, and a few more."""
+    labels = data.test.labels
+    first = [int(np.flatnonzero(labels == digit)[0]) for digit in range(10)]
+    more = [i for i in range(len(labels)) if i not in first][: N_COLUMNS - 10]
+    return data.test.images[first + more]
+
+
+def draw_rows(rows: dict[str, np.ndarray], path: Path, title: str) -> None:
+    """A row of images for each name, (n, height, width, 1)."""
+    from matplotlib.figure import Figure
+
+    together, places = sheet(list(rows.values()))
+    inches = 0.54 / (places[1] - places[0]) if len(rows) > 1 else 0.06  # a pixel
+    height, width = (inches * n for n in together.shape)
+    margin, title_height = 0.085 * max(map(len, rows)) + 0.1, 0.35
+    size = margin + width, height + title_height
+    figure = Figure(figsize=size)
+    axes = figure.add_axes((margin / size[0], 0, width / size[0], height / size[1]))
+    axes.imshow(together, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_xticks([])
+    axes.set_yticks(places, rows)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, fontsize=11)
+    save_figure(figure, path, 100)
+
+
+def sheet(rows: list[np.ndarray]) -> tuple[np.ndarray, list[float]]:
+    """Rows of images (n, height, width, 1) as one, with gaps, and where the middles of the rows are."""
+    _, height, width, _ = rows[0].shape
+    gap = max(1, height // 8)
+    together = np.zeros((len(rows) * (height + gap) - gap, max(map(len, rows)) * (width + gap) - gap))
+    for i, images in enumerate(rows):
+        for j, image in enumerate(images):
+            top, left = i * (height + gap), j * (width + gap)
+            together[top : top + height, left : left + width] = image[..., 0]
+    return together, [i * (height + gap) + (height - 1) / 2 for i in range(len(rows))]
+
+
+def plot_latent(study: Study, path: Path) -> None:
+    """Test images as points in two dimensions, coloured by digit, for each model that makes codes of two numbers."""
+    from matplotlib.figure import Figure
+
+    deviation = study.settings.deviations[-1]
+    codes = {name: make(study.data.test.images) for name, make in study.encoders(2).items() if name != "untrained"}
+    model = study.trained("dense", 2, 0.0, deviation)
+    codes["variational, dense"] = encode(model, study.data.test.images)
+    figure = Figure(figsize=(4 * len(codes), 4.3), layout="constrained")
+    panels = figure.subplots(1, len(codes))
+    for axes, (name, points) in zip(panels, codes.items()):
+        axes.set_title(name)
+        seen = points[:3000]
+        low, high = np.quantile(seen, (0.002, 0.998), axis=0)
+        margin = 0.08 * (high - low)
+        axes.set(xlim=(low[0] - margin[0], high[0] + margin[0]), ylim=(low[1] - margin[1], high[1] + margin[1]))
+        dots = axes.scatter(*seen.T, c=study.data.test.labels[:3000], cmap="tab10", s=14, vmin=-0.5, vmax=9.5)
+    figure.colorbar(dots, ax=panels, ticks=range(10), label="digit")
+    figure.suptitle("Codes of two numbers of test images, which saw no labels", fontsize=11)
+    save_figure(figure, path, 100)
+
+
+def plot_plane(study: Study, path: Path, n: int = 16) -> None:
+    """What a variational autoencoder decodes from a grid of two numbers, even in their probability."""
+    from statistics import NormalDist
+
+    from matplotlib.figure import Figure
+
+    model = study.trained("dense", 2, 0.0, study.settings.deviations[-1])
+    places = np.array([NormalDist().inv_cdf((i + 0.5) / n) for i in range(n)], np.float32)
+    codes = np.stack(np.meshgrid(places, places[::-1]), axis=-1).reshape(-1, 2)
+    images = model.eval().decode(codes).numpy().reshape(n, n, *study.data.shape)
+    figure = Figure(figsize=(6, 6.3), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(sheet(list(images))[0], cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_axis_off()
+    axes.set_title("Codes of two numbers, decoded", fontsize=11)
+    save_figure(figure, path, 100)

@@ -1,0 +1,380 @@
+"""Train the autoencoders and measure them. Every random number comes from a named stream, so runs repeat exactly.
+
+Shapes: N images, Z size of the code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.autoencoder.data import Data, Part
+from experiments.autoencoder.linear import PCA, LinearFilter
+from experiments.autoencoder.models import new_model
+from tricycle.autoencoders import Autoencoder, VariationalAutoencoder
+from tricycle.layers import Dense
+from tricycle.loss import CrossEntropy
+from tricycle.optimisers import AdamW
+from tricycle.scheduler import WarmupCosine
+from tricycle.tensor import no_grad
+
+TRAINING, LABELS, NOISE, DRAWING, BOUND = range(1, 6)  # streams that share no number
+KINDS = ("dense", "convolutional")
+CHECKS = 20  # looks at validation images in a training; the weights of the best one are kept
+CHUNK = 1000  # images that go through a model at once when it is measured
+DECAYS = (0.0, 0.3, 3.0)  # weight decays that a classifier is tried with
+CLASSIFIER_STEPS, CLASSIFIER_RATE, CLASSIFIER_BATCH = 400, 0.01, 512
+BOUND_DRAWS = 16  # codes of an image over which the bound is averaged
+NEIGHBOURS = 3  # how far the neighbourhood of an image reaches
+MOST_COMPARED = 3000  # images whose distances to each other are taken
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run does."""
+
+    data: str = "digits"
+    """"digits" (8 x 8, comes with scikit-learn) or "mnist" (28 x 28, downloaded)"""
+    code_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
+    """numbers in a code, from few to many"""
+    noises: tuple[float, ...] = (0.25, 0.5)
+    """standard deviations of the noise to be removed; ink is 1 and paper 0"""
+    deviations: tuple[float, ...] = (0.1, 0.15, 0.3)
+    """of variational autoencoders: the standard deviation of pixels around what is decoded"""
+    variational_size: int = 16
+    """numbers in their codes, and in those of what they are compared with"""
+    denoising_size: int = 32
+    """numbers in the codes of what removes noise"""
+    few_labels: int = 100
+    """labels for a classifier on frozen codes, as many of each digit; it is also given all"""
+    seeds: int = 3
+    """how often to train everything, from other first weights"""
+    steps: int = 2500
+    """updates of a training"""
+    batch_size: int = 64
+    """images of an update"""
+    learning_rate: float = 0.01
+    """at its peak; it falls to 0 along half a cosine"""
+    quick: bool = False
+    """a smaller form, within three minutes"""
+    output: Path = Path("runs/autoencoder")
+    """where results.json and the pictures are left"""
+
+
+Found = dict[str, Any]
+Make = Callable[[np.ndarray], np.ndarray]  # images to images
+
+
+def stream(*key: int) -> np.random.Generator:
+    return np.random.default_rng(key)
+
+
+def in_chunks(function: Callable[[np.ndarray], Any], images: np.ndarray) -> np.ndarray:
+    """Of a model that is only looked at."""
+    with no_grad():
+        return np.concatenate([function(images[i : i + CHUNK]).array for i in range(0, len(images), CHUNK)])
+
+
+def encode(model: Autoencoder, images: np.ndarray) -> np.ndarray:
+    return in_chunks(model.eval().encode, images)
+
+
+def restore(model: Autoencoder, images: np.ndarray) -> np.ndarray:
+    return in_chunks(model.eval(), images)
+
+
+# -------------------------------------------------------------------- training
+def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: str, noise: float = 0.0) -> Autoencoder:
+    """The weights with the lowest loss on the validation images among those at the checks.
+
+    Args:
+        noise: standard deviation of what is added to an image, anew each time; the clean one is to come out.
+    """
+    generator, images = stream(TRAINING, seed, 1), data.train.images
+    seen = with_noise(data.validation.images, noise, stream(NOISE, 0))
+    optimiser = AdamW(WarmupCosine(settings.learning_rate, 0, min(100, settings.steps), settings.steps), weight_decay=0)
+    best, kept = math.inf, model.state_dict()
+    every = max(1, settings.steps // CHECKS)
+    with tqdm(range(1, settings.steps + 1), desc=f"seed {seed}, {name}", unit="step", leave=False) as bar:
+        for step in bar:
+            clean = images[generator.integers(0, len(images), settings.batch_size)]
+            loss = model.train().loss(with_noise(clean, noise, generator), clean)
+            loss.backward()
+            model.update(optimiser)
+            if step % every == 0 or step == settings.steps:
+                with model.evaluating():
+                    error = float(model.loss(seen, data.validation.images))
+                bar.set_postfix(validation=f"{error:.4g}")
+                if error < best:
+                    best, kept = error, {name: array.copy() for name, array in model.state_dict().items()}
+    if not math.isfinite(best):
+        raise ArithmeticError(f"{name}: the loss is not finite; try a --learning-rate below {settings.learning_rate:g}")
+    model.load_state_dict(kept)
+    return model
+
+
+def with_noise(images: np.ndarray, deviation: float, generator: np.random.Generator) -> np.ndarray:
+    """Not cut off at paper and ink, so that it is the same noise everywhere."""
+    if not deviation:
+        return images
+    return images + np.float32(deviation) * generator.standard_normal(images.shape, dtype=np.float32)
+
+
+# -------------------------------------------------------------------- measures
+def missed(made: np.ndarray, images: np.ndarray, data: Data) -> float:
+    """The squared error as a share of that of the mean training image; what is made is cut to paper and ink."""
+    around = ((images - data.train.images.mean(axis=0)) ** 2).mean()
+    return float(((made.clip(0, 1) - images) ** 2).mean() / around)
+
+
+def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> float:
+    """The accuracy of one dense layer on features, with the weight decay that is best on validation images.
+
+    Args:
+        train_part, chosen_by, asked: features (N, Z) and labels (N,).
+    """
+    mean, deviation = train_part[0].mean(axis=0), train_part[0].std(axis=0) + 1e-6
+    x, seen, wanted = (
+        ((features - mean) / deviation).astype(np.float32) for features, _ in (train_part, chosen_by, asked)
+    )
+    labels, found = train_part[1], []
+    for decay in DECAYS:
+        generator = stream(TRAINING, seed, 2)
+        layer = Dense(x.shape[1], 10, generator=generator)
+        optimiser = AdamW(WarmupCosine(CLASSIFIER_RATE, 0, 0, CLASSIFIER_STEPS), weight_decay=decay)
+        for _ in range(CLASSIFIER_STEPS):
+            rows = generator.permutation(len(x))[:CLASSIFIER_BATCH] if len(x) > CLASSIFIER_BATCH else slice(None)
+            loss = CrossEntropy()(labels[rows], layer(x[rows]))
+            loss.backward()
+            layer.update(optimiser)
+        with layer.evaluating():
+            cost = float(CrossEntropy()(chosen_by[1], layer(seen)))
+            right = float((layer(wanted).array.argmax(axis=1) == asked[1]).mean())
+        found.append((cost, right))
+    return min(found)[1]
+
+
+def few_of(part: Part, n: int, seed: int) -> np.ndarray:
+    """Where to find n images, as many of each digit."""
+    generator = stream(LABELS, seed)
+    rows = [generator.permutation(np.flatnonzero(part.labels == digit))[: n // 10] for digit in range(10)]
+    return np.concatenate(rows)
+
+
+def bound(model: VariationalAutoencoder, images: np.ndarray) -> tuple[float, float]:
+    """The negative evidence lower bound on log p(image), and the divergence in it: nats, means over images.
+
+    Codes are drawn, also of a model that is not training, and the constant of the normal distribution is counted, so
+    that models with another deviation, and PCA, can be compared.
+    """
+    generator, n_pixels = stream(BOUND), math.prod(images.shape[1:])
+    mean, log_variance = (in_chunks(lambda x, i=i: model.distribution(x)[i], images) for i in (0, 1))
+    divergence = 0.5 * (mean**2 + np.exp(log_variance) - log_variance - 1).sum(axis=1).mean()
+    errors = []
+    for _ in range(BOUND_DRAWS):
+        codes = mean + np.exp(log_variance / 2) * generator.standard_normal(mean.shape, dtype=np.float32)
+        made = in_chunks(model.decode, codes)
+        errors.append(((made - images) ** 2).sum() / len(images))
+    constant = n_pixels * math.log(model.deviation * math.sqrt(2 * math.pi))
+    return float(np.mean(errors) / (2 * model.deviation**2) + constant + divergence), float(divergence)
+
+
+def likeness(real: np.ndarray, drawn: np.ndarray, others: np.ndarray) -> tuple[float, float]:
+    """Precision and recall of drawn images (Kynkäänniemi et al. 2019), of pixels.
+
+    An image is among a set if it is no further from one of them than that one from its third neighbour in the set.
+
+    Args:
+        real: images whose set the drawn ones should be among: the share that is.
+        others: further real images, of which a share is among the drawn ones.
+    """
+    real, drawn, others = (x.reshape(len(x), -1)[:MOST_COMPARED].astype(float) for x in (real, drawn, others))
+    among = lambda x, images: float((distances(x, images) <= reach(images)).any(axis=1).mean())
+    return among(drawn, real), among(others, drawn)
+
+
+def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Squared, (len(a), len(b))."""
+    return ((a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * a @ b.T).clip(0)
+
+
+def reach(images: np.ndarray) -> np.ndarray:
+    """The squared distance of each to its third neighbour."""
+    return np.sort(distances(images, images), axis=1)[:, NEIGHBOURS]
+
+
+# -------------------------------------------------------------------- the questions
+class Study:
+    """One seed's models.
+
+    Args:
+        part: what is measured on; "validation" where settings are to be chosen.
+    """
+
+    def __init__(self, data: Data, settings: Settings, seed: int, part: str = "test") -> None:
+        self.data, self.settings, self.seed = data, settings, seed
+        self.asked: Part = getattr(data, part)
+        self.models: dict[tuple, Any] = {}  # and what else is found out once
+
+    def trained(self, kind: str, size: int, noise: float = 0.0, deviation: float | None = None) -> Autoencoder:
+        """Trained once, when it is first asked for."""
+        key = kind, size, noise, deviation
+        if key not in self.models:
+            model = new_model(kind, self.data.shape, size, stream(TRAINING, self.seed, 0), deviation)
+            name = f"{kind} {size}" + (f", noise {noise:g}" if noise else "")
+            name += f", variational {deviation:g}" if deviation else ""
+            self.models[key] = train(model, self.data, self.settings, self.seed, name, noise)
+        return self.models[key]
+
+    def pca(self, size: int) -> PCA:
+        key = ("PCA", size)
+        if key not in self.models:
+            self.models[key] = PCA(self.data.train.images, size)
+        return self.models[key]
+
+    def restorers(self, size: int) -> dict[str, Make]:
+        """By name, images to what is left of them after a code of a size."""
+        pca = self.pca(size)
+        found: dict[str, Make] = {"PCA": lambda images: pca.decode(pca.encode(images))}
+        for kind in KINDS:
+            found[kind] = lambda images, kind=kind: restore(self.trained(kind, size), images)
+        return found
+
+    def encoders(self, size: int) -> dict[str, Make]:
+        found: dict[str, Make] = {"PCA": self.pca(size).encode}
+        untrained = new_model("dense", self.data.shape, size, stream(TRAINING, self.seed, 0))
+        found["untrained"] = lambda images: encode(untrained, images)
+        for kind in KINDS:
+            found[kind] = lambda images, kind=kind: encode(self.trained(kind, size), images)
+        return found
+
+    # ---------------------------------------------------------------- how much is lost
+    def reconstruction(self) -> Found:
+        """By code size and model, the share of the variance that is missed."""
+        sizes = self.settings.code_sizes
+        made = {size: self.restorers(size) for size in sizes}
+        return {
+            name: [missed(made[size][name](self.asked.images), self.asked.images, self.data) for size in sizes]
+            for name in made[sizes[0]]
+        }
+
+    # ---------------------------------------------------------------- noise
+    def denoisers(self, noise: float) -> dict[str, Make]:
+        """PCA keeps as many directions as is best on validation images."""
+        size, train_images = self.settings.denoising_size, self.data.train.images
+        seen, clean = self.noisy("validation", noise), self.data.validation.images
+        projections = [self.restorers_of_pca(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
+        best = min(projections, key=lambda make: missed(make(seen), clean, self.data))
+        found: dict[str, Make] = {
+            "as it is": lambda images: images, "PCA": best, "linear filter": LinearFilter(train_images, noise),
+            "dense, not trained for it": self.restorers(size)["dense"],
+        }  # fmt: skip
+        for kind in KINDS:
+            model = self.trained(kind, size, noise)
+            found[kind] = lambda images, model=model: restore(model, images)
+        return found
+
+    def restorers_of_pca(self, size: int) -> Make:
+        pca = self.pca(size)
+        return lambda images: pca.decode(pca.encode(images))
+
+    def noisy(self, part: str, noise: float) -> np.ndarray:
+        return with_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
+
+    def denoising(self) -> Found:
+        """By noise and model, the share of the variance that is missed of the clean images."""
+        found: Found = {}
+        for noise in self.settings.noises:
+            images = with_noise(self.asked.images, noise, stream(NOISE, 1))
+            for name, make in self.denoisers(noise).items():
+                found.setdefault(name, []).append(missed(make(images), self.asked.images, self.data))
+        return found
+
+    # ---------------------------------------------------------------- codes as features
+    def classification(self) -> Found:
+        """Accuracies by features, then by code size, of few and of all labels."""
+        found: Found = {"pixels": [self.accuracies(lambda images: images.reshape(len(images), -1))]}
+        for size in self.settings.code_sizes:
+            for name, make in self.encoders(size).items():
+                found.setdefault(name, []).append(self.accuracies(make))
+        return found
+
+    def accuracies(self, make: Make) -> dict[str, float]:
+        train_part, chosen_by, asked = (
+            (make(part.images), part.labels) for part in (self.data.train, self.data.validation, self.asked)
+        )
+        rows = few_of(self.data.train, self.settings.few_labels, self.seed)
+        few = tuple(array[rows] for array in train_part)
+        return {
+            "few": classify(few, chosen_by, asked, self.seed), "all": classify(train_part, chosen_by, asked, self.seed)
+        }  # fmt: skip
+
+    # ---------------------------------------------------------------- new digits
+    def chosen_deviation(self, kind: str) -> float:
+        """The one with the lowest bound on validation images."""
+        size, images = self.settings.variational_size, self.data.validation.images
+        return min(self.settings.deviations, key=lambda d: bound(self.trained(kind, size, 0.0, d), images)[0])
+
+    def variational_models(self) -> dict[str, VariationalAutoencoder]:
+        size = self.settings.variational_size
+        return {
+            f"variational, {kind}, {deviation:g}": self.trained(kind, size, 0.0, deviation)
+            for kind in KINDS
+            for deviation in self.settings.deviations
+        }
+
+    def drawers(self) -> dict[str, Callable[[int, np.random.Generator], np.ndarray]]:
+        """By name, what makes n new images."""
+        size = self.settings.variational_size
+        found: dict[str, Any] = {"PCA": self.pca(size).draw}
+        for kind in KINDS:
+            found[kind] = lambda n, generator, kind=kind: self.draw_from_normal_fit(kind, n, generator)
+        codes = lambda n, generator: generator.standard_normal((n, size), dtype=np.float32)
+        for name, model in self.variational_models().items():
+            found[name] = lambda n, generator, model=model: in_chunks(model.eval().decode, codes(n, generator))
+        return found
+
+    def draw_from_normal_fit(self, kind: str, n: int, generator: np.random.Generator) -> np.ndarray:
+        """Of a plain autoencoder: codes are drawn from the normal distribution with the moments of the training's."""
+        model = self.trained(kind, self.settings.variational_size)
+        codes = encode(model, self.data.train.images)
+        drawn = generator.multivariate_normal(codes.mean(axis=0), np.cov(codes.T), n)
+        return in_chunks(model.decode, drawn.astype(np.float32))
+
+    def variational(self) -> Found:
+        """By model: the bound on images asked for and on those for validation, its divergence, and what is missed."""
+        asked, size = self.asked.images, self.settings.variational_size
+        pca = self.pca(size)
+        found: Found = {"PCA": {
+            "bound": pca.surprise(asked), "missed": missed(pca.decode(pca.encode(asked)), asked, self.data)
+        }}  # fmt: skip
+        for kind in KINDS:
+            found[kind] = {"missed": missed(restore(self.trained(kind, size), asked), asked, self.data)}
+        for name, model in self.variational_models().items():
+            whole, divergence = bound(model, asked)
+            found[name] = {
+                "validation": bound(model, self.data.validation.images)[0], "bound": whole, "divergence": divergence,
+                "missed": missed(restore(model, asked), asked, self.data),
+            }  # fmt: skip
+        return found
+
+    def drawing(self) -> Found:
+        """Precision and recall of what is drawn, and of real images in its place."""
+        real, n = self.data.train.images, min(len(self.data.train.images), MOST_COMPARED)
+        others = self.asked.images
+        found = {"real images": (likeness(real, others, others)[0], likeness(real, real, others)[1])}
+        for name, draw in self.drawers().items():
+            found[name] = likeness(real, draw(n, stream(DRAWING, self.seed)).clip(0, 1), others)
+        return found
+
+    def everything(self) -> Found:
+        return {
+            "seed": self.seed, "reconstruction": self.reconstruction(), "denoising": self.denoising(),
+            "classification": self.classification(), "variational": self.variational(), "drawing": self.drawing(),
+        }  # fmt: skip

@@ -1,0 +1,184 @@
+"""experiments/anomalies: events are what and where they should be, areas are right, a tiny run leaves all it should."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from tables import wrong_flags
+from test_programs import call, good
+
+from experiments.anomalies import methods, report, study
+from experiments.anomalies.__main__ import main
+from experiments.anomalies.data import BEAT, KINDS, SLOT, Series, labels_of, normal_series, series_with_events
+from experiments.anomalies.study import RATES, Settings, area, curve, measure, new_windows, scores
+from tricycle.autoencoders import Autoencoder
+
+WORDS = (
+    "--seeds 2 --train-samples 1500 --validation-samples 1500 --each 2 --hidden-size 6 --code-size 4 --steps 4 "
+    "--dense-steps 20"
+).split()
+TINY = Settings(train_samples=1500, validation_samples=1500, each=2)
+
+
+@pytest.fixture(scope="module")
+def series() -> Series:
+    return series_with_events(10, np.random.default_rng(0))
+
+
+# -------------------------------------------------------------------- data
+def test_a_normal_series():
+    values, events = normal_series(20_000, np.random.default_rng(0))
+    assert events == [] and len(values) == 20_000
+    assert 0.8 < np.quantile(values, 0.99) < 1.5
+    spectrum = np.abs(np.fft.rfft(values - values.mean()))
+    assert len(values) / (200 + spectrum[200:].argmax()) == pytest.approx(BEAT, rel=0.1)
+    (again, _), (other, _) = (normal_series(20_000, np.random.default_rng(seed)) for seed in (0, 1))
+    np.testing.assert_array_equal(again, values)
+    assert (other != values).mean() > 0.99
+
+
+def test_events_lie_one_in_a_slot(series):
+    assert len(series.values) == 60 * SLOT
+    assert [first // SLOT for _, first, _ in series.events] == list(range(60))
+    assert all(first // SLOT == (last - 1) // SLOT for _, first, last in series.events)
+    for i in range(0, 60, 6):
+        assert {kind for kind, _, _ in series.events[i : i + 6]} == set(KINDS)
+
+
+def test_events_are_what_they_are_said_to_be(series):
+    values = series.values
+    parts = {kind: [(first, last) for k, first, last in series.events if k == kind] for kind in KINDS}
+    around = np.stack([values[first - 1 : first + 2] for first, _ in parts["spike"]])
+    assert (np.abs(around[:, 1] - around[:, [0, 2]].mean(axis=1)) > 0.25).mean() > 0.8
+    roughness = lambda first, last: np.diff(values[first:last], 3).std()
+    assert np.mean([roughness(*part) / roughness(part[0] - 60, part[0]) for part in parts["noise burst"]]) > 1.5
+    assert np.mean([values[first:last].max() < 0.75 for first, last in parts["missing beat"]]) > 0.9
+    before = lambda first, n: np.median(values[first - n : first])
+    shifts = [abs(np.median(values[first:last]) - before(first, 64)) for first, last in parts["level shift"]]
+    assert np.mean(shifts) > 0.25
+    for first, last in parts["fast beats"]:
+        smooth = np.convolve(values[first - 8 : last], np.ones(5) / 5, mode="valid")
+        rises = (np.diff((smooth > smooth.mean()).astype(int)) == 1).sum()  # 3 where beats are as always
+        assert 4 <= rises <= 7 and last - first == pytest.approx(3 * BEAT, abs=1)
+
+
+def test_labels_by_hand():
+    values = np.zeros(400)
+    made = Series(values, [("spike", 70, 71), ("level shift", 200, 300)])
+    labels = labels_of(made, 64, 16)
+    starts = 16 * np.arange(len(labels))
+    assert len(labels) == (400 - 64) // 16 + 1
+    for start, label in zip(starts, labels):
+        inside = max(0, min(start + 64, 300) - max(start, 200))
+        wanted = 0 if start <= 70 < start + 64 else 1 if inside >= 8 else -2 if inside else -1
+        assert label == wanted
+
+
+def test_windows_in_units_of_the_training_series():
+    windows = new_windows(TINY, 0)
+    assert windows.train.shape == ((1500 - 64) // 8 + 1, 64) and windows.validation.shape == ((1500 - 64) // 16 + 1, 64)
+    assert abs(windows.train.mean()) < 0.1 and abs(windows.train.std() - 1) < 0.1
+    assert len(windows.labels) == len(windows.test)
+    assert set(range(12)) <= set(windows.labels.tolist())  # each event is seen
+    assert (windows.labels == -1).mean() > 0.4
+
+
+# -------------------------------------------------------------------- methods
+def test_what_simple_methods_expect(rng):
+    train = np.array([np.sin(2 * np.pi * (np.arange(40) / 10 + phase)) for phase in rng.random(50)])
+    asked = np.array([np.sin(2 * np.pi * (np.arange(40) / 10 + 0.123))])
+    for method in (methods.linear_prediction(train), methods.pca(train, 2)):
+        np.testing.assert_allclose(method(asked), asked, atol=1e-6)
+    broken = asked.copy()
+    broken[0, 30] += 1
+    assert scores(methods.linear_prediction(train), broken)[0] > 0.02
+    np.testing.assert_array_equal(methods.nearest(train)(train[7:9]), train[7:9])
+    np.testing.assert_allclose(methods.mean(train)(asked), train.mean())
+    average = methods.moving_average(train)(asked)[0]
+    np.testing.assert_allclose([average[20], average[0]], [asked[0, 4:37].mean(), asked[0, :17].mean()])
+
+
+def test_a_training_keeps_the_best_weights_and_repeats(rng):
+    x = rng.standard_normal((200, 1)) * np.sin(np.arange(32) / 5)
+    made = []
+    for _ in range(2):
+        model = Autoencoder.dense((32, 8, 2), generator=0)
+        expect = methods.restored(methods.train(model, x, x, 150, 32, 0.01, study.stream(0), ""))
+        made.append(expect(x))
+    np.testing.assert_array_equal(*made)
+    assert ((made[0] - x) ** 2).mean() < 0.1 * (x**2).mean()
+    shaken = Autoencoder.dense((32, 8, 2), generator=0)
+    with np.errstate(all="ignore"), pytest.raises(ArithmeticError, match="not finite; try a lower learning rate"):
+        methods.train(shaken, np.full((10, 32), np.nan), x, 2, 4, 1.0, study.stream(0), "dense")
+
+
+# -------------------------------------------------------------------- measures
+def test_area_is_that_of_scikit_learn(rng):
+    metrics = pytest.importorskip("sklearn.metrics")
+    normal, other = rng.integers(0, 20, 300) / 7.0, rng.integers(5, 25, 100) / 7.0
+    truth = np.repeat([0, 1], [300, 100])
+    given = np.concatenate([normal, other])
+    assert area(other, normal) == pytest.approx(metrics.roc_auc_score(truth, given))
+    assert area(normal, normal) == pytest.approx(0.5)
+    assert area(np.array([2.0]), np.array([0.0, 1, 2, 3])) == pytest.approx(2.5 / 4)
+
+
+def test_a_curve(rng):
+    normal = rng.random(20_000)
+    np.testing.assert_allclose(curve(rng.random(20_000), normal), RATES, atol=0.02)
+    np.testing.assert_array_equal(curve(2 + rng.random(10), normal), 1)
+
+
+def test_measuring_what_sees_all_and_what_sees_nothing():
+    windows = new_windows(TINY, 0)
+    shows = (windows.labels >= 0)[:, None]
+    oracle = lambda x: x - 3 * (shows if len(x) == len(shows) else 0)
+    found = measure(oracle, windows, 0.99)
+    assert set(found["area"].values()) == set(found["found"].values()) == {1.0} and found["false_alarms"] == 0
+    blind = measure(lambda x: x, windows, 0.99)
+    assert set(blind["area"].values()) == {0.5} and set(blind["found"].values()) == {0.0}
+
+
+def test_windows_laid_over_each_other_are_the_series():
+    values = np.arange(100.0)
+    np.testing.assert_allclose(report.overlaid(study.windows_of(values, 20, 5), 5), values)
+
+
+# -------------------------------------------------------------------- the program
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    return folder, good(call("-m", "experiments.anomalies", *WORDS, "--output", folder))
+
+
+def test_what_a_run_leaves(finished):
+    folder, out = finished
+    assert sorted(path.name for path in folder.iterdir()) == ["results.json", "roc.png", "series.png"]
+    results = json.loads((folder / "results.json").read_text())
+    assert [run["seed"] for run in results["runs"]] == [0, 1]
+    for name in ("roc.png", "series.png"):
+        height, width, _ = imread(folder / name).shape
+        assert height > 300 < width
+    for title, table in report.tables(results["runs"]).items():
+        assert f"{title}\n\n{table}" in out
+    assert "| recurrent autoencoder |" in out
+
+
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
+    (["--window", "200"], "expected --window to be at most 80, got 200"),
+    (["--code-size", "32"], "expected --code-size below half of --window, got 32"),
+    (["--train-samples", "100"], "expected --train-samples to be at least 640, got 100"),
+    (["--quantile", "1"], "expected --quantile above 0 and below 1, got 1"),
+)
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    folder = Path(report.__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    results = json.loads((folder / "results" / "results.json").read_text())
+    for table in report.tables(results["runs"]).values():
+        assert table in readme

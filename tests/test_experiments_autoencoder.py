@@ -1,0 +1,250 @@
+"""experiments/autoencoder: the linear answers are right, measures are what they say, a tiny run leaves all."""
+
+import contextlib
+import gzip
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from tables import wrong_flags
+
+from experiments.autoencoder import data, report, study
+from experiments.autoencoder.__main__ import main
+from experiments.autoencoder.linear import PCA, LinearFilter
+from experiments.autoencoder.study import Settings, Study, bound, likeness, missed
+from tricycle_datasets import mnist
+from tricycle_datasets.download import file_sha256
+
+pytest.importorskip("sklearn")
+WORDS = (
+    "--steps 12 --seeds 2 --code-sizes 2 4 --noises 0.5 --deviations 0.1 0.3 --variational-size 4 --denoising-size 4"
+).split()
+TINY = Settings(steps=12, code_sizes=(2, 4), noises=(0.5,), deviations=(0.1, 0.3), variational_size=4, denoising_size=4)
+
+
+@pytest.fixture(scope="module")
+def digits() -> data.Data:
+    return data.load("digits")
+
+
+@pytest.fixture(autouse=True)
+def short_classifiers(monkeypatch):
+    monkeypatch.setattr(study, "CLASSIFIER_STEPS", 40)
+
+
+# -------------------------------------------------------------------- data
+def test_parts_of_the_digits(digits):
+    assert [part.images.shape for part in digits] == [(1197, 8, 8, 1), (300, 8, 8, 1), (300, 8, 8, 1)]
+    for part in digits:
+        assert part.images.dtype == np.float32 and part.images.min() == 0 and part.images.max() == 1
+        assert np.bincount(part.labels, minlength=10).min() > 15
+    together = np.concatenate([part.images for part in digits]).reshape(1797, -1)
+    from sklearn.datasets import load_digits
+
+    order = lambda images: images[np.lexsort(images.T)]
+    np.testing.assert_array_equal(order(together), order(load_digits().data.astype(np.float32) / 16))
+    np.testing.assert_array_equal(data.load("digits").test.images, digits.test.images)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return b"\0\0\x08" + bytes([array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+@pytest.fixture
+def made_up(tmp_path, monkeypatch, rng):
+    """A little MNIST in the place of the real one, some of it packed."""
+    arrays, folder = {}, tmp_path / "mnist"
+    folder.mkdir()
+    for name in mnist.SHA256:
+        n = 50 if name.startswith("train") else 12
+        shape, above = ((n,), 10) if "labels" in name else ((n, 28, 28), 256)
+        arrays[name] = rng.integers(0, above, shape, np.uint8)
+        content = idx(arrays[name])
+        path = folder / (name if name.startswith("train") else f"{name}.gz")
+        path.write_bytes(content if name.startswith("train") else gzip.compress(content))
+        monkeypatch.setitem(mnist.SHA256, name, (file_sha256(path), file_sha256(path)))
+    monkeypatch.setenv("TRICYCLE_DATA", str(tmp_path))
+    return arrays, folder
+
+
+def test_mnist_from_files_packed_and_not(made_up, monkeypatch):
+    arrays, folder = made_up
+    for split, begin in mnist.SPLITS.items():
+        images, labels = mnist.mnist(split)
+        np.testing.assert_array_equal(images, arrays[f"{begin}-images-idx3-ubyte"])
+        np.testing.assert_array_equal(labels, arrays[f"{begin}-labels-idx1-ubyte"])
+    monkeypatch.setattr(data, "HELD_OUT_MNIST", 10)
+    loaded = data.load("mnist")
+    assert [part.images.shape for part in loaded] == [(40, 28, 28, 1), (10, 28, 28, 1), (12, 28, 28, 1)]
+    np.testing.assert_array_equal(loaded.validation.labels, arrays["train-labels-idx1-ubyte"][-10:])
+    assert loaded.shape == (28, 28, 1)
+    np.testing.assert_allclose(loaded.test.images[..., 0] * 255, arrays["t10k-images-idx3-ubyte"], atol=1e-4)
+    (folder / "train-images-idx3-ubyte").write_bytes(b"another file")
+    with pytest.raises(ValueError, match="expected a file with SHA-256"):
+        mnist.mnist("train")
+
+
+def test_mnist_that_is_not_there_says_where_to_put_it(tmp_path, monkeypatch):
+    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(mnist, "URL", "http://127.0.0.1:9/{name}")
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "mnist" / "train-images-idx3-ubyte.gz"))):
+        mnist.mnist("train")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\0\0\x0d\x01\0\0\0\x01\x07", "expected an IDX file of bytes"),
+        (b"\0\0\x08", "expected an IDX file of bytes"),
+        (b"\0\0\x08\x02\0\0\0\x02\0\0\0\x03\x01\x02", r"expected 6 elements for shape \(2, 3\), got 2"),
+    ],
+)
+def test_other_files_are_refused(content, said):
+    with pytest.raises(ValueError, match=said):
+        mnist.read_idx(content)
+    with pytest.raises(ValueError, match="expected a split of train, test, got 'validation'"):
+        mnist.mnist("validation")
+
+
+# -------------------------------------------------------------------- linear answers and measures
+def test_pca_is_that_of_scikit_learn(digits):
+    from sklearn.decomposition import PCA as Theirs
+
+    ours, pixels = PCA(digits.train.images, 5), digits.train.images.reshape(1197, -1).astype(float)
+    theirs = Theirs(5, svd_solver="full").fit(pixels)
+    codes = theirs.transform(pixels)
+    np.testing.assert_allclose(np.abs(ours.encode(digits.train.images)), np.abs(codes), atol=1e-8)
+    made = ours.decode(ours.encode(digits.train.images))
+    np.testing.assert_allclose(made.reshape(1197, -1), theirs.inverse_transform(codes), atol=1e-8)
+    drawn = ours.draw(20_000, np.random.default_rng(0)).reshape(20_000, -1)
+    spread = (ours.directions.T * (ours.variances - ours.noise)) @ ours.directions
+    np.testing.assert_allclose(np.cov(drawn.T), spread, atol=0.02)
+
+
+def test_the_likelihood_of_pca_is_that_of_its_normal_distribution(digits):
+    from scipy.stats import multivariate_normal
+
+    pca = PCA(digits.train.images, 5)
+    loadings = pca.directions.T * (pca.variances - pca.noise)
+    normal = multivariate_normal(pca.mean, loadings @ pca.directions + pca.noise * np.eye(64))
+    surprise = -normal.logpdf(digits.test.images.reshape(300, -1).astype(float)).mean()
+    assert pca.surprise(digits.test.images) == pytest.approx(surprise, rel=1e-6)
+
+
+def test_no_linear_map_removes_noise_better(digits, rng):
+    clean = digits.train.images.repeat(40, axis=0)
+    noisy = clean + 0.5 * rng.standard_normal(clean.shape)
+    x, y = ((images - PCA(digits.train.images, 2).mean.reshape(8, 8, 1)).reshape(-1, 64) for images in (noisy, clean))
+    regression = np.linalg.lstsq(x, y, rcond=None)[0]
+    assert np.abs(LinearFilter(digits.train.images, 0.5).weights - regression).max() < 0.05
+    assert missed(LinearFilter(digits.train.images, 0.5)(noisy), clean, digits) < 0.55
+
+
+def test_what_is_missed(digits):
+    images, mean = digits.test.images, digits.train.images.mean(axis=0)
+    assert missed(images, images, digits) == 0
+    assert missed(np.broadcast_to(mean, images.shape), images, digits) == pytest.approx(1, rel=1e-5)
+    assert missed(images + 5 * (images == 1) - 3 * (images == 0), images, digits) == 0  # cut to paper and ink
+
+
+def test_the_bound_is_one(digits):
+    """Where the decoder is linear and the encoder the exact posterior, the bound is the likelihood itself."""
+    model = Study(digits, TINY, 0).trained("dense", 4, 0.0, 0.3)
+    images = digits.test.images[:50]
+    whole, divergence = bound(model, images)
+    with model.evaluating():
+        constant = 64 * np.log(0.3 * np.sqrt(2 * np.pi))
+        assert whole > float(model.loss(images)) + constant - 0.5  # the mean of the code errs less than draws
+    assert whole == bound(model, images)[0] and 0 < divergence < whole - constant
+
+
+def test_likeness(rng):
+    real, others = rng.standard_normal((300, 2)), rng.standard_normal((200, 2))
+    precision, recall = likeness(real, rng.standard_normal((300, 2)), others)
+    assert precision > 0.9 < recall
+    assert likeness(real, real + 50, others) == (0, 0)
+    narrow = likeness(real, 0.1 * rng.standard_normal((300, 2)), others)
+    assert narrow[0] == 1 and narrow[1] < 0.2
+
+
+def test_codes_that_tell_digits_apart_and_codes_that_do_not(digits, rng, monkeypatch):
+    monkeypatch.setattr(study, "CLASSIFIER_STEPS", 100)
+    noise = lambda part: rng.standard_normal((len(part.labels), 10))
+    parts = [(np.eye(10)[part.labels] + 0.1 * noise(part), part.labels) for part in digits]
+    assert study.classify(*parts, seed=0) > 0.95
+    parts = [(noise(part), part.labels) for part in digits]
+    assert study.classify(*parts, seed=0) < 0.2
+    rows = study.few_of(digits.train, 30, seed=0)
+    assert (np.bincount(digits.train.labels[rows]) == 3).all() and len(set(rows)) == 30
+
+
+# -------------------------------------------------------------------- training
+def test_a_training_pays_repeats_and_can_beat_pca(digits):
+    settings = Settings(steps=400, code_sizes=(2,))
+    one = Study(digits, settings, 0, "validation")
+    found = one.reconstruction()
+    assert found["dense"][0] < found["PCA"][0] - 0.1
+    fresh = study.new_model("dense", digits.shape, 2, study.stream(study.TRAINING, 0, 0))
+    again = study.train(fresh, digits, settings, 0, "")
+    for name, array in again.state_dict().items():
+        np.testing.assert_array_equal(array, one.trained("dense", 2).state_dict()[name])
+
+
+def test_every_kind_repeats_with_its_noise(digits):
+    a, b = (Study(digits, TINY, 1).trained("convolutional", 4, 0.0, 0.3).state_dict() for _ in range(2))
+    for name, array in a.items():
+        np.testing.assert_array_equal(array, b[name])
+
+
+# -------------------------------------------------------------------- the program
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder, said = tmp_path_factory.mktemp("runs") / "a run", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", ["autoencoder", *WORDS, "--output", str(folder)])
+        patch.setattr(study, "CLASSIFIER_STEPS", 40)
+        assert main() == 0
+    return folder, said.getvalue()
+
+
+def test_what_a_run_leaves(finished):
+    folder, out = finished
+    pictures = ["between", "codes", "denoising", "drawn", "errors", "plane", "reconstruction"]
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == sorted([*(f"{name}.png" for name in pictures), "results.json"])
+    results = json.loads((folder / "results.json").read_text())
+    assert [run["seed"] for run in results["runs"]] == [0, 1]
+    one, other = (run["reconstruction"] for run in results["runs"])
+    assert one["PCA"] == other["PCA"] and one["dense"] != other["dense"]
+    for name in pictures:
+        height, width, _ = imread(folder / f"{name}.png").shape
+        assert height > 150 < width
+    for title, table in report.tables(results["runs"], results["settings"]).items():
+        assert f"{title}\n\n{table}" in out
+
+
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--data", "letters"], "expected --data to be digits or mnist, got letters"),
+    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
+    (["--code-sizes", "2", "64"], "expected --code-sizes to be numbers from 1 to 63, got 2 64"),
+    (["--noises", "-1"], "expected --noises to be numbers above 0, got -1"),
+    (["--variational-size", "99"], "expected --variational-size to be at most 63, got 99"),
+    (["--learning-rate", "0"], "expected --learning-rate above 0 and below 1, got 0"),
+)
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    folder = Path(report.__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    for path in sorted((folder / "results").glob("*.json")):
+        results = json.loads(path.read_text())
+        for table in report.tables(results["runs"], results["settings"]).values():
+            assert table in readme
+    assert (folder / "results" / "results.json").is_file()
