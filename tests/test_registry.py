@@ -116,8 +116,11 @@ def test_keeps_the_dtype(sample, dtype):
     output, grads = run(sample, sample.tensors(dtype))
     assert output.dtype == dtype
     assert {g.dtype for g in grads if g is not None} == {np.dtype(dtype)}
-    if dtype == np.float32:
-        assert_same((output, grads), run(sample, sample.tensors()), rtol=1e-4, atol=1e-5)
+    if dtype == np.float32:  # a sum of terms that nearly cancel is as exact as its terms, so sizes decide
+        expected = run(sample, sample.tensors())
+        arrays = [expected[0], *(g for g in expected[1] if g is not None)]
+        largest = max(float(np.abs(a).max(initial=0, where=np.isfinite(a))) for a in arrays)
+        assert_same((output, grads), expected, rtol=1e-4, atol=3e-6 * max(1, largest))
 
 
 def with_gaps(array: np.ndarray) -> np.ndarray:
