@@ -9,6 +9,7 @@ Shapes: B batch, S source tokens, T target tokens, C channels, H hidden size, L 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -226,10 +227,13 @@ class LearnedPositions(SinusoidalPositions):
         return self.weights[places]
 
 
+@lru_cache(maxsize=16)
 def sinusoids(n_places: int, size: int) -> np.ndarray:
-    """(n_places, size): sin(p / 10000^(2 i / size)) at 2 i, the cosine at 2 i + 1."""
+    """(n_places, size): sin(p / 10000^(2 i / size)) at 2 i, the cosine at 2 i + 1. Kept, for each step asks anew."""
     angles = np.arange(n_places)[:, None] / 10_000 ** (np.arange(0, size, 2) / size)
-    return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n_places, -1)[:, :size]
+    table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n_places, -1)[:, :size]
+    table.flags.writeable = False
+    return table
 
 
 class TransformerEncoder(Layer):
