@@ -376,6 +376,7 @@ for _subscripts, _full, _flags, *_shapes in [
 for _shape in [(3,), (2, 3), (2, 4, 3), (1, 3), (0, 3)]:
     add("linear", functions.linear, normal(*_shape), normal(3, 5), normal(5), torch=lambda torch, x, w, b: x @ w + b)
     add("linear", functions.linear, normal(*_shape), normal(3, 5), torch=lambda torch, x, w: x @ w)
+add("to_activations", lambda x: functions.to_activations(x, "bfloat16") * 2, normal(2, 3), torch=lambda torch, x: x * 2)
 
 
 # -------------------------------------------------------------------- softmax and its kin, gates

@@ -43,6 +43,7 @@ CHOICES = {
     "norm": "one of layer_norm, rms_norm",
     "positions": "one of learned, rotary",
     "softmax": "one of softmax, softmax1, adaptive, blocks",
+    "precision": "one of float32, tf32, bfloat16, float16",
 }
 SWITCHES = ("bias", "tied")
 

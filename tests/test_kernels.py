@@ -20,8 +20,8 @@ def kernel_names(module: ModuleType) -> set[str]:
 
 
 # -------------------------------------------------------------------- arguments
-def _rows(rng, shape):
-    return (rng.standard_normal(shape),)
+def _rows(rng, shape, *options):
+    return rng.standard_normal(shape), *options
 
 
 def _two(rng, shape):
@@ -174,6 +174,8 @@ CASES = {
     "log_softmax": (_rows, [(shape,) for shape in ROWS]),
     "gelu": (_rows, [(shape,) for shape in ANY]),
     "gelu_with_slope": (_rows, [(shape,) for shape in ANY]),
+    "operand": (_rows, [((2, 3), "float32")]),
+    "activations": (_rows, [((2, 3), "float32")]),
     "multiply": (_two, [(shape,) for shape in [*ANY, (3, 70_001)]]),
     "sigmoid": (_rows, [(shape,) for shape in ANY]),
     "matmul": (

@@ -42,6 +42,7 @@ class GPTConfig:
     tied: bool = True  # whether the output layer shares its weights with the token embedding
     softmax: str = "softmax"  # how attention weighs keys: softmax, softmax1, adaptive or blocks
     softmax_blocks: int = 2  # into how many blocks "blocks" cuts the keys
+    precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"  # of matrix products; weights stay float32
     dropout: float = 0.0  # probability of dropping an element of the embedding and of each block's result
 
     # ---- training

@@ -13,6 +13,9 @@ from tricycle.backend import Array, array_module
 from tricycle.ops import Op, as_tensor, check_device, check_width, floating, positive, register
 from tricycle.tensor import BackFn, Operand, Tensor, no_grad, record, to_tensor
 
+# How exactly matrix products are made, and on a GPU what activations are kept in. Weights are float32 always.
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
+
 
 def shared_backward(compute, n_args: int) -> tuple[BackFn, ...]:
     """The back_fns of an op whose gradients all come out of one computation.
@@ -432,11 +435,14 @@ class Tanh(Op):
 
 
 @register
-def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "linear") -> Tensor:
+def linear(
+    x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "linear", precision: str = "float32"
+) -> Tensor:
     """x W + b over the last axis of x, as one matrix product.
 
     Args:
         x: (..., from_size). weights: (from_size, to_size). bias: (to_size,).
+        precision: in PRECISIONS; of the three products of forward and backward, not of their sums and results.
 
     Returns:
         (..., to_size).
@@ -451,22 +457,42 @@ def linear(x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "
     check_width(f"{name.capitalize()}(from_size={from_size})", x, from_size)
     check_device(name, x.array, weights.array)
     rows, matrix = floating(x.array).reshape(-1, from_size), weights.array
-    y = kernels.matmul(rows, matrix, None if bias is None else bias.array)
+    kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
+    a, b = kernels.operand(rows, precision), kernels.operand(matrix, precision)
+    y = kernels.matmul(a, b, None if bias is None else bias.array, None, kept, precision)
+    (convert,) = shared_backward(lambda grad: (kernels.operand(grad.reshape(-1, to_size), precision),), 1)
+    as_operand: Callable[[Tensor], Array] = convert
 
-    def grads(grad: Tensor) -> Array:
-        return grad.array.reshape(-1, to_size)
+    def input_grad(grad: Tensor) -> Array:
+        return kernels.matmul(as_operand(grad), b.T, None, None, kept, precision).reshape(x.shape)
 
     def weight_grad(grad: Tensor) -> Array:
         if matrix.flags.c_contiguous:
-            return kernels.matmul(rows.T, grads(grad))
-        return kernels.matmul(grads(grad).T, rows).T  # in the layout of the weights: tied ones come transposed
+            return kernels.matmul(a.T, as_operand(grad), None, None, None, precision)
+        # in the layout of the weights: tied ones come transposed
+        return kernels.matmul(as_operand(grad).T, a, None, None, None, precision).T
 
     args: tuple[Tensor, ...] = (x, weights)
-    back_fns: tuple[BackFn, ...] = (
-        lambda grad: kernels.matmul(grads(grad), matrix.T).reshape(x.shape),
-        weight_grad,
-    )
+    back_fns: tuple[BackFn, ...] = (input_grad, weight_grad)
     if bias is not None:
         args += (bias,)
-        back_fns += (lambda grad: kernels.sum_rows(grads(grad)),)
+        back_fns += (lambda grad: kernels.sum_rows(grad.array.reshape(-1, to_size)),)
     return record(y.reshape(*x.shape[:-1], to_size), args, back_fns, name)
+
+
+@register
+def to_activations(x: Tensor, precision: str) -> Tensor:
+    """x in the dtype that activations have at that precision on its device; its gradient in the dtype of x."""
+    array = kernels.activations(x.array, precision)
+    return x if array is x.array else record(array, (x,), (lambda grad: grad.array.astype(x.dtype),), "to_activations")
+
+
+def check_precision(precision: str) -> str:
+    """The name of a precision as it is.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"expected precision to be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return precision

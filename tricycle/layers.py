@@ -10,7 +10,7 @@ import numpy as np
 
 from tricycle import backend, kernels
 from tricycle.backend import Array
-from tricycle.functions import linear, shared_backward
+from tricycle.functions import check_precision, linear, shared_backward
 from tricycle.initialisers import Initialiser, normal, xavier
 from tricycle.ops import as_tensor, check_device, check_range, check_width, floating, positive
 from tricycle.tensor import Operand, Tensor, no_grad, record, to_tensor
@@ -131,6 +131,17 @@ class Layer:
         finally:
             self._set_training(was_training)
 
+    def use_precision(self, precision: str) -> Layer:
+        """Let every `Dense` in here multiply at this precision from now on; returns self.
+
+        Raises:
+            ValueError: not in `functions.PRECISIONS`.
+        """
+        for layer in self.layers():
+            if isinstance(layer, Dense):
+                layer.precision = check_precision(precision)
+        return self
+
     # ---------------------------------------------------------------- moving and state
     def place(self, ids: Any) -> Tensor:
         """Whole numbers as a Tensor on the device of the parameters."""
@@ -215,7 +226,12 @@ class Dense(Layer):
         bias: add a vector b, which starts at 0.
         initialiser: first values of W.
         generator: a NumPy generator or a seed.
+
+    Attributes:
+        precision: of the products, as `Layer.use_precision` sets it.
     """
+
+    precision = "float32"
 
     def __init__(
         self, from_size: int, to_size: int, bias: bool = True, initialiser: Initialiser = xavier,
@@ -228,7 +244,7 @@ class Dense(Layer):
 
     def forward(self, x: Operand) -> Tensor:
         """(..., from_size) to (..., to_size)."""
-        return linear(as_tensor(x, self.weights), self.weights, self.bias, "dense")
+        return linear(as_tensor(x, self.weights), self.weights, self.bias, "dense", self.precision)
 
 
 class Embedding(Layer):

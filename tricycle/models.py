@@ -13,7 +13,7 @@ import numpy as np
 from tricycle.attention import KeyValueCache
 from tricycle.blocks import GPT2TransformerBlock, new_norm
 from tricycle.configs import GPTConfig
-from tricycle.functions import linear, new_softmax
+from tricycle.functions import linear, new_softmax, to_activations
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.ops import as_tensor
@@ -48,6 +48,7 @@ class GPT(Layer):
         self.norm = new_norm(config.norm, size, config.bias)
         self.head = None if config.tied else Dense(size, config.vocab_size, bias=False, initialiser=zeros)
         _initialise(self, config.n_layers, self.generator)
+        self.use_precision(config.precision)
 
     def forward(self, tokens: Operand, caches: list[KeyValueCache] | None = None) -> Tensor:
         """
@@ -75,11 +76,13 @@ class GPT(Layer):
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding.weights[seen : seen + tokens.shape[-1]]
-        x = self.dropout(x)
+        x = self.dropout(to_activations(x, self.config.precision))
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
         x = self.norm(x)
-        return linear(x, self.token_embedding.weights.transpose()) if self.head is None else self.head(x)
+        if self.head is not None:
+            return self.head(x)
+        return linear(x, self.token_embedding.weights.transpose(), precision=self.config.precision)
 
     def use_softmax(self, name: str, n_blocks: int = 2) -> None:
         """Let attention weigh keys in another way from now on, in every block and in the config.

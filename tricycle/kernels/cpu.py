@@ -65,11 +65,11 @@ def _ones(n: int, like: np.ndarray) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- matrices
-def matmul(a, b, bias=None, out=None):
+def matmul(a, b, bias=None, out=None, dtype=None, precision="float32"):
     """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
     (n_rows, n_inner), n_columns = a.shape, b.shape[1]
     if n_rows * n_inner * n_columns < SMALL_PRODUCT or not blas_libraries() or all_at_work():
-        return reference.matmul(a, b, bias, out)
+        return reference.matmul(a, b, bias, out, dtype)
     if n_inner >= 2 * max(n_rows, n_columns) and out is None:
         terms = _parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
         return _sum_over(lambda part: a[:, part] @ b[part], terms) + (0 if bias is None else bias)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +17,10 @@ from tricycle.backend import Array, array_module
 # The kernels: what may have a faster version.
 __all__ = [
     "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "sigmoid", "multiply",
-    "matmul", "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy",
-    "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward", "row_attention",
-    "row_attention_backward", "rotate", "adamw", "repeated", "pipeline", "rnn", "rnn_backward", "gru", "gru_backward",
-    "lstm", "lstm_backward",
+    "operand", "activations", "matmul", "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward",
+    "cross_entropy", "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward",
+    "row_attention", "row_attention_backward", "rotate", "adamw", "repeated", "pipeline", "rnn", "rnn_backward", "gru",
+    "gru_backward", "lstm", "lstm_backward",
 ]
 
 Rows = Callable[[Array], Array]
@@ -93,16 +94,33 @@ def multiply(a: Array, b: Array) -> Array:
 
 
 # -------------------------------------------------------------------- matrices
-def matmul(a: Array, b: Array, bias: Array | None = None, out: Array | None = None) -> Array:
+def operand(x: Array, precision: str) -> Array:
+    """x as a matrix product of that precision takes it: itself, or a copy of 16 bits where that is faster."""
+    return x
+
+
+def activations(x: Array, precision: str) -> Array:
+    """x in the dtype that activations have at that precision: its own, or one of 16 bits where that is faster."""
+    return x
+
+
+def matmul(
+    a: Array, b: Array, bias: Array | None = None, out: Array | None = None, dtype: Any = None,
+    precision: str = "float32",
+) -> Array:
     """a b + bias for matrices (N, K) and (K, M), either of which may be a transposed view, and a bias (M,).
 
     Args:
         out: where the result goes, if that is known; (N, M), whatever it holds.
+        dtype: of the result; that of the operands unless given, float32 if these have 16 bits. Sums have 32 at least.
+        precision: "tf32" may round float32 operands to 11 bits for the product.
     """
+    if a.dtype.itemsize == 2 or b.dtype.itemsize == 2:
+        a, b = a.astype(np.float32), b.astype(np.float32)
     product = array_module(a).matmul(a, b, out=out)
     if bias is not None:
         product += bias
-    return product
+    return product if dtype is None else product.astype(dtype, copy=False)
 
 
 def sum_rows(x: Array) -> Array:
