@@ -109,6 +109,7 @@ UNARY = [
     ("Sigmoid", functions.Sigmoid(), normal, [-30, 0, 30], lambda torch, x: x.sigmoid()),
     ("Tanh", functions.Tanh(), normal, [-30, 0, 30], lambda torch, x: x.tanh()),
     ("ReLU", activation.ReLU(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu()),
+    ("ReLUSquared", activation.ReLUSquared(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu() ** 2),
     ("GeLU", activation.GeLU(), normal, [-30, 0, 30], lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh")),
     (
         "GeLU",

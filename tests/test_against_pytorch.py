@@ -79,7 +79,7 @@ class TorchGPT:
         if self.config.activation == "swiglu":
             value, gate = x.chunk(2, dim=-1)
             return value * F.silu(gate)
-        return {"gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "swish": F.silu}[
+        return {"gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "relu_squared": lambda x: F.relu(x) ** 2, "swish": F.silu}[
             self.config.activation
         ](x)
 

@@ -308,7 +308,7 @@ BAD = {
     "mlp ratio nan": (lambda: MLPBlock(8, np.nan), "MLPBlock: expected a finite expansion_ratio above 0, got nan"),
     "mlp activation": (
         lambda: MLPBlock(8, activation="tanh"),
-        "MLPBlock: expected activation to be one of gelu, relu, swish, swiglu, got 'tanh'",
+        "MLPBlock: expected activation to be one of gelu, relu, relu_squared, swish, swiglu, got 'tanh'",
     ),
     "mlp input": (
         lambda: MLPBlock(8)(np.ones((2, 4))),

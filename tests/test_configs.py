@@ -39,7 +39,7 @@ NUMBERS = {
     "max_gradient_norm": "0 or more",
 }
 CHOICES = {
-    "activation": "one of gelu, relu, swish, swiglu",
+    "activation": "one of gelu, relu, relu_squared, swish, swiglu",
     "norm": "one of layer_norm, rms_norm",
     "positions": "one of learned, rotary",
     "softmax": "one of softmax, softmax1, adaptive, blocks",

@@ -174,6 +174,7 @@ CASES = {
     "log_softmax": (_rows, [(shape,) for shape in ROWS]),
     "gelu": (_rows, [(shape,) for shape in ANY]),
     "gelu_with_slope": (_rows, [(shape,) for shape in ANY]),
+    "relu_squared": (_rows, [(shape,) for shape in ANY]),
     "operand": (_rows, [((2, 3), "float32")]),
     "activations": (_rows, [((2, 3), "float32")]),
     "multiply": (_two, [(shape,) for shape in [*ANY, (3, 70_001)]]),
@@ -217,6 +218,7 @@ CASES = {
         [(*sizes, offset) for sizes in ATTENTION for offset in offsets(sizes)],
     ),
     "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
+    "orthogonalise": (_rows, [((1, 1, 1),), ((3, 4, 4),), ((2, 3, 7),), ((2, 7, 3),), ((0, 3, 3),), ((5, 70, 70),)]),
     "adamw": (
         _adamw,
         [((1,), 1, 0.0), ((7, 3), 1, 0.1), ((65_539,), 5, 0.1), ((0,), 1, 0.1), ((), 2, 0.1), ((300, 500), 1000, 0.0)],

@@ -6,15 +6,19 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tables import bad_input
 
+from tricycle import kernels
 from tricycle.configs import DebugConfig
 from tricycle.layers import Dense, Layer, LayerNorm, Sequential
 from tricycle.models import GPT
-from tricycle.optimisers import AdamW, Optimiser, StochasticGradientDescent, clip_gradients, decays, gradient_norm
+from tricycle.optimisers import (
+    AdamW, Muon, Optimiser, StochasticGradientDescent, clip_gradients, decays, gradient_norm, is_hidden_matrix,
+)  # fmt: skip
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import Tensor, to_tensor
 
@@ -22,6 +26,7 @@ OPTIMISERS: dict[str, Callable[..., Optimiser]] = {
     "sgd": StochasticGradientDescent,
     "momentum": lambda *args, **kwargs: StochasticGradientDescent(*args, momentum=0.9, **kwargs),
     "adamw": AdamW,
+    "muon": Muon,
 }
 each_optimiser = pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS)
 
@@ -342,6 +347,14 @@ BAD = {
     "negative beta": (lambda: AdamW(betas=(-0.1, 0.9)), "AdamW: expected two betas from 0 to below 1, got (-0.1, 0.9)"),
     "one beta": (lambda: AdamW(betas=(0.9,)), "AdamW: expected two betas from 0 to below 1, got (0.9,)"),
     "a number for betas": (lambda: AdamW(betas=0.9), "AdamW: expected two betas from 0 to below 1, got 0.9"),
+    "muon's momentum 1": (
+        lambda: Muon(momentum=1.0),
+        "Muon: expected a matrix_rate of 0 or more and a momentum from 0 to below 1, got 5.0 and 1.0",
+    ),
+    "negative matrix rate": (
+        lambda: Muon(matrix_rate=-1),
+        "Muon: expected a matrix_rate of 0 or more and a momentum from 0 to below 1, got -1 and 0.95",
+    ),
     "eps 0": (lambda: AdamW(eps=0), "AdamW: expected an eps above 0, got 0"),
     "clip at 0": (lambda: clip_gradients(Weights(), 0), "clip_gradients: expected a max_norm above 0, got 0"),
     "clip below 0": (lambda: clip_gradients(Weights(), -1.0), "clip_gradients: expected a max_norm above 0, got -1.0"),
@@ -358,3 +371,64 @@ test_bad_input = bad_input(BAD)
 def test_an_optimiser_without_a_rule_says_so() -> None:
     with pytest.raises(NotImplementedError, match=r"^Optimiser defines no update$"):
         Weights().receive(1.0).update(Optimiser(0.1))
+
+
+# -------------------------------------------------------------------- Muon
+def one_matrix(shape: tuple[int, int], rng: np.random.Generator) -> tuple[Layer, np.ndarray, np.ndarray]:
+    """A layer with a matrix that has a gradient; the matrix and the gradient."""
+    layer, grad = Dense(*shape, bias=False, generator=0), rng.standard_normal(shape).astype(np.float32)
+    layer.weights.grad = to_tensor(grad)
+    return layer, layer.weights.array.copy(), grad
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 12), (12, 8), (5, 13)])
+def test_muon_moves_a_matrix_by_the_nearest_orthogonal_one(shape: tuple[int, int], rng: np.random.Generator) -> None:
+    layer, before, grad = one_matrix(shape, rng)
+    layer.update(Muon(0.01, weight_decay=0, matrix_rate=2.0))
+    u, _, v = np.linalg.svd(grad, full_matrices=False)
+    moved = (before - layer.weights.array) / (0.02 * math.sqrt(max(1, shape[1] / shape[0])))
+    # five steps of the iteration bring singular values to within a fifth of 1, not to 1
+    np.testing.assert_allclose(np.linalg.svd(moved)[1], 1, atol=0.2)
+    assert np.vdot(moved, u @ v) / (np.linalg.norm(moved) * np.linalg.norm(u @ v)) > 0.99
+
+
+@pytest.mark.parametrize("shape", [(4, 12), (12, 4)])
+def test_muon_takes_long_matrices_as_square_ones(shape: tuple[int, int], rng: np.random.Generator) -> None:
+    layer, before, grad = one_matrix(shape, rng)
+    layer.update(Muon(0.01, weight_decay=0, matrix_rate=1.0))
+    moved, axis = before - layer.weights.array, shape.index(12)
+    scale = math.sqrt(max(1, shape[1] / shape[0]) / 3) * 0.01
+    for part, grads in zip(np.split(moved, 3, axis), np.split(grad, 3, axis)):
+        u, _, v = np.linalg.svd(grads)
+        np.testing.assert_allclose(np.linalg.svd(part)[1] / scale, 1, atol=0.2)
+        assert np.vdot(part, u @ v) / (np.linalg.norm(part) * np.linalg.norm(u @ v)) > 0.99
+
+
+def test_muon_looks_ahead_along_a_mean_of_gradients(rng: np.random.Generator) -> None:
+    layer, before, grad = one_matrix((6, 6), rng)
+    other = rng.standard_normal((6, 6)).astype(np.float32)
+    optimiser = Muon(0.1, weight_decay=0.5, matrix_rate=1.0, momentum=0.8)
+    layer.update(optimiser)
+    between = layer.weights.array.copy()
+    layer.weights.grad = to_tensor(other)
+    layer.update(optimiser)
+    mean = 0.2 * 0.8 * grad + 0.2 * other
+    np.testing.assert_allclose(optimiser.memory_of(layer.weights)[1]["first"], mean, 1e-5, 1e-6)
+    moved = between * (1 - 0.1 * 0.5) - layer.weights.array
+    expected = kernels.reference.orthogonalise((0.2 * other + 0.8 * mean)[None])[0] * 0.1
+    np.testing.assert_allclose(moved, expected, 1e-3, 1e-5)
+
+
+def test_which_parameters_of_a_gpt_are_muons() -> None:
+    model = GPT(replace(DebugConfig(), tied=False, n_layers=1))
+    names = {name for name, parameter in model.named_parameters() if is_hidden_matrix(name, parameter)}
+    parts = ("attention.qkv", "attention.projection", "mlp.up", "mlp.projection")
+    assert names == {f"blocks.0.{part}.weights" for part in parts}
+
+
+def test_muon_leaves_the_others_to_adamw() -> None:
+    twins = [Weights().receive(2.0, -4.0) for _ in range(2)]
+    twins[0].update(Muon(0.1, takes=lambda name, parameter: False))
+    twins[1].update(AdamW(0.1))
+    for mine, theirs in zip(twins[0].parameters(), twins[1].parameters()):
+        np.testing.assert_array_equal(mine.array, theirs.array)

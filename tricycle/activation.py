@@ -22,6 +22,15 @@ class ReLU(Op):
         return record(y, (x,), (lambda grad: grad.array * (y > 0),), "> 0")
 
 
+class ReLUSquared(Op):
+    """max(x, 0) squared (So et al. 2021, "Primer")."""
+
+    def forward(self, x: Operand) -> Tensor:
+        x = as_tensor(x)
+        y, slope = kernels.relu_squared(floating(x.array))
+        return record(y, (x,), (lambda grad: kernels.multiply(grad.array, slope),), "relu_squared")
+
+
 class GeLU(Op):
     """x times the normal distribution function of x (Hendrycks and Gimpel 2016).
 

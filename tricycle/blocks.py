@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tricycle.activation import GeLU, ReLU, SwiGLU, Swish
+from tricycle.activation import GeLU, ReLU, ReLUSquared, SwiGLU, Swish
 from tricycle.attention import CrossAttention, KeyValueCache, Mask, Rotary, SelfAttention
 from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.initialisers import Initialiser, xavier
@@ -18,7 +18,9 @@ from tricycle.ops import Op, as_tensor, positive, reshape
 from tricycle.tensor import Operand, Tensor
 
 # The activations that a config may name.
-ACTIVATIONS: dict[str, Callable] = {"gelu": GeLU, "relu": ReLU, "swish": Swish, "swiglu": SwiGLU}
+ACTIVATIONS: dict[str, Callable] = {
+    "gelu": GeLU, "relu": ReLU, "relu_squared": ReLUSquared, "swish": Swish, "swiglu": SwiGLU,
+}  # fmt: skip
 
 
 class _MultiHead(Layer):

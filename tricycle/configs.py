@@ -35,7 +35,7 @@ class GPTConfig:
     n_heads: int = 12  # attention heads a layer
     n_layers: int = 12  # transformer blocks
     expansion_ratio: float = 4.0  # width of an MLP's hidden layer over the model's
-    activation: Literal["gelu", "relu", "swish", "swiglu"] = "gelu"  # activation of the MLPs
+    activation: Literal["gelu", "relu", "relu_squared", "swish", "swiglu"] = "gelu"  # activation of the MLPs
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # normalisation before each block and at the end
     positions: Literal["learned", "rotary"] = "learned"  # how the model knows the order of tokens
     bias: bool = True  # whether linear layers and norms have biases

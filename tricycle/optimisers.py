@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterable
 
 from tricycle import backend, kernels
-from tricycle.backend import Array
+from tricycle.backend import Array, array_module
 from tricycle.layers import Layer
 from tricycle.tensor import Tensor
 
 Schedule = Callable[[int], float]
-DecayRule = Callable[[str, Tensor], bool]
+Rule = Callable[[str, Tensor], bool]
+Update = Callable[[Array, Array, dict[str, Array], int, float], None]
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -31,7 +32,7 @@ class Optimiser:
     moments: tuple[str, ...] = ()
 
     def __init__(
-        self, learning_rate: float | Schedule, weight_decay: float = 0.0, decays: DecayRule = decays,
+        self, learning_rate: float | Schedule, weight_decay: float = 0.0, decays: Rule = decays,
     ) -> None:
         kind = type(self).__name__
         if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
@@ -63,7 +64,8 @@ class Optimiser:
                 n_updates, moments = self.memory_of(parameter)
                 self._memory[parameter] = n_updates + 1, moments
                 decay = self.weight_decay if self.decays(name, parameter) else 0.0
-                self._update_one(parameter.array, parameter.grad.array, moments, n_updates + 1, decay)
+                update = self._way(name, parameter)
+                update(parameter.array, parameter.grad.array, moments, n_updates + 1, decay)
         self._step_is_open = False
 
     def memory_of(self, parameter: Tensor) -> tuple[int, dict[str, Array]]:
@@ -85,6 +87,10 @@ class Optimiser:
                 raise ValueError(f"{kind}: expected {name} moments of shape {parameter.shape}, got {got}")
         self._memory[parameter] = n_updates, moments
 
+    def _way(self, name: str, parameter: Tensor) -> Update:
+        """How a parameter is updated, where not all are alike."""
+        return self._update_one
+
     def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
         raise NotImplementedError(f"{type(self).__name__} defines no update")
 
@@ -94,7 +100,7 @@ class StochasticGradientDescent(Optimiser):
 
     def __init__(
         self, learning_rate: float | Schedule, momentum: float = 0.0, weight_decay: float = 0.0,
-        decays: DecayRule = decays,
+        decays: Rule = decays,
     ) -> None:
         super().__init__(learning_rate, weight_decay, decays)
         if not 0 <= momentum < 1:
@@ -125,7 +131,7 @@ class AdamW(Optimiser):
 
     def __init__(
         self, learning_rate: float | Schedule = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.01, decays: DecayRule = decays,
+        weight_decay: float = 0.01, decays: Rule = decays,
     ) -> None:
         super().__init__(learning_rate, weight_decay, decays)
         if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
@@ -137,6 +143,65 @@ class AdamW(Optimiser):
     def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
         first, second = moments["first"], moments["second"]
         kernels.adamw(weights, grad, first, second, n_updates, self.learning_rate, self.betas, self.eps, decay)
+
+
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon takes a parameter: matrices between hidden layers; not embeddings, the output layer, or tables."""
+    return parameter.ndim == 2 and not any(part in name for part in ("embedding", "head", "scales"))
+
+
+class Muon(AdamW):
+    """Momentum whose singular values are all brought to 1, for matrices between hidden layers; AdamW for the rest.
+
+    A matrix that is a whole number of times wider than tall, or taller than wide, is taken as so many square ones:
+    the queries, keys and values of attention are.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; its weights of the iteration
+    are those of `kernels.reference.POLAR`.
+
+    Args:
+        learning_rate, betas, eps, weight_decay: of AdamW.
+        matrix_rate: the learning rate of the matrices, as a multiple of `learning_rate`.
+        momentum: how much of the mean gradient a step keeps, of the matrices.
+        takes: the rule that says which parameters are matrices, from name and parameter.
+    """
+
+    def __init__(
+        self, learning_rate: float | Schedule = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.01, decays: Rule = decays, matrix_rate: float = 5.0, momentum: float = 0.95,
+        takes: Rule = is_hidden_matrix,
+    ) -> None:
+        super().__init__(learning_rate, betas, eps, weight_decay, decays)
+        if not 0 <= matrix_rate < math.inf or not 0 <= momentum < 1:
+            got = f"{matrix_rate!r} and {momentum!r}"
+            raise ValueError(f"Muon: expected a matrix_rate of 0 or more and a momentum from 0 to below 1, got {got}")
+        self.matrix_rate, self.momentum, self.takes = matrix_rate, momentum, takes
+
+    def _way(self, name: str, parameter: Tensor) -> Update:
+        return self._update_matrix if self.takes(name, parameter) else self._update_one
+
+    def _update_matrix(
+        self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float
+    ) -> None:
+        rate, velocity = self.learning_rate * self.matrix_rate, moments["first"]  # the second moment stays 0
+        velocity *= self.momentum
+        velocity += (1 - self.momentum) * grad
+        ahead = (1 - self.momentum) * grad + self.momentum * velocity  # as Nesterov does
+        ahead = array_module(ahead).ascontiguousarray(ahead)  # so that its blocks are views
+        if decay:
+            weights *= 1 - self.learning_rate * decay
+        blocks, (n_rows, n_columns) = _blocks(ahead), weights.shape
+        blocks[...] = kernels.orthogonalise(blocks)
+        ahead *= rate * math.sqrt(max(1, n_columns / n_rows) / len(blocks))
+        weights -= ahead
+
+
+def _blocks(matrix: Array) -> Array:
+    """(N, R, C): the square parts of a matrix, a view; the matrix itself if it has none."""
+    n_rows, n_columns = matrix.shape
+    if n_columns % n_rows == 0:
+        return matrix.reshape(n_rows, -1, n_rows).swapaxes(0, 1)
+    return matrix.reshape(-1, n_columns, n_columns) if n_rows % n_columns == 0 else matrix[None]
 
 
 def gradient_norm(model: Layer) -> float:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,31 +67,63 @@ def _ones(n: int, like: np.ndarray) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- matrices
+@cache
+def _onednn() -> ModuleType | None:
+    """What multiplies bfloat16 matrices; None, and one warning that says why, where nothing does."""
+    from tricycle_accelerators import onednn
+
+    problem = onednn.problem()
+    if problem:
+        warnings.warn(f"bfloat16 products are made in float32 here: {problem}", stacklevel=2)
+    return None if problem else onednn
+
+
+def operand(x, precision):
+    onednn = _onednn() if precision == "bfloat16" and x.dtype == np.float32 else None
+    if onednn is None:
+        return x
+    if x.ndim == 2 and x.flags.f_contiguous:  # a transposed matrix keeps its layout
+        return _sixteen_bits(onednn, x.T).T
+    return _sixteen_bits(onednn, np.ascontiguousarray(x))
+
+
+def _sixteen_bits(onednn: ModuleType, x: np.ndarray) -> np.ndarray:
+    out = np.empty(x.shape, onednn.bfloat16())
+    flat, flat_out = x.reshape(-1), out.reshape(-1)
+    parallel(lambda piece: onednn.convert(flat[piece], flat_out[piece]), _pieces(x.size))
+    return out
+
+
 def matmul(a, b, bias=None, out=None, dtype=None, precision="float32"):
     """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
     (n_rows, n_inner), n_columns = a.shape, b.shape[1]
-    if n_rows * n_inner * n_columns < SMALL_PRODUCT or not blas_libraries() or all_at_work():
+    onednn = _onednn() if a.dtype.kind == b.dtype.kind == "V" else None  # NumPy's kind of bfloat16
+    if onednn is None and (n_rows * n_inner * n_columns < SMALL_PRODUCT or not blas_libraries() or all_at_work()):
         return reference.matmul(a, b, bias, out, dtype)
-    if n_inner >= 2 * max(n_rows, n_columns) and out is None:
+    if onednn is None and n_inner >= 2 * max(n_rows, n_columns) and out is None:
         terms = _parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
         return _sum_over(lambda part: a[:, part] @ b[part], terms) + (0 if bias is None else bias)
-    out = np.empty((n_rows, n_columns), np.result_type(a, b)) if out is None else out
+    wanted = dtype or (np.result_type(a, b) if onednn is None else np.float32)
+    out = np.empty((n_rows, n_columns), wanted) if out is None else out
+    product = _product if onednn is None else onednn.product
 
     def rows(part: slice) -> None:
-        np.matmul(a[part], b, out=out[part])
-        if bias is not None:
-            out[part] += bias
+        product(a[part], b, bias, out[part])
 
     def columns(part: slice) -> None:
-        np.matmul(a, b[:, part], out=out[:, part])
-        if bias is not None:
-            out[:, part] += bias[part]
+        product(a, b[:, part], bias if bias is None else bias[part], out[:, part])
 
     if n_rows >= n_columns:
         parallel(rows, _parts(n_rows, 512))
     else:
         parallel(columns, _parts(n_columns, 512))
     return out
+
+
+def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+    np.matmul(a, b, out=out)
+    if bias is not None:
+        out += bias
 
 
 def sum_rows(x):
@@ -134,6 +168,30 @@ def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
 
     parallel(work, _pieces(flat.size))
     return y.reshape(x.shape)
+
+
+def relu_squared(x):
+    flat = np.ascontiguousarray(x).reshape(-1)
+    y, slope = np.empty_like(flat), np.empty_like(flat)
+
+    def work(piece: slice) -> None:
+        positive = np.maximum(flat[piece], 0, out=slope[piece])
+        np.multiply(positive, positive, out=y[piece])
+        positive *= 2
+
+    parallel(work, _pieces(flat.size))
+    return y.reshape(x.shape), slope.reshape(x.shape)
+
+
+def orthogonalise(x):
+    """A matrix for each thread at a time."""
+    found = np.empty_like(x)
+
+    def work(i: int) -> None:
+        found[i] = reference.orthogonalise(x[i : i + 1])[0]
+
+    parallel(work, range(len(x)))
+    return found
 
 
 def multiply(a, b):

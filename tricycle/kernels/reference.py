@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,25 +16,59 @@ from tricycle.backend import Array, array_module
 
 # The kernels: what may have a faster version.
 __all__ = [
-    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "sigmoid", "multiply",
+    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "relu_squared", "sigmoid", "multiply",
     "operand", "activations", "matmul", "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward",
     "cross_entropy", "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward",
-    "row_attention", "row_attention_backward", "rotate", "adamw", "repeated", "pipeline", "rnn", "rnn_backward", "gru",
+    "row_attention", "row_attention_backward", "rotate", "adamw", "orthogonalise", "repeated", "pipeline", "rnn", "rnn_backward", "gru",
     "gru_backward", "lstm", "lstm_backward",
 ]
 
 Rows = Callable[[Array], Array]
 RowsBackward = Callable[[Array, Array, Array], Array]
+F = TypeVar("F", bound=Callable)
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
+# -------------------------------------------------------------------- floats of 16 bits
+def _wide(x: Any) -> Any:
+    """Floats of 16 bits as float32; anything else as it is."""
+    small = isinstance(getattr(x, "dtype", None), np.dtype) and x.dtype.itemsize == 2 and x.dtype.kind not in "biu"
+    return x.astype(np.float32) if small else x
+
+
+def _widening(n_narrow: int) -> Callable[[F], F]:
+    """The kernel for arrays of 16 bits too: computed in float32.
+
+    Args:
+        n_narrow: so many of its results come in the dtype of its first array; the others (statistics, losses, sums,
+            gradients of parameters) stay float32.
+    """
+
+    def decorate(kernel: Any) -> Any:
+        @wraps(kernel)
+        def run(first: Array, *others: Any) -> Any:
+            wide = _wide(first)
+            if wide is first:
+                return kernel(first, *others)
+            results = kernel(wide, *map(_wide, others))
+            if not isinstance(results, tuple):
+                return results.astype(first.dtype) if n_narrow else results
+            return (*(result.astype(first.dtype) for result in results[:n_narrow]), *results[n_narrow:])
+
+        return run
+
+    return decorate
+
+
 # -------------------------------------------------------------------- softmax and its kin, over the last axis
+@_widening(1)
 def softmax(x: Array) -> Array:
     """exp(x_i) / sum_j exp(x_j). A row that is -inf everywhere gives zeros."""
     return _normalised_exp(x, attend_nothing=False)
 
 
+@_widening(1)
 def softmax1(x: Array) -> Array:
     """exp(x_i) / (1 + sum_j exp(x_j)) (Miller 2023, "Attention is off by one")."""
     return _normalised_exp(x, attend_nothing=True)
@@ -56,11 +90,13 @@ def _normalised_exp(x: Array, attend_nothing: bool) -> Array:
     return y / xp.where(total == 0, xp.ones_like(total), total)
 
 
+@_widening(1)
 def softmax_backward(grad: Array, y: Array) -> Array:
     """The gradient of x for y = softmax(x), and for softmax1 too: both have dy_i/dx_j = y_i (delta_ij - y_j)."""
     return y * (grad - (grad * y).sum(axis=-1, keepdims=True))
 
 
+@_widening(1)
 def log_softmax(x: Array) -> Array:
     xp = array_module(x)
     shifted = x - x.max(axis=-1, keepdims=True)
@@ -68,6 +104,7 @@ def log_softmax(x: Array) -> Array:
 
 
 # -------------------------------------------------------------------- activations
+@_widening(1)
 def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)), by exp(-|x|), which cannot overflow and keeps the precision of small results."""
     xp = array_module(x)
@@ -75,18 +112,26 @@ def sigmoid(x: Array) -> Array:
     return xp.where(x >= 0, 1, small) / (1 + small)
 
 
+@_widening(1)
 def gelu(x: Array) -> Array:
     """Hendrycks and Gimpel 2016, the tanh form that GPT-2 uses."""
     xp = array_module(x)
     return 0.5 * x * (1 + xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3)))
 
 
+@_widening(2)
 def gelu_with_slope(x: Array) -> tuple[Array, Array]:
     """gelu(x) and its derivative: both need the same tanh, and a product is all that is left for the backward."""
     xp = array_module(x)
     t = xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3))
     slope = SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x**2)
     return 0.5 * x * (1 + t), 0.5 * (1 + t + x * (1 - t * t) * slope)
+
+
+def relu_squared(x: Array) -> tuple[Array, Array]:
+    """max(x, 0) squared, and its derivative."""
+    positive = array_module(x).maximum(x, 0)
+    return positive * positive, 2 * positive
 
 
 def multiply(a: Array, b: Array) -> Array:
@@ -123,12 +168,14 @@ def matmul(
     return product if dtype is None else product.astype(dtype, copy=False)
 
 
+@_widening(0)
 def sum_rows(x: Array) -> Array:
     """(N, C) to (C,)."""
     return x.sum(axis=0)
 
 
 # -------------------------------------------------------------------- normalisation, over the last axis
+@_widening(1)
 def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float, centred: bool) -> tuple[Array, Array, Array]:
     """Layer norm (Ba et al. 2016), or RMS norm (Zhang and Sennrich 2019) where not `centred`.
 
@@ -148,6 +195,7 @@ def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float, centred: b
     return (y if bias is None else y + bias), mean, scale
 
 
+@_widening(1)
 def layer_norm_backward(
     grad: Array, x: Array, gain: Array, mean: Array, scale: Array, centred: bool
 ) -> tuple[Array, Array, Array]:
@@ -162,6 +210,7 @@ def layer_norm_backward(
 
 
 # -------------------------------------------------------------------- tables and losses
+@_widening(0)
 def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
     """The gradient of a table whose rows `ids` (N,) gave an output with gradient `grad` (N, C)."""
     xp = array_module(grad)
@@ -186,7 +235,7 @@ def cross_entropy_with_slope(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0
 ) -> tuple[Array, Array]:
     """The same, and its derivative by the logits (N, V): both need the same exponentials."""
-    xp = array_module(logits)
+    xp, dtype, logits = array_module(logits), logits.dtype, _wide(logits)
     places = xp.arange(len(labels)), labels
     shifted = logits - logits.max(axis=-1, keepdims=True)
     slope = xp.exp(shifted)
@@ -198,7 +247,7 @@ def cross_entropy_with_slope(
     if smoothing:
         slope -= (weights * (smoothing / logits.shape[1]))[:, None]
     slope[places] -= weights * (1 - smoothing)
-    return (costs * weights).sum(), slope
+    return (costs * weights).sum(), slope.astype(dtype, copy=False)
 
 
 # -------------------------------------------------------------------- attention
@@ -209,6 +258,7 @@ def hidden(xp, n_queries: int, n_keys: int, offset: int) -> Array:
     return xp.arange(n_keys) > xp.arange(offset, offset + n_queries)[:, None]
 
 
+@_widening(1)
 def attention(
     q: Array, k: Array, v: Array, offset: int | None, nothing: bool, mask: Array | None = None
 ) -> tuple[Array, Array]:
@@ -240,6 +290,7 @@ def attention_backward(
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv, whose memory may be strided and hold anything."""
     xp = array_module(q)
+    grad, q, k, v, out, mask = map(_wide, (grad, q, k, v, out, mask))
     shift = xp.where(xp.isneginf(log_total), 0, log_total)[..., None]
     weights = xp.exp(attention_scores(q, k, offset, mask) - shift)
     # sum_s weight_s dweight_s is the product of the output with its own gradient
@@ -247,6 +298,7 @@ def attention_backward(
     _write_gradients(xp, grad, q, k, v, weights, lambda dweights: weights * (dweights - inner), dq, dk, dv)
 
 
+@_widening(1)
 def row_attention(
     q: Array, k: Array, v: Array, offset: int | None, rows: Rows, mask: Array | None = None
 ) -> Array:
@@ -269,6 +321,7 @@ def row_attention_backward(
         rows_backward: from the gradient of the weights, the scores and the weights to the gradient of the scores.
     """
     xp = array_module(q)
+    grad, q, k, v, mask = map(_wide, (grad, q, k, v, mask))
     scores = attention_scores(q, k, offset, mask)
     weights = rows(scores)
     _write_gradients(xp, grad, q, k, v, weights, lambda dweights: rows_backward(dweights, scores, weights), dq, dk, dv)
@@ -283,6 +336,7 @@ def _heads_first(x: Array) -> Array:
     return x.transpose(0, 2, 1, 3)
 
 
+@_widening(0)
 def attention_scores(q: Array, k: Array, offset: int | None, mask: Array | None = None) -> Array:
     """q k^T / sqrt(D) (B, H, T, S), -inf where a key is hidden."""
     xp = array_module(q)
@@ -305,6 +359,7 @@ def _write_gradients(xp, grad: Array, q: Array, k: Array, v: Array, weights: Arr
     _heads_first(dv)[...] = xp.matmul(weights.swapaxes(-1, -2), grad)
 
 
+@_widening(1)
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Turn the pairs (x_i, x_{i + D/2}) by an angle for each position (Su et al. 2021, RoFormer).
 
@@ -321,14 +376,17 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 # -------------------------------------------------------------------- optimiser
 def adamw(
     weights: Array, grad: Array, first: Array, second: Array, step: int, learning_rate: float,
-    betas: tuple[float, float], eps: float, decay: float,
+    betas: tuple[float, float], eps: float, decay: float, factor: Array | None = None,
 ) -> None:
     """One update of AdamW (Loshchilov and Hutter 2019, algorithm 2), in place on weights and both moments.
 
     Args:
-        step: how many updates these weights will have had, this one included.
+        step: how many updates these weights will have had, this one included; a number or a 0-d array.
+        factor: the gradient is multiplied by it, a 0-d array; where it is not above 0, nothing changes.
     """
-    xp = array_module(weights)
+    xp, changed = array_module(weights), (weights, first, second)
+    before = [array.copy() for array in changed if factor is not None]
+    grad = grad if factor is None else grad * factor
     beta1, beta2 = betas
     first *= beta1
     first += (1 - beta1) * grad
@@ -336,8 +394,33 @@ def adamw(
     second += (1 - beta2) * (grad * grad)
     if decay:
         weights *= 1 - learning_rate * decay
-    deviation = xp.sqrt(second) / math.sqrt(1 - beta2**step) + eps
+    deviation = xp.sqrt(second) / (1 - beta2**step) ** 0.5 + eps
     weights -= learning_rate / (1 - beta1**step) * first / deviation
+    for array, old in zip(changed, before):
+        array[...] = xp.where(xp.asarray(factor) > 0, array, old)
+
+
+# How Newton and Schulz's iteration brings singular values near 1 in five steps, whatever they were (at most 1):
+# x, x x^T x and (x x^T)^2 x with these weights (Amsel et al. 2025, "The Polar Express").
+POLAR = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+]
+
+
+def orthogonalise(x: Array) -> Array:
+    """Each matrix of (N, R, C) with all its singular values brought near 1: U V^T for U S V^T, about."""
+    xp = array_module(x)
+    if x.shape[1] > x.shape[2]:
+        return orthogonalise(x.swapaxes(1, 2)).swapaxes(1, 2)
+    x = x / (1.01 * xp.sqrt((x * x).sum(axis=(1, 2), keepdims=True)) + 1e-7)
+    for a, b, c in POLAR:
+        square = xp.matmul(x, x.swapaxes(1, 2))
+        x = a * x + xp.matmul(b * square + c * xp.matmul(square, square), x)
+    return x
 
 
 # -------------------------------------------------------------------- recurrence

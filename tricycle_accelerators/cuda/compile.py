@@ -1,0 +1,148 @@
+"""Every kernel compiled without a GPU, by NVRTC: what each takes of registers and memory, for several architectures.
+
+`python -m tricycle_accelerators.cuda` prints it as a table. Needs NVRTC and CUDA's headers, as `cupy-cuda13x[ctk]`
+brings them, or the packages nvidia-cuda-nvrtc and nvidia-cuda-runtime alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from tricycle_accelerators.cuda.launch import KERNELS, OPTIONS, expressions, source
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+
+
+class Usage(NamedTuple):
+    """What a kernel takes: registers of a thread, bytes of static shared memory of a block, and bytes a thread of
+    local memory, where registers go that do not fit."""
+
+    kernel: str
+    architecture: str
+    registers: int
+    shared: int
+    stack: int
+    spills: int
+
+
+def _installed(pattern: str) -> Path | None:
+    """A file of an installed NVIDIA package."""
+    for distribution in metadata.distributions():
+        if (distribution.metadata["Name"] or "").lower().startswith("nvidia-cuda-"):
+            for file in distribution.files or ():
+                if re.fullmatch(pattern, file.as_posix()):
+                    return Path(str(distribution.locate_file(file)))
+    return None
+
+
+@cache
+def problem() -> str | None:
+    """Why nothing can be compiled here, in one line; None where it can."""
+    if _headers() is None:
+        return "CUDA's headers are not installed (pip install 'nvidia-cuda-runtime==13.0.*')"
+    if _installed(_NVRTC) is None:
+        return "NVRTC is not installed (pip install 'nvidia-cuda-nvrtc==13.0.*')"
+    return None
+
+
+_NVRTC = r".*/(libnvrtc\.so\.\d+|nvrtc64_\d+_\d+\.dll)"
+_BUILTINS = r".*/(libnvrtc-builtins\.so\.[\d.]+|nvrtc-builtins64_\d+\.dll)"
+
+
+def _headers() -> Path | None:
+    found = _installed(r".*/include/cuda_bf16\.h")
+    return None if found is None else found.parent
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    if problem():
+        raise ImportError(problem())
+    builtins = _installed(_BUILTINS)
+    if builtins is not None:  # NVRTC looks for it by name alone
+        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(_installed(_NVRTC)))
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def compile_file(file: str, architecture: str) -> Iterator[Usage]:
+    """Compile every kernel of a file.
+
+    Raises:
+        RuntimeError: with the compiler's words.
+    """
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    names = expressions(file)
+
+    def call(name: str, *arguments) -> None:
+        code = getattr(nvrtc, name)(*arguments)
+        if code:
+            said = nvrtc.nvrtcGetErrorString(code).decode()
+            raise RuntimeError(f"{file}.cu for {architecture}: {name}: {said}\n{text('ProgramLog') if program else ''}")
+
+    def text(what: str) -> str:
+        size = ctypes.c_size_t()
+        getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{what}")(program, log)
+        return log.value.decode()
+
+    call("nvrtcCreateProgram", ctypes.byref(program), source(file).encode(), f"{file}.cu".encode(), 0, None, None)
+    for name in names:
+        call("nvrtcAddNameExpression", program, name.encode())
+    options = (f"--gpu-architecture={architecture}", *OPTIONS, f"-I{_headers()}", "-ftz=true", "--ptxas-options=-v")
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    call("nvrtcCompileProgram", program, len(options), given)
+    mangled, lowered = {}, ctypes.c_char_p()
+    for name in names:
+        call("nvrtcGetLoweredName", program, name.encode(), ctypes.byref(lowered))
+        mangled[(lowered.value or b"").decode()] = name
+    log = text("ProgramLog")
+    call("nvrtcDestroyProgram", ctypes.byref(program))
+    yield from usages(log, mangled, architecture)
+
+
+def usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[Usage]:
+    """What the assembler says of each kernel.
+
+    Args:
+        mangled: from the names in the log to those in C++.
+
+    Raises:
+        ValueError: a kernel is missing in the log.
+    """
+    for symbol, name in mangled.items():
+        part = re.search(rf"Compiling entry function '{re.escape(symbol)}'(.*?)(?=Compiling entry|\Z)", log, re.DOTALL)
+        said = part[1] if part else ""
+        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+        registers, shared = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes smem", said)
+        if numbers is None or registers is None:
+            raise ValueError(f"expected the assembler's words on {name} for {architecture}, got {log[:2000]!r}")
+        stack, stores, loads = map(int, numbers.groups())
+        used = int(shared[1]) if shared else 0
+        yield Usage(name, architecture, int(registers[1]), used, stack, stores + loads)
+
+
+def table(found: list[Usage]) -> str:
+    """In Markdown, a line for each kernel: registers for each architecture, shared memory, and what spilled."""
+    names = list(dict.fromkeys(usage.kernel for usage in found))
+    where = list(dict.fromkeys(usage.architecture for usage in found))
+    lines = [f"| kernel | registers {' / '.join(where)} | shared bytes | stack and spills |", "| --- | --- | --- | --- |"]
+    for name in names:
+        own = [usage for usage in found if usage.kernel == name]
+        registers = " / ".join(str(usage.registers) for usage in own)
+        local = max(usage.stack + usage.spills for usage in own)
+        lines.append(f"| `{name}` | {registers} | {max(usage.shared for usage in own)} | {local} |")
+    return "\n".join(lines)
+
+
+def compile_all(architectures: tuple[str, ...] = ARCHITECTURES) -> list[Usage]:
+    """Every kernel for every architecture."""
+    return [usage for file in KERNELS for where in architectures for usage in compile_file(file, where)]

@@ -1,0 +1,114 @@
+// One result for each element, with nothing shared between threads.
+#include "common.cuh"
+
+constexpr float SQRT_2_OVER_PI = 0.7978845608028654f, CUBIC = 0.044715f;
+
+__device__ inline float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// gelu(x) = x g(v) with v = 2 sqrt(2 / pi) (x + 0.044715 x^3), for tanh(v / 2) / 2 + 1 / 2 is the logistic function.
+__device__ inline float gelu_gate(float x) {
+    const float v = 2 * SQRT_2_OVER_PI * x * (1 + CUBIC * x * x);
+    return __fdividef(1.0f, 1.0f + __expf(-v));
+}
+
+template <class T> __global__ void gelu(const T* x, T* y, i64 n) {
+    const i64 i = pack_start<PACK<T>>();
+    if (i >= n) return;
+    float a[PACK<T>];
+    load(a, x + i, n - i);
+#pragma unroll
+    for (int k = 0; k < PACK<T>; ++k) a[k] *= gelu_gate(a[k]);
+    store(y + i, a, n - i);
+}
+
+// The derivative is g + x g (1 - g) v'.
+template <class T> __global__ void gelu_with_slope(const T* x, T* y, T* slope, i64 n) {
+    const i64 i = pack_start<PACK<T>>();
+    if (i >= n) return;
+    float a[PACK<T>], d[PACK<T>];
+    load(a, x + i, n - i);
+#pragma unroll
+    for (int k = 0; k < PACK<T>; ++k) {
+        const float g = gelu_gate(a[k]), dv = 2 * SQRT_2_OVER_PI * (1 + 3 * CUBIC * a[k] * a[k]);
+        d[k] = g * (1 + a[k] * (1 - g) * dv);
+        a[k] *= g;
+    }
+    store(y + i, a, n - i);
+    store(slope + i, d, n - i);
+}
+
+template <class T> __global__ void relu_squared(const T* x, T* y, T* slope, i64 n) {
+    const i64 i = pack_start<PACK<T>>();
+    if (i >= n) return;
+    float a[PACK<T>], d[PACK<T>];
+    load(a, x + i, n - i);
+#pragma unroll
+    for (int k = 0; k < PACK<T>; ++k) {
+        const float positive = a[k] < 0 ? 0.0f : a[k];  // NaN stays
+        a[k] = positive * positive;
+        d[k] = 2 * positive;
+    }
+    store(y + i, a, n - i);
+    store(slope + i, d, n - i);
+}
+
+template <class T> __global__ void sigmoid(const T* x, T* y, i64 n) {
+    const i64 i = pack_start<PACK<T>>();
+    if (i >= n) return;
+    float a[PACK<T>];
+    load(a, x + i, n - i);
+#pragma unroll
+    for (int k = 0; k < PACK<T>; ++k) a[k] = logistic(a[k]);
+    store(y + i, a, n - i);
+}
+
+template <class T> __global__ void multiply(const T* a, const T* b, T* y, i64 n) {
+    const i64 i = pack_start<PACK<T>>();
+    if (i >= n) return;
+    float left[PACK<T>], right[PACK<T>];
+    load(left, a + i, n - i);
+    load(right, b + i, n - i);
+#pragma unroll
+    for (int k = 0; k < PACK<T>; ++k) left[k] *= right[k];
+    store(y + i, left, n - i);
+}
+
+// By a number that lies on the device.
+template <class T> __global__ void scale(const T* a, const float* factor, T* y, i64 n) {
+    const i64 i = pack_start<PACK<T>>();
+    if (i >= n) return;
+    const float by = *factor;
+    float values[PACK<T>];
+    load(values, a + i, n - i);
+#pragma unroll
+    for (int k = 0; k < PACK<T>; ++k) values[k] *= by;
+    store(y + i, values, n - i);
+}
+
+// From float32 to 16 bits, or back.
+template <class From, class To> __global__ void cast(const From* x, To* y, i64 n) {
+    const i64 i = pack_start<8>();
+    if (i >= n) return;
+    float a[8];
+    load(a, x + i, n - i);
+    store(y + i, a, n - i);
+}
+
+// Turn pairs (x_i, x_{i + D/2}) by the angle of their position. x: (B, T, H, D) with steps between items, positions and
+// heads; cos and sin: (T, D/2); y: (B, T, H, D) without gaps. One thread a pair.
+template <class T>
+__global__ void rotate(
+    const T* x, const float* cos, const float* sin, T* y, i64 n_pairs, int n_tokens, int n_heads, int half,
+    i64 item_step, i64 token_step, i64 head_step
+) {
+    const i64 pair = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (pair >= n_pairs) return;
+    const int i = pair % half, head = pair / half % n_heads;
+    const i64 place = pair / half / n_heads, token = place % n_tokens, item = place / n_tokens;
+    const T* from = x + item * item_step + token * token_step + head * head_step + i;
+    T* to = y + (place * n_heads + head) * 2 * half + i;
+    const float a = to_float(from[0]), b = to_float(from[half]);
+    const float c = cos[token * half + i], s = sin[token * half + i];
+    to[0] = from_float<T>(a * c - b * s);
+    to[half] = from_float<T>(b * c + a * s);
+}

@@ -1,0 +1,338 @@
+"""Matrix products on a GPU through cuBLASLt: operands of 16 bits or float32, sums in float32, the bias added on the way.
+
+CuPy multiplies through cuBLAS, but gives results of 16-bit operands in 16 bits only, and cannot be captured in a graph.
+cuBLASLt comes along with cuBLAS, so nothing more is installed; it is called through ctypes. Where it cannot be loaded,
+or knows no way for some product, CuPy multiplies.
+
+Source: NVIDIA's reference of cuBLASLt, and the constants of its header cublasLt.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.backend import Array
+
+WORKSPACE = 32 * 1024**2  # bytes, as NVIDIA recommends for Hopper
+MOST_ALIGNED = 256  # bytes: more is of no use to any algorithm
+# What cublasLt.h and library_types.h call these.
+DATA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+COMPUTE_32F, COMPUTE_TF32 = 68, 77
+DESCRIPTION_TRANSPOSE_A, DESCRIPTION_TRANSPOSE_B, DESCRIPTION_EPILOGUE, DESCRIPTION_BIAS = 3, 4, 7, 8
+EPILOGUE_BIAS, TRANSPOSED = 4, 1
+PREFERENCE_WORKSPACE, PREFERENCE_ALIGNMENT_A = 1, 5  # B, C and D follow A
+STATUS = {
+    1: "not initialised", 3: "out of memory", 7: "invalid value", 8: "this GPU cannot", 11: "mapping error",
+    13: "execution failed", 14: "internal error", 15: "not supported",
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------- what is asked for: pure, without a GPU
+class Side(NamedTuple):
+    """A matrix in memory: rows one after another, or columns where it is `transposed`.
+
+    Attributes:
+        step: elements from the start of one to the start of the next.
+    """
+
+    transposed: bool
+    step: int
+
+
+class Product(NamedTuple):
+    """Everything that decides how a product (N, K) by (K, M) is made.
+
+    Attributes:
+        operands, result: names of dtypes.
+        alignments: of the addresses of a, b and the result, in bytes.
+    """
+
+    n_rows: int
+    n_inner: int
+    n_columns: int
+    a: Side
+    b: Side
+    result_step: int
+    operands: str
+    result: str
+    tf32: bool
+    with_bias: bool
+    alignments: tuple[int, int, int]
+
+
+def side(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Side | None:
+    """How a matrix lies; None where neither its rows nor its columns are contiguous and apart."""
+    (n_rows, n_columns), (down, across) = shape, strides
+    for transposed, near, far, length, number in (
+        (False, across, down, n_columns, n_rows), (True, down, across, n_rows, n_columns)
+    ):  # fmt: skip
+        contiguous = length == 1 or near == itemsize
+        apart = number == 1 or (far % itemsize == 0 and far >= length * itemsize)
+        if contiguous and apart:
+            return Side(transposed, length if number == 1 else far // itemsize)
+    return None
+
+
+def alignment(address: int) -> int:
+    """The largest power of two that divides an address, as far as it matters."""
+    return min(address & -address, MOST_ALIGNED) or MOST_ALIGNED
+
+
+def result_type(operands: Any, dtype: Any, out: Array | None) -> np.dtype:
+    """As `tricycle.kernels.reference.matmul` has it: float32 for operands of 16 bits, unless something else is said."""
+    if out is not None:
+        return out.dtype
+    return np.dtype(dtype if dtype is not None else np.float32 if operands.itemsize == 2 else operands)
+
+
+# -------------------------------------------------------------------- the library
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t: an algorithm, and what it needs."""
+
+    _fields_ = [
+        ("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
+        ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4),
+    ]  # fmt: skip
+
+
+_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_SIGNATURES: dict[str, tuple] = {
+    "cublasLtCreate": (_POINTER,),
+    "cublasLtMatmulDescCreate": (_POINTER, _INT, _INT),
+    "cublasLtMatmulDescSetAttribute": (_POINTER, _INT, _POINTER, _SIZE),
+    "cublasLtMatrixLayoutCreate": (_POINTER, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+    "cublasLtMatmulPreferenceCreate": (_POINTER,),
+    "cublasLtMatmulPreferenceSetAttribute": (_POINTER, _INT, _POINTER, _SIZE),
+    "cublasLtMatmulAlgoGetHeuristic": (*[_POINTER] * 7, _INT, _POINTER, _POINTER),
+    "cublasLtMatmul": (*[_POINTER] * 14, _SIZE, _POINTER),
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """cuBLASLt, the one that CuPy's own cuBLAS uses.
+
+    Raises:
+        ImportError, OSError, RuntimeError: it is not there.
+    """
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    found = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+    for name, arguments in _SIGNATURES.items():
+        getattr(found, name).argtypes = arguments
+    found.cublasLtGetVersion.restype = _SIZE
+    return found
+
+
+@cache
+def problem() -> str | None:
+    """Why cuBLASLt cannot be used here, in one line; None when it can (on a GPU)."""
+    try:
+        library()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"cuBLASLt cannot be loaded: {' '.join(str(error).split()) or type(error).__name__}"
+    return None
+
+
+def version() -> str:
+    """Of cuBLASLt, such as "13.0.2"."""
+    number = library().cublasLtGetVersion()
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+
+
+class NotSupported(RuntimeError):
+    """cuBLASLt knows no way to make a product."""
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(library(), name)(*arguments)
+    if status:
+        error = NotSupported if status in (7, 8, 15) else RuntimeError
+        raise error(f"{name}: {STATUS.get(status, 'unknown error')} (status {status})")
+
+
+# -------------------------------------------------------------------- plans
+class Plan:
+    """The descriptors of one product, and the algorithm that makes it.
+
+    cuBLASLt counts columns as contiguous, so it is asked for the transposed result: b^T a^T, whose rows are the columns
+    of the result that is meant, with one bias each.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.algorithm: _Heuristic | None = None
+        kind, result = DATA_TYPES[product.operands], DATA_TYPES[product.result]
+        self.description = _POINTER()
+        compute = COMPUTE_TF32 if product.tf32 else COMPUTE_32F
+        _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), compute, DATA_TYPES["float32"])
+        self._describe(DESCRIPTION_TRANSPOSE_A, ctypes.c_int32(TRANSPOSED * product.b.transposed))
+        self._describe(DESCRIPTION_TRANSPOSE_B, ctypes.c_int32(TRANSPOSED * product.a.transposed))
+        if product.with_bias:
+            self._describe(DESCRIPTION_EPILOGUE, ctypes.c_uint32(EPILOGUE_BIAS))
+        self.first = _layout(kind, product.n_inner, product.n_columns, product.b)
+        self.second = _layout(kind, product.n_rows, product.n_inner, product.a)
+        self.result = _layout(result, product.n_rows, product.n_columns, Side(False, product.result_step))
+
+    def _describe(self, attribute: int, value: Any) -> None:
+        size = ctypes.sizeof(value)
+        _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
+
+    def choose(self, handle: Any, bias: int) -> Plan:
+        """Take the algorithm that cuBLASLt expects to be the fastest; the same in every run, so that bits are too.
+
+        Raises:
+            NotSupported: there is none.
+        """
+        if self.product.with_bias:
+            self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
+        preference, found, number = preferences(self.product), _Heuristic(), ctypes.c_int()
+        layouts = self.first, self.second, self.result, self.result
+        wanted = handle, self.description, *layouts, preference, 1, ctypes.byref(found), ctypes.byref(number)
+        _call("cublasLtMatmulAlgoGetHeuristic", *wanted)
+        if not number.value or found.state:
+            raise NotSupported(f"cublasLtMatmulAlgoGetHeuristic: no algorithm for {self.product}")
+        self.algorithm = found
+        return self
+
+    def run(self, handle: Any, a: int, b: int, bias: int, out: int, workspace: int, stream: int) -> None:
+        """Start the product on a stream; all others are addresses on the device."""
+        if self.product.with_bias:
+            self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
+        _call(
+            "cublasLtMatmul", handle, self.description, ctypes.byref(_ONE), b, self.first, a, self.second,
+            ctypes.byref(_ZERO), out, self.result, out, self.result, ctypes.byref(self.algorithm), workspace, WORKSPACE,
+            stream,
+        )  # fmt: skip
+
+
+_ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
+
+
+def _layout(kind: int, n_rows: int, n_columns: int, lies: Side) -> Any:
+    """A matrix as cuBLASLt takes it: the contiguous axis comes first."""
+    layout = _POINTER()
+    near, far = (n_rows, n_columns) if lies.transposed else (n_columns, n_rows)
+    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), kind, near, far, lies.step)
+    return layout
+
+
+def preferences(product: Product) -> Any:
+    """What an algorithm may use: the workspace, and the alignment that addresses have."""
+    preference, a, b, out = _POINTER(), *product.alignments
+    _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+    values: list[Any] = [(PREFERENCE_WORKSPACE, ctypes.c_uint64(WORKSPACE))]
+    values += [(PREFERENCE_ALIGNMENT_A + i, ctypes.c_uint32(most)) for i, most in enumerate((b, a, out, out))]
+    for attribute, value in values:
+        size = ctypes.sizeof(value)
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), size)
+    return preference
+
+
+# -------------------------------------------------------------------- on a device
+_one_at_a_time = threading.Lock()  # the bias's address is set in the plan, then the product is started
+_plans: dict[tuple[int, Product], Plan | None] = {}
+_workspaces: dict[tuple[int, int], Array] = {}
+MOST_PLANS = 1024
+
+
+@cache
+def _handle(device: int) -> Any:
+    handle = _POINTER()
+    _call("cublasLtCreate", ctypes.byref(handle))
+    return handle
+
+
+def _workspace(device: int, stream: int) -> int:
+    """One for each stream: products on one stream run one after the other."""
+    import cupy
+
+    if (device, stream) not in _workspaces:
+        _workspaces[device, stream] = cupy.empty(WORKSPACE, cupy.uint8)
+    return _workspaces[device, stream].data.ptr
+
+
+def matmul(
+    a: Array, b: Array, bias: Array | None = None, out: Array | None = None, dtype: Any = None,
+    precision: str = "float32",
+) -> Array:
+    """As `tricycle.kernels.reference.matmul`, for CuPy arrays."""
+    import cupy
+
+    if a.dtype != b.dtype:
+        a, b = (x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in (a, b))
+    wanted = result_type(a.dtype, dtype, out)
+    kind = a.dtype.name
+    if kind not in DATA_TYPES or b.dtype != a.dtype or problem() or not (a.size and b.size):
+        return plain(a, b, bias, out, wanted)
+    result = wanted.name if wanted.name in (kind, "float32") else "float32"
+    (n_rows, n_inner), n_columns = a.shape, b.shape[1]
+    (a, at_a), (b, at_b) = _lies(a), _lies(b)
+    place = out if out is not None and out.dtype.name == result else None
+    at_out = None if place is None else side(place.shape, place.strides, place.itemsize)
+    if place is None or at_out is None or at_out.transposed:
+        place = cupy.empty((n_rows, n_columns), a.dtype if result == kind else np.float32)
+        at_out = Side(False, n_columns)
+    added = None if bias is None else cupy.ascontiguousarray(bias.astype(place.dtype, copy=False))
+    alignments = tuple(alignment(x.data.ptr) for x in (a, b, place))
+    product = Product(
+        n_rows, n_inner, n_columns, at_a, at_b, at_out.step, kind, result, precision == "tf32" and kind == "float32",
+        added is not None, alignments,
+    )  # fmt: skip
+    if not _multiply(product, a, b, added, place):
+        return plain(a, b, bias, out, wanted)
+    if out is None:
+        return place.astype(wanted, copy=False)
+    if place is not out:
+        out[...] = place
+    return out
+
+
+def _lies(x: Array) -> tuple[Array, Side]:
+    """A matrix and how it lies; a copy where it lies in no way that cuBLASLt knows."""
+    import cupy
+
+    found = side(x.shape, x.strides, x.itemsize)
+    return (x, found) if found is not None else (cupy.ascontiguousarray(x), Side(False, x.shape[1]))
+
+
+def _multiply(product: Product, a: Array, b: Array, bias: Array | None, out: Array) -> bool:
+    """Whether cuBLASLt could do it."""
+    import cupy
+
+    device, stream = a.device.id, cupy.cuda.get_current_stream().ptr
+    at_bias = 0 if bias is None else bias.data.ptr
+    with _one_at_a_time:
+        handle, workspace = _handle(device), _workspace(device, stream)
+        key = device, product
+        if key not in _plans:
+            if len(_plans) >= MOST_PLANS:  # lengths without end, such as of a text that grows: begin anew
+                _plans.clear()
+            try:
+                _plans[key] = Plan(product).choose(handle, at_bias)
+            except NotSupported:
+                _plans[key] = None
+        plan = _plans[key]
+        if plan is not None:
+            plan.run(handle, a.data.ptr, b.data.ptr, at_bias, out.data.ptr, workspace, stream)
+    return plan is not None
+
+
+def plain(a: Array, b: Array, bias: Array | None, out: Array | None, dtype: Any) -> Array:
+    """The same by CuPy, more slowly: a result of more bits than the operands have needs these in float32 first."""
+    import cupy
+
+    if a.dtype.itemsize == 2 and np.dtype(dtype).itemsize > 2:
+        a, b = a.astype(np.float32), b.astype(np.float32)
+    product = cupy.matmul(a, b).astype(dtype, copy=False)
+    if bias is not None:
+        product += bias.astype(product.dtype, copy=False)
+    if out is None:
+        return product
+    out[...] = product
+    return out

@@ -1,0 +1,289 @@
+"""What is compiled and how it is launched: the table of kernels in the .cu files, their launch plans, and the launch.
+
+A plan is a pure function of shapes, so that it can be tested without a GPU. Modules are compiled by CuPy when a kernel
+of them first runs, one for each file and choice of template arguments, and kept by it on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.backend import Array
+
+FOLDER = Path(__file__).parent
+OPTIONS = ("--std=c++17",)
+
+# The element types that kernels know, and how CUDA C++ names them.
+TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+SMALL = ("__half", "__nv_bfloat16")
+_ALL = tuple((name,) for name in TYPES.values())
+_CASTS = tuple(pair for small in SMALL for pair in (("float", small), (small, "float")))
+HEAD_SIZES = (32, 64, 96, 128)  # that tensor cores take
+PADDED_SIZES = (32, 64, 128)  # to which the float32 attention rounds up
+
+
+def columns_tile(size: int) -> int:
+    """How many rows the tensor-core kernels take at a time of the side that comes in tiles."""
+    return 64 if size <= 64 else 32
+
+
+def forward_tile(size: int) -> int:
+    """The side of the square of scores that a block of the float32 attention makes at a time."""
+    return 64 if size <= 64 else 32
+
+
+def backward_tile(size: int) -> int:
+    return 32 if size <= 64 else 16
+
+
+_TENSOR_CORES = tuple((small, str(size), str(columns_tile(size))) for small in SMALL for size in HEAD_SIZES)
+_BACKWARD = tuple((str(size), str(backward_tile(size))) for size in PADDED_SIZES)
+
+# file -> kernel -> the template arguments that it is compiled with
+KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
+    "elementwise": {
+        **dict.fromkeys(
+            ("gelu", "gelu_with_slope", "relu_squared", "sigmoid", "multiply", "scale", "rotate"), _ALL
+        ),
+        "cast": _CASTS,
+    },
+    "rows": {
+        "softmax": tuple((name, nothing) for name in TYPES.values() for nothing in ("false", "true")),
+        **dict.fromkeys(("log_softmax", "softmax_backward", "cross_entropy"), _ALL),
+    },
+    "reduce": {
+        "sum_rows": _ALL,
+        "sum_all": (("float", "false"), *((name, "true") for name in TYPES.values())),
+    },
+    "norm": {
+        "layer_norm": _ALL,
+        "layer_norm_backward": tuple((name, str(held)) for name in TYPES.values() for held in (1, 2, 3, 4)),
+    },
+    "embedding": {
+        **dict.fromkeys(("rank_tokens", "add_tiles", "start_rows", "sort_tokens"), ((),)),
+        "sum_tokens": _ALL,
+    },
+    "adamw": {"adamw": _ALL},
+    "dropout": {"random_mask": _ALL},
+    "recurrent": dict.fromkeys(("rnn", "gru", "lstm", "rnn_backward", "gru_backward", "lstm_backward"), ((),)),
+    "attention": {
+        "attention": tuple((str(size), str(forward_tile(size))) for size in PADDED_SIZES),
+        "attention_inner": _ALL,
+        "attention_backward_keys": _BACKWARD,
+        "attention_backward_queries": _BACKWARD,
+    },
+    "attention_mma": dict.fromkeys(
+        ("attention_mma", "attention_mma_backward_keys", "attention_mma_backward_queries"), _TENSOR_CORES
+    ),
+}  # fmt: skip
+
+
+def expression(kernel: str, template: Sequence[str] = ()) -> str:
+    """A kernel as C++ names it."""
+    return f"{kernel}<{', '.join(template)}>" if template else kernel
+
+
+def expressions(file: str, template: Sequence[str] | None = None) -> tuple[str, ...]:
+    """All kernels of a file, or those with these template arguments."""
+    return tuple(
+        expression(kernel, each)
+        for kernel, choices in KERNELS[file].items()
+        for each in choices
+        if template is None or each == tuple(template)
+    )
+
+
+@cache
+def source(file: str, folders: tuple[Path, ...] = (FOLDER,)) -> str:
+    """The text of a file with its own headers in their places, each once.
+
+    CuPy looks at this text alone to find out whether it has compiled it before, so headers must be in it.
+    """
+    included: set[str] = set()
+
+    def text(name: str) -> str:
+        if name in included:
+            return ""
+        included.add(name)
+        path = next(folder / name for folder in folders if (folder / name).is_file())
+        lines = []
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            own = line.startswith('#include "')
+            lines.append(text(line.split('"')[1]) if own else "" if line.startswith("#pragma once") else line)
+        return "".join(lines)
+
+    return text(f"{file}.cu")
+
+
+# -------------------------------------------------------------------- plans
+MAX_THREADS, MAX_GRID_X, MAX_GRID_Y = 1024, 2**31 - 1, 65_535
+SHARED_WITHOUT_ASKING = 48 * 1024
+MAX_SHARED = 99 * 1024  # what a block gets on every GPU from sm_86 on (sm_80 and sm_90 have more)
+THREADS = 256
+
+
+class Plan(NamedTuple):
+    """Blocks, threads of a block, and bytes of dynamic shared memory of a block."""
+
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    shared: int = 0
+
+    def check(self) -> Plan:
+        """The plan as it is.
+
+        Raises:
+            ValueError: no GPU could run it.
+        """
+        (x, y), (a, b) = self.grid, self.block
+        if not (0 < x <= MAX_GRID_X and 0 < y <= MAX_GRID_Y):
+            raise ValueError(f"expected a grid from (1, 1) to ({MAX_GRID_X}, {MAX_GRID_Y}), got {self.grid}")
+        if not (0 < a * b <= MAX_THREADS and a * b % 32 == 0):
+            raise ValueError(f"expected a multiple of 32 threads, at most {MAX_THREADS}, got {self.block}")
+        if not 0 <= self.shared <= MAX_SHARED:
+            raise ValueError(f"expected at most {MAX_SHARED} bytes of shared memory, got {self.shared}")
+        return self
+
+
+def up(n: int, step: int) -> int:
+    """n divided by step, rounded up."""
+    return -(-n // step)
+
+
+def pack(itemsize: int) -> int:
+    """Elements in 16 bytes."""
+    return 16 // itemsize
+
+
+def elementwise(n: int, per_thread: int, threads: int = THREADS) -> Plan:
+    """A thread for so many elements."""
+    return Plan((up(n, per_thread * threads), 1), (threads, 1)).check()
+
+
+def teams(n_rows: int, row_size: int, itemsize: int) -> Plan:
+    """A team of threads a row: a warp with three others in its block for short rows, a whole block for long ones."""
+    n_packs = up(row_size, pack(itemsize))
+    if n_packs <= 4 * 32:
+        return Plan((up(n_rows, 4), 1), (32, 4)).check()
+    return Plan((n_rows, 1), (min(MAX_THREADS, 32 * up(n_packs, 4 * 32)), 1)).check()
+
+
+NORM_BLOCKS = 528  # four for each multiprocessor of a large GPU
+
+
+def norm_backward(n_rows: int, row_size: int, itemsize: int) -> tuple[Plan, int] | None:
+    """The plan, and the packs that each thread holds of a row; None for rows that are too long."""
+    n_packs = up(row_size, pack(itemsize))
+    threads = 32 * up(n_packs, 4 * 32)
+    if threads > MAX_THREADS:
+        return None
+    n_teams = 4 if threads == 32 else 1
+    plan = Plan((min(NORM_BLOCKS, up(n_rows, n_teams)), 1), (threads, n_teams), 8 * row_size if n_teams > 1 else 0)
+    return plan.check(), max(1, up(n_packs, threads))
+
+
+def column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[Plan, int]:
+    """The plan, and how many rows a block adds up. One block along the rows: the sums are whole."""
+    n_packs, n_chunks = up(row_size, pack(itemsize)), 1
+    lanes = 32 if n_rows > 2048 else 8  # few rows: rather more blocks than longer accesses
+    across = up(n_packs, lanes)
+    if n_rows > 2048:
+        n_chunks = min(up(n_rows, 256), max(1, 1056 // across))
+    chunk = up(n_rows, n_chunks)
+    shared = THREADS * pack(itemsize) * 4
+    return Plan((across, up(n_rows, chunk)), (lanes, THREADS // lanes), shared).check(), chunk
+
+
+def whole_sum(n: int, itemsize: int) -> Plan:
+    """Blocks that add up everything; what each finds is added up in a second launch of one block."""
+    return Plan((max(1, min(1024, up(n, pack(itemsize) * MAX_THREADS))), 1), (MAX_THREADS, 1)).check()
+
+
+TOKENS, MANY = 512, 32  # tokens of a tile; of one id, above which several teams share a row
+
+
+def token_sums(n_rows: int, row_size: int, itemsize: int) -> Plan:
+    """Four rows of a table a block."""
+    lanes = min(128, 32 * up(up(row_size, pack(itemsize)), 32))
+    return Plan((up(n_rows, 4), 1), (lanes, 4), lanes * 4 * pack(itemsize) * 4).check()
+
+
+def attention_tiles(n_tokens: int, n_heads: int, tile: int, threads: int, shared: int) -> Plan:
+    """A block for each tile of tokens of each head (of all items)."""
+    return Plan((up(n_tokens, tile) * n_heads, 1), (threads, 1), shared).check()
+
+
+# -------------------------------------------------------------------- arguments
+SIZES = np.dtype(
+    [(name, np.int32) for name in ("items", "queries", "keys", "heads", "size", "causal", "offset", "nothing")]
+    + [("scale", np.float32)]
+)
+STEPS = np.dtype([(name, np.int64) for name in ("item", "token", "head")])
+MASK = np.dtype([("values", np.uint64), *((name, np.int64) for name in ("item", "head", "query"))])
+NULL = np.uint64(0)
+
+
+def struct(dtype: np.dtype, *values: Any) -> np.ndarray:
+    """An argument that a kernel takes by value."""
+    return np.array([values], dtype)
+
+
+def address(array: Array) -> int:
+    """Where an array starts."""
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+# -------------------------------------------------------------------- launch
+@cache
+def _include() -> tuple[str, ...]:
+    """Where the headers of the number formats lie, for a CuPy that does not look there by itself."""
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+    except ImportError:
+        return ()
+    found = find_nvidia_header_directory("cudart")
+    return () if found is None else (f"-I{found}",)
+
+
+@cache
+def _module(file: str, template: tuple[str, ...]) -> Any:
+    import cupy
+
+    names = expressions(file, template)
+    return cupy.RawModule(code=source(file), options=OPTIONS + _include(), name_expressions=names)
+
+
+@cache
+def _function(file: str, kernel: str, template: tuple[str, ...], device: int, shared: int) -> Any:
+    if template not in KERNELS[file][kernel]:
+        raise ValueError(f"{file}.cu: expected {kernel} with one of {KERNELS[file][kernel]}, got {template}")
+    function = _module(file, template).get_function(expression(kernel, template))
+    if shared > SHARED_WITHOUT_ASKING:
+        function.max_dynamic_shared_size_bytes = shared
+    return function
+
+
+def launch(file: str, kernel: str, template: tuple[str, ...], plan: Plan, *arguments: Any) -> None:
+    """Run a kernel on the current device and stream, which it does not wait for.
+
+    Args:
+        arguments: arrays, None for a null pointer, NumPy scalars and `struct`s of the types that the kernel declares.
+
+    Raises:
+        ValueError: an array lies on another device than the current one.
+    """
+    from cupy.cuda import runtime
+
+    device = runtime.getDevice()
+    for array in arguments:
+        if hasattr(array, "device") and not isinstance(array, (np.ndarray, np.generic)) and array.device.id != device:
+            at = f"it is on {array.device.id}"
+            raise ValueError(f"{kernel}: expected arrays on the current device, {device}; {at} (cupy.cuda.Device({at[-1]}).use())")
+    function = _function(file, kernel, template, device, plan.shared)
+    given = tuple(NULL if argument is None else argument for argument in arguments)
+    function(plan.grid, plan.block, given, shared_mem=plan.shared)
