@@ -539,6 +539,7 @@ for _heads in (1, 2):
     _op = attention.Rotary(_heads)
     for _items, _tokens, _size in [(1, 1, 2), (2, 5, 4)]:
         add("Rotary", _op, normal(_items, _tokens, 3 * _heads * _size))
+        add("Rotary", attention.Rotary(_heads, normalise=True), normal(_items, _tokens, 3 * _heads * _size))
 add("Rotary", lambda x: attention.Rotary(1, base=100.0)(x, offset=3), normal(1, 2, 12))
 
 

@@ -79,9 +79,9 @@ class TorchGPT:
         if self.config.activation == "swiglu":
             value, gate = x.chunk(2, dim=-1)
             return value * F.silu(gate)
-        return {"gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "relu_squared": lambda x: F.relu(x) ** 2, "swish": F.silu}[
-            self.config.activation
-        ](x)
+        gelu, relu_squared = lambda x: F.gelu(x, approximate="tanh"), lambda x: F.relu(x) ** 2
+        known = {"gelu": gelu, "relu": F.relu, "relu_squared": relu_squared, "swish": F.silu}
+        return known[self.config.activation](x)
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, T, D), with channels i and i + D/2 as one complex number."""

@@ -168,6 +168,15 @@ def test_rotary_gradients(rng: np.random.Generator) -> None:
     gradcheck(lambda x: Rotary(2)(x, offset=4), qkv)
 
 
+def test_rotary_normalises_queries_and_keys_of_each_head(rng: np.random.Generator) -> None:
+    qkv = 7 * rng.standard_normal((2, 5, 3, 2, 4))
+    out = Rotary(2, normalise=True)(to_tensor(qkv.reshape(2, 5, 24), dtype=np.float64)).array.reshape(qkv.shape)
+    np.testing.assert_allclose((out[:, :, :2] ** 2).mean(axis=-1), 1, rtol=1e-5)
+    np.testing.assert_array_equal(out[:, :, 2], qkv[:, :, 2])
+    qkv[:, :, :2] /= np.sqrt((qkv[:, :, :2] ** 2).mean(axis=-1, keepdims=True))
+    np.testing.assert_allclose(out.reshape(2, 5, 24), plain_rotary(qkv.reshape(2, 5, 24), 2, 0, 10_000.0), rtol=1e-5)
+
+
 def test_rotary_attention_depends_on_distance_only(rng: np.random.Generator) -> None:
     qkv = to_tensor(rng.standard_normal((2, 12, 24)), dtype=np.float64)
     rotary, attention = Rotary(2), SelfAttention(2)

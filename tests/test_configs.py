@@ -32,6 +32,7 @@ NUMBERS = {
     "dropout": "from 0 to below 1",
     "minutes": "0 or more",
     "max_learning_rate": "above 0",
+    "matrix_rate": "above 0",
     "min_learning_rate": "0 or more",
     "weight_decay": "0 or more",
     "beta1": "from 0 to below 1",
@@ -43,9 +44,11 @@ CHOICES = {
     "norm": "one of layer_norm, rms_norm",
     "positions": "one of learned, rotary",
     "softmax": "one of softmax, softmax1, adaptive, blocks",
+    "optimiser": "one of adamw, muon",
+    "schedule": "one of cosine, linear",
     "precision": "one of float32, tf32, bfloat16, float16",
 }
-SWITCHES = ("bias", "tied")
+SWITCHES = ("bias", "tied", "qk_norm", "zero_projections")
 
 
 def bad_values() -> list[tuple[str, Any, str]]:
@@ -91,6 +94,7 @@ def test_the_table_of_bad_values_knows_every_field() -> None:
             {"max_learning_rate": 1e-3, "min_learning_rate": 1e-2},
             "min_learning_rate to be at most max_learning_rate 0.001, got 0.01",
         ),
+        ({"qk_norm": True}, "qk_norm to be False without rotary positions, got True"),
         ({"steps": 0, "minutes": 0.0}, "steps to be above 0 where minutes is 0, got 0"),
         (
             {"embedding_dim": 6, "n_heads": 2, "positions": "rotary"},

@@ -25,6 +25,7 @@ VARIANTS = [
     {},
     {"norm": "rms_norm", "positions": "rotary", "activation": "swiglu", "bias": False, "tied": False},
     {"activation": "relu"},
+    {"activation": "relu_squared", "positions": "rotary", "qk_norm": True, "optimiser": "muon"},
     {"activation": "swish", "softmax": "softmax1"},
     {"softmax": "adaptive"},
     {"softmax": "blocks"},

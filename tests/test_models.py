@@ -29,6 +29,9 @@ KINDS: dict[str, GPTConfig] = {
     "softmax1": replace(TINY, softmax="softmax1"),
     "adaptive": replace(TINY, softmax="adaptive"),
     "blocks": replace(TINY, softmax="blocks", softmax_blocks=3),
+    "rotary, qk norm, relu squared": replace(
+        TINY, positions="rotary", qk_norm=True, norm="rms_norm", activation="relu_squared", bias=False
+    ),
     "rotary, untied, relu": replace(TINY, positions="rotary", tied=False, activation="relu"),
 }
 each_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
@@ -122,6 +125,16 @@ def test_the_norms_are_those_of_the_config(config: GPTConfig) -> None:
     norms = [layer for layer in GPT(config).layers() if isinstance(layer, (LayerNorm, RMSNorm))]
     assert len(norms) == 2 * config.n_layers + 1
     assert {type(norm) for norm in norms} == {LayerNorm if config.norm == "layer_norm" else RMSNorm}
+
+
+def test_blocks_whose_projections_start_at_zero_add_nothing() -> None:
+    config = replace(TINY, zero_projections=True)
+    model, tokens = GPT(config), np.arange(5)[None]
+    for name, p in model.named_parameters():
+        assert (p.array == 0).all() == (name.endswith(("projection.weights", "bias"))), name
+    expected = model.norm(model.token_embedding(tokens) + model.position_embedding(np.arange(5)))
+    logits = expected @ model.token_embedding.weights.transpose()
+    np.testing.assert_allclose(model(tokens).array, logits.array, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize("n_layers", [2, 8])

@@ -17,7 +17,14 @@ from tricycle.configs import DebugConfig
 from tricycle.layers import Dense, Layer, LayerNorm, Sequential
 from tricycle.models import GPT
 from tricycle.optimisers import (
-    AdamW, Muon, Optimiser, StochasticGradientDescent, clip_gradients, decays, gradient_norm, is_hidden_matrix,
+    AdamW,
+    Muon,
+    Optimiser,
+    StochasticGradientDescent,
+    clip_gradients,
+    decays,
+    gradient_norm,
+    is_hidden_matrix,
 )  # fmt: skip
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import Tensor, to_tensor
@@ -405,7 +412,7 @@ def test_muon_takes_long_matrices_as_square_ones(shape: tuple[int, int], rng: np
 
 
 def test_muon_looks_ahead_along_a_mean_of_gradients(rng: np.random.Generator) -> None:
-    layer, before, grad = one_matrix((6, 6), rng)
+    layer, _, grad = one_matrix((6, 6), rng)
     other = rng.standard_normal((6, 6)).astype(np.float32)
     optimiser = Muon(0.1, weight_decay=0.5, matrix_rate=1.0, momentum=0.8)
     layer.update(optimiser)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tricycle.scheduler import WarmupCosine
+from tricycle.scheduler import SCHEDULES, WarmupCosine, WarmupLinear
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,19 @@ def test_the_rate_rises_then_falls_and_stays_between_its_ends() -> None:
     assert all(a > b for a, b in pairwise(rates[top:200]))
     assert set(rates[199:]) == {3e-4}
     assert min(rates) == rates[0] == pytest.approx(3e-3 / 20)
+
+
+@pytest.mark.parametrize(
+    "step, rate", [(0, 0), (5, 0.5), (10, 1.0), (35, 0.8), (60, 0.6), (85, 0.4), (110, 0.2), (111, 0.2)]
+)
+def test_a_straight_line_down(step: int, rate: float) -> None:
+    assert WarmupLinear(1.0, 0.2, warmup_steps=10, total_steps=110)(step) == pytest.approx(rate, abs=1e-12)
+
+
+def test_every_schedule_has_a_name_and_its_own_errors() -> None:
+    assert {"cosine": WarmupCosine, "linear": WarmupLinear} == SCHEDULES
+    with pytest.raises(ValueError, match=r"^WarmupLinear: expected 0 <= min_rate <= max_rate, got 0\.2 and 0\.1$"):
+        WarmupLinear(0.1, 0.2, 1, 10)
 
 
 def test_a_constant_rate() -> None:

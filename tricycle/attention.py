@@ -264,11 +264,11 @@ class Rotary(Op):
     Args:
         n_heads: as of the attention that follows.
         base: the slowest pair turns by about 1 / base a token.
+        normalise: first scale the query and the key of each head to a mean square of 1 (Dehghani et al. 2023).
     """
 
-    def __init__(self, n_heads: int, base: float = 10_000.0) -> None:
-        self.n_heads = n_heads
-        self.base = base
+    def __init__(self, n_heads: int, base: float = 10_000.0, normalise: bool = False) -> None:
+        self.n_heads, self.base, self.normalise = n_heads, base, normalise
 
     def forward(self, qkv: Tensor, offset: int = 0) -> Tensor:
         """
@@ -285,17 +285,24 @@ class Rotary(Op):
         speeds = self.base ** (-np.arange(0, size, 2) / size)
         angles = np.arange(offset, offset + n_tokens)[:, None] * speeds
         cos, sin = (xp.asarray(f(angles), dtype=packed.dtype) for f in (np.cos, np.sin))
+        heads, ones = packed[:, :, :2], xp.ones(size, packed.dtype)
+        normal, mean, scale = heads, None, None
+        if self.normalise:
+            normal, mean, scale = kernels.layer_norm(heads, ones, None, 1e-6, False)
 
-        def turn(array: Array, sin: Array) -> Array:
-            turned = xp.empty_like(array, order="C")
-            for part in (0, 1):
-                turned[:, :, part] = kernels.rotate(array[:, :, part], cos, sin)
-            turned[:, :, 2] = array[:, :, 2]
-            return turned.reshape(qkv.shape)
+        def turn(heads: Array, sin: Array) -> Array:
+            rows = heads.reshape(*packed.shape[:2], -1, size)
+            return kernels.rotate(rows, cos, sin).reshape(heads.shape)
 
-        # a rotation is undone by the opposite angle, which is also its gradient
-        back_fn = lambda grad: turn(grad.array.reshape(packed.shape), -sin)
-        return record(turn(packed, sin), (qkv,), (back_fn,), "rotary")
+        def back_fn(grad: Tensor) -> Array:
+            grads = grad.array.reshape(packed.shape)
+            dheads = turn(grads[:, :, :2], -sin)  # a rotation is undone by the opposite angle: its gradient too
+            if mean is not None:
+                dheads = kernels.layer_norm_backward(dheads, heads, ones, mean, scale, False)[0]
+            return xp.concatenate([dheads, grads[:, :, 2:]], axis=2).reshape(qkv.shape)
+
+        turned = xp.concatenate([turn(normal, sin), packed[:, :, 2:]], axis=2)
+        return record(turned.reshape(qkv.shape), (qkv,), (back_fn,), "rotary")
 
 
 def _split_heads(op: str, qkv: Array, n_heads: int) -> Array:

@@ -66,19 +66,22 @@ class MultiHeadSelfAttention(_MultiHead):
         rotary: turn queries and keys by position (`Rotary`).
         softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
         causal: a token sees itself and those before it, and not those after.
+        qk_norm: scale the queries and keys of each head to one length before they are turned (needs `rotary`).
     """
 
     def __init__(
         self, embedding_dim: int, n_heads: int, context_window: int, bias: bool = True, dropout: float = 0.0,
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
-        softmax: str | RowSoftmax = "softmax", causal: bool = True,
+        softmax: str | RowSoftmax = "softmax", causal: bool = True, qk_norm: bool = False,
     ) -> None:
         positive("MultiHeadSelfAttention", context_window=context_window)
         generator = new_generator(generator)
         super().__init__(embedding_dim, n_heads, context_window)
         self.causal = causal
         self.qkv = Dense(embedding_dim, 3 * embedding_dim, bias, initialiser, generator)
-        self.rotary = Rotary(n_heads) if rotary else None
+        if qk_norm and not rotary:
+            raise ValueError("MultiHeadSelfAttention: expected rotary=True with qk_norm=True, got rotary=False")
+        self.rotary = Rotary(n_heads, normalise=qk_norm) if rotary else None
         self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(dropout, generator)
         self.use_softmax(softmax)
@@ -223,12 +226,14 @@ class TransformerBlock(Layer):
         activation: str = "gelu", norm: str = "layer_norm", bias: bool = True, dropout: float = 0.0,
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
         softmax: str | RowSoftmax = "softmax", causal: bool = True, cross: bool = False, norm_first: bool = True,
+        qk_norm: bool = False,
     ) -> None:
         generator = new_generator(generator)
         self.norm_first = norm_first
         self.attention_norm = new_norm(norm, embedding_dim, bias)
         self.attention = MultiHeadSelfAttention(
-            embedding_dim, n_heads, context_window, bias, dropout, rotary, initialiser, generator, softmax, causal
+            embedding_dim, n_heads, context_window, bias, dropout, rotary, initialiser, generator, softmax, causal,
+            qk_norm,
         )
         if cross:
             self.cross_norm = new_norm(norm, embedding_dim, bias)

@@ -20,7 +20,7 @@ RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("weight_decay max_gradient_norm min_learning_rate", lambda v: v >= 0, "0 or more"),
     ("softmax", lambda v: isinstance(v, str) and v in SOFTMAXES, f"one of {', '.join(SOFTMAXES)}"),
     ("dropout beta1 beta2", lambda v: 0 <= v < 1, "from 0 to below 1"),
-    ("expansion_ratio max_learning_rate", lambda v: v > 0, "above 0"),
+    ("expansion_ratio max_learning_rate matrix_rate", lambda v: v > 0, "above 0"),
 ]
 
 
@@ -38,11 +38,13 @@ class GPTConfig:
     activation: Literal["gelu", "relu", "relu_squared", "swish", "swiglu"] = "gelu"  # activation of the MLPs
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # normalisation before each block and at the end
     positions: Literal["learned", "rotary"] = "learned"  # how the model knows the order of tokens
+    qk_norm: bool = False  # whether queries and keys of a head are scaled to one length (rotary positions only)
     bias: bool = True  # whether linear layers and norms have biases
     tied: bool = True  # whether the output layer shares its weights with the token embedding
     softmax: str = "softmax"  # how attention weighs keys: softmax, softmax1, adaptive or blocks
     softmax_blocks: int = 2  # into how many blocks "blocks" cuts the keys
     precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"  # of matrix products; weights stay float32
+    zero_projections: bool = False  # whether the last matrix of attention and of each MLP starts at zero
     dropout: float = 0.0  # probability of dropping an element of the embedding and of each block's result
 
     # ---- training
@@ -50,8 +52,11 @@ class GPTConfig:
     accumulation_steps: int = 1  # passes whose gradients are averaged for one update
     steps: int = 600_000  # the most updates to make; 0 leaves it to `minutes`
     minutes: float = 0.0  # the most minutes to take, as the first updates are timed; 0 leaves it to `steps`
+    optimiser: Literal["adamw", "muon"] = "adamw"  # "muon" is for matrices between hidden layers, AdamW for the rest
+    matrix_rate: float = 5.0  # learning rate of Muon's matrices over that of the rest
+    schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls after the warm-up
     max_learning_rate: float = 6e-4  # learning rate after the warm-up
-    min_learning_rate: float = 6e-5  # learning rate at the end of the cosine
+    min_learning_rate: float = 6e-5  # learning rate at the end
     warmup_steps: int = 2000  # updates over which the learning rate rises from 0; at most a tenth of all
     weight_decay: float = 0.1  # decoupled decay of the matrices (AdamW)
     beta1: float = 0.9  # how much of the mean gradient AdamW keeps a step
@@ -72,6 +77,7 @@ class GPTConfig:
         self._require("min_learning_rate", self.min_learning_rate <= most, f"at most max_learning_rate {most}")
         self._require("steps", self.steps > 0 or self.minutes > 0, "above 0 where minutes is 0")
         self._require("expansion_ratio", width * self.expansion_ratio >= 1, f"at least 1 / {width}")
+        self._require("qk_norm", not self.qk_norm or self.positions == "rotary", "False without rotary positions")
         even = self.positions != "rotary" or width // self.n_heads % 2 == 0
         self._require("embedding_dim", even, "even in each head for rotary positions")
 

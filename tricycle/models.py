@@ -41,13 +41,13 @@ class GPT(Layer):
             GPT2TransformerBlock(
                 size, config.n_heads, config.context_window, config.expansion_ratio, config.activation, config.norm,
                 config.bias, config.dropout, rotary=not learned, initialiser=zeros, generator=self.generator,
-                softmax=new_softmax(config.softmax, config.softmax_blocks),
+                softmax=new_softmax(config.softmax, config.softmax_blocks), qk_norm=config.qk_norm,
             )
             for _ in range(config.n_layers)
         ]
         self.norm = new_norm(config.norm, size, config.bias)
         self.head = None if config.tied else Dense(size, config.vocab_size, bias=False, initialiser=zeros)
-        _initialise(self, config.n_layers, self.generator)
+        _initialise(self, config.n_layers, self.generator, config.zero_projections)
         self.use_precision(config.precision)
 
     def forward(self, tokens: Operand, caches: list[KeyValueCache] | None = None) -> Tensor:
@@ -100,11 +100,13 @@ class GPT(Layer):
         return [KeyValueCache(self.config.context_window) for _ in self.blocks]
 
 
-def _initialise(model: Layer, n_layers: int, generator: np.random.Generator) -> None:
+def _initialise(model: Layer, n_layers: int, generator: np.random.Generator, zero_projections: bool) -> None:
     """GPT-2's first weights: normal(0.02); projections that end in the residual stream, of which there are
     two a block, smaller by 1 / sqrt(2 n_layers), so that the stream keeps its size; biases 0 and gains 1.
+    With `zero_projections` a block adds nothing at first (Zhang et al. 2019, "Fixup").
     """
+    last = 0 if zero_projections else 0.02 / math.sqrt(2 * n_layers)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 and not name.endswith("softmax_scales"):
-            std = 0.02 / math.sqrt(2 * n_layers) if name.endswith("projection.weights") else 0.02
+            std = last if name.endswith("projection.weights") else 0.02
             parameter.array[...] = normal(std)(parameter.shape, generator)

@@ -14,11 +14,12 @@ class WarmupCosine:
     """
 
     def __init__(self, max_rate: float, min_rate: float, warmup_steps: int, total_steps: int) -> None:
+        kind = type(self).__name__
         if not 0 <= min_rate <= max_rate < math.inf:
-            raise ValueError(f"WarmupCosine: expected 0 <= min_rate <= max_rate, got {min_rate!r} and {max_rate!r}")
+            raise ValueError(f"{kind}: expected 0 <= min_rate <= max_rate, got {min_rate!r} and {max_rate!r}")
         if not 0 <= warmup_steps <= total_steps:
             got = f"{warmup_steps!r} and {total_steps!r}"
-            raise ValueError(f"WarmupCosine: expected 0 <= warmup_steps <= total_steps, got {got}")
+            raise ValueError(f"{kind}: expected 0 <= warmup_steps <= total_steps, got {got}")
         self.max_rate, self.min_rate = max_rate, min_rate
         self.warmup_steps, self.total_steps = warmup_steps, total_steps
 
@@ -28,4 +29,18 @@ class WarmupCosine:
         if step >= self.total_steps:
             return self.min_rate
         progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
-        return self.min_rate + (self.max_rate - self.min_rate) * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.min_rate + (self.max_rate - self.min_rate) * self.left(progress)
+
+    def left(self, progress: float) -> float:
+        """The share of the way down that is still to go, when so much of the time after the warm-up is over."""
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class WarmupLinear(WarmupCosine):
+    """A linear rise from 0, then a straight line down."""
+
+    def left(self, progress: float) -> float:
+        return 1 - progress
+
+
+SCHEDULES: dict[str, type[WarmupCosine]] = {"cosine": WarmupCosine, "linear": WarmupLinear}

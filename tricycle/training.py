@@ -20,8 +20,8 @@ from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import check_range
-from tricycle.optimisers import AdamW, clip_gradients, gradient_norm
-from tricycle.scheduler import WarmupCosine
+from tricycle.optimisers import AdamW, Muon, clip_gradients, gradient_norm
+from tricycle.scheduler import SCHEDULES
 from tricycle.tensor import Tensor, topological_order
 from tricycle.tokeniser import BPETokeniser
 
@@ -69,7 +69,7 @@ class TrainingState:
         # while the number of updates is not known yet, they are few: the warm-up is long enough
         total = self.total_steps or max(10 * config.warmup_steps, ESTIMATE_STEPS[0])
         warmup = min(config.warmup_steps, total // 10)
-        return WarmupCosine(config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
+        return SCHEDULES[config.schedule](config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
 
 
 def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT | None = None) -> TrainingState:
@@ -77,7 +77,11 @@ def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT |
     model = model or GPT(config)
     if on_gpu:
         model.to_gpu()
-    optimiser = AdamW(config.max_learning_rate, (config.beta1, config.beta2), weight_decay=config.weight_decay)
+    moments, decay = (config.beta1, config.beta2), config.weight_decay
+    if config.optimiser == "muon":
+        optimiser: AdamW = Muon(config.max_learning_rate, moments, weight_decay=decay, matrix_rate=config.matrix_rate)
+    else:
+        optimiser = AdamW(config.max_learning_rate, moments, weight_decay=decay)
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)
     state = TrainingState(config, model, optimiser, dataset.batch().shuffle().to_tensor())
     if not config.minutes or 0 < config.steps <= ESTIMATE_STEPS[0]:

@@ -13,7 +13,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -66,64 +66,69 @@ def _ones(n: int, like: np.ndarray) -> np.ndarray:
     return np.ones(n, like.dtype)
 
 
-# -------------------------------------------------------------------- matrices
 @cache
 def _onednn() -> ModuleType | None:
-    """What multiplies bfloat16 matrices; None, and one warning that says why, where nothing does."""
+    """The kernels that oneDNN makes faster, where it can be used."""
+    from tricycle_accelerators import onednn, onednn_kernels
+
+    return None if onednn.problem() else onednn_kernels
+
+
+def _or_faster(kernel: Callable) -> Callable:
+    """oneDNN's kernel of that name, where there is one and it does not answer NotImplemented."""
+
+    @wraps(kernel)
+    def run(*arguments: Any) -> Any:
+        faster = getattr(_onednn(), kernel.__name__, None)
+        result = faster(*arguments) if faster else NotImplemented
+        return kernel(*arguments) if result is NotImplemented else result
+
+    return run
+
+
+# -------------------------------------------------------------------- matrices
+@_or_faster
+def operand(x, precision):
+    if precision in ("bfloat16", "float16"):
+        _say_why(precision)
+    return x
+
+
+@cache
+def _say_why(precision: str) -> None:
     from tricycle_accelerators import onednn
 
-    problem = onednn.problem()
-    if problem:
-        warnings.warn(f"bfloat16 products are made in float32 here: {problem}", stacklevel=2)
-    return None if problem else onednn
+    why = (onednn.problem() if precision == "bfloat16" else None) or "here bfloat16 is the precision of 16 bits"
+    warnings.warn(f"{precision}: matrix products are made in float32: {why}", stacklevel=2)
 
 
-def operand(x, precision):
-    onednn = _onednn() if precision == "bfloat16" and x.dtype == np.float32 else None
-    if onednn is None:
-        return x
-    if x.ndim == 2 and x.flags.f_contiguous:  # a transposed matrix keeps its layout
-        return _sixteen_bits(onednn, x.T).T
-    return _sixteen_bits(onednn, np.ascontiguousarray(x))
-
-
-def _sixteen_bits(onednn: ModuleType, x: np.ndarray) -> np.ndarray:
-    out = np.empty(x.shape, onednn.bfloat16())
-    flat, flat_out = x.reshape(-1), out.reshape(-1)
-    parallel(lambda piece: onednn.convert(flat[piece], flat_out[piece]), _pieces(x.size))
-    return out
-
-
+@_or_faster
 def matmul(a, b, bias=None, out=None, dtype=None, precision="float32"):
     """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
     (n_rows, n_inner), n_columns = a.shape, b.shape[1]
-    onednn = _onednn() if a.dtype.kind == b.dtype.kind == "V" else None  # NumPy's kind of bfloat16
-    if onednn is None and (n_rows * n_inner * n_columns < SMALL_PRODUCT or not blas_libraries() or all_at_work()):
+    few = n_rows * n_inner * n_columns < SMALL_PRODUCT
+    if few or min(a.itemsize, b.itemsize) == 2 or not blas_libraries() or all_at_work():
         return reference.matmul(a, b, bias, out, dtype)
-    if onednn is None and n_inner >= 2 * max(n_rows, n_columns) and out is None:
+    if n_inner >= 2 * max(n_rows, n_columns) and out is None:
         terms = _parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
         return _sum_over(lambda part: a[:, part] @ b[part], terms) + (0 if bias is None else bias)
-    wanted = dtype or (np.result_type(a, b) if onednn is None else np.float32)
-    out = np.empty((n_rows, n_columns), wanted) if out is None else out
-    product = _product if onednn is None else onednn.product
+    out = np.empty((n_rows, n_columns), np.result_type(a, b)) if out is None else out
 
     def rows(part: slice) -> None:
-        product(a[part], b, bias, out[part])
+        np.matmul(a[part], b, out=out[part])
+        if bias is not None:
+            out[part] += bias
 
     def columns(part: slice) -> None:
-        product(a, b[:, part], bias if bias is None else bias[part], out[:, part])
+        np.matmul(a, b[:, part], out=out[:, part])
+        if bias is not None:
+            out[:, part] += bias[part]
 
     if n_rows >= n_columns:
         parallel(rows, _parts(n_rows, 512))
     else:
         parallel(columns, _parts(n_columns, 512))
     return out
-
-
-def _product(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
-    np.matmul(a, b, out=out)
-    if bias is not None:
-        out += bias
 
 
 def sum_rows(x):
@@ -133,10 +138,12 @@ def sum_rows(x):
 
 
 # -------------------------------------------------------------------- elementwise
+@_or_faster
 def gelu(x):
     return _gelu(x, None)
 
 
+@_or_faster
 def gelu_with_slope(x):
     slope = np.empty(x.shape, x.dtype)
     return _gelu(x, slope), slope
@@ -205,6 +212,7 @@ def multiply(a, b):
 
 
 # -------------------------------------------------------------------- normalisation
+@_or_faster
 def layer_norm(x, gain, bias, eps, centred):
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
     y = np.empty_like(rows)
@@ -233,6 +241,7 @@ def layer_norm(x, gain, bias, eps, centred):
     return y.reshape(x.shape), mean.reshape(statistics), scale.reshape(statistics)
 
 
+@_or_faster
 def layer_norm_backward(grad, x, gain, mean, scale, centred):
     if not x.size:
         return reference.layer_norm_backward(grad, x, gain, mean, scale, centred)
@@ -394,6 +403,7 @@ def _later(n_queries: int, dtype) -> np.ndarray:
     return np.triu(np.full((n, n), -np.inf, dtype), 1)
 
 
+@_or_faster
 def attention(q, k, v, offset, nothing, mask=None):
     if _small(q, k, offset):
         return reference.attention(q, k, v, offset, nothing, mask)
@@ -442,6 +452,7 @@ def attention(q, k, v, offset, nothing, mask=None):
     return out, log_total
 
 
+@_or_faster
 def attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask=None):
     if _small(q, k, offset):
         return reference.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask)
@@ -528,6 +539,22 @@ def row_attention_backward(grad, q, k, v, offset, rows, rows_backward, dq, dk, d
         _heads_first(dk, item, heads)[...], _heads_first(dv, item, heads)[...] = key_sum, value_sum
 
     parallel(work, _groups(q, k.shape[1]))
+
+
+def rotate(x, cos, sin):
+    """A thread takes an item at a time."""
+    y, half = np.empty(x.shape, x.dtype), x.shape[-1] // 2
+    cos, sin = cos[:, None, :], sin[:, None, :]
+
+    def work(i: int) -> None:
+        first, second = x[i, ..., :half], x[i, ..., half:]
+        np.multiply(first, cos, out=y[i, ..., :half])
+        np.multiply(second, cos, out=y[i, ..., half:])
+        y[i, ..., :half] -= second * sin
+        y[i, ..., half:] += first * sin
+
+    parallel(work, range(len(x)))
+    return y
 
 
 def _one_more(x: np.ndarray) -> np.ndarray:

@@ -16,11 +16,11 @@ from tricycle.backend import Array, array_module
 
 # The kernels: what may have a faster version.
 __all__ = [
-    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "relu_squared", "sigmoid", "multiply",
-    "operand", "activations", "matmul", "sum_rows", "layer_norm", "layer_norm_backward", "embedding_backward",
-    "cross_entropy", "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward",
-    "row_attention", "row_attention_backward", "rotate", "adamw", "orthogonalise", "repeated", "pipeline", "rnn", "rnn_backward", "gru",
-    "gru_backward", "lstm", "lstm_backward",
+    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "relu_squared", "sigmoid",
+    "multiply", "operand", "activations", "matmul", "sum_rows", "layer_norm", "layer_norm_backward",
+    "embedding_backward", "cross_entropy", "cross_entropy_with_slope", "for_items", "attention_scores", "attention",
+    "attention_backward", "row_attention", "row_attention_backward", "rotate", "adamw", "orthogonalise", "repeated",
+    "pipeline", "rnn", "rnn_backward", "gru", "gru_backward", "lstm", "lstm_backward",
 ]
 
 Rows = Callable[[Array], Array]

@@ -10,26 +10,29 @@ __global__ void adamw(
     float log_beta1, float log_beta2, float eps, float decay
 ) {
     const float factor = factor_at != nullptr ? *factor_at : 1.0f;
-    const i64 i = pack_start<4>();
-    if (!(factor > 0) || i >= n) return;
+    if (!(factor > 0)) return;
     if (step_at != nullptr) step = *step_at;
     if (learning_rate_at != nullptr) learning_rate = *learning_rate_at;
     // 1 - beta^step, which loses no digits where beta^step is close to 1
     const float correction1 = -expm1f(step * log_beta1), root2 = sqrtf(-expm1f(step * log_beta2));
-    float w[4], g[4], m[4], v[4];
-    load(w, weights + i, n - i);
-    load(g, grad + i, n - i);
-    load(m, first + i, n - i);
-    load(v, second + i, n - i);
+    const float rate = learning_rate / correction1, kept = 1 - learning_rate * decay;
+    const bool whole = aligned(weights) && aligned(grad) && aligned(first) && aligned(second);
+    each<PACK<T>>(n, whole, [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float w[N], g[N], m[N], v[N];
+        load(w, weights + i);
+        load(g, grad + i);
+        load(m, first + i);
+        load(v, second + i);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        g[k] *= factor;
-        m[k] = beta1 * m[k] + (1 - beta1) * g[k];
-        v[k] = beta2 * v[k] + (1 - beta2) * g[k] * g[k];
-        w[k] *= 1 - learning_rate * decay;
-        w[k] -= learning_rate / correction1 * m[k] / (sqrtf(v[k]) / root2 + eps);
-    }
-    store(weights + i, w, n - i);
-    store(first + i, m, n - i);
-    store(second + i, v, n - i);
+        for (int k = 0; k < N; ++k) {
+            g[k] *= factor;
+            m[k] = beta1 * m[k] + (1 - beta1) * g[k];
+            v[k] = beta2 * v[k] + (1 - beta2) * g[k] * g[k];
+            w[k] = kept * w[k] - rate * m[k] / (sqrtf(v[k]) / root2 + eps);
+        }
+        store(weights + i, w);
+        store(first + i, m);
+        store(second + i, v);
+    });
 }

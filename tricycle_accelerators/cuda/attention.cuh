@@ -40,7 +40,7 @@ struct Mask {
     i64 item, head, query;
 
     __device__ Mask at(int b, int h) const { return {values ? values + b * item + h * head : values, 0, 0, query}; }
-    __device__ float of(int query_, int key) const { return values ? values[query_ * query + key] : 0.0f; }
+    __device__ float of(int row, int key) const { return values ? values[row * query + key] : 0.0f; }
 };
 
 // A block works on one tile of one head of one item. Tiles of a head follow each other, so that what they share stays

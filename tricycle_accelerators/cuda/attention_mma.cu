@@ -79,6 +79,18 @@ template <class How> __device__ inline float over_row(float value) {
     return How::join(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
+// Adds the mask of two rows to the scores of the keys before their ends, the first of this lane's being `key`.
+template <int TILES>
+__device__ inline void add_mask(
+    float (&scores)[TILES][4], const float* const (&masked)[2], const int (&ends)[2], int key
+) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (key + 8 * n + i % 2 < ends[i / 2]) scores[n][i] += masked[i / 2][key + 8 * n + i % 2] * LOG2_E;
+}
+
 // Rows `row` (and 8 further) of sums (16, D), each times its factor; `to` is where the tile's first row goes.
 template <int D, class T>
 __device__ inline void write_rows(
@@ -113,8 +125,13 @@ __global__ void __launch_bounds__(WARPS * 32) attention_mma(
     const int n_free = s.causal ? s.seen_by(first) : s.n_keys;  // so many keys no query of the tile may not see
     const float to_base_2 = s.scale * LOG2_E;
     float sums[D / 8][4] = {}, largest[2], total[2];
+    int ends[2];  // the first keys that the two queries do not see
+    const float* masked[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        const int query = first + row + 8 * half;
+        ends[half] = query < s.n_queries ? s.seen_by(query) : 0;
+        masked[half] = hidden.values + query * hidden.query;
         largest[half] = s.nothing ? 0.0f : -INFINITY;
         total[half] = s.nothing && lane % 4 == 0 ? 1.0f : 0.0f;  // each lane its own part until the end
     }
@@ -132,16 +149,15 @@ __global__ void __launch_bounds__(WARPS * 32) attention_mma(
         __syncthreads();  // what every thread asked for is there
         float scores[KEYS / 8][4];
         scores_of<D, KEYS>(scores, queries, own, keys + now * TILE);
-        const bool whole = start + KEYS <= n_free && mask.values == nullptr;
+        const bool whole = start + KEYS <= n_free;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                scores[n][i] *= to_base_2;
-                const int query = first + row + i / 2 * 8, key = start + 8 * n + column + i % 2;
-                if (!whole)
-                    scores[n][i] = s.hides(query, key) ? -INFINITY : scores[n][i] + hidden.of(query, key) * LOG2_E;
+                const int half = i / 2, key = start + 8 * n + column + i % 2;
+                scores[n][i] = whole || key < ends[half] ? scores[n][i] * to_base_2 : -INFINITY;
             }
+        if (mask.values != nullptr) add_mask(scores, masked, ends, start + column);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float next = largest[half];
@@ -201,6 +217,14 @@ __global__ void __launch_bounds__(WARPS * 32) attention_mma_backward_keys(
     const i64 rows = ((i64)at.item * s.n_heads + at.head) * s.n_queries;
     const Mask hidden = mask.at(at.item, at.head);
     const float to_base_2 = s.scale * LOG2_E;
+    int begins[2];  // the first queries that see the two keys
+    const float* masked[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int key = first + row + 8 * half;
+        begins[half] = key < s.n_keys ? s.first_to_see(key) : s.n_queries + QUERIES;
+        masked[half] = hidden.values + (key < s.n_keys ? key : 0);
+    }
     float dkeys[D / 8][4] = {}, dvalues[D / 8][4] = {};
     const int begin = s.first_to_see(first) / QUERIES * QUERIES;
     auto fetch_queries = [&](int start, int where) {
@@ -225,18 +249,29 @@ __global__ void __launch_bounds__(WARPS * 32) attention_mma_backward_keys(
         float weights[QUERIES / 8][4], slopes[QUERIES / 8][4];
         scores_of<D, QUERIES>(weights, keys, own, queries + now * TILE);
         scores_of<D, QUERIES>(slopes, values, own, grads + now * TILE);
-        // whole: every query of the tile sees every key of it
-        const bool whole = first + ROWS <= s.seen_by(start) && start + QUERIES <= s.n_queries && mask.values == nullptr;
+        const bool whole = first + ROWS <= s.seen_by(start);  // every query of the tile sees all of the keys
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int place = 8 * n + column + i % 2, query = start + place, key = first + row + i / 2 * 8;
-                const bool seen = whole || !s.hides(query, key);
-                float score = weights[n][i] * to_base_2;
-                if (!whole && seen) score += hidden.of(query, key) * LOG2_E;
-                weights[n][i] = seen ? exp2f(score - totals[now * QUERIES + place]) : 0.0f;
-                slopes[n][i] = weights[n][i] * (slopes[n][i] - inners[now * QUERIES + place]);
+                const int place = 8 * n + column + i % 2;
+                const bool seen = whole || start + place >= begins[i / 2];
+                weights[n][i] = seen ? weights[n][i] * to_base_2 - totals[now * QUERIES + place] : -INFINITY;
+            }
+        if (mask.values != nullptr)
+#pragma unroll
+            for (int n = 0; n < QUERIES / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int query = start + 8 * n + column + i % 2;
+                    if (query < s.n_queries) weights[n][i] += masked[i / 2][query * mask.query] * LOG2_E;
+                }
+#pragma unroll
+        for (int n = 0; n < QUERIES / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                weights[n][i] = exp2f(weights[n][i]);
+                slopes[n][i] = weights[n][i] * (slopes[n][i] - inners[now * QUERIES + 8 * n + column + i % 2]);
             }
         mix<D, QUERIES>(dvalues, weights, grads + now * TILE);
         mix<D, QUERIES>(dkeys, slopes, queries + now * TILE);
@@ -271,9 +306,14 @@ __global__ void __launch_bounds__(WARPS * 32) attention_mma_backward_queries(
     const int n_free = s.causal ? s.seen_by(first) : s.n_keys;
     const float to_base_2 = s.scale * LOG2_E;
     float sums[D / 8][4] = {}, by[2], inners[2];
+    int ends[2];
+    const float* masked[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const bool there = first + row + 8 * half < s.n_queries;
+        const int query = first + row + 8 * half;
+        const bool there = query < s.n_queries;
+        ends[half] = there ? s.seen_by(query) : 0;
+        masked[half] = hidden.values + query * hidden.query;
         const float total = there ? log_total[rows + row + 8 * half] : -INFINITY;
         by[half] = total == -INFINITY ? 0.0f : total * LOG2_E;
         inners[half] = there ? inner[rows + row + 8 * half] : 0.0f;
@@ -294,17 +334,19 @@ __global__ void __launch_bounds__(WARPS * 32) attention_mma_backward_queries(
         float weights[KEYS / 8][4], slopes[KEYS / 8][4];
         scores_of<D, KEYS>(weights, queries, own, keys + now * TILE);
         scores_of<D, KEYS>(slopes, grads, own, values + now * TILE);
-        const bool whole = start + KEYS <= n_free && mask.values == nullptr;
+        const bool whole = start + KEYS <= n_free;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int query = first + row + i / 2 * 8, key = start + 8 * n + column + i % 2;
-                const bool seen = whole || !s.hides(query, key);
-                float score = weights[n][i] * to_base_2;
-                if (!whole && seen) score += hidden.of(query, key) * LOG2_E;
-                slopes[n][i] = (seen ? exp2f(score - by[i / 2]) : 0.0f) * (slopes[n][i] - inners[i / 2]);
+                const int half = i / 2, key = start + 8 * n + column + i % 2;
+                weights[n][i] = whole || key < ends[half] ? weights[n][i] * to_base_2 - by[half] : -INFINITY;
             }
+        if (mask.values != nullptr) add_mask(weights, masked, ends, start + column);
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) slopes[n][i] = exp2f(weights[n][i]) * (slopes[n][i] - inners[i / 2]);
         mix<D, KEYS>(sums, slopes, keys + now * TILE);
         __syncthreads();
     }

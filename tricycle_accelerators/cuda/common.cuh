@@ -25,67 +25,80 @@ template <> __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
 // -------------------------------------------------------------------- memory, 16 bytes at a time
 template <class T> constexpr int PACK = 16 / sizeof(T);
 
+template <int N> struct Count {  // how many elements a body of a loop is given, known to the compiler
+    static constexpr int value = N;
+};
+
 __device__ inline bool aligned(const void* p) { return (size_t)p % 16 == 0; }
 
-// N floats from p on, of which `left` exist; zeros for the others.
-template <int N, class T> __device__ inline void load(float (&out)[N], const T* p, i64 left) {
-    constexpr int M = N < PACK<T> ? N : PACK<T>;
-    static_assert(N % M == 0, "whole packs");
-    if (M == PACK<T> && left >= N && aligned(p)) {
+// N elements from p on. Whole packs must be aligned to 16 bytes.
+template <int N, class T> __device__ inline void load(float (&out)[N], const T* p) {
+    if constexpr (N % PACK<T> == 0) {
 #pragma unroll
-        for (int i = 0; i < N; i += M) {
-            uint4 bits = *reinterpret_cast<const uint4*>(p + i);
+        for (int i = 0; i < N; i += PACK<T>) {
+            const uint4 bits = *reinterpret_cast<const uint4*>(p + i);
             T held[PACK<T>];
             memcpy(held, &bits, 16);
 #pragma unroll
-            for (int k = 0; k < M; ++k) out[i + k] = to_float(held[k]);
+            for (int k = 0; k < PACK<T>; ++k) out[i + k] = to_float(held[k]);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = i < left ? to_float(p[i]) : 0.0f;
+        for (int i = 0; i < N; ++i) out[i] = to_float(p[i]);
     }
 }
 
-// The first `left` of N floats go to p and what follows it.
-template <int N, class T> __device__ inline void store(T* p, const float (&in)[N], i64 left) {
-    constexpr int M = N < PACK<T> ? N : PACK<T>;
-    static_assert(N % M == 0, "whole packs");
-    if (M == PACK<T> && left >= N && aligned(p)) {
+template <int N, class T> __device__ inline void store(T* p, const float (&in)[N]) {
+    if constexpr (N % PACK<T> == 0) {
 #pragma unroll
-        for (int i = 0; i < N; i += M) {
+        for (int i = 0; i < N; i += PACK<T>) {
             T held[PACK<T>];
 #pragma unroll
-            for (int k = 0; k < M; ++k) held[k] = from_float<T>(in[i + k]);
+            for (int k = 0; k < PACK<T>; ++k) held[k] = from_float<T>(in[i + k]);
             uint4 bits;
             memcpy(&bits, held, 16);
             *reinterpret_cast<uint4*>(p + i) = bits;
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-            if (i < left) p[i] = from_float<T>(in[i]);
+        for (int i = 0; i < N; ++i) p[i] = from_float<T>(in[i]);
     }
 }
 
-// body(i, values) for the n elements of a row, by `step` threads of which this is number `first`: one at a time up to
-// the first 16-byte boundary and at the end, whole packs between, so that rows of any length and place are read fast.
+// Where this thread's N elements of an array start, if each thread of the grid has N.
+template <int N> __device__ inline i64 pack_start() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N; }
+
+// body(i, count) for this thread's N elements of n: all at once where they are there and `whole` says that every array
+// can be read so, else one at a time.
+template <int N, class Body> __device__ inline void each(i64 n, bool whole, Body body) {
+    const i64 first = pack_start<N>();
+    if (whole && first + N <= n)
+        body(first, Count<N>());
+    else
+#pragma unroll 1
+        for (i64 i = first; i < first + N && i < n; ++i) body(i, Count<1>());
+}
+
+// body(i, count) for the n elements of a row, by `step` threads of which this is number `first`; N at a time where
+// `whole` says that every array can be read so, which needs n to be a multiple of N.
+template <int N, class Body> __device__ inline void across(int n, bool whole, int first, int step, Body body) {
+    if (whole)
+        for (int i = first * N; i < n; i += step * N) body(i, Count<N>());
+    else
+        for (int i = first; i < n; i += step) body(i, Count<1>());
+}
+
+// The same for rows of any length and place: one at a time up to the first 16-byte boundary and at the end, whole packs
+// between. `other` is what else is read or written at the same i: unless it lies alike, everything goes one at a time.
 template <class T, class Body>
-__device__ inline void along(const T* row, i64 n, int first, int step, Body body) {
+__device__ inline void along(const T* row, const T* other, i64 n, int first, int step, Body body) {
     constexpr int N = PACK<T>;
     i64 head = (16 - (size_t)row % 16) % 16 / sizeof(T);
-    if (head > n) head = n;
+    if (head > n || ((size_t)row - (size_t)other) % 16 != 0) head = n;
     const i64 n_packs = (n - head) / N, n_single = n - n_packs * N;
-    for (i64 pack = first; pack < n_packs; pack += step) {
-        const i64 i = head + pack * N;
-        float values[N];
-        load(values, row + i, N);
-        body(i, values);
-    }
-    for (i64 single = first; single < n_single; single += step) {
-        const i64 i = single < head ? single : single + n_packs * N;
-        float values[1] = {to_float(row[i])};
-        body(i, values);
-    }
+    for (i64 pack = first; pack < n_packs; pack += step) body(head + pack * N, Count<N>());
+    for (i64 single = first; single < n_single; single += step)
+        body(single < head ? single : single + n_packs * N, Count<1>());
 }
 
 // -------------------------------------------------------------------- a team: the threads of one row
@@ -130,6 +143,3 @@ template <class How> __device__ inline float team(float value) {
 
 // The row of this team, and whether it is one of `n_rows`.
 __device__ inline i64 team_row() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
-
-// Where this thread's pack of an array starts.
-template <int N> __device__ inline i64 pack_start() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N; }

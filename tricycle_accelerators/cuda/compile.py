@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from tricycle_accelerators.cuda.launch import KERNELS, OPTIONS, expressions, source
+from tricycle_accelerators.cuda.launch import BY_CUPY, KERNELS, OPTIONS, expressions, source
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
@@ -97,7 +97,7 @@ def compile_file(file: str, architecture: str) -> Iterator[Usage]:
     call("nvrtcCreateProgram", ctypes.byref(program), source(file).encode(), f"{file}.cu".encode(), 0, None, None)
     for name in names:
         call("nvrtcAddNameExpression", program, name.encode())
-    options = (f"--gpu-architecture={architecture}", *OPTIONS, f"-I{_headers()}", "-ftz=true", "--ptxas-options=-v")
+    options = (f"--gpu-architecture={architecture}", *OPTIONS, *BY_CUPY, f"-I{_headers()}", "--ptxas-options=-v")
     given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     call("nvrtcCompileProgram", program, len(options), given)
     mangled, lowered = {}, ctypes.c_char_p()

@@ -12,86 +12,93 @@ __device__ inline float gelu_gate(float x) {
 }
 
 template <class T> __global__ void gelu(const T* x, T* y, i64 n) {
-    const i64 i = pack_start<PACK<T>>();
-    if (i >= n) return;
-    float a[PACK<T>];
-    load(a, x + i, n - i);
+    each<PACK<T>>(n, aligned(x) && aligned(y), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float a[N];
+        load(a, x + i);
 #pragma unroll
-    for (int k = 0; k < PACK<T>; ++k) a[k] *= gelu_gate(a[k]);
-    store(y + i, a, n - i);
+        for (int k = 0; k < N; ++k) a[k] *= gelu_gate(a[k]);
+        store(y + i, a);
+    });
 }
 
 // The derivative is g + x g (1 - g) v'.
 template <class T> __global__ void gelu_with_slope(const T* x, T* y, T* slope, i64 n) {
-    const i64 i = pack_start<PACK<T>>();
-    if (i >= n) return;
-    float a[PACK<T>], d[PACK<T>];
-    load(a, x + i, n - i);
+    each<PACK<T>>(n, aligned(x) && aligned(y) && aligned(slope), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float a[N], d[N];
+        load(a, x + i);
 #pragma unroll
-    for (int k = 0; k < PACK<T>; ++k) {
-        const float g = gelu_gate(a[k]), dv = 2 * SQRT_2_OVER_PI * (1 + 3 * CUBIC * a[k] * a[k]);
-        d[k] = g * (1 + a[k] * (1 - g) * dv);
-        a[k] *= g;
-    }
-    store(y + i, a, n - i);
-    store(slope + i, d, n - i);
+        for (int k = 0; k < N; ++k) {
+            const float g = gelu_gate(a[k]), dv = 2 * SQRT_2_OVER_PI * (1 + 3 * CUBIC * a[k] * a[k]);
+            d[k] = g * (1 + a[k] * (1 - g) * dv);
+            a[k] *= g;
+        }
+        store(y + i, a);
+        store(slope + i, d);
+    });
 }
 
 template <class T> __global__ void relu_squared(const T* x, T* y, T* slope, i64 n) {
-    const i64 i = pack_start<PACK<T>>();
-    if (i >= n) return;
-    float a[PACK<T>], d[PACK<T>];
-    load(a, x + i, n - i);
+    each<PACK<T>>(n, aligned(x) && aligned(y) && aligned(slope), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float a[N], d[N];
+        load(a, x + i);
 #pragma unroll
-    for (int k = 0; k < PACK<T>; ++k) {
-        const float positive = a[k] < 0 ? 0.0f : a[k];  // NaN stays
-        a[k] = positive * positive;
-        d[k] = 2 * positive;
-    }
-    store(y + i, a, n - i);
-    store(slope + i, d, n - i);
+        for (int k = 0; k < N; ++k) {
+            const float positive = a[k] < 0 ? 0.0f : a[k];  // NaN stays
+            a[k] = positive * positive;
+            d[k] = 2 * positive;
+        }
+        store(y + i, a);
+        store(slope + i, d);
+    });
 }
 
 template <class T> __global__ void sigmoid(const T* x, T* y, i64 n) {
-    const i64 i = pack_start<PACK<T>>();
-    if (i >= n) return;
-    float a[PACK<T>];
-    load(a, x + i, n - i);
+    each<PACK<T>>(n, aligned(x) && aligned(y), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float a[N];
+        load(a, x + i);
 #pragma unroll
-    for (int k = 0; k < PACK<T>; ++k) a[k] = logistic(a[k]);
-    store(y + i, a, n - i);
+        for (int k = 0; k < N; ++k) a[k] = logistic(a[k]);
+        store(y + i, a);
+    });
 }
 
 template <class T> __global__ void multiply(const T* a, const T* b, T* y, i64 n) {
-    const i64 i = pack_start<PACK<T>>();
-    if (i >= n) return;
-    float left[PACK<T>], right[PACK<T>];
-    load(left, a + i, n - i);
-    load(right, b + i, n - i);
+    each<PACK<T>>(n, aligned(a) && aligned(b) && aligned(y), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float left[N], right[N];
+        load(left, a + i);
+        load(right, b + i);
 #pragma unroll
-    for (int k = 0; k < PACK<T>; ++k) left[k] *= right[k];
-    store(y + i, left, n - i);
+        for (int k = 0; k < N; ++k) left[k] *= right[k];
+        store(y + i, left);
+    });
 }
 
 // By a number that lies on the device.
 template <class T> __global__ void scale(const T* a, const float* factor, T* y, i64 n) {
-    const i64 i = pack_start<PACK<T>>();
-    if (i >= n) return;
     const float by = *factor;
-    float values[PACK<T>];
-    load(values, a + i, n - i);
+    each<PACK<T>>(n, aligned(a) && aligned(y), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float values[N];
+        load(values, a + i);
 #pragma unroll
-    for (int k = 0; k < PACK<T>; ++k) values[k] *= by;
-    store(y + i, values, n - i);
+        for (int k = 0; k < N; ++k) values[k] *= by;
+        store(y + i, values);
+    });
 }
 
 // From float32 to 16 bits, or back.
 template <class From, class To> __global__ void cast(const From* x, To* y, i64 n) {
-    const i64 i = pack_start<8>();
-    if (i >= n) return;
-    float a[8];
-    load(a, x + i, n - i);
-    store(y + i, a, n - i);
+    each<8>(n, aligned(x) && aligned(y), [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float a[N];
+        load(a, x + i);
+        store(y + i, a);
+    });
 }
 
 // Turn pairs (x_i, x_{i + D/2}) by the angle of their position. x: (B, T, H, D) with steps between items, positions and

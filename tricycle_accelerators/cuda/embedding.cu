@@ -68,41 +68,44 @@ __global__ void sort_tokens(
     sorted[starts[ids[i]] + counts[blockIdx.x * n_rows + ids[i]] + ranks[i]] = i;
 }
 
-// What a team of threads adds up of one row of the table: tokens first, first + step, ... of `sorted` for its columns.
+// sums = tokens first, first + step, ... of `sorted`, for a team's columns from `column` on.
 template <class T, int N>
-__device__ inline void add_tokens(float (&sums)[N], const T* grad, const int* sorted, int first, int last, int step,
-                                  i64 n, i64 column) {
+__device__ inline void add_tokens(
+    float (&sums)[N], const T* grad, const int* sorted, int first, int last, int step, i64 n, i64 column
+) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) sums[k] = 0.0f;
 #pragma unroll 4
     for (int place = first; place < last; place += step) {
         float values[N];
-        load(values, grad + sorted[place] * n + column, n - column);
+        load(values, grad + sorted[place] * n + column);
 #pragma unroll
         for (int k = 0; k < N; ++k) sums[k] += values[k];
     }
 }
 
 // grad: (tokens, n); table: (n_rows, n), all of it written. A block has blockDim.y rows, one for each team; rows with
-// more tokens than `many` are shared by all teams. Dynamic shared memory: one pack of floats a thread.
-template <class T>
+// more tokens than `many` are shared by all teams. N is a pack where n is a multiple of it and grad aligned, else 1.
+// Dynamic shared memory: N floats a thread.
+template <class T, int N>
 __global__ void sum_tokens(
     const T* grad, const int* sorted, const int* starts, float* table, i64 n_rows, i64 n, int many
 ) {
-    constexpr int N = PACK<T>;
     extern __shared__ float found[];
-    const i64 first_row = (i64)blockIdx.x * blockDim.y;
+    const i64 first_row = (i64)blockIdx.x * blockDim.y, own = first_row + threadIdx.y;
     for (i64 start = 0; start < n; start += (i64)blockDim.x * N) {
-        const i64 column = start + threadIdx.x * N, own = first_row + threadIdx.y;
-        if (own < n_rows && starts[own + 1] - starts[own] <= many && column < n) {
-            float sums[N] = {};
+        const i64 column = start + threadIdx.x * N;
+        if (own < n_rows && column < n && starts[own + 1] - starts[own] <= many) {
+            float sums[N];
             add_tokens(sums, grad, sorted, starts[own], starts[own + 1], 1, n, column);
-            store(table + own * n + column, sums, n - column);
+            store(table + own * n + column, sums);
         }
         for (i64 row = first_row; row < first_row + blockDim.y && row < n_rows; ++row) {
             if (starts[row + 1] - starts[row] <= many) continue;  // all threads agree
             float sums[N] = {};
             if (column < n)
                 add_tokens(sums, grad, sorted, starts[row] + threadIdx.y, starts[row + 1], blockDim.y, n, column);
-            __syncthreads();
+            __syncthreads();  // what was found for the row before has been read
 #pragma unroll
             for (int k = 0; k < N; ++k) found[(threadIdx.y * blockDim.x + threadIdx.x) * N + k] = sums[k];
             __syncthreads();
@@ -110,7 +113,7 @@ __global__ void sum_tokens(
                 for (int y = 1; y < blockDim.y; ++y)
 #pragma unroll
                     for (int k = 0; k < N; ++k) sums[k] += found[(y * blockDim.x + threadIdx.x) * N + k];
-                store(table + row * n + column, sums, n - column);
+                store(table + row * n + column, sums);
             }
         }
     }

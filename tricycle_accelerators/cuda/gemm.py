@@ -1,4 +1,4 @@
-"""Matrix products on a GPU through cuBLASLt: operands of 16 bits or float32, sums in float32, the bias added on the way.
+"""Matrix products on a GPU through cuBLASLt: operands of 16 bits or float32, sums in float32, bias on the way.
 
 CuPy multiplies through cuBLAS, but gives results of 16-bit operands in 16 bits only, and cannot be captured in a graph.
 cuBLASLt comes along with cuBLAS, so nothing more is installed; it is called through ctypes. Where it cannot be loaded,
@@ -62,7 +62,7 @@ class Product(NamedTuple):
     result: str
     tf32: bool
     with_bias: bool
-    alignments: tuple[int, int, int]
+    alignments: tuple[int, ...]
 
 
 def side(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Side | None:
@@ -76,6 +76,11 @@ def side(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Sid
         if contiguous and apart:
             return Side(transposed, length if number == 1 else far // itemsize)
     return None
+
+
+def stored(n_rows: int, n_columns: int, lies: Side) -> tuple[int, int, int]:
+    """The same matrix as cuBLASLt counts: the length of the contiguous axis, of the other one, and the step."""
+    return (n_rows, n_columns, lies.step) if lies.transposed else (n_columns, n_rows, lies.step)
 
 
 def alignment(address: int) -> int:
@@ -104,9 +109,12 @@ _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _SIGNATURES: dict[str, tuple] = {
     "cublasLtCreate": (_POINTER,),
     "cublasLtMatmulDescCreate": (_POINTER, _INT, _INT),
+    "cublasLtMatmulDescDestroy": (_POINTER,),
     "cublasLtMatmulDescSetAttribute": (_POINTER, _INT, _POINTER, _SIZE),
     "cublasLtMatrixLayoutCreate": (_POINTER, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+    "cublasLtMatrixLayoutDestroy": (_POINTER,),
     "cublasLtMatmulPreferenceCreate": (_POINTER,),
+    "cublasLtMatmulPreferenceDestroy": (_POINTER,),
     "cublasLtMatmulPreferenceSetAttribute": (_POINTER, _INT, _POINTER, _SIZE),
     "cublasLtMatmulAlgoGetHeuristic": (*[_POINTER] * 7, _INT, _POINTER, _POINTER),
     "cublasLtMatmul": (*[_POINTER] * 14, _SIZE, _POINTER),
@@ -166,7 +174,7 @@ class Plan:
 
     def __init__(self, product: Product) -> None:
         self.product = product
-        self.algorithm: _Heuristic | None = None
+        self.algorithm = _Heuristic()
         kind, result = DATA_TYPES[product.operands], DATA_TYPES[product.result]
         self.description = _POINTER()
         compute = COMPUTE_TF32 if product.tf32 else COMPUTE_32F
@@ -194,7 +202,10 @@ class Plan:
         preference, found, number = preferences(self.product), _Heuristic(), ctypes.c_int()
         layouts = self.first, self.second, self.result, self.result
         wanted = handle, self.description, *layouts, preference, 1, ctypes.byref(found), ctypes.byref(number)
-        _call("cublasLtMatmulAlgoGetHeuristic", *wanted)
+        try:
+            _call("cublasLtMatmulAlgoGetHeuristic", *wanted)
+        finally:
+            _call("cublasLtMatmulPreferenceDestroy", preference)
         if not number.value or found.state:
             raise NotSupported(f"cublasLtMatmulAlgoGetHeuristic: no algorithm for {self.product}")
         self.algorithm = found
@@ -210,15 +221,19 @@ class Plan:
             stream,
         )  # fmt: skip
 
+    def close(self) -> None:
+        """Give its descriptors back."""
+        _call("cublasLtMatmulDescDestroy", self.description)
+        for layout in (self.first, self.second, self.result):
+            _call("cublasLtMatrixLayoutDestroy", layout)
+
 
 _ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
 
 
 def _layout(kind: int, n_rows: int, n_columns: int, lies: Side) -> Any:
-    """A matrix as cuBLASLt takes it: the contiguous axis comes first."""
     layout = _POINTER()
-    near, far = (n_rows, n_columns) if lies.transposed else (n_columns, n_rows)
-    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), kind, near, far, lies.step)
+    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), kind, *stored(n_rows, n_columns, lies))
     return layout
 
 
@@ -312,10 +327,14 @@ def _multiply(product: Product, a: Array, b: Array, bias: Array | None, out: Arr
         key = device, product
         if key not in _plans:
             if len(_plans) >= MOST_PLANS:  # lengths without end, such as of a text that grows: begin anew
+                for old in filter(None, _plans.values()):
+                    old.close()
                 _plans.clear()
+            new = Plan(product)
             try:
-                _plans[key] = Plan(product).choose(handle, at_bias)
+                _plans[key] = new.choose(handle, at_bias)
             except NotSupported:
+                new.close()
                 _plans[key] = None
         plan = _plans[key]
         if plan is not None:

@@ -17,13 +17,14 @@ from tricycle.backend import Array
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("--std=c++17",)
+BY_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # which CuPy adds by itself
 
 # The element types that kernels know, and how CUDA C++ names them.
 TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 SMALL = ("__half", "__nv_bfloat16")
 _ALL = tuple((name,) for name in TYPES.values())
 _CASTS = tuple(pair for small in SMALL for pair in (("float", small), (small, "float")))
-HEAD_SIZES = (32, 64, 96, 128)  # that tensor cores take
+HEAD_SIZES = (32, 64, 128)  # that tensor cores take
 PADDED_SIZES = (32, 64, 128)  # to which the float32 attention rounds up
 
 
@@ -44,6 +45,17 @@ def backward_tile(size: int) -> int:
 _TENSOR_CORES = tuple((small, str(size), str(columns_tile(size))) for small in SMALL for size in HEAD_SIZES)
 _BACKWARD = tuple((str(size), str(backward_tile(size))) for size in PADDED_SIZES)
 
+
+def _width(name: str) -> str:
+    """Elements in 16 bytes."""
+    return "4" if name == "float" else "8"
+
+
+def _held(name: str) -> tuple[tuple[str, str], ...]:
+    """Elements that a thread reads at once, and how many times."""
+    return ("1", "4"), *((_width(name), str(times)) for times in (1, 2, 3, 4))
+
+
 # file -> kernel -> the template arguments that it is compiled with
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "elementwise": {
@@ -62,11 +74,11 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     },
     "norm": {
         "layer_norm": _ALL,
-        "layer_norm_backward": tuple((name, str(held)) for name in TYPES.values() for held in (1, 2, 3, 4)),
+        "layer_norm_backward": tuple((name, *held) for name in TYPES.values() for held in _held(name)),
     },
     "embedding": {
         **dict.fromkeys(("rank_tokens", "add_tiles", "start_rows", "sort_tokens"), ((),)),
-        "sum_tokens": _ALL,
+        "sum_tokens": tuple((name, width) for name in TYPES.values() for width in ("1", _width(name))),
     },
     "adamw": {"adamw": _ALL},
     "dropout": {"random_mask": _ALL},
@@ -176,15 +188,14 @@ def teams(n_rows: int, row_size: int, itemsize: int) -> Plan:
 NORM_BLOCKS = 528  # four for each multiprocessor of a large GPU
 
 
-def norm_backward(n_rows: int, row_size: int, itemsize: int) -> tuple[Plan, int] | None:
-    """The plan, and the packs that each thread holds of a row; None for rows that are too long."""
-    n_packs = up(row_size, pack(itemsize))
-    threads = 32 * up(n_packs, 4 * 32)
+def norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Plan, int] | None:
+    """The plan, and how many times a thread reads so many elements of a row; None for rows that are too long."""
+    threads = 32 * up(row_size, 4 * 32 * at_once)
     if threads > MAX_THREADS:
         return None
     n_teams = 4 if threads == 32 else 1
     plan = Plan((min(NORM_BLOCKS, up(n_rows, n_teams)), 1), (threads, n_teams), 8 * row_size if n_teams > 1 else 0)
-    return plan.check(), max(1, up(n_packs, threads))
+    return plan.check(), 4 if at_once == 1 else up(row_size, threads * at_once)
 
 
 def column_sums(n_rows: int, row_size: int, itemsize: int) -> tuple[Plan, int]:
@@ -207,10 +218,10 @@ def whole_sum(n: int, itemsize: int) -> Plan:
 TOKENS, MANY = 512, 32  # tokens of a tile; of one id, above which several teams share a row
 
 
-def token_sums(n_rows: int, row_size: int, itemsize: int) -> Plan:
-    """Four rows of a table a block."""
-    lanes = min(128, 32 * up(up(row_size, pack(itemsize)), 32))
-    return Plan((up(n_rows, 4), 1), (lanes, 4), lanes * 4 * pack(itemsize) * 4).check()
+def token_sums(n_rows: int, row_size: int, at_once: int) -> Plan:
+    """Four rows of a table a block, by threads that read so many elements at once."""
+    lanes = min(128, 32 * up(row_size, 32 * at_once))
+    return Plan((up(n_rows, 4), 1), (lanes, 4), 4 * lanes * 4 * at_once).check()
 
 
 def attention_tiles(n_tokens: int, n_heads: int, tile: int, threads: int, shared: int) -> Plan:

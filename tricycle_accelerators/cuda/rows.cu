@@ -33,7 +33,11 @@ template <class T, bool NOTHING> __global__ void softmax(const T* x, T* y, i64 n
     const T* from = x + row * n;
     T* to = y + row * n;
     Exponentials e;
-    along(from, n, threadIdx.x, blockDim.x, [&](i64, auto& values) { e.add(values); });
+    along(from, to, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+        float values[decltype(count)::value];
+        load(values, from + i);
+        e.add(values);
+    });
     e.over_team();
     if (NOTHING) {  // one more score of 0
         const float largest = fmaxf(e.largest, 0.0f);
@@ -41,11 +45,13 @@ template <class T, bool NOTHING> __global__ void softmax(const T* x, T* y, i64 n
         e.largest = largest;
     }
     const float by = Exponentials::shift(e.largest), share = e.total == 0 ? 1.0f : 1.0f / e.total;
-    along(from, n, threadIdx.x, blockDim.x, [&](i64 i, auto& values) {
-        constexpr int N = sizeof(values) / sizeof(float);
+    along(from, to, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float values[N];
+        load(values, from + i);
 #pragma unroll
         for (int k = 0; k < N; ++k) values[k] = __expf(values[k] - by) * share;
-        store(to + i, values, N);
+        store(to + i, values);
     });
 }
 
@@ -55,14 +61,20 @@ template <class T> __global__ void log_softmax(const T* x, T* y, i64 n_rows, i64
     const T* from = x + row * n;
     T* to = y + row * n;
     Exponentials e;
-    along(from, n, threadIdx.x, blockDim.x, [&](i64, auto& values) { e.add(values); });
+    along(from, to, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+        float values[decltype(count)::value];
+        load(values, from + i);
+        e.add(values);
+    });
     e.over_team();
     const float log_total = logf(e.total);
-    along(from, n, threadIdx.x, blockDim.x, [&](i64 i, auto& values) {
-        constexpr int N = sizeof(values) / sizeof(float);
+    along(from, to, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float values[N];
+        load(values, from + i);
 #pragma unroll
         for (int k = 0; k < N; ++k) values[k] = values[k] - e.largest - log_total;
-        store(to + i, values, N);
+        store(to + i, values);
     });
 }
 
@@ -70,23 +82,28 @@ template <class T> __global__ void log_softmax(const T* x, T* y, i64 n_rows, i64
 template <class T> __global__ void softmax_backward(const T* grad, const T* y, T* dx, i64 n_rows, i64 n) {
     const i64 row = team_row();
     if (row >= n_rows) return;
-    const i64 start = row * n;
+    const T *grads = grad + row * n, *weights = y + row * n;
+    T* to = dx + row * n;
+    // weights and results lie alike, for both are whole arrays of one shape; if the gradient does not, it goes slowly
+    const T* other = ((size_t)weights - (size_t)to) % 16 ? reinterpret_cast<const T*>((size_t)grads + 1) : weights;
     float inner = 0.0f;
-    along(grad + start, n, threadIdx.x, blockDim.x, [&](i64 i, auto& values) {
-        constexpr int N = sizeof(values) / sizeof(float);
-        float weights[N];
-        load(weights, y + start + i, N);
+    along(grads, other, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float a[N], b[N];
+        load(a, grads + i);
+        load(b, weights + i);
 #pragma unroll
-        for (int k = 0; k < N; ++k) inner += values[k] * weights[k];
+        for (int k = 0; k < N; ++k) inner += a[k] * b[k];
     });
     inner = team<Sum>(inner);
-    along(grad + start, n, threadIdx.x, blockDim.x, [&](i64 i, auto& values) {
-        constexpr int N = sizeof(values) / sizeof(float);
-        float weights[N];
-        load(weights, y + start + i, N);
+    along(grads, other, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float a[N], b[N];
+        load(a, grads + i);
+        load(b, weights + i);
 #pragma unroll
-        for (int k = 0; k < N; ++k) values[k] = weights[k] * (values[k] - inner);
-        store(dx + start + i, values, N);
+        for (int k = 0; k < N; ++k) a[k] = b[k] * (a[k] - inner);
+        store(to + i, a);
     });
 }
 
@@ -101,16 +118,14 @@ __global__ void cross_entropy(
     const i64 row = team_row();
     if (row >= n_rows) return;
     const T* from = logits + row * n;
-    T* to = slope + row * n;
+    T* to = slope == nullptr ? const_cast<T*>(from) : slope + row * n;  // nothing is written where it is null
     const float weight = weights[row];
     if (weight == 0) {  // all threads of the team agree
         if (threadIdx.x == 0) costs[row] = 0.0f;
         if (slope != nullptr)
-            along(from, n, threadIdx.x, blockDim.x, [&](i64 i, auto& values) {
-                constexpr int N = sizeof(values) / sizeof(float);
-#pragma unroll
-                for (int k = 0; k < N; ++k) values[k] = 0.0f;
-                store(to + i, values, N);
+            along(from, to, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+                const float zeros[decltype(count)::value] = {};
+                store(to + i, zeros);
             });
         return;
     }
@@ -118,8 +133,10 @@ __global__ void cross_entropy(
     const float truth = label >= 0 && label < n ? to_float(from[label]) : NAN;
     Exponentials e;
     float sum = 0.0f;
-    along(from, n, threadIdx.x, blockDim.x, [&](i64, auto& values) {
-        constexpr int N = sizeof(values) / sizeof(float);
+    along(from, to, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float values[N];
+        load(values, from + i);
         e.add(values);
         if (smoothing != 0)
 #pragma unroll
@@ -135,13 +152,15 @@ __global__ void cross_entropy(
     }
     if (slope == nullptr) return;
     const float by = e.largest, share = weight / e.total, common = weight * (smoothing / n);
-    along(from, n, threadIdx.x, blockDim.x, [&](i64 i, auto& values) {
-        constexpr int N = sizeof(values) / sizeof(float);
+    along(from, to, n, threadIdx.x, blockDim.x, [&](i64 i, auto count) {
+        constexpr int N = decltype(count)::value;
+        float values[N];
+        load(values, from + i);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             values[k] = __expf(values[k] - by) * share - common;
             if (i + k == label) values[k] -= weight * (1 - smoothing);
         }
-        store(to + i, values, N);
+        store(to + i, values);
     });
 }

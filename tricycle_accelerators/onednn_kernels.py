@@ -1,0 +1,134 @@
+"""Kernels for NumPy arrays that oneDNN makes faster: the same names and results as in `tricycle.kernels.cpu`.
+
+Each gives NotImplemented for what it leaves to NumPy. Products take bfloat16 operands; all else, and every result, is
+float32. The threads are ours: each calls oneDNN for its piece of the arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tricycle.backend import parallel
+from tricycle.kernels.cpu import _parts, _pieces, _sum_over
+from tricycle_accelerators import onednn
+
+
+def _is_float32(*arrays: np.ndarray | None) -> bool:
+    return all(array is None or (array.dtype == np.float32 and array.size) for array in arrays)
+
+
+# -------------------------------------------------------------------- matrices
+def operand(x: np.ndarray, precision: str) -> Any:
+    """A bfloat16 copy with the layout of x."""
+    if precision != "bfloat16" or x.dtype != np.float32:
+        return NotImplemented if precision == "float16" else x
+    if x.ndim == 2 and x.flags.f_contiguous:  # a transposed matrix stays one
+        return operand(x.T, precision).T if not x.flags.c_contiguous else _converted(x)
+    return _converted(np.ascontiguousarray(x))
+
+
+def _converted(x: np.ndarray) -> np.ndarray:
+    out = np.empty(x.shape, onednn.bfloat16())
+    flat, flat_out = x.reshape(-1), out.reshape(-1)
+    parallel(lambda piece: onednn.convert(flat[piece], flat_out[piece]), _pieces(x.size))
+    return out
+
+
+def matmul(
+    a: np.ndarray, b: np.ndarray, bias: np.ndarray | None = None, out: np.ndarray | None = None, dtype: Any = None,
+    precision: str = "float32",
+) -> Any:
+    """Threads take some rows or some columns of the result each."""
+    if not a.dtype == b.dtype == onednn.bfloat16() or (out is not None and out.dtype != np.float32):
+        return NotImplemented
+    (n_rows, n_inner), n_columns = a.shape, b.shape[1]
+    fits = out is not None and out.strides[1] == out.itemsize
+    result = out if fits else np.empty((n_rows, n_columns), np.float32)
+    if not a.size or not b.size:
+        result[...] = 0 if bias is None else bias
+    else:
+        a, b, bias = _regular(a), _regular(b), None if bias is None else np.ascontiguousarray(bias, np.float32)[None]
+        by_rows = n_rows >= n_columns
+
+        def work(part: slice) -> None:
+            if by_rows:
+                onednn.product(a[part], b, result[part], bias)
+            else:
+                onednn.product(a, b[:, part], result[:, part], None if bias is None else bias[:, part])
+
+        parallel(work, _parts(n_rows if by_rows else n_columns, 512))
+    if out is not None and not fits:
+        out[...] = result
+        return out
+    return result if dtype is None else result.astype(dtype, copy=False)
+
+
+def _regular(matrix: np.ndarray) -> np.ndarray:
+    """The matrix, copied unless its rows or its columns lie in one piece each and do not overlap."""
+    size, (n_rows, n_columns), (down, across) = matrix.itemsize, matrix.shape, matrix.strides
+    if (across == size and down >= n_columns * size) or (down == size and across >= n_rows * size):
+        return matrix
+    return np.array(matrix, order="C")
+
+
+# -------------------------------------------------------------------- elementwise
+def gelu(x: np.ndarray) -> Any:
+    if not _is_float32(x):
+        return NotImplemented
+    flat, y = np.ascontiguousarray(x).reshape(-1), np.empty(x.size, x.dtype)
+    parallel(lambda piece: onednn.gelu(flat[piece], y[piece]), _pieces(x.size))
+    return y.reshape(x.shape)
+
+
+def gelu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
+    if not _is_float32(grad, x):
+        return NotImplemented
+    flat_grad, flat = (np.ascontiguousarray(array).reshape(-1) for array in (grad, x))
+    dx = np.empty(x.size, x.dtype)
+    parallel(lambda piece: onednn.gelu_backward(flat_grad[piece], flat[piece], dx[piece]), _pieces(x.size))
+    return dx.reshape(x.shape)
+
+
+# -------------------------------------------------------------------- normalisation
+def _rows(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+
+
+def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool) -> Any:
+    if not centred or not _is_float32(x, gain, bias):
+        return NotImplemented
+    rows, gain, bias = _rows(x), np.ascontiguousarray(gain), None if bias is None else np.ascontiguousarray(bias)
+    y, mean, scale = np.empty_like(rows), np.empty(len(rows), x.dtype), np.empty(len(rows), x.dtype)
+
+    def work(piece: slice) -> None:
+        onednn.layer_norm(rows[piece], gain, bias, eps, y[piece], mean[piece], scale[piece])
+        spread = scale[piece]  # the variance until here
+        spread += eps
+        np.sqrt(spread, out=spread)
+        np.divide(1, spread, out=spread)
+
+    parallel(work, _pieces(*rows.shape))
+    statistics = (*x.shape[:-1], 1)
+    return y.reshape(x.shape), mean.reshape(statistics), scale.reshape(statistics)
+
+
+def layer_norm_backward(
+    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
+) -> Any:
+    if not centred or not _is_float32(grad, x, gain, mean, scale):
+        return NotImplemented
+    rows, row_grads, gain = _rows(x), _rows(grad), np.ascontiguousarray(gain)
+    means, variance = np.ascontiguousarray(mean).reshape(-1), np.ascontiguousarray(scale).reshape(-1) ** -2
+    dx = np.empty_like(rows)
+
+    def work(piece: slice) -> np.ndarray:
+        sums = np.empty((2, x.shape[-1]), x.dtype)
+        onednn.layer_norm_backward(
+            row_grads[piece], rows[piece], gain, means[piece], variance[piece], dx[piece], sums[0], sums[1]
+        )
+        return sums
+
+    dgain, dbias = _sum_over(work, _pieces(*rows.shape))
+    return dx.reshape(x.shape), dgain, dbias
