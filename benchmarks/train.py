@@ -19,6 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and batch")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of both sides")
     parser.add_argument("--compile", action="store_true", help="add torch.compile as a third side")
     others = [name for name in SOFTMAXES if name != "softmax"]
     parser.add_argument("--softmax", nargs="*", choices=others, default=[], help="add ours with these as further sides")
@@ -30,11 +31,12 @@ def main() -> None:
     names += arguments.softmax
     assert set(names) <= set(SIDES)
     config = SHAPES[arguments.shape]
-    workers = [Worker(name, arguments.threads, "benchmarks.workers", name, arguments.shape) for name in names]
+    words = arguments.shape, arguments.precision
+    workers = [Worker(name, arguments.threads, "benchmarks.workers", name, *words) for name in names]
     times = dict(zip(names, take_turns(workers, arguments.steps, arguments.warmup)))
     # memory is read before the matrix product below, which has nothing to do with training
     memory = {worker.side: worker.ask("memory") for worker in workers}
-    rates = {worker.side: worker.ask("matmul") for worker in workers}
+    rates = {worker.side: worker.ask("matmul") for worker in workers}  # at that precision
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     for worker in workers:
         print(f"  {worker.side}: {worker.ask('versions')}")
@@ -42,7 +44,7 @@ def main() -> None:
     n_tokens = config.batch_size * config.context_window
     speeds = {name: n_tokens / seconds for name, seconds in times.items()}
     print(f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
-          f"medians of {arguments.steps} steps, {STEPS_A_TURN} in a turn")
+          f"{arguments.precision}, medians of {arguments.steps} steps, {STEPS_A_TURN} in a turn")
     print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'memory MB':>11}{'matmul GFLOP/s':>16}")
     for name in names:
         ratio = speeds["tricycle"] / speeds[name]

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import SHAPES
+from tricycle import kernels
 from tricycle.configs import GPTConfig
 from tricycle.functions import SOFTMAXES
 
@@ -80,14 +81,14 @@ def batches(config: GPTConfig):
         yield generator.integers(0, config.vocab_size, (2, config.batch_size, config.context_window))
 
 
-def tricycle_step(config: GPTConfig, softmax: str = "softmax"):
+def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = "softmax"):
     """Forward, loss, backward and AdamW through the public API."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
     from tricycle.tensor import to_tensor
 
-    model, loss_fn, data = GPT(replace(config, softmax=softmax)), CrossEntropy(), batches(config)
+    model, loss_fn, data = GPT(replace(config, precision=precision, softmax=softmax)), CrossEntropy(), batches(config)
     optimiser = AdamW(1e-4, weight_decay=0.1)
 
     def step() -> float:
@@ -100,8 +101,8 @@ def tricycle_step(config: GPTConfig, softmax: str = "softmax"):
     return step
 
 
-def torch_step(config: GPTConfig, compiled: bool = False):
-    """The same model in PyTorch: scaled_dot_product_attention and fused AdamW."""
+def torch_step(config: GPTConfig, precision: str = "float32", compiled: bool = False):
+    """The same model in PyTorch: scaled_dot_product_attention, fused AdamW, and autocast for other precisions."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -147,7 +148,8 @@ def torch_step(config: GPTConfig, compiled: bool = False):
 
     def step() -> float:
         inputs, outputs = (torch.from_numpy(ids) for ids in next(data))
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), outputs.flatten())
+        with torch.autocast("cpu", getattr(torch, precision), enabled=precision != "float32"):
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), outputs.flatten())
         loss.backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
@@ -159,22 +161,26 @@ def torch_step(config: GPTConfig, compiled: bool = False):
 SIDES: dict[str, Callable] = {
     "tricycle": tricycle_step,
     "torch": torch_step,
-    "torch-compile": lambda config: torch_step(config, compiled=True),
+    "torch-compile": partial(torch_step, compiled=True),
 } | {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
 
 
-def matmul_rate(side: str, n: int = 2048, repeats: int = 5) -> float:
-    """GFLOP/s of an n x n float32 product, the best of several."""
+def matmul_rate(side: str, precision: str = "float32", n: int = 2048, repeats: int = 5) -> float:
+    """GFLOP/s of an n x n product, the best of several."""
     generator = np.random.default_rng(0)
     a: Any = generator.standard_normal((n, n), dtype=np.float32)
     if side.startswith("torch"):
         import torch
 
-        a = torch.from_numpy(a)
+        a = torch.from_numpy(a).to(getattr(torch, precision))
+        multiply: Callable = torch.matmul
+    else:
+        a = kernels.operand(a, precision)
+        multiply = np.matmul if a.dtype == np.float32 else kernels.matmul
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        a @ a
+        multiply(a, a)
         times.append(time.perf_counter() - start)
     return 2 * n**3 / min(times) / 1e9
 
@@ -212,7 +218,7 @@ def blas_kernels() -> str:
     )
 
 
-def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0) -> None:
+def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
     """What a worker does: make a step, or say something about itself, as often as it is asked."""
 
     def timed() -> float:
@@ -223,7 +229,7 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0) -> Non
     answers = {
         "step": timed,
         "memory": lambda: peak_memory_mb() - memory_before,
-        "matmul": lambda: matmul_rate(side),
+        "matmul": lambda: matmul_rate(side, precision),
         "versions": lambda: versions(side),
     }
     for line in sys.stdin:
@@ -231,8 +237,8 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0) -> Non
 
 
 def main() -> None:
-    side, shape = sys.argv[1:3]
-    serve(side, SIDES[side](SHAPES[shape]))
+    side, shape, precision = sys.argv[1:4]
+    serve(side, SIDES[side](SHAPES[shape], precision), precision=precision)
 
 
 if __name__ == "__main__":

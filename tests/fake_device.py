@@ -1,8 +1,9 @@
 """An array type that behaves as a GPU's would where it matters, on the host.
 
 It refuses whatever would mix host and device or wait for the device: NumPy arrays beside it, `np.asarray`,
-`float()`, `bool()` and NumPy indices. Numbers may stand beside it, and `item()` reads one value. Installed in
-`backend.ARRAY_MODULES`, it shows that code asks its arrays for `xp` and computes with nothing else.
+`float()`, `bool()` and NumPy indices; and, as CuPy does, products of 16-bit arrays with more than two axes. Numbers
+may stand beside it; `item()` and `asnumpy` read values, and are counted. Installed in `backend.ARRAY_MODULES`, it shows
+that code asks its arrays for `xp` and computes with nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import numpy as np
 
 REFUSED_ARGUMENTS = {"initial", "where"}  # of reductions: CuPy's have none
 METHODS = "all any argmax astype copy cumsum diagonal max mean min ravel reshape squeeze sum swapaxes transpose".split()
-OPERATORS = "add sub mul truediv pow matmul lt le gt ge eq ne and_ or_".split()
+OPERATORS = "add sub mul truediv mod pow matmul lt le gt ge eq ne and_ or_".split()
+PRODUCTS = {"matmul", "einsum", "tensordot", "dot"}
+reads: list[str] = []  # one entry for each time that the host has read from the device
 
 
 def unwrap(value: Any) -> Any:
@@ -34,8 +37,17 @@ def wrap(value: Any) -> Any:
     return tuple(map(wrap, value)) if isinstance(value, (list, tuple)) else value
 
 
+def check_product(*arrays: Any) -> None:
+    """CuPy multiplies 16-bit arrays with more than two axes in float32 and slowly, or not at all (bfloat16)."""
+    held = [array.held for array in arrays if isinstance(array, FakeArray)]
+    if any(array.ndim > 2 and array.dtype.name in ("float16", "bfloat16") for array in held):
+        raise TypeError(f"a product of {[f'{array.dtype} {array.shape}' for array in held]} on the device")
+
+
 def on_device(function: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if function.__name__ in PRODUCTS:
+            check_product(*args)
         if REFUSED_ARGUMENTS & set(kwargs):
             raise TypeError(f"{function.__name__}: no such argument on the device: {kwargs}")
         return wrap(function(*map(unwrap, args), **{name: unwrap(value) for name, value in kwargs.items()}))
@@ -70,6 +82,7 @@ class FakeArray:
         return FakeArray(self.held.T)
 
     def item(self) -> Any:
+        reads.append("item")
         return self.held.item()
 
     def __len__(self) -> int:
@@ -96,9 +109,9 @@ def in_place(ufunc: Any) -> Any:
 
 
 for _name in OPERATORS:
-    _plain, _function = _name.rstrip("_"), getattr(operator, _name)
-    setattr(FakeArray, f"__{_plain}__", lambda self, other, f=_function: wrap(f(self.held, unwrap(other))))
-    setattr(FakeArray, f"__r{_plain}__", lambda self, other, f=_function: wrap(f(unwrap(other), self.held)))
+    _plain, _function = _name.rstrip("_"), on_device(getattr(operator, _name))
+    setattr(FakeArray, f"__{_plain}__", lambda self, other, f=_function: f(self, other))
+    setattr(FakeArray, f"__r{_plain}__", lambda self, other, f=_function: f(other, self))
 for _name, _ufunc in {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide}.items():
     setattr(FakeArray, f"__i{_name}__", in_place(_ufunc))
 
@@ -114,6 +127,7 @@ class FakeModule(ModuleType):
 
     @staticmethod
     def asnumpy(array: FakeArray) -> np.ndarray:
+        reads.append("asnumpy")
         return array.held.copy()
 
     def __getattr__(self, name: str) -> Any:
@@ -126,6 +140,26 @@ class FakeModule(ModuleType):
 
 
 fake_module = FakeModule("fake")
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Instead of `backend.to_cpu`."""
+    return fake_module.asnumpy(array) if isinstance(array, FakeArray) else np.asarray(array)
+
+
+def small(array: FakeArray, precision: str) -> FakeArray:
+    """What a GPU's `operand` and `activations` give: 16 bits where the precision has so many."""
+    if precision not in ("bfloat16", "float16") or array.dtype != np.float32:
+        return array
+    if precision == "float16":
+        return array.astype(np.float16)
+    import ml_dtypes
+
+    return array.astype(ml_dtypes.bfloat16)
+
+
+# Instead of a table of faster kernels: all others are the reference's.
+table = SimpleNamespace(operand=small, activations=small)
 
 
 def to_device(array: Any, device: int = 0) -> FakeArray:

@@ -19,6 +19,7 @@ from tricycle.attention import (
     Rotary,
     ScaledDotProductAttention,
     SelfAttention,
+    TokenShift,
     causal_mask,
     length_mask,
     reinforce,
@@ -28,7 +29,7 @@ from tricycle.gradcheck import gradcheck
 from tricycle.kernels import use_reference
 from tricycle.ops import log
 from tricycle.optimisers import AdamW
-from tricycle.tensor import no_grad, to_tensor
+from tricycle.tensor import Tensor, no_grad, to_tensor
 
 
 def plain_attention(qkv: np.ndarray, n_heads: int, causal: bool) -> np.ndarray:
@@ -189,6 +190,33 @@ def test_rotary_attention_depends_on_distance_only(rng: np.random.Generator) -> 
     assert abs(attention(rotary(shuffled)).array - attention(rotary(qkv)).array)[:, -1].max() > 1e-3
 
 
+# -------------------------------------------------------------------- token shift
+def new_shift(size: int, rng: np.random.Generator) -> TokenShift:
+    shift = TokenShift(size)
+    assert not shift.mix.array.any()  # at first it changes nothing
+    shift.mix = to_tensor(rng.standard_normal(size), dtype=np.float64)
+    return shift
+
+
+def test_a_token_is_mixed_with_the_one_before_it(rng: np.random.Generator) -> None:
+    x, shift = rng.standard_normal((2, 5, 3)), new_shift(3, rng)
+    expected = x.copy()
+    expected[:, 1:] += shift.mix.array * x[:, :-1]
+    np.testing.assert_allclose(shift(to_tensor(x, dtype=np.float64)).array, expected, 1e-12)
+
+    def mixed(x: Tensor, mix: Tensor) -> Tensor:
+        twin = TokenShift(3)
+        twin.mix = mix
+        return twin(x)
+
+    gradcheck(mixed, x, shift.mix)
+    cache, parts = KeyValueCache(5), []
+    for piece in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        parts.append(shift(to_tensor(x[:, piece], dtype=np.float64), cache).array)
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), shift(to_tensor(x, dtype=np.float64)).array)
+    np.testing.assert_array_equal(cache.select(np.array([1, 1])).latest, x[[1, 1], -1:])
+
+
 # -------------------------------------------------------------------- the cache
 @pytest.mark.parametrize("pieces", [[1] * 9, [4, 5], [8, 1], [1, 8], [9], [3, 3, 3]], ids=str)
 def test_attention_with_a_cache_equals_attention_over_all(pieces: list[int], rng: np.random.Generator) -> None:
@@ -252,6 +280,9 @@ BAD = {
     "rotary shape": (
         lambda: Rotary(2)(np.ones((4, 12))),
         "Rotary(n_heads=2): expected shape (batch, tokens, 3 * 2 * head size), got (4, 12)",
+    ),
+    "token shift of another width": (
+        lambda: TokenShift(4)(np.ones((1, 2, 3))), "TokenShift: expected the last axis to be 4, got shape (1, 2, 3)",
     ),
     "rotary of odd heads": (lambda: Rotary(1)(np.ones((1, 4, 9))), "Rotary: expected an even head size, got 3"),
     "a mask of numbers": (

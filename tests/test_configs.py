@@ -48,7 +48,7 @@ CHOICES = {
     "schedule": "one of cosine, linear",
     "precision": "one of float32, tf32, bfloat16, float16",
 }
-SWITCHES = ("bias", "tied", "qk_norm", "zero_projections")
+SWITCHES = ("bias", "tied", "qk_norm", "token_shift", "zero_projections")
 
 
 def bad_values() -> list[tuple[str, Any, str]]:

@@ -1,31 +1,38 @@
 """Nothing mixes host and device: every op, and a model's training and generation, on a device that refuses it."""
 
+import math
 from dataclasses import replace
 
+import fake_device
 import numpy as np
 import pytest
 import test_autoencoders
 import test_classifiers
+import test_kernels
 import test_seq2seq
-from fake_device import FakeArray, fake_module, to_device
+import test_training
+from fake_device import FakeArray, fake_module, to_device, to_host
 from test_registry import assert_same, every_sample, gradients
 
-from tricycle import backend, no_grad
+from tricycle import backend, kernels, no_grad, training
 from tricycle.attention import HardAttention, ScaledDotProductAttention, reinforce
 from tricycle.configs import DebugConfig
 from tricycle.generate import beam_search, generate
+from tricycle.kernels import reference
+from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimisers import AdamW
-from tricycle.tensor import Tensor, to_tensor
-from tricycle.training import evaluate, new_state, train_step
+from tricycle.optimisers import AdamW, Muon, StochasticGradientDescent, clip_gradients, gradient_norm
+from tricycle.tensor import Tensor, to_tensor, topological_order
+from tricycle.training import NonFiniteError, evaluate, new_state, read_steps, resume_state, train_step
+from tricycle_cli import run as running
 
 CONFIG = replace(DebugConfig(), vocab_size=64, dropout=0.1, accumulation_steps=2)
 VARIANTS = [
     {},
     {"norm": "rms_norm", "positions": "rotary", "activation": "swiglu", "bias": False, "tied": False},
     {"activation": "relu"},
-    {"activation": "relu_squared", "positions": "rotary", "qk_norm": True, "optimiser": "muon"},
+    {"activation": "relu_squared", "positions": "rotary", "qk_norm": True, "token_shift": True, "optimiser": "muon"},
     {"activation": "swish", "softmax": "softmax1"},
     {"softmax": "adaptive"},
     {"softmax": "blocks"},
@@ -36,7 +43,9 @@ VARIANTS = [
 def device(monkeypatch):
     monkeypatch.setitem(backend.ARRAY_MODULES, FakeArray, fake_module)
     monkeypatch.setattr(backend, "to_gpu", to_device)
-    monkeypatch.setattr(backend, "to_cpu", lambda a: a.held.copy() if isinstance(a, FakeArray) else np.asarray(a))
+    monkeypatch.setattr(backend, "to_cpu", to_host)
+    monkeypatch.setitem(kernels.FASTER, FakeArray, fake_device.table)
+    fake_device.reads.clear()
 
 
 @pytest.mark.parametrize(
@@ -52,6 +61,8 @@ def device(monkeypatch):
         lambda a: fake_module.maximum(a, np.ones(3)),
         lambda a: a.max(initial=0),
         lambda a: list(a),
+        lambda a: a.reshape(1, 1, 3).astype(np.float16) @ a.reshape(1, 3, 1).astype(np.float16),
+        lambda a: fake_module.einsum("bij->bji", a.reshape(1, 1, 3).astype(np.float16)),
     ],
 )
 def test_the_device_refuses_what_a_gpu_would(mix):
@@ -78,7 +89,7 @@ def test_a_model_trains_and_talks_on_the_device(device, changes):
     tokens = np.random.default_rng(0).integers(0, 64, 2000)
     losses, states = [], [new_state(config, tokens, on_gpu) for on_gpu in (True, False)]
     for state in states:
-        losses.append([train_step(state) for _ in range(3)])
+        losses.append(read_steps(state, [train_step(state) for _ in range(3)]))
     np.testing.assert_allclose(*losses, rtol=1e-4)
     ours, host = (state.model for state in states)
     for (name, mine), theirs in zip(ours.named_parameters(), host.parameters()):
@@ -98,6 +109,286 @@ def test_a_model_from_the_device_loads_without_it(device, tmp_path):
     with no_grad():
         np.testing.assert_array_equal(loaded.eval()([1, 2]).array, expected.eval()([1, 2]).array)
     assert isinstance(next(loaded.parameters()), Tensor) and not next(loaded.parameters()).on_gpu
+
+
+# -------------------------------------------------------------------- precisions
+SMALL = [pytest.param("bfloat16", id="bfloat16"), pytest.param("float16", id="float16")]
+TOKENS = np.random.default_rng(0).integers(0, 64, 2000)
+
+
+def small_type(precision: str) -> np.dtype:
+    if precision == "bfloat16":
+        return np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    return np.dtype(np.float16)
+
+
+@pytest.mark.parametrize("precision", [*SMALL, "tf32"])
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_each_precision_trains_and_talks(device, changes, precision):
+    if precision != "tf32":
+        small_type(precision)
+    states = [new_state(replace(CONFIG, precision=p, **changes), TOKENS, True) for p in (precision, "float32")]
+    losses = [read_steps(state, [train_step(state) for _ in range(3)]) for state in states]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
+    model, optimiser = states[0].model, states[0].optimiser
+    for name, parameter in model.named_parameters():
+        n_updates, moments = optimiser.memory_of(parameter)
+        assert n_updates == 3
+        assert all(array.dtype == np.float32 for array in (parameter.array, *moments.values())), name
+    means = [evaluate(state.model, TOKENS[:200], 2)[0] for state in states]
+    assert means[0] == pytest.approx(means[1], rel=0.01)
+    assert len(list(generate(model, [1, 2, 3], 50, temperature=0))) == 50
+
+
+@pytest.mark.parametrize("precision", SMALL)
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_activations_and_their_gradients_have_16_bits(device, changes, precision, monkeypatch):
+    """Nothing grows to float32 on the way, which would cost memory and time and no test would fail."""
+    dtype = small_type(precision)
+    model = GPT(replace(CONFIG, precision=precision, **changes)).to_gpu()
+    ids = model.place(TOKENS[:64].reshape(2, 32))
+    loss = CrossEntropy()(ids, model(ids))
+    names = {"embedding", "getitem", "transpose", "cross_entropy"}
+    nodes = [node for node in topological_order(loss) if node.args]
+    start = next(i for i, node in enumerate(nodes) if node.name == "to_activations")
+    wide = {node.name for node in nodes[start:] if node.dtype != dtype}
+    assert wide <= names
+    assert loss.dtype == np.float32
+    loss.backward()
+    assert all(parameter.grad.dtype == np.float32 for parameter in model.parameters())
+
+
+ALONE = {"matmul", "operand", "activations", "orthogonalise", "adamw", "embedding_backward", "sum_rows"}
+SIXTEEN = [
+    pytest.param(name, size, id=f"{name}-{size}")
+    for name, (_, sizes) in test_kernels.CASES.items()
+    for size in sizes[:3]
+    if name not in ALONE | {"log_softmax"} and not name.startswith(("rnn", "gru", "lstm", "repeated"))
+]
+
+
+@pytest.mark.parametrize("precision", SMALL)
+@pytest.mark.parametrize(("name", "size"), SIXTEEN)
+def test_plain_kernels_take_16_bits_and_compute_in_32(name, size, precision):
+    dtype = small_type(precision)
+    exact = test_kernels.draw(name, size, np.float64)
+    # so many of the first arguments have 16 bits; statistics, gains, weights of rows and angles have 32
+    held = {"layer_norm": 1, "layer_norm_backward": 2, "cross_entropy": 1, "cross_entropy_with_slope": 1, "rotate": 1}
+    small = [
+        a.astype(dtype if i < held.get(name, 99) else np.float32)
+        if isinstance(a, np.ndarray) and a.dtype.kind == "f" else a
+        for i, a in enumerate(exact)
+    ]  # fmt: skip
+    rounded = [a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype.kind != "i" else a for a in small]
+    plain = getattr(reference, name)
+    expected, found = test_kernels.outputs(name, plain, rounded), test_kernels.outputs(name, plain, small)
+    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        # logs and sums, losses, and gradients of parameters
+        wide = i > 0 and name.startswith(("layer_norm", "attention")) and name not in test_kernels.IN_PLACE
+        wide = wide or name in ("attention_scores", "cross_entropy") or (name == "cross_entropy_with_slope" and i == 0)
+        assert mine.dtype == (np.float32 if wide else dtype), (name, i)
+        rest = np.abs(theirs[np.isfinite(theirs)])
+        scale = max(1e-3, float(rest.max(initial=0)))
+        tolerance = 1e-4 if wide else 2.0**-8 if precision == "bfloat16" else 2.0**-10
+        np.testing.assert_allclose(mine.astype(np.float64), theirs, tolerance, tolerance * scale, err_msg=name)
+
+
+# -------------------------------------------------------------------- nothing waits for the device
+STEADY = replace(CONFIG, accumulation_steps=1, dropout=0.0, warmup_steps=0, min_learning_rate=3e-3, steps=100)
+
+
+def snapshot(state) -> dict[str, np.ndarray]:
+    """Copies of all weights and moments."""
+    found = {}
+    for name, parameter in state.model.named_parameters():
+        arrays = {"weights": parameter.array, **state.optimiser.memory_of(parameter)[1]}
+        found.update({f"{name} {kind}": array.held.copy() for kind, array in arrays.items()})
+    return found
+
+
+def assert_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+
+
+@pytest.mark.parametrize("precision", ["float32", *SMALL])
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_a_step_reads_nothing_back(device, changes, precision):
+    if precision != "float32":
+        small_type(precision)
+    state = new_state(replace(CONFIG, precision=precision, **changes), TOKENS, True)
+    results = [train_step(state) for _ in range(3)]
+    assert fake_device.reads == []
+    assert len(read_steps(state, results)) == 3
+    assert fake_device.reads == ["asnumpy"]
+
+
+def test_a_run_reads_every_n_steps(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "UNREAD_STEPS", 5)
+    monkeypatch.setattr(running, "ESTIMATE_STEPS", ())
+    monkeypatch.setattr(running, "_save", lambda state, run: run.flush())
+    config = replace(STEADY, vocab_size=257, steps=23, eval_interval=1000, sample_interval=0)
+    run, lines = test_training.new_run(tmp_path / "device"), []
+    assert running.train(new_state(config, test_training.TOKENS, True), run) is True
+    # after 4 (the first steps are slow, and timed apart), 9, 14, 19 and 23
+    assert fake_device.reads == ["asnumpy"] * 5
+    other = test_training.new_run(tmp_path / "host")
+    running.train(new_state(config, test_training.TOKENS), other)
+    lines = [test_training.losses(each) for each in (run, other)]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == list(range(1, 24))
+    for mine, theirs in zip(*lines):
+        assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+def test_a_run_on_the_device_stops_at_once(device, tmp_path):
+    run = test_training.new_run(tmp_path / "run")
+    state = new_state(replace(test_training.CONFIG, eval_interval=1000), test_training.TOKENS, True)
+    run.stop = lambda: state.step == 7
+    assert running.train(state, run) is False
+    assert state.step == 7 and len(running.read_metrics(run.metrics)) == 7
+    assert resume_state(run.last, test_training.TOKENS, True).step == 7
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_an_update_that_is_not_finite_changes_nothing_and_is_told_when_read(device, optimiser, monkeypatch):
+    state = new_state(replace(STEADY, optimiser=optimiser), TOKENS, True)
+    results = [train_step(state)]
+    before, plain = snapshot(state), training.gradient_norm
+
+    def spoil(model):
+        model.norm.gain.grad.array[0] = np.inf
+        return plain(model)
+
+    monkeypatch.setattr(training, "gradient_norm", spoil)
+    results.append(train_step(state))
+    assert_equal(snapshot(state), before)
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+    assert fake_device.reads == []
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is 4\.\d+ and the norm of the gradients inf, so"):
+        read_steps(state, results)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_on_the_device(device):
+    state = new_state(STEADY, TOKENS, True)
+    results = [train_step(state)]
+    dict(state.model.named_parameters())["blocks.0.mlp.up.weights"].array[0, 0] = np.nan
+    before = snapshot(state)
+    results.append(train_step(state))
+    assert_equal(snapshot(state), before)
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is nan"):
+        read_steps(state, results)
+
+
+# -------------------------------------------------------------------- float16
+HALF = replace(STEADY, precision="float16")
+
+
+def test_gradients_that_leave_float16_are_left_out_and_halve_the_scale(device):
+    """The update after it is then the first one: its moments are corrected as such."""
+    state, other = (new_state(HALF, TOKENS, True) for _ in range(2))
+    state.loss_scaling[0] = 2.0**40
+    before = snapshot(state)
+    results = [train_step(state)]
+    assert_equal(snapshot(state), before)
+    assert to_host(state.loss_scaling).tolist() == [2.0**39, 0, 1]
+    ((_, norm),) = read_steps(state, results)
+    assert not math.isfinite(norm)
+    next(other.dataset)
+    state.loss_scaling[0] = 2.0**16
+    train_step(state)
+    train_step(other)
+    assert to_host(state.loss_scaling).tolist() == [2.0**16, 1, 1]
+    assert_equal(snapshot(state), snapshot(other))
+
+
+def test_the_scale_finds_its_size_and_falls_no_lower_than_1(device):
+    state = new_state(HALF, TOKENS, True)
+    state.loss_scaling[0] = 2.0**30
+    losses = read_steps(state, [train_step(state) for _ in range(30)])
+    scale, _, n_skipped = to_host(state.loss_scaling).tolist()
+    assert 2.0**5 <= scale <= 2.0**29 and n_skipped == sum(not math.isfinite(norm) for _, norm in losses) > 0
+    state.model.norm.gain.array[...] = 1e38
+    state.loss_scaling[0] = 1
+    results = [train_step(state)]
+    assert to_host(state.loss_scaling)[0] == 1
+    with pytest.raises(NonFiniteError):
+        read_steps(state, results)
+
+
+def test_the_scale_doubles_after_updates_that_went_well(device, monkeypatch):
+    monkeypatch.setattr(training, "GROWTH_STEPS", 3)
+    state, scales = new_state(HALF, TOKENS, True), []
+    state.loss_scaling[0] = 4.0
+    for _ in range(7):
+        train_step(state)
+        scales.append(to_host(state.loss_scaling).tolist())
+    assert scales == [[4, 1, 0], [4, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0], [16, 0, 0], [16, 1, 0]]
+
+
+def test_a_scale_does_not_show_in_gradients(device):
+    norms = []
+    for scale in (2.0, 2.0**12):
+        state = new_state(HALF, TOKENS, True)
+        state.loss_scaling[0] = scale
+        norms.append(read_steps(state, [train_step(state) for _ in range(2)]))
+    np.testing.assert_allclose(*norms, rtol=5e-3)
+
+
+@pytest.mark.parametrize("precision", ["float32", *SMALL])
+def test_a_resumed_run_on_the_device_equals_an_uninterrupted_one(device, tmp_path, precision):
+    if precision != "float32":
+        small_type(precision)
+    config = replace(HALF, precision=precision)
+    whole, state = (new_state(config, TOKENS, True) for _ in range(2))
+    for each in (whole, state):
+        if precision == "float16":
+            each.loss_scaling[0] = 2.0**24  # some updates are left out at first
+        for _ in range(4):
+            train_step(each)
+    state.save(tmp_path / "c", None)
+    state = resume_state(tmp_path / "c", TOKENS, True)
+    results = [[train_step(each) for _ in range(6)] for each in (whole, state)]
+    assert read_steps(whole, results[0]) == read_steps(state, results[1])
+    assert_equal(snapshot(whole), snapshot(state))
+    np.testing.assert_array_equal(*(to_host(each.loss_scaling) for each in (whole, state)))
+
+
+# -------------------------------------------------------------------- optimisers
+@pytest.mark.parametrize("make", [lambda: StochasticGradientDescent(0.1, 0.9, 0.01), AdamW, Muon])
+def test_updates_with_a_factor_from_the_device(device, make):
+    """0.5 is as if the gradients were half as large; 0 and NaN change nothing at all."""
+    found = []
+    for factors in ([0.5, 0.0, math.nan, 0.5], [None, None]):
+        rng, optimiser = np.random.default_rng(0), make()
+        weights = to_tensor(rng.standard_normal((4, 4))).to_gpu()
+        for factor in factors:
+            grad = np.ones((4, 4)) if factor == 0 or factor != factor else rng.standard_normal((4, 4))
+            weights.grad = to_tensor(grad if factor is not None else grad / 2).to_gpu()
+            given = [] if factor is None else [fake_module.asarray(factor, np.float32)]
+            n_before = optimiser.memory_of(weights)[0]
+            optimiser.update([("weights", weights)], *given)
+            if factor == 0 or (factor is not None and factor != factor):  # the caller says which were left out
+                optimiser.remember(weights, n_before, optimiser.memory_of(weights)[1])
+        found.append(weights.array.held)
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+def test_clipping_on_the_device_waits_for_nothing(device):
+    for grad, limit in ((30.0, 1.5), (0.1, 1.5), (math.inf, 1.5), (0.0, 1.5)):
+        found = []
+        for place in (lambda layer: layer.to_gpu(), lambda layer: layer):
+            layer = place(Dense(2, 3))
+            for parameter in layer.parameters():
+                parameter.grad = Tensor(parameter.xp.full(parameter.shape, grad, np.float32), False)
+            with np.errstate(all="ignore"):
+                norm = clip_gradients(layer, limit)
+            found.append((norm, gradient_norm(layer), [p.grad.array for p in layer.parameters()]))
+        assert fake_device.reads == []
+        (norm, after, grads), (expected, wanted, theirs) = found
+        assert norm.held == pytest.approx(expected, rel=1e-5) and after.held == pytest.approx(wanted, rel=1e-5)
+        for mine, other in zip(grads, theirs):
+            np.testing.assert_allclose(mine.held, other, rtol=1e-5)
 
 
 # -------------------------------------------------------------------- sequence models

@@ -30,7 +30,7 @@ KINDS: dict[str, GPTConfig] = {
     "adaptive": replace(TINY, softmax="adaptive"),
     "blocks": replace(TINY, softmax="blocks", softmax_blocks=3),
     "rotary, qk norm, relu squared": replace(
-        TINY, positions="rotary", qk_norm=True, norm="rms_norm", activation="relu_squared", bias=False
+        TINY, positions="rotary", qk_norm=True, token_shift=True, norm="rms_norm", activation="relu_squared", bias=False
     ),
     "rotary, untied, relu": replace(TINY, positions="rotary", tied=False, activation="relu"),
 }
@@ -87,7 +87,7 @@ def count_by_formula(config: GPTConfig) -> int:
     if gated:
         hidden = math.ceil(hidden * 2 / 3 / 8) * 8
     norm = width * (2 if config.bias and config.norm == "layer_norm" else 1)
-    attention = 4 * width**2 + config.bias * 4 * width
+    attention = 4 * width**2 + config.bias * 4 * width + config.token_shift * width
     if config.softmax == "blocks":
         attention += config.softmax_blocks * config.context_window
     up = hidden * (2 if gated else 1)

@@ -16,8 +16,8 @@ from tricycle.backend import Array, array_module
 from tricycle.functions import RowSoftmax, new_softmax, shared_backward
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Generator, Layer, new_generator
-from tricycle.ops import Op, as_tensor, as_tensors, check_device, floating, log, tanh
-from tricycle.tensor import Operand, Tensor, record
+from tricycle.ops import Op, as_tensor, as_tensors, check_device, check_width, floating, log, positive, tanh
+from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Mask = Tensor | Array | None
 
@@ -34,6 +34,7 @@ class KeyValueCache:
         self.length = 0
         self._keys: Array | None = None
         self._values: Array | None = None
+        self.latest: Array | None = None  # what `TokenShift` has seen last, (B, 1, C)
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Add (B, T, H, D) keys and values; returns those of all tokens so far.
@@ -58,8 +59,9 @@ class KeyValueCache:
         """A cache of some items of the batch, each as often as it is named."""
         chosen = KeyValueCache(self.capacity)
         chosen.length = self.length
-        if self._keys is not None and self._values is not None:
-            chosen._keys, chosen._values = (x[array_module(x).asarray(rows)] for x in (self._keys, self._values))
+        for name in ("_keys", "_values", "latest"):
+            held = getattr(self, name)
+            setattr(chosen, name, None if held is None else held[array_module(held).asarray(rows)])
         return chosen
 
     @property
@@ -291,7 +293,7 @@ class Rotary(Op):
             normal, mean, scale = kernels.layer_norm(heads, ones, None, 1e-6, False)
 
         def turn(heads: Array, sin: Array) -> Array:
-            rows = heads.reshape(*packed.shape[:2], -1, size)
+            rows = heads.reshape(*packed.shape[:2], 2 * self.n_heads, size)
             return kernels.rotate(rows, cos, sin).reshape(heads.shape)
 
         def back_fn(grad: Tensor) -> Array:
@@ -303,6 +305,48 @@ class Rotary(Op):
 
         turned = xp.concatenate([turn(normal, sin), packed[:, :, 2:]], axis=2)
         return record(turned.reshape(qkv.shape), (qkv,), (back_fn,), "rotary")
+
+
+class TokenShift(Layer):
+    """x_t + mix * x_(t-1), with a learned mix for each channel that starts at 0.
+
+    With it one layer of attention can look for what followed an earlier occurrence of a token; without, it takes two.
+
+    Source: Peng et al. 2023, "RWKV".
+
+    Args:
+        size: C.
+    """
+
+    def __init__(self, size: int) -> None:
+        positive("TokenShift", size=size)
+        self.mix = to_tensor(np.zeros(size, np.float32))
+
+    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, C) to the same shape.
+
+        Args:
+            cache: knows the token before the first, and remembers the last; no gradient flows through it.
+        """
+        x = as_tensor(x, self.mix)
+        check_width("TokenShift", x, self.mix.size)
+        check_device("TokenShift", x.array, self.mix.array)
+        array, mix = floating(x.array), self.mix.array
+        earlier = x.xp.zeros_like(array)
+        earlier[:, 1:] = array[:, :-1]
+        if cache is not None:
+            if cache.latest is not None:
+                earlier[:, :1] = cache.latest
+            cache.latest = array[:, -1:]
+
+        def input_grad(grad: Tensor) -> Array:
+            d = grad.array.copy()
+            d[:, :-1] += mix * grad.array[:, 1:]
+            return d
+
+        mix_grad = lambda grad: kernels.sum_rows((grad.array * earlier).reshape(-1, mix.size))
+        y = (array + mix * earlier).astype(array.dtype, copy=False)
+        return record(y, (x, self.mix), (input_grad, mix_grad), "token_shift")
 
 
 def _split_heads(op: str, qkv: Array, n_heads: int) -> Array:

@@ -20,6 +20,8 @@ import numpy as np
 
 Array = Any  # np.ndarray or cupy.ndarray: both offer the same interface
 
+# The oldest of NVIDIA's drivers with which each version of CUDA works.
+DRIVERS = {12: 525, 13: 580}
 # The module that computes on each type of array. `cupy.ndarray` joins when the first array moves.
 ARRAY_MODULES: dict[type, ModuleType] = {np.ndarray: np}
 
@@ -61,17 +63,33 @@ def gpu_problem() -> str | None:
     """Why no GPU can be used here, in one line; None when one can."""
     try:
         import cupy
-    except ImportError:
+    except ModuleNotFoundError:
         return "CuPy is not installed (pip install 'tricycle-gpt[cuda13]', or [cuda12])"
+    except ImportError as error:
+        return f"CuPy cannot be loaded: {' '.join(str(error).split())}"
+    runtime = cupy.cuda.runtime
     try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"CUDA reports: {error}"
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        has, needs = runtime.driverGetVersion() // 1000, runtime.runtimeGetVersion() // 1000  # 12040 is CUDA 12.4
+        if not has:
+            return "there is no NVIDIA driver, so no NVIDIA GPU that could be used"
+        oldest = DRIVERS.get(needs, f"for CUDA {needs}")
+        advice = f"install driver {oldest} or newer, or tricycle-gpt[cuda{has}] in place of this CuPy"
+        return f"CUDA reports: {error}" if has >= needs else f"the driver is for CUDA {has}, CuPy for {needs}: {advice}"
     return None if count else "CUDA sees no device"
 
 
 def gpu_available() -> bool:
     return gpu_problem() is None
+
+
+def gpu_memory() -> tuple[int, int]:
+    """Bytes of the current GPU that a new array could have, and all of them."""
+    import cupy
+
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return free + cupy.get_default_memory_pool().free_bytes(), total
 
 
 def to_gpu(array: Array, device: int = 0) -> Array:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tricycle.activation import GeLU, ReLU, ReLUSquared, SwiGLU, Swish
-from tricycle.attention import CrossAttention, KeyValueCache, Mask, Rotary, SelfAttention
+from tricycle.attention import CrossAttention, KeyValueCache, Mask, Rotary, SelfAttention, TokenShift
 from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
@@ -67,17 +67,20 @@ class MultiHeadSelfAttention(_MultiHead):
         softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
         causal: a token sees itself and those before it, and not those after.
         qk_norm: scale the queries and keys of each head to one length before they are turned (needs `rotary`).
+        token_shift: mix each token with the one before it first (`TokenShift`).
     """
 
     def __init__(
         self, embedding_dim: int, n_heads: int, context_window: int, bias: bool = True, dropout: float = 0.0,
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
         softmax: str | RowSoftmax = "softmax", causal: bool = True, qk_norm: bool = False,
+        token_shift: bool = False,
     ) -> None:
         positive("MultiHeadSelfAttention", context_window=context_window)
         generator = new_generator(generator)
         super().__init__(embedding_dim, n_heads, context_window)
         self.causal = causal
+        self.shift = TokenShift(embedding_dim) if token_shift else None
         self.qkv = Dense(embedding_dim, 3 * embedding_dim, bias, initialiser, generator)
         if qk_norm and not rotary:
             raise ValueError("MultiHeadSelfAttention: expected rotary=True with qk_norm=True, got rotary=False")
@@ -107,7 +110,8 @@ class MultiHeadSelfAttention(_MultiHead):
         if seen + x.shape[-2] > self.context_window:
             title = f"MultiHeadSelfAttention(context_window={self.context_window})"
             raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {seen + x.shape[-2]}")
-        qkv = self.qkv(x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:]))
+        rows = x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:])
+        qkv = self.qkv(rows if self.shift is None else self.shift(rows, cache))
         if self.rotary is not None:
             qkv = self.rotary(qkv, offset=seen)
         out = self.dropout(self.projection(self.attention(qkv, cache, self.softmax_scales, mask)))
@@ -226,14 +230,14 @@ class TransformerBlock(Layer):
         activation: str = "gelu", norm: str = "layer_norm", bias: bool = True, dropout: float = 0.0,
         rotary: bool = False, initialiser: Initialiser = xavier, generator: Generator = None,
         softmax: str | RowSoftmax = "softmax", causal: bool = True, cross: bool = False, norm_first: bool = True,
-        qk_norm: bool = False,
+        qk_norm: bool = False, token_shift: bool = False,
     ) -> None:
         generator = new_generator(generator)
         self.norm_first = norm_first
         self.attention_norm = new_norm(norm, embedding_dim, bias)
         self.attention = MultiHeadSelfAttention(
             embedding_dim, n_heads, context_window, bias, dropout, rotary, initialiser, generator, softmax, causal,
-            qk_norm,
+            qk_norm, token_shift,
         )
         if cross:
             self.cross_norm = new_norm(norm, embedding_dim, bias)

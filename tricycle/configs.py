@@ -39,6 +39,7 @@ class GPTConfig:
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # normalisation before each block and at the end
     positions: Literal["learned", "rotary"] = "learned"  # how the model knows the order of tokens
     qk_norm: bool = False  # whether queries and keys of a head are scaled to one length (rotary positions only)
+    token_shift: bool = False  # whether attention takes each token mixed with the one before it
     bias: bool = True  # whether linear layers and norms have biases
     tied: bool = True  # whether the output layer shares its weights with the token embedding
     softmax: str = "softmax"  # how attention weighs keys: softmax, softmax1, adaptive or blocks

@@ -42,6 +42,7 @@ class GPT(Layer):
                 size, config.n_heads, config.context_window, config.expansion_ratio, config.activation, config.norm,
                 config.bias, config.dropout, rotary=not learned, initialiser=zeros, generator=self.generator,
                 softmax=new_softmax(config.softmax, config.softmax_blocks), qk_norm=config.qk_norm,
+                token_shift=config.token_shift,
             )
             for _ in range(config.n_layers)
         ]

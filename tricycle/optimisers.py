@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
 
 from tricycle import backend, kernels
 from tricycle.backend import Array, array_module
@@ -12,7 +14,7 @@ from tricycle.tensor import Tensor
 
 Schedule = Callable[[int], float]
 Rule = Callable[[str, Tensor], bool]
-Update = Callable[[Array, Array, dict[str, Array], int, float], None]
+Update = Callable[..., None]  # takes weights, gradient, moments, number of updates, decay and perhaps a factor
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -55,8 +57,16 @@ class Optimiser:
         if self.schedule is not None:
             self.learning_rate = self.schedule(self.n_steps)
 
-    def update(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Change every parameter that has a gradient. Called by `Layer.update`."""
+    def update(
+        self, named_parameters: Iterable[tuple[str, Tensor]], factor: Array | None = None, n_skipped: Any = 0
+    ) -> None:
+        """Change every parameter that has a gradient. Called by `Layer.update`.
+
+        Args:
+            factor: all gradients are multiplied by it, a 0-d array on their device; where it is not above 0, nothing
+                changes. So an update can depend on what the device found without a wait for it.
+            n_skipped: how many updates have changed nothing so far; a number, or a 0-d array.
+        """
         if not self._step_is_open:
             self.step()
         for name, parameter in named_parameters:
@@ -64,8 +74,8 @@ class Optimiser:
                 n_updates, moments = self.memory_of(parameter)
                 self._memory[parameter] = n_updates + 1, moments
                 decay = self.weight_decay if self.decays(name, parameter) else 0.0
-                update = self._way(name, parameter)
-                update(parameter.array, parameter.grad.array, moments, n_updates + 1, decay)
+                given = parameter.array, parameter.grad.array, moments, n_updates + 1 - n_skipped, decay
+                self._way(name, parameter)(*given, *([] if factor is None else [factor]))
         self._step_is_open = False
 
     def memory_of(self, parameter: Tensor) -> tuple[int, dict[str, Array]]:
@@ -95,6 +105,21 @@ class Optimiser:
         raise NotImplementedError(f"{type(self).__name__} defines no update")
 
 
+def _guarded(update: Update) -> Update:
+    """An update that knows nothing of a factor, as one that takes it as its last argument."""
+
+    @wraps(update)
+    def run(self: Optimiser, weights: Array, grad: Array, moments: dict[str, Array], n_updates: Any, decay: float,
+            factor: Any = None) -> None:  # fmt: skip
+        changed = (weights, *moments.values())
+        before = [array.copy() for array in changed if factor is not None]
+        update(self, weights, grad if factor is None else grad * factor, moments, n_updates, decay)
+        for array, old in zip(changed, before):
+            array[...] = array_module(array).where(factor > 0, array, old)
+
+    return run
+
+
 class StochasticGradientDescent(Optimiser):
     """weights -= learning_rate * velocity, where velocity = momentum * velocity + gradient."""
 
@@ -108,6 +133,7 @@ class StochasticGradientDescent(Optimiser):
         self.momentum = momentum
         self.moments = ("velocity",) if momentum else ()
 
+    @_guarded
     def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
         if decay:
             weights *= 1 - self.learning_rate * decay
@@ -140,9 +166,11 @@ class AdamW(Optimiser):
             raise ValueError(f"AdamW: expected an eps above 0, got {eps!r}")
         self.betas, self.eps = (betas[0], betas[1]), eps
 
-    def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
+    def _update_one(
+        self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float, *factor: Array
+    ) -> None:
         first, second = moments["first"], moments["second"]
-        kernels.adamw(weights, grad, first, second, n_updates, self.learning_rate, self.betas, self.eps, decay)
+        kernels.adamw(weights, grad, first, second, n_updates, self.learning_rate, self.betas, self.eps, decay, *factor)
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
@@ -180,6 +208,7 @@ class Muon(AdamW):
     def _way(self, name: str, parameter: Tensor) -> Update:
         return self._update_matrix if self.takes(name, parameter) else self._update_one
 
+    @_guarded
     def _update_matrix(
         self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float
     ) -> None:
@@ -204,27 +233,38 @@ def _blocks(matrix: Array) -> Array:
     return matrix.reshape(-1, n_columns, n_columns) if n_rows % n_columns == 0 else matrix[None]
 
 
-def gradient_norm(model: Layer) -> float:
-    """The root of the sum of squares of all gradients; infinite where squares leave the range of their dtype."""
+def gradient_norm(model: Layer) -> Any:
+    """The root of the sum of squares of all gradients; infinite where squares leave the range of their dtype.
+
+    Returns:
+        a number; for gradients on a GPU a 0-d array there, for to read it would wait for all that made it.
+    """
     grads: list[Array] = [p.grad.array for p in model.parameters() if p.grad is not None]
-    # one small float per parameter comes to the host; the squares themselves are summed where they lie
-    return math.sqrt(sum((g.ravel() @ g.ravel()).item() for g in grads))
+    squares = [g.ravel() @ g.ravel() for g in grads]
+    if not squares or not backend.on_gpu(squares[0]):
+        return math.sqrt(sum(square.item() for square in squares))
+    xp = array_module(squares[0])
+    return xp.sqrt(xp.stack(squares).sum())
 
 
-def clip_gradients(model: Layer, max_norm: float) -> float:
+def clip_gradients(model: Layer, max_norm: float) -> Any:
     """Scale all gradients, in place, so that their common norm is at most `max_norm`.
 
     Returns:
-        the norm before.
+        the norm before, as `gradient_norm` gives it.
 
     Raises:
         ValueError: a `max_norm` that is not above 0.
     """
     if not max_norm > 0:
         raise ValueError(f"clip_gradients: expected a max_norm above 0, got {max_norm!r}")
-    norm = gradient_norm(model)
-    if math.isfinite(norm) and norm > max_norm:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.array *= max_norm / norm
+    norm: Any = gradient_norm(model)
+    if isinstance(norm, float):
+        factor = max_norm / norm if math.isfinite(norm) and norm > max_norm else None
+    else:
+        xp = array_module(norm)
+        factor = xp.where(xp.isfinite(norm), xp.minimum(max_norm / norm, 1), 1)
+    for parameter in model.parameters():
+        if parameter.grad is not None and factor is not None:
+            parameter.grad.array *= factor
     return norm

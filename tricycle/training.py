@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tricycle import backend
+from tricycle.backend import Array, array_module
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
@@ -30,9 +32,14 @@ from tricycle.tokeniser import BPETokeniser
 ESTIMATE_STEPS = tuple(24 * 2**doubling for doubling in range(16))
 IGNORED = -1
 
+# float16 reaches from 6e-8 to 65,504, so the loss is multiplied by a scale that brings its gradients there, which are
+# divided by it afterwards. It is halved when they leave the range, and doubled after so many updates that went well
+# (Micikevicius et al. 2018, section 3.2).
+FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
+
 
 class NonFiniteError(ArithmeticError):
-    """Training met NaN or infinity. Raised before the weights are touched."""
+    """Training met NaN or infinity. The update that met it changed no weights."""
 
 
 @dataclass
@@ -45,6 +52,7 @@ class TrainingState:
         seconds: spent so far, in all sittings.
         evaluated_step: the step of the latest held-out estimate.
         best_loss: the lowest held-out loss so far, nats a token.
+        loss_scaling: of float16 on a GPU, where it lies: the scale, updates since it changed, updates left out.
     """
 
     config: GPTConfig
@@ -56,11 +64,13 @@ class TrainingState:
     seconds: float = 0.0
     evaluated_step: int = -1
     best_loss: float = math.inf
+    loss_scaling: Array = field(default_factory=lambda: np.array([FIRST_SCALE, 0, 0], np.float32))
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
 
     def save(self, path: Path, tokeniser: BPETokeniser | None) -> None:
         progress = {name: getattr(self, name) for name in self.PROGRESS}
+        progress["loss_scaling"] = backend.to_cpu(self.loss_scaling).tolist()
         save_checkpoint(path, self.model, tokeniser, self.optimiser, self.dataset, progress)
 
     def learning_rate(self, step: int) -> float:
@@ -98,6 +108,7 @@ def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState
     checkpoint = load_checkpoint(path)
     state = new_state(checkpoint.config, tokens, on_gpu, checkpoint.model())
     progress = checkpoint.restore(state.model, state.optimiser, state.dataset)
+    state.loss_scaling = np.array(progress.get("loss_scaling", state.loss_scaling), np.float32)
     for name in state.PROGRESS:
         if type(progress.get(name)) is not type(getattr(state, name)):
             raise ValueError(f"{path}: expected {name} in the checkpoint to be a number, got {progress.get(name)!r}")
@@ -107,31 +118,35 @@ def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState
 
 # -------------------------------------------------------------------- one update
 @np.errstate(all="ignore")  # what overflows is looked for below, and named
-def train_step(state: TrainingState) -> tuple[float, float]:
-    """One update: batches, losses, gradients, clipping, AdamW.
+def train_step(state: TrainingState) -> tuple[Any, Any]:
+    """One update: batches, losses, gradients, clipping, the optimiser.
 
     Returns:
-        the mean loss in nats a token, and the norm of the gradients before clipping.
+        the mean loss in nats a token, and the norm of the gradients before clipping: numbers, or of a model on a GPU
+        0-d arrays there, for `read_steps`: nothing here waits for the device.
 
     Raises:
-        NonFiniteError: a loss or a gradient is NaN or infinite; the weights are as before.
+        NonFiniteError: a loss or a gradient is NaN or infinite; the weights are as before. (On a GPU they are too, but
+            `read_steps` says so.)
     """
     config, model = state.config, state.model
-    loss_fn = CrossEntropy()
+    on_gpu, loss_fn, scale = next(model.parameters()).on_gpu, CrossEntropy(), _loss_scale(state)
     step = state.step + 1
-    total = 0.0
+    total: Any = 0.0
     for _ in range(config.accumulation_steps):
         inputs, outputs = (model.place(ids) for ids in next(state.dataset))
         loss = loss_fn(outputs, model(inputs))
-        value = float(loss)
-        if not math.isfinite(value):
+        value = loss.array if on_gpu else float(loss)
+        if not on_gpu and not math.isfinite(value):
             bad_name = _first_bad(loss, model)
             model.zero_grad()
             raise NonFiniteError(f"step {step}: the loss is {value}; the first bad tensor is {bad_name}")
         total += value / config.accumulation_steps
         if config.accumulation_steps > 1:
             loss = loss * (1 / config.accumulation_steps)
-        loss.backward()
+        (loss if scale is None else loss * Tensor(scale, requires_grad=False)).backward()
+    if on_gpu:
+        return total, _update_unread(state, total, scale)
     norm = clip_gradients(model, config.max_gradient_norm) if config.max_gradient_norm else gradient_norm(model)
     if not math.isfinite(norm):
         bad = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
@@ -143,6 +158,55 @@ def train_step(state: TrainingState) -> tuple[float, float]:
     model.update(state.optimiser)
     state.step = step
     return total, norm
+
+
+def _loss_scale(state: TrainingState) -> Array | None:
+    """The scale, a 0-d array on the device, where one is needed."""
+    like = next(state.model.parameters())
+    if not like.on_gpu or state.config.precision != "float16":
+        return None
+    state.loss_scaling = like.xp.asarray(state.loss_scaling)
+    return state.loss_scaling[0]
+
+
+def _update_unread(state: TrainingState, loss: Array, scale: Array | None) -> Array:
+    """Clip and update without a look at any value: where one is not finite, weights and moments stay as they are.
+
+    Returns:
+        the norm of the gradients.
+    """
+    model, optimiser, xp, n_skipped = state.model, state.optimiser, array_module(loss), 0
+    norm: Array = gradient_norm(model) / (1 if scale is None else scale)
+    fine, factor = xp.isfinite(loss + norm), xp.minimum((state.config.max_gradient_norm or math.inf) / norm, 1)
+    if scale is not None:
+        factor, n_fine, n_skipped = factor / scale, state.loss_scaling[1] + 1, state.loss_scaling[2]
+        grown = xp.where(n_fine < GROWTH_STEPS, scale, 2 * scale), n_fine % GROWTH_STEPS, n_skipped
+        shrunk = xp.maximum(scale / 2, 1), xp.zeros_like(scale), n_skipped + 1
+        state.loss_scaling = xp.where(fine, xp.stack(grown), xp.stack(shrunk))
+    optimiser.learning_rate = state.learning_rate(state.step + 1)
+    optimiser.step()
+    optimiser.update(model.named_parameters(), xp.where(fine, factor, 0), n_skipped)
+    model.zero_grad()
+    state.step += 1
+    return norm
+
+
+def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tuple[float, float]]:
+    """What `train_step` returned for the latest updates, as numbers, by one read of the device.
+
+    Raises:
+        NonFiniteError: a loss or a norm is NaN or infinite (with float16, a norm that no smaller scale would help).
+    """
+    if not results or isinstance(results[0][0], float):
+        return results
+    values = backend.to_cpu(array_module(results[0][0]).stack([value for result in results for value in result]))
+    found = [(loss, norm) for loss, norm in values.reshape(-1, 2).tolist()]
+    for step, (loss, norm) in enumerate(found, state.step + 1 - len(found)):
+        by_scale = state.config.precision == "float16" and not math.isfinite(norm) and state.loss_scaling[0].item() > 1
+        if not math.isfinite(loss) or not (math.isfinite(norm) or by_scale):
+            said = f"the loss is {loss} and the norm of the gradients {norm}, so its update changed nothing"
+            raise NonFiniteError(f"step {step}: {said} (on a CPU the first bad tensor is named)")
+    return found
 
 
 def _all_finite(tensor: Tensor) -> bool:
@@ -187,7 +251,7 @@ def evaluate(model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, strid
         chosen = np.linspace(0, len(windows) - 1, n_batches * batch_size).astype(int)
         windows = [windows[i] for i in chosen]
     loss_fn = CrossEntropy(ignore_index=IGNORED)
-    total, count = 0.0, 0
+    losses: list[tuple[Tensor, int]] = []  # read at the end: until then a GPU need not be waited for
     with model.evaluating():
         for first in range(0, len(windows), batch_size):
             batch = windows[first : first + batch_size]
@@ -197,9 +261,9 @@ def evaluate(model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, strid
             for row, (_, n_new) in zip(labels, batch):
                 row[: length - n_new] = IGNORED
             n_labels = sum(n_new for _, n_new in batch)
-            total += float(loss_fn(model.place(labels), model(model.place(rows[:, :-1])))) * n_labels
-            count += n_labels
-    return total / count, count
+            losses.append((loss_fn(model.place(labels), model(model.place(rows[:, :-1]))), n_labels))
+    count = sum(n_labels for _, n_labels in losses)
+    return sum(float(loss) * n_labels for loss, n_labels in losses) / count, count
 
 
 def _windows(n_pairs: int, length: int, stride: int) -> Iterator[tuple[int, int]]:

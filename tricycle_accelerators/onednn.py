@@ -21,13 +21,14 @@ from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint, c_
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
 N_PRIMITIVES = 512  # kept by each thread
-CPU, IN_ORDER, TRAINING, BACKWARD = 1, 1, 64, 128  # dnnl_cpu, dnnl_stream_in_order, dnnl_forward_training, dnnl_backward
+CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
+TRAINING, BACKWARD = 64, 128  # dnnl_forward_training, dnnl_backward
 BF16, F32 = 2, 3  # dnnl_bf16, dnnl_f32
 ISA_BF16 = 0x80  # the bit that avx512_core_bf16 has and avx512_core_vnni has not, nor any before it
 ELEMENTWISE = {"linear": 0x26, "exp": 0x2A, "gelu": 0x2B}  # dnnl_eltwise_linear, _exp, _gelu_tanh
@@ -97,9 +98,32 @@ def _path() -> Path | str:
     return found[0] if found and found[0].exists() else f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
 
 
+class _Library(NamedTuple):
+    free: Any  # called without Python's lock
+    held: Any  # called with it, which is quicker where a call is short
+    engine: c_void_p
+
+
+_one_at_a_time = threading.Lock()
+
+
+def _library() -> _Library:
+    """oneDNN, where there is no `problem`."""
+    found = _loaded()
+    if isinstance(found, str):
+        raise RuntimeError(f"oneDNN cannot be used: {found}")
+    return found
+
+
+def problem() -> str | None:
+    """Why oneDNN cannot be used here, in one line; None when it can."""
+    with _one_at_a_time:  # there must be one engine
+        found = _loaded()
+    return found if isinstance(found, str) else None
+
+
 @cache
-def _library() -> tuple[Any, Any] | str:
-    """oneDNN, called without and with Python's lock (short calls are quicker with it); else why it cannot be used."""
+def _loaded() -> _Library | str:
     path = _path()
     if isinstance(path, str):
         return path
@@ -118,14 +142,9 @@ def _library() -> tuple[Any, Any] | str:
         return f"{path.name} cannot be loaded: {error}"
     if not isa & ISA_BF16:
         return "this processor has neither AVX-512 bf16 nor AMX"
-    return free, held
-
-
-@cache
-def problem() -> str | None:
-    """Why oneDNN cannot be used here, in one line; None when it can."""
-    found = _library()
-    return found if isinstance(found, str) else None
+    engine = c_void_p()
+    _check("dnnl_engine_create", free.dnnl_engine_create(byref(engine), CPU, 0))
+    return _Library(free, held, engine)
 
 
 def bfloat16() -> np.dtype:
@@ -140,7 +159,7 @@ def _check(function: str, status: int) -> None:
 
 
 def _call(function: str, *arguments: Any) -> None:
-    _check(function, getattr(_library()[0], function)(*arguments))  # type: ignore[union-attr]
+    _check(function, getattr(_library().free, function)(*arguments))
 
 
 def _made(function: str, *arguments: Any) -> c_void_p:
@@ -150,9 +169,8 @@ def _made(function: str, *arguments: Any) -> c_void_p:
     return handle
 
 
-@cache
 def _engine() -> c_void_p:
-    return _made("dnnl_engine_create", CPU, 0)
+    return _library().engine
 
 
 # -------------------------------------------------------------------- primitives
@@ -163,8 +181,8 @@ Descriptors = dict[int, c_void_p]  # of the memory in each place
 def _descriptor(layout: Layout) -> c_void_p:
     shape, strides, size = layout
     numbers = c_int64 * len(shape)
-    places = numbers(*(stride // size for stride in strides))
-    return _made("dnnl_memory_desc_create_with_strides", len(shape), numbers(*shape), BF16 if size == 2 else F32, places)
+    kind, places = BF16 if size == 2 else F32, numbers(*(stride // size for stride in strides))
+    return _made("dnnl_memory_desc_create_with_strides", len(shape), numbers(*shape), kind, places)
 
 
 def _reorder(of: Descriptors) -> c_void_p:
@@ -228,10 +246,10 @@ class _Primitive:
     def __init__(self, describe: Callable, options: tuple, places: tuple[int, ...], *layouts: Layout) -> None:
         descriptors = {place: _descriptor(layout) for place, layout in zip(places, layouts)}
         description = describe(descriptors, *options)
-        self.free, self.held = _library()  # type: ignore[misc]
+        self.free, self.held, _ = _library()
         self.handle = _made("dnnl_primitive_create", description)
         self.memories = [_made("dnnl_memory_create", descriptors[place], _engine(), None) for place in places]
-        self.arguments = (_Argument * len(places))(*zip(places, (memory.value for memory in self.memories)))
+        self.arguments = (_Argument * len(places))(*map(_Argument, places, self.memories))
         for descriptor in descriptors.values():
             _call("dnnl_memory_desc_destroy", descriptor)
         _call("dnnl_primitive_desc_destroy", description)
@@ -256,7 +274,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        _library()[0].omp_set_num_threads(1)  # type: ignore[union-attr]  # for the calls that this thread will make
+        _library().free.omp_set_num_threads(1)  # for the calls that this thread will make
         self.stream = _made("dnnl_stream_create", _engine(), IN_ORDER)
         self.primitive = lru_cache(N_PRIMITIVES)(_Primitive)
 
@@ -293,12 +311,12 @@ def product(
             ("times",) times that of an array in `factors`, or, first of all, ("add",) plus what `out` holds.
         factors: arrays like `out`, float32 or bfloat16.
     """
-    places, arrays = (SOURCE, WEIGHTS, RESULT), (a, b, out)
+    places, arrays = [SOURCE, WEIGHTS, RESULT], [a, b, out]
     if bias is not None:
-        places, arrays = (*places, BIAS), (*arrays, bias)
+        places, arrays = [*places, BIAS], [*arrays, bias]
     if factors:
-        places += tuple(FACTOR * (i + 1) + 2 for i, (what, *_) in enumerate(then) if what == "times")
-    _run(_matmul, then, places, *arrays, *factors)
+        places += [FACTOR * (i + 1) + 2 for i, (what, *_) in enumerate(then) if what == "times"]
+    _run(_matmul, then, tuple(places), *arrays, *factors)
 
 
 def gelu(x: np.ndarray, out: np.ndarray) -> None:
@@ -314,10 +332,10 @@ def layer_norm(
     variance: np.ndarray,
 ) -> None:
     """Write the layer norm of rows (N, C), and the mean and variance (N,) of each."""
-    places, arrays = (SOURCE, RESULT, MEAN, VARIANCE, GAIN), (x, out, mean, variance, gain)
+    places, arrays = [SOURCE, RESULT, MEAN, VARIANCE, GAIN], [x, out, mean, variance, gain]
     if bias is not None:
-        places, arrays = (*places, SHIFT), (*arrays, bias)
-    _run(_layer_norm, (eps,), places, *arrays)
+        places, arrays = [*places, SHIFT], [*arrays, bias]
+    _run(_layer_norm, (eps,), tuple(places), *arrays)
 
 
 def layer_norm_backward(

@@ -13,6 +13,12 @@ import numpy as np
 from tricycle.backend import parallel
 from tricycle.kernels.cpu import _parts, _pieces, _sum_over
 from tricycle_accelerators import onednn
+from tricycle_accelerators.onednn_attention import attention, attention_backward
+
+__all__ = [
+    "operand", "matmul", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward", "attention",
+    "attention_backward",
+]
 
 
 def _is_float32(*arrays: np.ndarray | None) -> bool:
@@ -43,9 +49,9 @@ def matmul(
     """Threads take some rows or some columns of the result each."""
     if not a.dtype == b.dtype == onednn.bfloat16() or (out is not None and out.dtype != np.float32):
         return NotImplemented
-    (n_rows, n_inner), n_columns = a.shape, b.shape[1]
+    n_rows, n_columns = len(a), b.shape[1]
     fits = out is not None and out.strides[1] == out.itemsize
-    result = out if fits else np.empty((n_rows, n_columns), np.float32)
+    result: Any = out if fits else np.empty((n_rows, n_columns), np.float32)
     if not a.size or not b.size:
         result[...] = 0 if bias is None else bias
     else:

@@ -9,19 +9,22 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tricycle import backend
+from tricycle.configs import GPTConfig
 from tricycle.files import atomic_write
 from tricycle.generate import generate
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import ESTIMATE_STEPS, HeldOut, TrainingState, evaluate, train_step
+from tricycle.training import ESTIMATE_STEPS, HeldOut, TrainingState, evaluate, read_steps, train_step
 
 UNTIMED_STEPS = 4  # the first few are slow
+UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses are read, which waits for all of them
 SAMPLE_TOKENS = 160
 LINES_GATHERED = 50
 # The final estimate moves its windows on by half their length: each token sees at least half a window before it.
@@ -91,7 +94,30 @@ def train(state: TrainingState, run: Run) -> bool:
 
     Raises:
         NonFiniteError: the loss or a gradient is not finite. The checkpoints are as they were.
+        MemoryError: too little of it; says what is free and what to lower.
     """
+    with naming_what_to_lower(state.config, next(state.model.parameters()).on_gpu):
+        return _train(state, run)
+
+
+@contextlib.contextmanager
+def naming_what_to_lower(config: GPTConfig, on_gpu: bool) -> Iterator[None]:
+    """Within this block errors for lack of memory say how much there is, and which settings need less."""
+    try:
+        yield
+    except MemoryError as error:
+        there = ""
+        if on_gpu:
+            free, total = backend.gpu_memory()
+            there = f"; {free / 1e9:.1f} GB of the GPU's {total / 1e9:.1f} GB are free"
+        advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
+        advice += f" or --context-window (now {config.context_window})"
+        if on_gpu and config.precision in ("float32", "tf32"):
+            advice += ", or take --precision bfloat16"
+        raise MemoryError(f"{str(error).rstrip('.') or 'out of memory'}{there}: {advice}") from None
+
+
+def _train(state: TrainingState, run: Run) -> bool:
     from tqdm import tqdm
 
     config = state.config
@@ -101,17 +127,30 @@ def train(state: TrainingState, run: Run) -> bool:
     _pause(state, run)  # where the run was left before what was due
     tokens_per_step = config.batch_size * config.context_window * config.accumulation_steps
     times: list[float] = []
+    waiting: list[tuple[Any, Any]] = []  # what updates gave that have not been read
+    rates: list[float] = []
+    limit = UNREAD_STEPS if next(state.model.parameters()).on_gpu else 1
     with tqdm(total=state.total_steps or None, initial=state.step, unit="step", disable=not run.show_progress,
               dynamic_ncols=True, mininterval=0.5, smoothing=0.05) as bar:
         while not state.total_steps or state.step < state.total_steps:
-            started = time.perf_counter()
-            loss, norm = train_step(state)
-            seconds = time.perf_counter() - started
-            state.seconds += seconds
-            times.append(seconds)
+            if not waiting:
+                started = time.perf_counter()
+            waiting.append(train_step(state))
+            rates.append(state.optimiser.learning_rate)
+            stopping = limit > 1 and run.stop()
+            early = len(times) + len(waiting) == UNTIMED_STEPS or state.step in (*ESTIMATE_STEPS, state.total_steps)
+            if len(waiting) < limit and not (stopping or early or _is_due(state)):
+                bar.update()
+                continue
+            results = read_steps(state, waiting)
+            seconds = (time.perf_counter() - started) / len(results)
+            state.seconds += seconds * len(results)
+            times += [seconds] * len(results)
             speed = tokens_per_step / seconds
-            rate = state.optimiser.learning_rate
-            run.record(step=state.step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
+            for step, (loss, norm), rate in zip(range(state.step + 1 - len(results), state.step + 1), results, rates):
+                run.record(step=step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
+            waiting.clear()
+            rates.clear()
             if config.minutes and len(times) > UNTIMED_STEPS:
                 used = (run.spent + state.seconds) / (config.minutes * 60)
                 young = state.step in ESTIMATE_STEPS and used < 1 / 4
@@ -120,7 +159,7 @@ def train(state: TrainingState, run: Run) -> bool:
                 bar.total = state.total_steps
             bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
-            if run.stop() and state.step != state.total_steps:
+            if (stopping or run.stop()) and state.step != state.total_steps:
                 _save(state, run)
                 return False
             _pause(state, run)
@@ -130,16 +169,25 @@ def train(state: TrainingState, run: Run) -> bool:
 
 def _pause(state: TrainingState, run: Run) -> None:
     """A checkpoint, then the held-out estimate and the sample that are due at this step, but not at the last."""
-    config = state.config
-    evaluation_due = state.step % config.eval_interval == 0
-    sample_due = config.sample_interval and state.step % config.sample_interval == 0
-    if state.step in (0, state.total_steps) or not (evaluation_due or sample_due):
+    if state.step in (0, state.total_steps) or not _is_due(state):
         return
     _save(state, run)
-    if evaluation_due:
+    if _evaluation_is_due(state):
         estimate(state, run)
-    if sample_due:
+    if _sample_is_due(state):
         show_sample(state, run)
+
+
+def _evaluation_is_due(state: TrainingState) -> bool:
+    return state.step % state.config.eval_interval == 0
+
+
+def _sample_is_due(state: TrainingState) -> bool:
+    return state.config.sample_interval > 0 and state.step % state.config.sample_interval == 0
+
+
+def _is_due(state: TrainingState) -> bool:
+    return _evaluation_is_due(state) or _sample_is_due(state)
 
 
 def _save(state: TrainingState, run: Run) -> None:

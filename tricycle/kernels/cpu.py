@@ -67,11 +67,14 @@ def _ones(n: int, like: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _onednn() -> ModuleType | None:
-    """The kernels that oneDNN makes faster, where it can be used."""
-    from tricycle_accelerators import onednn, onednn_kernels
-
-    return None if onednn.problem() else onednn_kernels
+def _onednn() -> tuple[ModuleType | None, str | None]:
+    """The kernels that oneDNN makes faster, or why it cannot be used."""
+    try:
+        from tricycle_accelerators import onednn, onednn_kernels
+    except ImportError as error:
+        return None, str(error)
+    problem = onednn.problem()
+    return None if problem else onednn_kernels, problem
 
 
 def _or_faster(kernel: Callable) -> Callable:
@@ -79,7 +82,7 @@ def _or_faster(kernel: Callable) -> Callable:
 
     @wraps(kernel)
     def run(*arguments: Any) -> Any:
-        faster = getattr(_onednn(), kernel.__name__, None)
+        faster = getattr(_onednn()[0], kernel.__name__, None)
         result = faster(*arguments) if faster else NotImplemented
         return kernel(*arguments) if result is NotImplemented else result
 
@@ -96,10 +99,8 @@ def operand(x, precision):
 
 @cache
 def _say_why(precision: str) -> None:
-    from tricycle_accelerators import onednn
-
-    why = (onednn.problem() if precision == "bfloat16" else None) or "here bfloat16 is the precision of 16 bits"
-    warnings.warn(f"{precision}: matrix products are made in float32: {why}", stacklevel=2)
+    why = _onednn()[1] if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
+    warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
 
 
 @_or_faster

@@ -134,7 +134,8 @@ def table(found: list[Usage]) -> str:
     """In Markdown, a line for each kernel: registers for each architecture, shared memory, and what spilled."""
     names = list(dict.fromkeys(usage.kernel for usage in found))
     where = list(dict.fromkeys(usage.architecture for usage in found))
-    lines = [f"| kernel | registers {' / '.join(where)} | shared bytes | stack and spills |", "| --- | --- | --- | --- |"]
+    lines = [f"| kernel | registers {' / '.join(where)} | shared bytes | stack and spills |"]
+    lines.append("| --- | --- | --- | --- |")
     for name in names:
         own = [usage for usage in found if usage.kernel == name]
         registers = " / ".join(str(usage.registers) for usage in own)

@@ -6,7 +6,7 @@ of them first runs, one for each file and choice of template arguments, and kept
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,11 @@ def columns_tile(size: int) -> int:
     return 64 if size <= 64 else 32
 
 
+def backward_columns_tile(size: int) -> int:
+    """The same in the backward, which keeps more in registers."""
+    return 64 if size <= 32 else 32
+
+
 def forward_tile(size: int) -> int:
     """The side of the square of scores that a block of the float32 attention makes at a time."""
     return 64 if size <= 64 else 32
@@ -42,7 +47,10 @@ def backward_tile(size: int) -> int:
     return 32 if size <= 64 else 16
 
 
-_TENSOR_CORES = tuple((small, str(size), str(columns_tile(size))) for small in SMALL for size in HEAD_SIZES)
+def _on_tensor_cores(tile: Callable[[int], int]) -> tuple[tuple[str, ...], ...]:
+    return tuple((small, str(size), str(tile(size))) for small in SMALL for size in HEAD_SIZES)
+
+
 _BACKWARD = tuple((str(size), str(backward_tile(size))) for size in PADDED_SIZES)
 
 
@@ -89,9 +97,11 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "attention_backward_keys": _BACKWARD,
         "attention_backward_queries": _BACKWARD,
     },
-    "attention_mma": dict.fromkeys(
-        ("attention_mma", "attention_mma_backward_keys", "attention_mma_backward_queries"), _TENSOR_CORES
-    ),
+    "attention_mma": {
+        "attention_mma": _on_tensor_cores(columns_tile),
+        "attention_mma_backward_keys": _on_tensor_cores(backward_columns_tile),
+        "attention_mma_backward_queries": _on_tensor_cores(backward_columns_tile),
+    },
 }  # fmt: skip
 
 
@@ -229,6 +239,29 @@ def attention_tiles(n_tokens: int, n_heads: int, tile: int, threads: int, shared
     return Plan((up(n_tokens, tile) * n_heads, 1), (threads, 1), shared).check()
 
 
+class AttentionShared(NamedTuple):
+    """Bytes of shared memory of the forward kernel, and of the two of the backward."""
+
+    forward: int
+    keys: int
+    queries: int
+
+
+def tensor_core_shared(size: int) -> AttentionShared:
+    """For 64 rows of one side and two tiles of the other, of two arrays each, with 16 bytes more a row."""
+    row, forward, backward = 2 * (size + 8), columns_tile(size), backward_columns_tile(size)
+    queries = (2 * 64 + 4 * backward) * row
+    return AttentionShared((64 + 4 * forward) * row, queries + 4 * 4 * backward, queries)
+
+
+def float_shared(size: int) -> AttentionShared:
+    """For a head size rounded up to PADDED_SIZES."""
+    forward, backward = forward_tile(size), backward_tile(size)
+    rows, square = backward * (size + 1), backward * (backward + 1)
+    whole = 2 * forward * (size + 1) + forward * (forward + 1)
+    return AttentionShared(4 * whole, 4 * (4 * rows + 2 * square), 4 * (4 * rows + square))
+
+
 # -------------------------------------------------------------------- arguments
 SIZES = np.dtype(
     [(name, np.int32) for name in ("items", "queries", "keys", "heads", "size", "causal", "offset", "nothing")]
@@ -250,6 +283,20 @@ def address(array: Array) -> int:
 
 
 # -------------------------------------------------------------------- launch
+@cache
+def _capability(device: int) -> int:
+    from cupy.cuda import Device
+
+    return int(Device(device).compute_capability)
+
+
+def has_tensor_cores() -> bool:
+    """Whether the current device has those that attention is written for: compute capability 8.0 (Ampere) or later."""
+    from cupy.cuda import runtime
+
+    return _capability(runtime.getDevice()) >= 80
+
+
 @cache
 def _include() -> tuple[str, ...]:
     """Where the headers of the number formats lie, for a CuPy that does not look there by itself."""
@@ -292,9 +339,8 @@ def launch(file: str, kernel: str, template: tuple[str, ...], plan: Plan, *argum
 
     device = runtime.getDevice()
     for array in arguments:
-        if hasattr(array, "device") and not isinstance(array, (np.ndarray, np.generic)) and array.device.id != device:
-            at = f"it is on {array.device.id}"
-            raise ValueError(f"{kernel}: expected arrays on the current device, {device}; {at} (cupy.cuda.Device({at[-1]}).use())")
+        if array is not None and not isinstance(array, (np.ndarray, np.generic)) and array.device.id != device:
+            raise ValueError(f"{kernel}: expected arrays on the current device, {device}, got one on {array.device.id}")
     function = _function(file, kernel, template, device, plan.shared)
     given = tuple(NULL if argument is None else argument for argument in arguments)
     function(plan.grid, plan.block, given, shared_mem=plan.shared)

@@ -1,0 +1,41 @@
+"""Training for a given time: how many updates it allows is known better with each one, and the schedule with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tricycle_cli.run import UNTIMED_STEPS
+
+
+class Budget:
+    """Seconds to train for, and how many updates that will be.
+
+    Args:
+        seconds: of the clock.
+        clock: `time.perf_counter` on the wall, `time.process_time` of the processor, all threads of it together.
+        spent: seconds that are over before the first update.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.process_time, spent: float = 0.0) -> None:
+        self.seconds, self.clock, self.step = seconds, clock, 0
+        self._started = clock() - spent
+        self._timed_from = 0.0
+
+    @property
+    def used(self) -> float:
+        return self.clock() - self._started
+
+    def total_steps(self) -> int:
+        """To be asked after each update: how many fit, if the others take as long; 0 while nobody knows.
+
+        The first few updates take longer than others and do not count. Rates fall with the share of the time that is
+        over, and reach the end of the schedule with the last update: nothing depends on a first guess.
+        """
+        self.step += 1
+        used = self.used
+        if self.step <= UNTIMED_STEPS:
+            self._timed_from = used
+            return self.step if used >= self.seconds else 0
+        each = (used - self._timed_from) / (self.step - UNTIMED_STEPS)
+        return self.step + max(0, round((self.seconds - used) / max(each, 1e-9)))

@@ -1,0 +1,112 @@
+"""Texts to train and to choose on, without the held-out text that a recipe is judged by in the end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tricycle.training import HeldOut
+from tricycle_datasets.corpus import Corpus, Document, is_held_out
+from tricycle_datasets.download import fetch
+from tricycle_datasets.python_code import SKIPPED_FOLDERS, PythonCode
+from tricycle_datasets.shakespeare import SHA256, URL, Shakespeare
+from tricycle_datasets.text import TextFiles, _text_files
+
+Files = Iterable[str | os.PathLike[str]]
+
+DATA = ("python", "shakespeare", "text")
+PARTS = ("validation", "held-out")
+
+
+def load(data: str, part: str, vocab_size: int, files: Files = (), progress: bool = False) -> Corpus:
+    """A corpus whose `validation` is the part to be scored on.
+
+    With "validation" the held-out text is in neither half: a twentieth of the other files is for validation, or of one
+    text the tenth before the last. With "held-out" the corpus is the one that `train_smol_gpt.py` trains on.
+
+    Args:
+        data: in DATA.
+        files: files or folders, for "text".
+
+    Raises:
+        ValueError: an unknown name, no text, or see `Corpus`.
+    """
+    if data not in DATA or part not in PARTS:
+        raise ValueError(f"expected one of {', '.join(DATA)} and one of {', '.join(PARTS)}, got {data} and {part}")
+    if part == "held-out":
+        if data == "text":
+            return TextFiles(files, vocab_size, progress=progress)
+        return (PythonCode if data == "python" else Shakespeare)(vocab_size, progress=progress)
+    documents = {"python": python_documents, "shakespeare": shakespeare_documents}.get(data)
+    found = list(documents() if documents else text_documents(files))
+    return Corpus(f"ten_minutes_{data}", lambda: found, vocab_size, progress=progress)
+
+
+def held_out(corpus: Corpus) -> HeldOut:
+    """The text to be scored on; the end of some other text stands before it, so that its first token is predicted."""
+    tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation]).astype(np.int64)
+    return HeldOut(tokens, len(corpus.validation_bytes))
+
+
+def is_for_validation(path: str) -> bool:
+    """One file in twenty: those the SHA-256 of whose relative POSIX path is 1 modulo 20. `is_held_out` takes 0."""
+    return int(hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 1
+
+
+# -------------------------------------------------------------------- Python's standard library
+def python_root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def python_files() -> list[str]:
+    """The relative paths of all files that `PythonCode` reads, held-out ones too, in its order."""
+    root, names = python_root(), []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    return sorted(names)
+
+
+def python_documents() -> Iterator[Document]:
+    for name in python_files():
+        if not is_held_out(name):
+            yield (python_root() / name).read_bytes(), is_for_validation(name)
+
+
+# -------------------------------------------------------------------- other texts
+def shakespeare_documents() -> Iterator[Document]:
+    text = fetch("input.txt", URL, SHA256, folder="tinyshakespeare").read_bytes()
+    yield from hold_out_tenth_before_last(text)
+
+
+def text_documents(paths: Files) -> Iterator[Document]:
+    """Without the files that `TextFiles` holds out; without the last tenth of each where it holds that out instead."""
+    files: dict[Path, str] = {}
+    for root in map(Path, paths):
+        for path, name in _text_files(root):
+            files.setdefault(path.resolve(), name)
+    by_path = len({is_held_out(name) for name in files.values()}) == 2
+    kept = {path: name for path, name in files.items() if not (by_path and is_held_out(name))}
+    whole_files = by_path and len({is_for_validation(name) for name in kept.values()}) == 2
+    for path, name in kept.items():
+        if whole_files:
+            yield path.read_bytes(), is_for_validation(name)
+        elif by_path:  # what is held out are other files: the last tenth of these may be looked at
+            text = path.read_bytes()
+            cut = len(text) - len(text) // 10
+            yield from ((text[:cut], False), (text[cut:], True))
+        else:
+            yield from hold_out_tenth_before_last(path.read_bytes())
+
+
+def hold_out_tenth_before_last(text: bytes) -> Iterator[Document]:
+    """Without the last tenth of a text; the tenth before it is for validation."""
+    tenth = len(text) // 10
+    end = len(text) - tenth
+    yield text[: end - tenth], False
+    yield text[end - tenth : end], True

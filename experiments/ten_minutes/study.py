@@ -1,0 +1,206 @@
+"""Train every variant with every seed, some at a time, and keep what is finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from experiments.settings import save
+from experiments.ten_minutes.ablations import all_variants, configs
+from tricycle.configs import GPTConfig
+
+ONE_THREAD = dict.fromkeys("TRICYCLE_NUM_THREADS OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS".split(), "1")
+ROOT = Path(__file__).resolve().parents[2]
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f}/{total:.1f} processor minutes [{elapsed}<{remaining}]"
+# All else in a config is the recipe.
+PASSING = {"seed", "minutes", "steps", "eval_interval", "eval_batches", "sample_interval"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to train, for how long, and how often. Flags of the recipe itself start from its preset."""
+
+    variants: tuple[str, ...] = ()
+    """which to train beside the recipe; all that change something if none is named"""
+    also: tuple[str, ...] = ()
+    """further variants, each as "name: field=value, field=value" """
+    seeds: int = 1
+    """how often to train each, with other weights and another order of the data"""
+    jobs: int = 1
+    """how many trainings at a time, each with one thread, and on a core of its own where the system can"""
+    data: Literal["python", "shakespeare", "text"] = "python"
+    """the text: python (the standard library), shakespeare, or text with --files"""
+    files: tuple[str, ...] = ()
+    """text files or folders of them, for --data text"""
+    part: Literal["validation", "held-out"] = "validation"
+    """what is scored: validation (a part of the training text), or held-out, which is to be looked at once"""
+    batches: int = 0
+    """score only so many batches, evenly spread; 0 for all of the text, in windows that overlap by half"""
+    report: bool = False
+    """train nothing: draw and print what is there"""
+    quick: bool = False
+    """at most three minutes: four variants, each for a quarter of a minute"""
+    output: Path = Path("runs/ten_minutes")
+    """where results.json and ablations.png are left; what is finished there is not done again"""
+    config: GPTConfig = field(default_factory=GPTConfig)
+
+
+@dataclass
+class Record:
+    """The trials that are finished, in results.json."""
+
+    settings: Settings
+    trials: list[dict[str, Any]]
+
+    @staticmethod
+    def of(settings: Settings) -> Record:
+        """What lies in the output folder.
+
+        Raises:
+            ValueError: results of another recipe or text.
+        """
+        path = settings.output / "results.json"
+        if not path.is_file():
+            return Record(settings, [])
+        found = json.loads(path.read_text(encoding="utf-8"))
+        before, now = plain(GPTConfig.from_dict(found["settings"]["config"])), plain(settings.config)
+        values = zip(before.items(), now.values())
+        other = [f"{name} {then!r} there and {value!r} here" for (name, then), value in values if then != value]
+        for name in ("data", "part", "batches"):
+            if found["settings"][name] != getattr(settings, name):
+                other.append(f"{name} {found['settings'][name]!r} there and {getattr(settings, name)!r} here")
+        if other:
+            raise ValueError(f"{path} holds results of other settings: {'; '.join(other)}; name another --output")
+        return Record(settings, found["trials"])
+
+    def has(self, name: str, config: GPTConfig) -> bool:
+        wanted = config.to_dict()
+        return any(
+            trial["variant"] == name and GPTConfig.from_dict(trial["config"]).to_dict() == wanted
+            for trial in self.trials
+        )
+
+    def add(self, trial: dict[str, Any]) -> None:
+        self.trials.append(trial)
+        save(self.settings.output / "results.json", self.settings, trials=self.trials)
+
+
+def plain(config: GPTConfig) -> dict[str, Any]:
+    """The recipe, whatever the time, the seed and the pauses to look at it."""
+    return {name: value for name, value in config.to_dict().items() if name not in PASSING}
+
+
+def todo(settings: Settings, record: Record) -> Iterator[tuple[str, GPTConfig]]:
+    """Trials that are not finished: all variants with one seed before the next seed."""
+    found = configs(settings.config, settings.variants, settings.also)
+    for seed in range(settings.config.seed, settings.config.seed + settings.seeds):
+        for name, config in found.items():
+            seeded = replace(config, seed=seed)
+            if not record.has(name, seeded):
+                yield name, seeded
+
+
+def measure(settings: Settings) -> list[dict[str, Any]]:
+    """All trials, those of earlier calls too.
+
+    Raises:
+        RuntimeError: some trials failed; all others are saved.
+    """
+    record = Record.of(settings)
+    trials = list(todo(settings, record))
+    cores: queue.Queue[int | None] = queue.Queue()
+    for core in free_cores(settings.jobs):
+        cores.put(core)
+    labels = {name: variant.label for name, variant in all_variants(settings.also).items()}
+    minutes, failures = settings.config.minutes, []
+    with (
+        tqdm(total=1e-9 + len(trials) * minutes, unit="min", desc=f"{len(trials)} training(s)", dynamic_ncols=True,
+             bar_format=BAR) as bar,
+        ThreadPoolExecutor(settings.jobs) as pool,
+    ):  # fmt: skip
+        waiting = {pool.submit(run_trial, settings, config, cores, bar): (name, config) for name, config in trials}
+        try:
+            for done in as_completed(waiting):
+                name, config = waiting[done]
+                about = {"variant": name, "label": labels[name], "seed": config.seed, "config": config.to_dict()}
+                title = f"{labels[name]}, seed {config.seed}"
+                try:
+                    result = done.result()
+                except RuntimeError as error:  # the others need not suffer
+                    failures.append(f"{title}: {error}")
+                    bar.write(failures[-1])
+                    continue
+                record.add({**about, **result})
+                bar.write(f"{title}: {result['bits']:.4f} bits a byte")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if failures:
+        raise RuntimeError(f"{len(failures)} of {len(trials)} trainings failed, {failures[0]}")
+    return record.trials
+
+
+def free_cores(n: int) -> list[int | None]:
+    """A core for each job, or None where there are fewer or the system cannot say."""
+    known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return list(known[:n]) if len(known) >= n else [None] * n
+
+
+def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | None], bar: tqdm) -> dict[str, Any]:
+    """A training in a process of its own."""
+    core = cores.get()
+    task = {
+        "config": config.to_dict(), "seconds": 60 * config.minutes, "data": settings.data, "part": settings.part,
+        "files": list(settings.files), "batches": settings.batches, "core": core,
+    }  # fmt: skip
+    words = [sys.executable, "-m", "experiments.ten_minutes.trial", json.dumps(task)]
+    used, result, other = 0.0, None, ""
+    try:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env={**os.environ, **ONE_THREAD}, encoding="utf-8", errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        with process:
+            try:
+                for line in process.stdout or []:
+                    said = as_json(line)
+                    result = said.get("result", result)
+                    other = other if said else line.strip() or other
+                    if "used" in said:
+                        now = min(said["used"] / 60, config.minutes)
+                        bar.update(now - used)
+                        used = now
+            except BaseException:
+                process.kill()
+                raise
+    finally:
+        cores.put(core)
+    if process.returncode or result is None:
+        raise RuntimeError(f"a training with {changed(settings.config, config)} failed: {other or process.returncode}")
+    bar.update(config.minutes - used)
+    return result
+
+
+def as_json(line: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        found = json.loads(line)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def changed(recipe: GPTConfig, config: GPTConfig) -> str:
+    """The fields in which a config differs, for people."""
+    before = recipe.to_dict()
+    found = [f"{name} {value}" for name, value in config.to_dict().items() if value != before[name] and name != "seed"]
+    return ", ".join(found) or "the recipe's own settings"

@@ -1,0 +1,78 @@
+"""One training: a process of its own, so that neither memory nor threads are shared with another.
+
+    python -m experiments.ten_minutes.trial '{"config": ..., "seconds": ..., ...}'
+
+It prints a line of JSON now and then, and the result as the last. `study.py` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+LINES = 200  # how often to say how far it is
+
+
+def main() -> int:
+    task = json.loads(sys.argv[1])
+    if task["core"] is not None and hasattr(os, "sched_setaffinity"):  # Linux
+        os.sched_setaffinity(0, {task["core"]})
+    print(json.dumps({"result": run(task, lambda **values: print(json.dumps(values), flush=True))}), flush=True)
+    return 0
+
+
+def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any]:
+    """Train for some seconds of the processor, then score.
+
+    Args:
+        task: "config" (a dict), "seconds", "data", "files", "part", "batches" (to be scored on; 0 for all).
+        say: called with the seconds used now and then.
+
+    Returns:
+        "bits" (a byte of the text that was scored), "loss" (nats a token), "train_bits" (of the last tenth of the
+        updates), "steps", "tokens_per_second", "seconds" (used), "parameters", and "compressed": bits a byte of others.
+    """
+    import numpy as np  # after the cores are chosen
+
+    from experiments.ten_minutes.clock import Budget
+    from experiments.ten_minutes.data import held_out, load
+    from train_smol_gpt import compressed_bits
+    from tricycle.configs import GPTConfig
+    from tricycle.training import evaluate, new_state, train_step
+    from tricycle_cli.run import FINAL_OVERLAP
+
+    config = GPTConfig.from_dict(task["config"])
+    corpus = load(task["data"], task["part"], config.vocab_size, task["files"])
+    state = new_state(config, corpus.train)
+    state.total_steps = 0
+    losses, said = [], 0.0
+    budget = Budget(task["seconds"], time.process_time)
+    while state.step != state.total_steps or not state.step:
+        losses.append(float(train_step(state)[0]))
+        state.total_steps = budget.total_steps()
+        used = budget.used
+        if used - said > task["seconds"] / LINES:
+            say(used=used, loss=losses[-1], step=state.step)
+            said = used
+    used = budget.used
+    text = held_out(corpus)
+    stride = 0 if task["batches"] else max(1, config.context_window // FINAL_OVERLAP)
+    loss, _ = evaluate(state.model, text.tokens, config.batch_size, task["batches"], stride)
+    lately = float(np.mean(losses[-max(1, len(losses) // 10) :]))
+    n_tokens = config.batch_size * config.accumulation_steps * config.context_window * state.step
+    return {
+        "bits": rounded(text.bits_per_byte(loss)), "loss": rounded(loss), "train_loss": rounded(lately),
+        "steps": state.step, "tokens_per_second": round(n_tokens / used), "seconds": rounded(used),
+        "parameters": state.model.n_parameters, "compressed": compressed_bits(corpus.validation_bytes),
+    }  # fmt: skip
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
