@@ -12,6 +12,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tricycle.functions import SOFTMAXES
 
+Activation = Literal["gelu", "relu", "relu_squared", "swish", "swiglu"]
+Norm = Literal["layer_norm", "rms_norm"]
+Positions = Literal["learned", "rotary"]
+OptimiserName = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "linear"]
+Precision = Literal["float32", "tf32", "bfloat16", "float16"]
+
 # What values fields may have: names, rule, the rule in words.
 RULES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("vocab_size context_window embedding_dim n_heads n_layers softmax_blocks", lambda v: v >= 1, "at least 1"),
@@ -35,16 +42,16 @@ class GPTConfig:
     n_heads: int = 12  # attention heads a layer
     n_layers: int = 12  # transformer blocks
     expansion_ratio: float = 4.0  # width of an MLP's hidden layer over the model's
-    activation: Literal["gelu", "relu", "relu_squared", "swish", "swiglu"] = "gelu"  # activation of the MLPs
-    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # normalisation before each block and at the end
-    positions: Literal["learned", "rotary"] = "learned"  # how the model knows the order of tokens
+    activation: Activation = "gelu"  # activation of the MLPs
+    norm: Norm = "layer_norm"  # normalisation before each block and at the end
+    positions: Positions = "learned"  # how the model knows the order of tokens
     qk_norm: bool = False  # whether queries and keys of a head are scaled to one length (rotary positions only)
     token_shift: bool = False  # whether attention takes each token mixed with the one before it
     bias: bool = True  # whether linear layers and norms have biases
     tied: bool = True  # whether the output layer shares its weights with the token embedding
     softmax: str = "softmax"  # how attention weighs keys: softmax, softmax1, adaptive or blocks
     softmax_blocks: int = 2  # into how many blocks "blocks" cuts the keys
-    precision: Literal["float32", "tf32", "bfloat16", "float16"] = "float32"  # of matrix products; weights stay float32
+    precision: Precision = "float32"  # of matrix products; weights stay float32
     zero_projections: bool = False  # whether the last matrix of attention and of each MLP starts at zero
     dropout: float = 0.0  # probability of dropping an element of the embedding and of each block's result
 
@@ -53,9 +60,9 @@ class GPTConfig:
     accumulation_steps: int = 1  # passes whose gradients are averaged for one update
     steps: int = 600_000  # the most updates to make; 0 leaves it to `minutes`
     minutes: float = 0.0  # the most minutes to take, as the first updates are timed; 0 leaves it to `steps`
-    optimiser: Literal["adamw", "muon"] = "adamw"  # "muon" is for matrices between hidden layers, AdamW for the rest
+    optimiser: OptimiserName = "adamw"  # "muon" is for matrices between hidden layers, AdamW for the rest
     matrix_rate: float = 5.0  # learning rate of Muon's matrices over that of the rest
-    schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls after the warm-up
+    schedule: Schedule = "cosine"  # how the learning rate falls after the warm-up
     max_learning_rate: float = 6e-4  # learning rate after the warm-up
     min_learning_rate: float = 6e-5  # learning rate at the end
     warmup_steps: int = 2000  # updates over which the learning rate rises from 0; at most a tenth of all
@@ -139,20 +146,30 @@ class DebugConfig(GPTConfig):
 
 @dataclass(frozen=True)
 class LaptopConfig(GPTConfig):
-    """2.0M parameters: about ten minutes on two CPU cores."""
+    """2.0M parameters: about ten minutes on two CPU cores. What each choice is worth: experiments/ten_minutes."""
 
     vocab_size: int = 1024
     context_window: int = 256
     embedding_dim: int = 192
     n_heads: int = 3
     n_layers: int = 4
+    activation: Activation = "relu_squared"
+    norm: Norm = "rms_norm"
+    positions: Positions = "rotary"
+    qk_norm: bool = True
+    token_shift: bool = True
+    bias: bool = False
+    zero_projections: bool = True
     batch_size: int = 6
+    optimiser: OptimiserName = "muon"
+    schedule: Schedule = "linear"
     steps: int = 0
     minutes: float = 10.0
     max_learning_rate: float = 4e-3
-    min_learning_rate: float = 2e-4
-    warmup_steps: int = 100
+    min_learning_rate: float = 0.0
+    warmup_steps: int = 40
     beta2: float = 0.99
+    max_gradient_norm: float = 0.0
     eval_interval: int = 1000
     eval_batches: int = 8
     sample_interval: int = 2000

@@ -15,10 +15,13 @@ class Budget:
         seconds: of the clock.
         clock: `time.perf_counter` on the wall, `time.process_time` of the processor, all threads of it together.
         spent: seconds that are over before the first update.
+        reserve: what is to be done after the last update, in updates.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.process_time, spent: float = 0.0) -> None:
-        self.seconds, self.clock, self.step = seconds, clock, 0
+    def __init__(
+        self, seconds: float, clock: Callable[[], float] = time.process_time, spent: float = 0.0, reserve: float = 0.0,
+    ) -> None:
+        self.seconds, self.clock, self.reserve, self.step = seconds, clock, reserve, 0
         self._started = clock() - spent
         self._timed_from = 0.0
 
@@ -38,4 +41,4 @@ class Budget:
             self._timed_from = used
             return self.step if used >= self.seconds else 0
         each = (used - self._timed_from) / (self.step - UNTIMED_STEPS)
-        return self.step + max(0, round((self.seconds - used) / max(each, 1e-9)))
+        return self.step + max(0, round((self.seconds - used) / max(each, 1e-9) - self.reserve))

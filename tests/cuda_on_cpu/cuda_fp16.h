@@ -20,6 +20,7 @@ inline __half __float2half_rn(float x) {
     const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
     const float size = std::fabs(x);
     if (x != x) return {0x7fff};
+    if (size == 0) return {sign};
     if (size >= 65520.0f) return {uint16_t(sign | 0x7c00)};
     int exponent = 0;
     std::frexp(size, &exponent);  // size < 2^exponent

@@ -1,0 +1,246 @@
+"""The same recipe in PyTorch, on the same tokens for the same time, so that engine and recipe can be told apart.
+
+    python -m experiments.ten_minutes.pytorch_baseline                    the recipe of `train_smol_gpt.py`
+    python -m experiments.ten_minutes.pytorch_baseline --recipe gpt2      GPT-2's model and AdamW, as large
+    python -m experiments.ten_minutes.pytorch_baseline --compile --precision bfloat16
+
+First weights, batches, schedule and the final measurement are those of a run of `train_smol_gpt.py`. As there, the
+minutes are those of the whole program, with the training of the tokeniser and the measurement at the end. Needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.settings import at_least, save
+from experiments.ten_minutes.ablations import FIELDS, PLAIN
+from experiments.ten_minutes.clock import Budget
+from experiments.ten_minutes.data import held_out, load
+from train_smol_gpt import compressed_bits
+from tricycle.configs import PRESETS, GPTConfig
+from tricycle.optimisers import decays, is_hidden_matrix
+from tricycle.tensor import Tensor, no_grad, to_tensor
+from tricycle.training import TrainingState, evaluate, new_state
+from tricycle_cli.flags import parse, run_main
+from tricycle_cli.run import FINAL_OVERLAP
+
+LAST_SECONDS = 10  # kept for what comes after the last update, besides the measurement: as `tricycle_cli.run` does
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to train and for how long. Flags of the recipe itself start from its values; --precision is of autocast."""
+
+    recipe: Literal["laptop", "gpt2"] = "laptop"
+    """laptop: the preset of train_smol_gpt.py; gpt2: plain, with AdamW, what that preset was before"""
+    compile: bool = False
+    """let torch.compile fuse the model; its time counts"""
+    threads: int = 2
+    """of PyTorch"""
+    data: Literal["python", "shakespeare", "text"] = "python"
+    """the text: python (the standard library), shakespeare, or text with --files"""
+    files: tuple[str, ...] = ()
+    """text files or folders of them, for --data text"""
+    part: Literal["held-out", "validation"] = "held-out"
+    """what is scored: held-out, as train_smol_gpt.py does, or validation, to choose on"""
+    output: Path = Path("runs/ten_minutes_pytorch")
+    """where results.json is left"""
+    config: GPTConfig = field(default_factory=GPTConfig)
+
+
+def main() -> int:
+    started = time.perf_counter()
+    settings = parse_settings()
+    check(settings)
+    try:
+        import torch
+    except ImportError:
+        raise ImportError("the baseline needs PyTorch: pip install torch") from None
+    torch.set_num_threads(settings.threads)
+    result = measure(settings, started)
+    about = {"torch": torch.__version__, "result": result}
+    save(settings.output / "results.json", settings, **about)
+    for name, bits in sorted({**result["compressed"], "PyTorch": result["bits"]}.items(), key=lambda item: -item[1]):
+        print(f"  {name:<12}{bits:6.3f}")
+    print(
+        f"{result['steps']} steps, {result['tokens_per_second']:,} tokens a second, {result['parameters']:,} parameters, "
+        f"{result['minutes']:.2f} minutes in all; {settings.output / 'results.json'}"
+    )
+    return 0
+
+
+def parse_settings() -> Settings:
+    """The flags; those of the recipe start from the values of --recipe."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe", default="laptop")
+    recipe = first.parse_known_args()[0].recipe
+    config = GPTConfig.from_dict(PRESETS["laptop"]().to_dict())
+    if recipe == "gpt2":
+        config = plain(config)
+    default = Settings(recipe="gpt2" if recipe == "gpt2" else "laptop", config=config)
+    settings = parse(Settings, default, description=__doc__ or "")
+    return replace(settings, files=tuple(str(Path(name).resolve()) for name in settings.files))
+
+
+def plain(config: GPTConfig) -> GPTConfig:
+    """GPT-2's model and AdamW, for as many minutes."""
+    return replace(config, **{name: value for name, value in PLAIN.items() if name in FIELDS})
+
+
+def check(settings: Settings) -> None:
+    """
+    Raises:
+        ValueError: settings with which nothing could be measured.
+    """
+    at_least(settings, threads=1)
+    if settings.config.minutes <= 0:
+        raise ValueError(f"expected --minutes above 0, got {settings.config.minutes}")
+    if settings.config.precision not in ("float32", "bfloat16"):
+        raise ValueError(f"expected --precision float32 or bfloat16, got {settings.config.precision}")
+    if (settings.data == "text") != bool(settings.files):
+        raise ValueError(f"expected --files with --data text and only with it, got --data {settings.data}")
+
+
+# -------------------------------------------------------------------- training
+class Trainer:
+    """A model in PyTorch that begins as ours does, with its optimisers.
+
+    Args:
+        state: of our training: its first weights, its data and its schedule are taken, its model is not trained.
+    """
+
+    def __init__(self, state: TrainingState, compiled: bool = False) -> None:
+        import torch
+
+        from experiments.ten_minutes.torch_gpt import Muon, TorchGPT
+
+        self.state, self.config, config = state, state.config, state.config
+        ours = dict(state.model.named_parameters())
+        self.model = TorchGPT(config)
+        self.model.load_state_dict({name: torch.tensor(p.array) for name, p in ours.items()})
+        self.run: Any = torch.compile(self.model) if compiled else self.model
+        theirs = dict(self.model.named_parameters())
+        matrices = [name for name, p in ours.items() if config.optimiser == "muon" and is_hidden_matrix(name, p)]
+        groups = [
+            {"params": [theirs[name] for name in ours if name not in matrices and decays(name, ours[name]) == decayed],
+             "weight_decay": decay}
+            for decayed, decay in ((True, config.weight_decay), (False, 0.0))
+        ]  # fmt: skip
+        betas = (config.beta1, config.beta2)
+        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], 0.0, betas, 1e-8, fused=True)
+        low = config.precision == "bfloat16"
+        chosen = [theirs[name] for name in matrices]
+        self.muon = Muon(chosen, 0.0, config.weight_decay, low=low) if chosen else None
+
+    def autocast(self) -> AbstractContextManager:
+        import torch
+
+        if self.config.precision == "bfloat16":
+            return torch.autocast("cpu", torch.bfloat16)
+        return nullcontext()
+
+    def loss(self, inputs: np.ndarray, outputs: np.ndarray) -> Any:
+        """The mean loss of a batch (B, T), in nats a token."""
+        import torch
+
+        with self.autocast():
+            logits = self.run(torch.from_numpy(inputs))
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), torch.from_numpy(outputs).flatten())
+
+    def step(self) -> float:
+        """One update, as `tricycle.training.train_step` makes it; returns the loss."""
+        import torch
+
+        config, total = self.config, 0.0
+        for _ in range(config.accumulation_steps):
+            inputs, outputs = (np.asarray(ids.array, np.int64) for ids in next(self.state.dataset))
+            loss = self.loss(inputs, outputs) / config.accumulation_steps
+            loss.backward()
+            total += loss.item()
+        if config.max_gradient_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_gradient_norm)
+        self.state.step += 1
+        rate = self.state.learning_rate(self.state.step)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        if self.muon is not None:
+            for group in self.muon.param_groups:
+                group["lr"], group["decay_rate"] = rate * config.matrix_rate, rate
+            self.muon.step()
+        self.model.zero_grad()
+        return total
+
+
+class Scored:
+    """A model of PyTorch as `tricycle.training.evaluate` takes one."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.config = trainer, trainer.config
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        import torch
+
+        self.trainer.model.eval()
+        with torch.no_grad(), no_grad(), self.trainer.autocast():
+            yield
+        self.trainer.model.train()
+
+    def place(self, ids: Any) -> Tensor:
+        return to_tensor(ids, dtype=int)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        import torch
+
+        logits = self.trainer.model(torch.from_numpy(np.asarray(tokens.array, np.int64)))
+        return to_tensor(logits.float().numpy())
+
+
+def measure(settings: Settings, started: float) -> dict[str, Any]:
+    """Train until the minutes since `started` are over, but for the time of the measurement at the end.
+
+    Returns:
+        "bits" (a byte of the text that was scored), "loss", "steps", "tokens_per_second", "parameters", "minutes" (of
+        everything), "training_minutes", and "compressed": bits a byte of others.
+    """
+    config = settings.config
+    corpus = load(settings.data, settings.part, config.vocab_size, settings.files)
+    text = held_out(corpus)
+    state = new_state(config, corpus.train)
+    state.total_steps = 0
+    trainer = Trainer(state, settings.compile)
+    n_tokens = config.batch_size * config.context_window * config.accumulation_steps
+    # a forward pass takes about a third of an update
+    reserve = FINAL_OVERLAP * len(text.tokens) / n_tokens / 3
+    begun = time.perf_counter()
+    last = min(LAST_SECONDS, 6 * config.minutes)
+    budget = Budget(60 * config.minutes - last, time.perf_counter, begun - started, reserve)
+    with tqdm(unit="step", dynamic_ncols=True, mininterval=0.5) as bar:
+        while state.step != state.total_steps or not state.step:
+            loss = trainer.step()
+            bar.total = state.total_steps = budget.total_steps()
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            bar.update()
+    trained = time.perf_counter() - begun
+    scored: Any = Scored(trainer)
+    loss, _ = evaluate(scored, text.tokens, config.batch_size, stride=max(1, config.context_window // FINAL_OVERLAP))
+    return {
+        "bits": text.bits_per_byte(loss), "loss": loss, "steps": state.step,
+        "tokens_per_second": round(n_tokens * state.step / trained), "parameters": state.model.n_parameters,
+        "minutes": (time.perf_counter() - started) / 60, "training_minutes": trained / 60,
+        "compressed": compressed_bits(corpus.validation_bytes),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,218 @@
+"""The model of a `GPTConfig`, and Muon, in PyTorch: what somebody who knows PyTorch would write for it.
+
+Parameters have the names and shapes of ours. Shapes: B batch, T tokens, C channels, H heads, D = C / H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tricycle.configs import GPTConfig
+
+EPS, QK_EPS = 1e-5, 1e-6
+# Weights of the five steps of the iteration, ours too: Amsel et al. 2025, "The Polar Express".
+POLAR = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+
+
+class Dense(nn.Module):
+    def __init__(self, from_size: int, to_size: int, bias: bool) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(from_size, to_size))
+        self.bias = nn.Parameter(torch.zeros(to_size)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weights.T, self.bias)
+
+
+class Norm(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.size, self.centred = (config.embedding_dim,), config.norm == "layer_norm"
+        self.gain = nn.Parameter(torch.ones(self.size))
+        self.bias = nn.Parameter(torch.zeros(self.size)) if self.centred and config.bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.centred:
+            return F.layer_norm(x, self.size, self.gain, self.bias, eps=EPS)
+        return F.rms_norm(x, self.size, self.gain, eps=EPS)
+
+
+class Shift(nn.Module):
+    """x_t + mix * x_(t-1)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix * F.pad(x, (0, 0, 1, -1))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config, size = config, config.embedding_dim
+        self.shift = Shift(size) if getattr(config, "token_shift", False) else None
+        self.qkv = Dense(size, 3 * size, config.bias)
+        self.projection = Dense(size, size, config.bias)
+        if config.positions == "rotary":
+            d = size // config.n_heads
+            speeds = 10_000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+            angles = torch.arange(config.context_window, dtype=torch.float64)[:, None] * speeds
+            self.register_buffer("cos", angles.cos().float(), persistent=False)
+            self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, T, D), with channels i and i + D/2 as a pair."""
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n_items, n_tokens, size = x.shape
+        qkv = self.qkv(x if self.shift is None else self.shift(x))
+        q, k, v = qkv.view(n_items, n_tokens, 3, self.config.n_heads, -1).permute(2, 0, 3, 1, 4)
+        if self.config.qk_norm:
+            q, k = (F.rms_norm(heads, heads.shape[-1:], eps=QK_EPS) for heads in (q, k))
+        if self.config.positions == "rotary":
+            q, k = self.turn(q).to(v.dtype), self.turn(k).to(v.dtype)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.dropout(self.projection(mixed.transpose(1, 2).reshape(x.shape)), self.config.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config, gated = config, config.activation == "swiglu"
+        hidden = round(config.embedding_dim * config.expansion_ratio)
+        hidden = -(-2 * hidden // 3 // 8) * 8 if gated else hidden
+        self.up = Dense(config.embedding_dim, 2 * hidden if gated else hidden, config.bias)
+        self.projection = Dense(hidden, config.embedding_dim, config.bias)
+
+    def activation(self, x: torch.Tensor) -> torch.Tensor:
+        name = self.config.activation
+        if name == "swiglu":
+            value, gate = x.chunk(2, dim=-1)
+            return value * F.silu(gate)
+        if name == "gelu":
+            return F.gelu(x, approximate="tanh")
+        return F.silu(x) if name == "swish" else F.relu(x) if name == "relu" else F.relu(x).square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.projection(self.activation(self.up(x))), self.config.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = Norm(config), Attention(config)
+        self.mlp_norm, self.mlp = Norm(config), MLP(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Table(nn.Module):
+    def __init__(self, n: int, size: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(n, size))
+
+
+class TorchGPT(nn.Module):
+    """Tokens (B, T) to logits (B, T, V).
+
+    Raises:
+        ValueError: a softmax of attention that PyTorch has no fused kernel for.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        if config.softmax != "softmax":
+            raise ValueError(f"TorchGPT: expected softmax to be softmax, got {config.softmax}")
+        self.config, size = config, config.embedding_dim
+        self.token_embedding = Table(config.vocab_size, size)
+        self.position_embedding = Table(config.context_window, size) if config.positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = Norm(config)
+        self.head = None if config.tied else Dense(size, config.vocab_size, False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = F.embedding(tokens, self.token_embedding.weights)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding.weights[: tokens.shape[1]]
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return F.linear(x, self.token_embedding.weights) if self.head is None else self.head(x)
+
+
+# -------------------------------------------------------------------- Muon
+class Muon(torch.optim.Optimizer):
+    """Momentum as Nesterov does it, with all singular values of an update brought near 1 (Jordan et al. 2024).
+
+    A matrix that is made of square ones side by side is taken as these.
+
+    Args:
+        lr: of the matrices.
+        decay_rate: what the decay is multiplied by, the rate of the other parameters.
+        low: make the products in bfloat16.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], lr: float, weight_decay: float, momentum: float = 0.95,
+        low: bool = False,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "decay_rate": lr})
+        self.momentum, self.weight_decay, self.low = momentum, weight_decay, low
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    self._update(weights, group["lr"], group["decay_rate"])
+
+    def _update(self, weights: torch.Tensor, rate: float, decay_rate: float) -> None:
+        state = self.state[weights]
+        if not state:
+            state["velocity"] = torch.zeros_like(weights)
+        state["velocity"].lerp_(weights.grad, 1 - self.momentum)
+        ahead = weights.grad.lerp(state["velocity"], self.momentum)
+        parts = blocks(ahead)
+        n_rows, n_columns = weights.shape
+        parts.copy_(orthogonalise(parts.bfloat16() if self.low else parts))
+        if self.weight_decay:
+            weights.mul_(1 - decay_rate * self.weight_decay)
+        weights.add_(ahead, alpha=-rate * math.sqrt(max(1, n_columns / n_rows) / len(parts)))
+
+
+def blocks(matrix: torch.Tensor) -> torch.Tensor:
+    """(N, R, C): the square parts of a matrix, a view; the matrix itself if it has none."""
+    n_rows, n_columns = matrix.shape
+    if n_columns % n_rows == 0:
+        return matrix.view(n_rows, -1, n_rows).transpose(0, 1)
+    return matrix.view(-1, n_columns, n_columns) if n_rows % n_columns == 0 else matrix[None]
+
+
+def orthogonalise(x: torch.Tensor) -> torch.Tensor:
+    """(N, R, C): U V^T for U S V^T, about."""
+    if x.shape[1] > x.shape[2]:
+        return orthogonalise(x.mT).mT
+    x = x / (1.01 * x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for a, b, c in POLAR:
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x

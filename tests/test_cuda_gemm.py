@@ -1,0 +1,298 @@
+"""cuBLASLt without a GPU: plans, and whole products through a stand-in for the library that multiplies by NumPy."""
+
+import ctypes
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tricycle.kernels import reference
+from tricycle_accelerators.cuda import gemm
+from tricycle_accelerators.cuda.gemm import Product, Side
+
+SHAPES = [(1, 1, 1), (2, 3, 4), (1, 5, 3), (5, 1, 3), (5, 3, 1), (64, 48, 32), (33, 65, 17)]
+
+
+# -------------------------------------------------------------------- how a matrix lies
+@pytest.mark.parametrize(
+    ("shape", "strides", "lies"),
+    [
+        ((2, 3), (12, 4), Side(False, 3)),
+        ((2, 3), (40, 4), Side(False, 10)),
+        ((2, 3), (4, 8), Side(True, 2)),
+        ((2, 3), (4, 80), Side(True, 20)),
+        ((1, 3), (999, 4), Side(False, 3)),
+        ((2, 1), (4, 999), Side(False, 1)),
+        ((2, 1), (40, 4), Side(False, 10)),
+        ((1, 3), (4, 40), Side(True, 10)),
+        ((1, 1), (4, 4), Side(False, 1)),
+        ((2, 3), (24, 8), None),
+        ((2, 3), (-12, 4), None),
+        ((2, 3), (0, 4), None),
+        ((2, 3), (14, 4), None),
+        ((2, 3), (4, 4), None),
+    ],
+)
+def test_how_a_matrix_lies(shape, strides, lies):
+    assert gemm.side(shape, strides, 4) == lies
+
+
+@pytest.mark.parametrize(("address", "expected"), [(0, 256), (1, 1), (12, 4), (256, 256), (4096, 256), (48, 16)])
+def test_alignment(address, expected):
+    assert gemm.alignment(address) == expected
+
+
+def test_the_dtype_of_the_result():
+    half, single, double = (np.dtype(name) for name in ("float16", "float32", "float64"))
+    assert gemm.result_type(half, None, None) == single
+    assert gemm.result_type(half, np.float16, None) == half
+    assert gemm.result_type(single, None, None) == single
+    assert gemm.result_type(double, None, None) == double
+    assert gemm.result_type(half, None, np.ones(1, np.float16)) == half
+
+
+# -------------------------------------------------------------------- the library itself, where it is installed
+@pytest.mark.parametrize("kinds", [("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_plans_are_accepted_by_the_library(kinds, with_bias):
+    if gemm.problem():
+        pytest.skip(gemm.problem())
+    product = Product(
+        1024, 768, 3072, Side(False, 768), Side(True, 768), 3072, *kinds, kinds[0] == "float32", with_bias, (256, 16, 4)
+    )
+    plan = gemm.Plan(product)
+    assert plan.description.value and plan.first.value and gemm.preferences(product).value
+    plan.close()
+    assert gemm.version().count(".") == 2
+
+
+def test_a_library_that_is_not_there_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    monkeypatch.setattr(gemm, "library", gemm.library.__wrapped__)
+    problem = gemm.problem.__wrapped__()
+    assert problem.startswith("cuBLASLt cannot be loaded: ") and "\n" not in problem
+
+
+# -------------------------------------------------------------------- a stand-in for the library
+class Device(np.ndarray):
+    """A NumPy array that tells its address as CuPy's do."""
+
+    device = SimpleNamespace(id=0)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def on_device(array: np.ndarray) -> Device:
+    return array.view(Device)
+
+
+def pointed(pointer, kind=ctypes.c_void_p):
+    """The value at an address."""
+    return ctypes.cast(pointer, ctypes.POINTER(kind)).contents.value
+
+
+class Library:
+    """What cuBLASLt does, as its reference says: column-major, D = op(A) op(B) + bias, one bias a row of D."""
+
+    def __init__(self, dtypes: dict[int, np.dtype], knows_a_way: bool = True) -> None:
+        self.dtypes, self.knows_a_way = dtypes, knows_a_way
+        self.held: dict[int, dict] = {}
+        self.products = 0
+
+    def _new(self, pointer, **content) -> int:
+        number = len(self.held) + 1
+        self.held[number] = content
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_void_p)).contents.value = number
+        return 0
+
+    def cublasLtCreate(self, pointer):
+        return self._new(pointer)
+
+    def cublasLtMatmulDescCreate(self, pointer, compute, scale):
+        assert (compute in (gemm.COMPUTE_32F, gemm.COMPUTE_TF32)) and scale == 0
+        return self._new(pointer, compute=compute, attributes={})
+
+    def cublasLtMatmulDescSetAttribute(self, description, attribute, value, size):
+        kinds = {4: ctypes.c_int32, 8: ctypes.c_void_p}
+        self.held[description.value]["attributes"][attribute] = pointed(value, kinds[size])
+        return 0
+
+    def cublasLtMatrixLayoutCreate(self, pointer, kind, rows, columns, step):
+        assert rows > 0 and columns > 0 and step >= rows
+        return self._new(pointer, kind=kind, rows=rows, columns=columns, step=step)
+
+    def cublasLtMatmulPreferenceCreate(self, pointer):
+        return self._new(pointer)
+
+    def cublasLtMatmulPreferenceSetAttribute(self, preference, attribute, value, size):
+        assert (attribute, size) in ((1, 8), (5, 4), (6, 4), (7, 4), (8, 4))
+        return 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, handle, description, a, b, c, d, preference, wanted, found, number):
+        assert wanted == 1 and self.held[preference.value] == {}
+        ctypes.cast(number, ctypes.POINTER(ctypes.c_int)).contents.value = int(self.knows_a_way)
+        return 0
+
+    def _destroy(self, thing):
+        assert self.held[thing.value] is not None
+        self.held[thing.value] = None
+        return 0
+
+    cublasLtMatmulDescDestroy = cublasLtMatrixLayoutDestroy = cublasLtMatmulPreferenceDestroy = _destroy
+
+    def _matrix(self, address, layout):
+        about = self.held[layout.value]
+        dtype = self.dtypes[about["kind"]]
+        length = (about["columns"] - 1) * about["step"] + about["rows"]
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address)).view(dtype)
+        strides = dtype.itemsize, about["step"] * dtype.itemsize
+        return np.lib.stride_tricks.as_strided(memory, (about["rows"], about["columns"]), strides)
+
+    def cublasLtMatmul(
+        self, handle, description, alpha, a, at_a, b, at_b, beta, c, at_c, d, at_d, algorithm, space, size, stream
+    ):
+        attributes = self.held[description.value]["attributes"]
+        assert pointed(alpha, ctypes.c_float) == 1 and pointed(beta, ctypes.c_float) == 0
+        assert c == d and at_c.value == at_d.value and size == gemm.WORKSPACE and space
+        first, second, out = self._matrix(a, at_a), self._matrix(b, at_b), self._matrix(d, at_d)
+        first = first.T if attributes[gemm.DESCRIPTION_TRANSPOSE_A] else first
+        second = second.T if attributes[gemm.DESCRIPTION_TRANSPOSE_B] else second
+        product = first.astype(np.float64) @ second.astype(np.float64)
+        if attributes.get(gemm.DESCRIPTION_EPILOGUE) == gemm.EPILOGUE_BIAS:
+            address = attributes[gemm.DESCRIPTION_BIAS]
+            memory = (ctypes.c_uint8 * (len(out) * out.dtype.itemsize)).from_address(address)
+            product += np.ctypeslib.as_array(memory).view(out.dtype).astype(np.float64)[:, None]
+        out[...] = product
+        self.products += 1
+        return 0
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Installs a `cupy` with the few functions that are asked for, and the stand-in."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    module = ModuleType("cupy")
+    module.uint8 = np.uint8
+    module.empty = lambda shape, dtype: on_device(np.full(shape, 77, dtype))
+    module.ascontiguousarray = lambda array: on_device(np.ascontiguousarray(array))
+    module.matmul = lambda a, b: on_device(np.asarray(np.matmul(np.asarray(a), np.asarray(b))))
+    module.cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=5))
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    kinds = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
+    library = Library({number: np.dtype(kind) for number, kind in kinds.items()})
+    monkeypatch.setattr(gemm, "library", lambda: library)
+    monkeypatch.setattr(gemm, "problem", lambda: None)
+    for name in ("_plans", "_workspaces"):
+        monkeypatch.setattr(gemm, name, {})
+    gemm._handle.cache_clear()
+    yield library
+    gemm._handle.cache_clear()
+
+
+LAYOUTS = {
+    "rows": lambda x: x,
+    "columns": lambda x: np.asfortranarray(x),
+    "gaps": lambda x: np.pad(x, ((0, 0), (0, 3)))[:, : x.shape[1]],
+    "columns with gaps": lambda x: np.pad(x, ((0, 2), (0, 0))).T.copy().T[: x.shape[0]],
+    "every other": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+    "backwards": lambda x: x[::-1].copy()[::-1],
+}
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(getattr(pytest.importorskip("ml_dtypes"), name) if name == "bfloat16" else name)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS if "rows" in (a, b) or a == b])
+def test_products_equal_the_plain_ones(stand_in, rng, shape, kind, layouts):
+    n_rows, n_inner, n_columns = shape
+    dtype = dtype_of(kind)
+    a, b = rng.standard_normal((n_rows, n_inner)).astype(dtype), rng.standard_normal((n_inner, n_columns)).astype(dtype)
+    bias = rng.standard_normal(n_columns).astype(np.float32)
+    a, b = (on_device(LAYOUTS[name](x)) for name, x in zip(layouts, (a, b)))
+    exact = np.asarray(a).astype(float) @ np.asarray(b).astype(float)
+    for wanted in (None, np.float32, dtype):
+        for added in (None, on_device(bias)):
+            found = gemm.matmul(a, b, added, None, wanted)
+            expected = reference.matmul(np.asarray(a), np.asarray(b), None if added is None else bias, None, wanted)
+            assert found.dtype == expected.dtype and found.shape == expected.shape
+            true = exact if added is None else exact + (bias if found.dtype == np.float32 else bias.astype(dtype))
+            rounding = 1e-5 if found.dtype == np.float32 else 2.0**-8 if kind == "bfloat16" else 2.0**-10
+            np.testing.assert_allclose(found.astype(float), true, rounding, rounding * 4)
+    assert stand_in.products == 6
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "gaps", "columns with gaps", "every other"])
+def test_a_product_goes_where_it_is_told(stand_in, rng, kind, layout):
+    dtype = dtype_of(kind)
+    a, b = (on_device(rng.standard_normal(shape).astype(dtype)) for shape in ((6, 5), (5, 4)))
+    exact = np.asarray(a).astype(float) @ np.asarray(b).astype(float)
+    for wanted in {np.dtype(np.float32), dtype, np.dtype(np.float64)}:
+        out = on_device(LAYOUTS[layout](np.full((6, 4), np.nan)).astype(wanted, order="K"))
+        assert gemm.matmul(a, b, None, out) is out
+        np.testing.assert_allclose(out.astype(float), exact, 1e-2, 1e-1 if wanted.itemsize == 2 else 1e-4)
+
+
+def test_a_product_into_a_view_touches_nothing_beside_it(stand_in, rng):
+    whole = on_device(np.full((6, 9), 7, np.float32))
+    a, b = (on_device(rng.standard_normal(shape).astype(np.float32)) for shape in ((6, 5), (5, 4)))
+    gemm.matmul(a, b, None, whole[:, 2:6])
+    np.testing.assert_allclose(whole[:, 2:6], a @ b, 1e-5, 1e-5)
+    assert (whole[:, :2] == 7).all() and (whole[:, 6:] == 7).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2), (2, 0, 3), (2, 3, 0)])
+def test_empty_products(stand_in, shape):
+    n_rows, n_inner, n_columns = shape
+    a, b = (on_device(np.ones(s, np.float32)) for s in ((n_rows, n_inner), (n_inner, n_columns)))
+    bias = on_device(np.ones(n_columns, np.float32))
+    np.testing.assert_array_equal(gemm.matmul(a, b, bias), np.ones((n_rows, n_columns)) * (n_inner + 1))
+    assert stand_in.products == 0
+
+
+def test_what_the_library_does_not_know_is_left_to_cupy(stand_in, rng):
+    stand_in.knows_a_way = False
+    for kind in ("float32", "bfloat16", "float64"):
+        a, b = (on_device(rng.standard_normal(shape).astype(dtype_of(kind))) for shape in ((6, 5), (5, 4)))
+        for _ in range(2):
+            found = gemm.matmul(a, b, on_device(np.ones(4, np.float32)))
+            np.testing.assert_allclose(found, np.asarray(a).astype(float) @ np.asarray(b).astype(float) + 1, 1e-4, 1e-4)
+            assert found.dtype == (np.float64 if kind == "float64" else np.float32)
+    assert stand_in.products == 0
+
+
+def test_operands_of_two_kinds_meet_in_float32(stand_in, rng):
+    a = on_device(rng.standard_normal((6, 5)).astype(np.float16))
+    b = on_device(rng.standard_normal((5, 4)).astype(np.float32))
+    found = gemm.matmul(a, b)
+    np.testing.assert_allclose(found, a.astype(np.float32) @ b, 1e-5, 1e-5)
+    assert found.dtype == np.float32
+
+
+def test_plans_are_made_once_and_given_back(stand_in, rng, monkeypatch):
+    monkeypatch.setattr(gemm, "MOST_PLANS", 3)
+    for n_rows in (2, 2, 3, 4, 2, 5, 6):
+        a, b = (on_device(rng.standard_normal(shape).astype(np.float32)) for shape in ((n_rows, 5), (5, 4)))
+        np.testing.assert_allclose(gemm.matmul(a, b), a @ b, 1e-5, 1e-5)
+        assert len(gemm._plans) <= 3
+    assert len(gemm._workspaces) == 1
+
+
+def test_only_tf32_rounds_float32(stand_in, rng):
+    a = on_device(rng.standard_normal((4, 4)).astype(np.float32))
+    for precision in ("float32", "tf32", "bfloat16"):
+        gemm.matmul(a, a, precision=precision)
+    assert [product.tf32 for _, product in gemm._plans] == [False, True]
+
+
+def test_errors_of_the_library_are_named(stand_in, monkeypatch, rng):
+    stand_in.cublasLtMatmul = lambda *arguments: 13
+    a = on_device(rng.standard_normal((4, 4)).astype(np.float32))
+    with pytest.raises(RuntimeError, match=r"^cublasLtMatmul: execution failed \(status 13\)$"):
+        gemm.matmul(a, a)

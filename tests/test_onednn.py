@@ -1,0 +1,376 @@
+"""oneDNN's products, conversions and attention against float64; what happens where it cannot be used."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tricycle import kernels
+from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.kernels import cpu, reference
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.tensor import to_tensor
+from tricycle_accelerators import onednn
+
+USABLE = pytest.mark.skipif(onednn.problem() is not None, reason=str(onednn.problem()))
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """To the nearest bfloat16, as float64."""
+    return x.astype(onednn.bfloat16()).astype(np.float64)
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Relative to the size of all of it."""
+    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+@pytest.fixture
+def many_threads(monkeypatch):
+    """Three threads, whatever this machine has, and small pieces."""
+    from tricycle import backend
+
+    for module in (backend, cpu):
+        monkeypatch.setattr(module, "n_threads", lambda: 3)
+    monkeypatch.setattr(cpu, "PIECE", 1024)
+    backend._helpers.cache_clear()
+    yield
+    backend._helpers.cache_clear()
+
+
+# -------------------------------------------------------------------- conversion
+@USABLE
+def test_conversion_rounds_as_ml_dtypes():
+    bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
+    ties = (np.arange(2**16, dtype=np.uint32) << 16) + 0x8000  # half-way between two neighbours
+    x = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
+    with np.errstate(all="ignore"):
+        found, expected = kernels.operand(x, "bfloat16"), x.astype(onednn.bfloat16())
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(x))
+    normal = np.abs(expected.astype(np.float64)) >= np.finfo(np.float32).smallest_normal
+    same = found.view(np.uint16) == expected.view(np.uint16)
+    assert same[normal & ~np.isnan(x)].all()
+    # the processor's own instruction takes what is smaller than the smallest normal number for zero
+    tiny = ~normal & ~np.isnan(x)
+    assert (same | (found.astype(np.float64) == 0))[tiny].all()
+
+
+@USABLE
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 5), (0, 3), (2, 3, 4), (1000, 300)])
+def test_operands_keep_shape_and_layout(shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    for array in (x, x.T, x[::-1] if x.ndim else x):
+        found = kernels.operand(array, "bfloat16")
+        np.testing.assert_array_equal(found.astype(np.float64), rounded(array))
+    if len(shape) == 2 and min(shape) > 1:
+        assert kernels.operand(x.T, "bfloat16").flags.f_contiguous
+    found = kernels.operand(x, "bfloat16")
+    assert kernels.operand(found, "bfloat16") is found
+    assert kernels.operand(x, "float32") is x
+    assert kernels.operand(x, "tf32") is x
+
+
+# -------------------------------------------------------------------- products
+SIZES = [(1, 1, 1), (3, 5, 7), (1, 64, 300), (300, 64, 1), (130, 33, 65), (600, 384, 513), (64, 3000, 96)]
+
+
+@USABLE
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("layout", ["plain", "a transposed", "b transposed", "both transposed", "slices", "reversed"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products(many_threads, size, layout, with_bias):
+    n_rows, n_inner, n_columns = size
+    rng = np.random.default_rng(1)
+
+    def draw(rows: int, columns: int, transposed: bool) -> np.ndarray:
+        if layout == "slices":
+            return rng.standard_normal((rows, columns + 3)).astype(onednn.bfloat16())[:, 1 : columns + 1]
+        if layout == "reversed":
+            return rng.standard_normal((rows, 2 * columns)).astype(onednn.bfloat16())[::-1, ::2]
+        shape = (columns, rows) if transposed else (rows, columns)
+        found = rng.standard_normal(shape).astype(onednn.bfloat16())
+        return found.T if transposed else found
+
+    a = draw(n_rows, n_inner, layout in ("a transposed", "both transposed"))
+    b = draw(n_inner, n_columns, layout in ("b transposed", "both transposed"))
+    bias = rng.standard_normal(n_columns).astype(np.float32) if with_bias else None
+    expected = a.astype(np.float64) @ b.astype(np.float64) + (0 if bias is None else bias)
+    poisoned = np.full((n_rows, n_columns + 2), np.nan, np.float32)
+    outs = [None, poisoned[:, 1:-1], np.full((n_columns, n_rows), np.nan, np.float32).T]
+    for out in outs:
+        found = kernels.matmul(a, b, bias, out)
+        assert found.dtype == np.float32
+        assert out is None or found is out
+        np.testing.assert_allclose(found, expected, 1e-5, 1e-5 * np.sqrt(n_inner))
+    assert np.isnan(poisoned[:, [0, -1]]).all()
+    small = kernels.matmul(a, b, bias, None, onednn.bfloat16())
+    assert small.dtype == onednn.bfloat16()
+    np.testing.assert_allclose(small.astype(np.float64), expected, 2**-8, 1e-5 * np.sqrt(n_inner))
+
+
+@USABLE
+@pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)
+def test_empty_products(size):
+    n_rows, n_inner, n_columns = size
+    a, b = (np.ones(shape, onednn.bfloat16()) for shape in ((n_rows, n_inner), (n_inner, n_columns)))
+    found = kernels.matmul(a, b, np.full(n_columns, 2, np.float32))
+    np.testing.assert_array_equal(found, np.full((n_rows, n_columns), n_inner + 2))
+
+
+@USABLE
+def test_what_is_not_finite_stays_so():
+    a, b = np.ones((4, 40), np.float32), np.ones((40, 4), np.float32)
+    a[1, 3], a[2, 5] = np.nan, np.inf
+    found = kernels.matmul(*(kernels.operand(x, "bfloat16") for x in (a, b)))
+    assert np.isnan(found[1]).all()
+    assert np.isposinf(found[2]).all()
+    np.testing.assert_array_equal(found[[0, 3]], 40)
+
+
+@USABLE
+def test_results_do_not_change_from_run_to_run(many_threads):
+    rng = np.random.default_rng(2)
+    a, b = (kernels.operand(rng.standard_normal((500, 500), np.float32), "bfloat16") for _ in range(2))
+    first = kernels.matmul(a, b)
+    for _ in range(5):
+        np.testing.assert_array_equal(kernels.matmul(a, b), first)
+
+
+@USABLE
+def test_the_cache_of_primitives_is_bounded(monkeypatch):
+    monkeypatch.setattr(onednn, "N_PRIMITIVES", 4)
+    thread = onednn._Thread()
+    monkeypatch.setattr(onednn, "_this_thread", lambda: thread)
+    for n in range(1, 20):
+        a = np.full((n, n), 2, onednn.bfloat16())
+        out = np.empty((n, n), np.float32)
+        onednn.product(a, a, out)
+        np.testing.assert_array_equal(out, 4 * n)
+    assert thread.primitive.cache_info().currsize == 4
+
+
+@USABLE
+def test_errors_of_the_library_are_named():
+    a = np.ones((3, 4), onednn.bfloat16())
+    with pytest.raises(RuntimeError, match="dnnl_matmul_primitive_desc_create"):
+        onednn.product(a, a, np.empty((3, 4), np.float32))
+
+
+# -------------------------------------------------------------------- elementwise and norms: float32, as NumPy's own
+@USABLE
+@pytest.mark.parametrize("shape", [(1,), (5,), (3, 7), (2, 40, 96)])
+def test_gelu_and_its_gradient(many_threads, shape):
+    rng = np.random.default_rng(3)
+    x, grad = (rng.standard_normal(shape) * 4 for _ in range(2))
+    small = [array.astype(np.float32) for array in (x, grad)]
+    np.testing.assert_allclose(kernels.gelu(small[0]), reference.gelu(x), 1e-5, 2e-6)
+    from tricycle_accelerators import onednn_kernels
+
+    expected = grad * reference.gelu_with_slope(x)[1]
+    np.testing.assert_allclose(onednn_kernels.gelu_backward(small[1], small[0]), expected, 1e-5, 1e-5)
+
+
+@USABLE
+def test_numpys_versions_agree_where_onednn_is_used(monkeypatch):
+    """The tests of the kernels see the faster ones here: these are the others, in float32."""
+    rng = np.random.default_rng(4)
+    x, grad, gain, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, 40), (9, 40), 40, 40))
+    calls = {
+        "gelu": (x,), "layer_norm": (x, gain, bias, 1e-5, True),
+        "layer_norm_backward": (grad, x, gain, *reference.layer_norm(x, gain, bias, 1e-5, True)[1:], True),
+    }
+    for name, arguments in calls.items():
+        fast, plain = getattr(cpu, name), getattr(cpu, name).__wrapped__
+        results = [found if isinstance(found, tuple) else (found,) for found in (fast(*arguments), plain(*arguments))]
+        for first, second in zip(*results):
+            np.testing.assert_allclose(first, second, 1e-5, 1e-5)
+
+
+# -------------------------------------------------------------------- attention
+# items, queries, keys, heads, head size, offset, whether there is nothing to attend to
+ATTENTION = [
+    (2, 256, 256, 3, 64, 0, False), (1, 200, 333, 2, 32, 133, True), (1, 40, 40, 2, 48, 0, False),
+    (2, 300, 100, 1, 16, None, False), (1, 130, 400, 2, 64, 20, False), (3, 16, 16, 1, 8, 0, True),
+    (1, 5, 9, 2, 16, 4, False), (1, 128, 129, 1, 64, 0, False),
+]
+
+
+def heads(rng, sizes, scale: float = 1.0) -> list[np.ndarray]:
+    """q, k and v (B, T, H, D), bfloat16, as slices of one packed array."""
+    n_items, n_queries, n_keys, n_heads, size = sizes
+    packed = (rng.standard_normal((n_items, max(n_queries, n_keys), 3, n_heads, size)) * scale).astype(np.float32)
+    packed = kernels.operand(packed, "bfloat16")
+    return [packed[:, :n_queries, 0], packed[:, :n_keys, 1], packed[:, :n_keys, 2]]
+
+
+def attend_both(qkv, offset, nothing, mask=None):
+    """Results, logs and gradients of ours and of the reference in float64."""
+    grad = np.random.default_rng(5).standard_normal(qkv[0].shape)
+    exact = [array.astype(np.float64) for array in qkv]
+    found = kernels.attention(*qkv, offset, nothing, mask)
+    expected = reference.attention(*exact, offset, nothing, mask)
+    poisoned = [np.full(array.shape, np.nan, np.float32) for array in qkv]
+    kernels.attention_backward(grad.astype(np.float32), *qkv, *found, offset, *poisoned, mask)
+    wanted = [np.full(array.shape, np.nan) for array in qkv]
+    reference.attention_backward(grad, *exact, *expected, offset, *wanted, mask)
+    return [*found, *poisoned], [*expected, *wanted]
+
+
+@USABLE
+@pytest.mark.parametrize("sizes", ATTENTION, ids=str)
+def test_attention(many_threads, sizes):
+    *sizes, offset, nothing = sizes
+    found, expected = attend_both(heads(np.random.default_rng(6), sizes), offset, nothing)
+    for mine, theirs in zip(found, expected):
+        assert mine.dtype == np.float32
+        assert distance(mine, theirs) < 5e-3
+
+
+@USABLE
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
+def test_attention_with_scores_of_any_size(scale):
+    """Sums of exponentials that leave float32 are NumPy's business."""
+    found, expected = attend_both(heads(np.random.default_rng(7), (1, 150, 150, 2, 16), scale), 0, False)
+    for mine, theirs in zip(found, expected):
+        assert np.isfinite(mine).all()
+        assert distance(mine, theirs) < 5e-3 or np.abs(theirs).max() < 1e-6
+
+
+@USABLE
+def test_attention_with_a_mask():
+    rng = np.random.default_rng(8)
+    mask = np.where(rng.random((2, 1, 1, 40)) < 0.5, 0, -np.inf)
+    found, expected = attend_both(heads(rng, (2, 40, 40, 2, 16)), None, False, mask.astype(np.float32))
+    for mine, theirs in zip(found, expected):
+        assert distance(mine, theirs) < 5e-3
+
+
+@USABLE
+def test_keys_that_no_query_sees_have_no_gradient():
+    found, _ = attend_both(heads(np.random.default_rng(9), (1, 50, 90, 2, 16)), 0, False)
+    for gradient in found[3:]:
+        np.testing.assert_array_equal(gradient[:, 50:], 0)
+
+
+# -------------------------------------------------------------------- models
+def new_model(precision: str, **changes) -> GPT:
+    config = DebugConfig() if not changes else replace(DebugConfig(), **changes)
+    return GPT(replace(config, precision=precision))
+
+
+def losses(model: GPT, n_steps: int, rate: float, generator: int = 0) -> list[float]:
+    """Of a model that learns to count with random strides."""
+    config, rng = model.config, np.random.default_rng(generator)
+    optimiser, found = AdamW(rate), []
+    for _ in range(n_steps):
+        starts, strides = rng.integers(0, config.vocab_size, (2, 8, 1))
+        ids = (starts + (strides % 7 + 1) * np.arange(config.context_window + 1)) % config.vocab_size
+        loss = CrossEntropy()(to_tensor(ids[:, 1:], dtype=int), model(to_tensor(ids[:, :-1], dtype=int)))
+        loss.backward()
+        model.update(optimiser)
+        found.append(float(loss))
+    return found
+
+
+@USABLE
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_of_a_gpt(tied):
+    gradients = {}
+    ids = np.random.default_rng(10).integers(0, 50, (2, 3, 32))
+    for precision in ("float32", "bfloat16"):
+        config = GPTConfig(
+            vocab_size=50, context_window=32, embedding_dim=64, n_heads=2, n_layers=2, tied=tied, precision=precision
+        )
+        model = GPT(config)
+        loss = CrossEntropy()(to_tensor(ids[0], dtype=int), model(to_tensor(ids[1], dtype=int)))
+        loss.backward()
+        found = {name: p.grad.numpy() for name, p in model.named_parameters()}
+        gradients[precision] = {"loss": np.asarray(float(loss)), **found}
+        assert all(array.dtype == np.float32 for array in found.values())
+        assert all(p.dtype == np.float32 for p in model.parameters())
+    for name, expected in gradients["float32"].items():
+        assert distance(gradients["bfloat16"][name], expected) < 2e-2, name
+    assert distance(gradients["bfloat16"]["loss"], gradients["float32"]["loss"]) < 1e-3
+    everything = [np.concatenate([g.ravel() for g in gradients[p].values()]) for p in ("bfloat16", "float32")]
+    assert 1e-5 < distance(*everything) < 1e-2
+
+
+@USABLE
+def test_training_loses_as_much_as_in_float32():
+    config = {"vocab_size": 64, "context_window": 32, "embedding_dim": 64, "n_heads": 2, "n_layers": 2}
+    curves = {precision: losses(new_model(precision, **config), 300, 3e-3) for precision in ("float32", "bfloat16")}
+    ends = {precision: np.mean(curve[-50:]) for precision, curve in curves.items()}
+    assert ends["float32"] < 0.5 * curves["float32"][0]
+    assert ends["bfloat16"] == pytest.approx(ends["float32"], rel=1e-2)
+
+
+# -------------------------------------------------------------------- where it cannot be used
+@pytest.fixture
+def unusable(monkeypatch):
+    """As where nothing is installed."""
+    found = onednn.DISTRIBUTION
+    caches = (onednn._loaded, cpu._onednn, cpu._say_why)
+    monkeypatch.setattr(onednn, "DISTRIBUTION", "no-such-distribution")
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    monkeypatch.setattr(onednn, "DISTRIBUTION", found)
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_without_it_one_warning_and_float32(unusable, monkeypatch):
+    monkeypatch.setattr(onednn.sys, "platform", "linux")
+    monkeypatch.setattr(onednn.platform, "machine", lambda: "x86_64")
+    model = new_model("bfloat16")
+    with pytest.warns(UserWarning, match=r"precision bfloat16: .* float32 .*pip install 'tricycle-gpt\[bf16\]'"):
+        first = losses(model, 1, 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses(model, 1, 1e-3)
+    assert first == losses(new_model("float32"), 1, 1e-3)
+
+
+def test_other_systems_are_told(unusable, monkeypatch):
+    monkeypatch.setattr(onednn.sys, "platform", "darwin")
+    monkeypatch.setattr(onednn.platform, "machine", lambda: "arm64")
+    assert "Linux on x86-64" in onednn.problem()
+
+
+def test_half_precision_is_for_other_devices(monkeypatch):
+    cpu._say_why.cache_clear()
+    x = np.ones((2, 2), np.float32)
+    with pytest.warns(UserWarning, match="precision float16: .* float32 .*bfloat16"):
+        assert kernels.operand(x, "float16") is x
+    cpu._say_why.cache_clear()
+
+
+def test_asking_for_it_without_it_is_an_error(unusable):
+    with pytest.raises(RuntimeError, match="oneDNN cannot be used"):
+        onednn.product(np.ones((1, 1)), np.ones((1, 1)), np.ones((1, 1)))
+
+
+def test_an_old_processor_is_told(unusable, monkeypatch):
+    class Library:
+        def __getattr__(self, name):
+            call = lambda *arguments: 0x67 if name == "dnnl_get_effective_cpu_isa" else 0
+            setattr(self, name, call)
+            return call
+
+    monkeypatch.setattr(onednn, "_path", lambda: onednn.Path(onednn.LIBRARY))
+    monkeypatch.setattr(onednn.ctypes, "CDLL", lambda path: Library())
+    monkeypatch.setattr(onednn.ctypes, "PyDLL", lambda path: Library())
+    pytest.importorskip("ml_dtypes")
+    assert onednn.problem() == "this processor has neither AVX-512 bf16 nor AMX"
+
+
+def test_a_broken_library_is_told(unusable, monkeypatch, tmp_path):
+    pytest.importorskip("ml_dtypes")
+    path = tmp_path / onednn.LIBRARY
+    path.write_bytes(b"nothing of use")
+    monkeypatch.setattr(onednn, "_path", lambda: path)
+    assert f"{onednn.LIBRARY} cannot be loaded" in onednn.problem()
