@@ -19,7 +19,7 @@ from typing import Any
 from experiments.settings import at_least
 from experiments.ten_minutes import report
 from experiments.ten_minutes.ablations import configs
-from experiments.ten_minutes.study import Record, Settings, measure
+from experiments.ten_minutes.study import Settings, measure
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle_cli.flags import parse, run_main
 
@@ -31,18 +31,17 @@ PRESET = "laptop"
 def main() -> int:
     settings = parse_settings()
     check(settings)
-    trials = Record.of(settings).trials if settings.report else measure(settings)
-    trials = report.chosen(trials, settings.config.minutes)
-    if not trials:
-        raise ValueError(f"{settings.output}: expected trainings of {settings.config.minutes} minutes, found none")
-    minutes = f"{settings.config.minutes:g} processor minutes"
-    print(f"\n{settings.data}, {settings.part} text, {minutes} each ({report.compressors(trials)})\n")
-    print(report.table(trials))
-    files = ["results.json"]
-    if any(report.lost(runs, trials) for runs in report.by_variant(trials).values() if runs[0]["variant"] != "recipe"):
-        report.plot(trials, settings.output / "ablations.png")
-        files.append("ablations.png")
-    print(f"\n{settings.output}: {', '.join(files)}")
+    if not settings.report:
+        measure(settings)
+    folder = settings.output
+    tables = report.tables(folder)
+    if not tables:
+        raise ValueError(f"{folder}: expected results to report on, found none")
+    for title, table in tables.items():
+        print(f"\n{title}\n\n{table}")
+    if report.losses(trials := report.trials_in(folder)):
+        report.plot(trials, folder / "ablations.png")
+    print(f"\n{folder}: {', '.join(sorted(path.name for path in folder.iterdir() if path.is_file()))}")
     return 0
 
 

@@ -44,7 +44,8 @@ PLAIN: dict[str, Any] = {
     "beta2": 0.99, "max_gradient_norm": 1.0,
 }  # fmt: skip
 LEARNED = {"positions": "learned", "qk_norm": False}  # the norm of queries and keys needs rotary positions
-ADAMW_RATE = 4e-3  # chosen for AdamW by itself, for the plain preset
+# What was chosen for AdamW by itself, in the plain preset.
+ADAMW = {name: PLAIN[name] for name in ("optimiser", "max_learning_rate", "warmup_steps", "max_gradient_norm")}
 
 
 def _times(name: str, factor: float) -> dict[str, Any]:
@@ -87,7 +88,7 @@ VARIANTS: dict[str, Variant] = {
     RECIPE: Variant("the recipe", {}),
     "plain": Variant("none of it: GPT-2's model, AdamW", PLAIN),
     # one lever out
-    "adamw": Variant("AdamW instead of Muon", {"optimiser": "adamw", "max_learning_rate": ADAMW_RATE}),
+    "adamw": Variant("AdamW instead of Muon, with its own rate, warm-up and clipping", ADAMW),
     "no-qk-norm": Variant("no QK-norm", {"qk_norm": False}),
     "learned-positions": Variant("learned positions, no QK-norm", LEARNED),
     "gelu": Variant("GELU instead of squared ReLU", {"activation": "gelu"}),

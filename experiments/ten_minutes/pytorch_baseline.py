@@ -52,9 +52,15 @@ class Settings:
     """text files or folders of them, for --data text"""
     part: Literal["held-out", "validation"] = "held-out"
     """what is scored: held-out, as train_smol_gpt.py does, or validation, to choose on"""
-    output: Path = Path("runs/ten_minutes_pytorch")
-    """where results.json is left"""
+    output: Path = Path("runs/ten_minutes")
+    """the folder in which the result is left, as pytorch-....json"""
     config: GPTConfig = field(default_factory=GPTConfig)
+
+    @property
+    def file(self) -> Path:
+        compiled = "compiled" if self.compile else "eager"
+        words = self.recipe, compiled, self.config.precision, self.data, self.part, str(self.config.seed)
+        return self.output / f"pytorch-{'-'.join(words)}.json"
 
 
 def main() -> int:
@@ -67,14 +73,12 @@ def main() -> int:
         raise ImportError("the baseline needs PyTorch: pip install torch") from None
     torch.set_num_threads(settings.threads)
     result = measure(settings, started)
-    about = {"torch": torch.__version__, "result": result}
-    save(settings.output / "results.json", settings, **about)
+    save(settings.file, settings, torch=torch.__version__, result=result)
     for name, bits in sorted({**result["compressed"], "PyTorch": result["bits"]}.items(), key=lambda item: -item[1]):
         print(f"  {name:<12}{bits:6.3f}")
-    print(
-        f"{result['steps']} steps, {result['tokens_per_second']:,} tokens a second, {result['parameters']:,} parameters, "
-        f"{result['minutes']:.2f} minutes in all; {settings.output / 'results.json'}"
-    )
+    speed = f"{result['steps']} steps, {result['tokens_per_second']:,} tokens a second"
+    print(f"{speed}, {result['parameters']:,} parameters, {result['minutes']:.2f} minutes in all")
+    print(settings.file)
     return 0
 
 

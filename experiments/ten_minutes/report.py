@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,13 @@ from tricycle_lab.plot import COLOURS, save_figure
 Trials = list[dict[str, Any]]
 
 
-def chosen(trials: Trials, minutes: float) -> Trials:
-    """Those of so many minutes: others cannot be compared with them."""
-    return [trial for trial in trials if trial["config"]["minutes"] == minutes]
+def trials_in(folder: Path) -> Trials:
+    """Those of as many minutes as the latest call asked for: others cannot be compared with them."""
+    if not (folder / "results.json").is_file():
+        return []
+    results = read(folder / "results.json")
+    minutes = results["settings"]["config"]["minutes"]
+    return [trial for trial in results["trials"] if trial["config"]["minutes"] == minutes]
 
 
 def by_variant(trials: Trials) -> dict[str, Trials]:
@@ -33,6 +38,14 @@ def lost(variant: Trials, recipe: Trials) -> list[float]:
     """Bits a byte more than the recipe's with the same seed, for each seed that both have."""
     bits = {trial["seed"]: trial["bits"] for trial in recipe}
     return [trial["bits"] - bits[trial["seed"]] for trial in variant if trial["seed"] in bits]
+
+
+def losses(trials: Trials) -> dict[str, list[float]]:
+    """What each variant has lost, by its label; those that can be compared with the recipe."""
+    found = by_variant(trials)
+    recipe = found.pop(RECIPE, [])
+    values = {runs[0]["label"]: lost(runs, recipe) for runs in found.values()}
+    return {label: each for label, each in values.items() if each}
 
 
 def signed(values: Sequence[float]) -> str:
@@ -56,6 +69,50 @@ def table(trials: Trials) -> str:
     return markdown(titles, rows)
 
 
+def baseline_table(found: Sequence[dict[str, Any]]) -> str:
+    """A row for each run of `pytorch_baseline`."""
+    titles = ["PyTorch", "text", "bits a byte", "parameters", "updates", "tokens a second", "minutes"]
+    rows = []
+    for run in found:
+        settings, result = run["settings"], run["result"]
+        recipe = "the recipe" if settings["recipe"] == "laptop" else "GPT-2's model, AdamW"
+        name = f"{recipe}, {settings['config']['precision']}{', compiled' if settings['compile'] else ''}"
+        counts = [f"{result[key]:,}" for key in ("parameters", "steps", "tokens_per_second")]
+        text = f"{settings['data']}, {settings['part']}"
+        rows.append([name, text, f"{result['bits']:.3f}", *counts, f"{result['minutes']:.1f}"])
+    return markdown(titles, rows)
+
+
+def parses_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Shares of the functions that came to an end, and of all."""
+    titles = ["prompt", "temperature", "functions", "distinct", "ended", "of these parse, %", "of all, %"]
+    lines = []
+    for row in rows:
+        share, of_all = (100 * row["parsed"] / max(1, row[key]) for key in ("finished", "samples"))
+        counts = [str(row[key]) for key in ("samples", "distinct", "finished")]
+        lines.append([row["prompt"], f"{row['temperature']:g}", *counts, f"{share:.0f}", f"{of_all:.0f}"])
+    return markdown(titles, lines)
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """All tables of what lies in a folder, by what stands above them."""
+    found: dict[str, str] = {}
+    if trials := trials_in(folder):
+        settings = read(folder / "results.json")["settings"]
+        text = f"{settings['data']}, {settings['part']} text; {compressors(trials)}"
+        found[f"{settings['config']['minutes']:g} processor minutes each ({text})"] = table(trials)
+    if baselines := [read(path) for path in sorted(folder.glob("pytorch-*.json"))]:
+        found["PyTorch"] = baseline_table(baselines)
+    if (folder / "parses.json").is_file():
+        found["Functions that parse"] = parses_table(read(folder / "parses.json")["rows"])
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
 def compressors(trials: Trials) -> str:
     """What the usual compressors need for the text that was scored."""
     return ", ".join(f"{name} {bits:.2f}" for name, bits in trials[0]["compressed"].items())
@@ -69,10 +126,7 @@ def plot(trials: Trials, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    found = by_variant(trials)
-    recipe = found.pop(RECIPE, [])
-    values = {runs[0]["label"]: lost(runs, recipe) for runs in found.values()}
-    values = {label: list(each) for label, each in values.items() if each}
+    values, recipe = losses(trials), by_variant(trials).get(RECIPE, [])
     if not values:
         raise ValueError("expected the recipe and at least one variant of it with the same seed, got none")
     means = [float(np.mean(each)) for each in values.values()]

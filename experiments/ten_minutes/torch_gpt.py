@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,6 +61,9 @@ class Shift(nn.Module):
 
 
 class Attention(nn.Module):
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config, size = config, config.embedding_dim
@@ -75,12 +79,12 @@ class Attention(nn.Module):
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, T, D), with channels i and i + D/2 as a pair."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        cos, sin = (table[: x.shape[-2]] for table in (self.cos, self.sin))
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        n_items, n_tokens, size = x.shape
+        n_items, n_tokens, _ = x.shape
         qkv = self.qkv(x if self.shift is None else self.shift(x))
         q, k, v = qkv.view(n_items, n_tokens, 3, self.config.n_heads, -1).permute(2, 0, 3, 1, 4)
         if self.config.qk_norm:
@@ -179,18 +183,18 @@ class Muon(torch.optim.Optimizer):
         self.momentum, self.weight_decay, self.low = momentum, weight_decay, low
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for weights in group["params"]:
                 if weights.grad is not None:
-                    self._update(weights, group["lr"], group["decay_rate"])
+                    self._update(weights, weights.grad, group["lr"], group["decay_rate"])
 
-    def _update(self, weights: torch.Tensor, rate: float, decay_rate: float) -> None:
+    def _update(self, weights: torch.Tensor, grad: torch.Tensor, rate: float, decay_rate: float) -> None:
         state = self.state[weights]
         if not state:
             state["velocity"] = torch.zeros_like(weights)
-        state["velocity"].lerp_(weights.grad, 1 - self.momentum)
-        ahead = weights.grad.lerp(state["velocity"], self.momentum)
+        state["velocity"].lerp_(grad, 1 - self.momentum)
+        ahead = grad.lerp(state["velocity"], self.momentum)
         parts = blocks(ahead)
         n_rows, n_columns = weights.shape
         parts.copy_(orthogonalise(parts.bfloat16() if self.low else parts))

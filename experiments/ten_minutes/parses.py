@@ -1,0 +1,230 @@
+"""How many functions that a model writes are Python: the share that `ast.parse` accepts.
+
+    python -m experiments.ten_minutes.parses RUN                  RUN: a run folder of train_smol_gpt.py
+    python -m experiments.ten_minutes.parses RUN --samples 20     fewer of them
+
+Plain: the model begins with "def" alone, the same each time. Constrained: it is given the signature and the docstring
+of a function in a held-out file, which it has never seen, and the indentation of the body. A function ends before
+the first line that is not indented. Nothing that a model wrote is ever run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from experiments.settings import at_least, save
+from experiments.ten_minutes.data import python_files, python_root
+from experiments.ten_minutes.report import parses_table
+from tricycle.checkpoint import load_checkpoint
+from tricycle.generate import sample, select
+from tricycle.models import GPT
+from tricycle.tokeniser import BPETokeniser
+from tricycle_cli.flags import parse, run_main
+from tricycle_datasets.corpus import is_held_out
+
+PLAIN, CONSTRAINED = "plain", "constrained"
+PLAIN_PROMPT = b"\n\ndef"  # the space after it is the beginning of a token
+SHOWN = 2  # functions of each setting that are kept to be looked at
+# Where a line begins that is not indented: no blank one, no closing bracket, which may end a signature.
+END = re.compile(rb"\n(?=[^ \t\r\n\f)\]}])")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which model, and how many functions."""
+
+    run: tyro.conf.Positional[Path]
+    """a run folder of train_smol_gpt.py on Python code, or a checkpoint"""
+    samples: int = 200
+    """functions for each kind of prompt and temperature"""
+    temperatures: tuple[float, ...] = (0.0, 0.5, 0.8, 1.0)
+    """of sampling; at 0 the likeliest token is taken"""
+    top_p: float = 1.0
+    """draw among the likeliest tokens whose probabilities reach this sum"""
+    tokens: int = 256
+    """the most tokens of a function with its prompt; at most the model's window"""
+    batch: int = 50
+    """functions that are written at a time"""
+    seed: int = 0
+    """decides what is drawn, and which functions of the held-out files begin the constrained ones"""
+    output: Path | None = None
+    """the JSON file in which counts and examples are left; parses.json in the run folder unless named"""
+
+
+def main() -> int:
+    settings = parse(Settings, description=__doc__ or "")
+    check(settings)
+    path = settings.run / "best.safetensors" if settings.run.is_dir() else settings.run
+    checkpoint = load_checkpoint(path)
+    model, tokeniser = checkpoint.model(), checkpoint.tokeniser()
+    if tokeniser is None:
+        raise ValueError(f"{path}: expected a checkpoint with its tokeniser, got none")
+    rows = measure(model, tokeniser, settings)
+    print(f"\n{parses_table(rows)}")
+    output = settings.output or path.parent / "parses.json"
+    save(output, settings, rows=rows)
+    print(f"\n{output}")
+    return 0
+
+
+def check(settings: Settings) -> None:
+    """
+    Raises:
+        ValueError: settings with which nothing could be measured.
+    """
+    at_least(settings, samples=1, tokens=2, batch=1, seed=0)
+    if not settings.temperatures or min(settings.temperatures) < 0:
+        raise ValueError(f"expected --temperatures of 0 or more, got {settings.temperatures or 'none'}")
+    if not 0 < settings.top_p <= 1:
+        raise ValueError(f"expected --top-p above 0 and at most 1, got {settings.top_p}")
+    if not settings.run.exists():
+        raise ValueError(f"expected a run folder or a checkpoint, but there is none at {settings.run}")
+
+
+def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dict[str, Any]]:
+    """A row for each kind of prompt and temperature.
+
+    Returns:
+        "prompt", "temperature", "samples", "distinct" (texts), "finished" (ended before the window did), "parsed"
+        (how many of these), and "examples", some texts with whether they were accepted.
+    """
+    longest = min(settings.tokens, model.config.context_window)
+    prompts: dict[str, list[bytes]] = {
+        PLAIN: [PLAIN_PROMPT] * settings.samples,
+        CONSTRAINED: signatures(tokeniser, settings.samples, longest // 2, settings.seed),
+    }
+    rows: list[dict[str, Any]] = []
+    total = len(prompts) * len(settings.temperatures) * settings.samples
+    with tqdm(total=total, unit="function", dynamic_ncols=True) as bar:
+        for kind, starts in prompts.items():
+            for temperature in settings.temperatures:
+                generator = np.random.default_rng((settings.seed, len(rows)))
+                # the likeliest continuation of one prompt is one text
+                some = starts[:1] if temperature == 0 and kind == PLAIN else starts
+                found: list[tuple[str, bool]] = []
+                for first in range(0, len(some), settings.batch):
+                    batch = some[first : first + settings.batch]
+                    found += write(model, tokeniser, batch, longest, temperature, settings.top_p, generator)
+                    bar.update(len(batch))
+                bar.update(len(starts) - len(some))
+                rows.append({"prompt": kind, "temperature": temperature, **counted(found)})
+    return rows
+
+
+def counted(found: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+    """What became of some texts, each with whether it came to an end."""
+    finished = [text for text, ended in found if ended]
+    examples = [{"text": text, "parses": is_python(text)} for text in finished[:SHOWN]]
+    return {
+        "samples": len(found), "distinct": len({text for text, _ in found}), "finished": len(finished),
+        "parsed": sum(map(is_python, finished)), "examples": examples,
+    }  # fmt: skip
+
+
+def is_python(text: str) -> bool:
+    """Whether a text is syntactically a function of Python, and nothing else. It is not run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes in strings
+            (found,) = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return isinstance(found, ast.FunctionDef)
+
+
+# -------------------------------------------------------------------- prompts
+def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list[bytes]:
+    """Signatures of functions in held-out files with their docstrings, up to the indentation of the body.
+
+    Args:
+        longest: the most tokens of one, with the line end before it.
+
+    Raises:
+        ValueError: fewer than n.
+    """
+    found: list[bytes] = []
+    for name in filter(is_held_out, python_files()):
+        found += beginnings((python_root() / name).read_bytes())
+    found = [start for start in dict.fromkeys(found) if len(tokeniser.encode(start)) <= longest]
+    if len(found) < n:
+        raise ValueError(f"expected --samples of at most {len(found)}, the functions of held-out files, got {n}")
+    return [found[i] for i in np.random.default_rng(seed).permutation(len(found))[:n]]
+
+
+def beginnings(source: bytes) -> Iterator[bytes]:
+    """What stands before the bodies of a module's functions: signature and docstring; those that have one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    lines = source.split(b"\n")
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
+            docstring = node.body[0]
+            head = lines[node.lineno - 1 : docstring.end_lineno]
+            start = b"\n\n" + b"\n".join(head) + b"\n" + b" " * docstring.col_offset
+            if head[-1].rstrip().endswith((b'"""', b"'''")) and not is_over(start):  # a docstring may look like the end
+                yield start
+
+
+# -------------------------------------------------------------------- sampling
+def write(
+    model: GPT, tokeniser: BPETokeniser, prompts: Sequence[bytes], longest: int, temperature: float, top_p: float,
+    generator: np.random.Generator,
+) -> list[tuple[str, bool]]:
+    """Functions that begin with some prompts, all written at a time, a token of each in one pass.
+
+    Prompts are of different lengths, so each row reads its own token by token and goes on by itself from there.
+
+    Returns:
+        for each the text from its "def" on, and whether it came to an end.
+    """
+    end = tokeniser.end_of_text
+    starts = [[end, *map(int, tokeniser.encode(prompt))] for prompt in prompts]
+    rows = [list(start[:1]) for start in starts]
+    ended = [False] * len(rows)
+    alive, caches = np.arange(len(rows)), model.new_caches()
+    with model.evaluating():
+        for t in range(longest - 1):
+            latest = np.array([[rows[i][t]] for i in alive])
+            logits = model(model.place(latest), caches).numpy()[:, -1, : tokeniser.n_vocab]
+            for row, i in zip(logits, alive):
+                given = t + 1 < len(starts[i])
+                token = starts[i][t + 1] if given else sample(row, generator, temperature, 0, top_p)
+                rows[i].append(token)
+                ended[i] = not given and (token == end or is_over(tokeniser.decode_bytes(rows[i][1:])))
+            going = [k for k, i in enumerate(alive) if not ended[i]]
+            if len(going) < len(alive):
+                alive, caches = alive[going], select(caches, np.array(going, int))
+            if not going:
+                break
+    return [(function_of(tokeniser, row, end), done) for row, done in zip(rows, ended)]
+
+
+def is_over(text: bytes) -> bool:
+    """Whether a line that is not indented follows the function that the text begins with."""
+    return END.search(text, text.index(b"def")) is not None
+
+
+def function_of(tokeniser: BPETokeniser, row: list[int], end: int) -> str:
+    """The text of a row from its "def" up to where the function ends."""
+    text = tokeniser.decode_bytes([token for token in row if token != end])
+    start = text.index(b"def")
+    over = END.search(text, start)
+    return text[start : over.start() if over else None].rstrip(b"\n").decode("utf-8", errors="replace") + "\n"
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,435 @@
+"""experiments/ten_minutes: nothing held out is trained on, PyTorch's model is ours, a tiny run leaves all."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from tables import wrong_flags
+from test_programs import call, good
+
+from experiments.ten_minutes import __main__ as program
+from experiments.ten_minutes import ablations, data, parses, pytorch_baseline, report, study
+from experiments.ten_minutes.ablations import PLAIN, RECIPE, VARIANTS, configs
+from experiments.ten_minutes.clock import Budget
+from tricycle.checkpoint import save_checkpoint
+from tricycle.configs import PRESETS, GPTConfig
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.tokeniser import BPETokeniser
+from tricycle.training import new_state, train_step
+from tricycle_datasets.corpus import is_held_out
+from tricycle_datasets.text import TextFiles
+
+SMALL = replace(
+    GPTConfig(), vocab_size=300, context_window=24, embedding_dim=16, n_heads=2, n_layers=1, batch_size=2,
+    warmup_steps=2, max_learning_rate=1e-2, min_learning_rate=1e-3, minutes=0.01, steps=0,
+)  # fmt: skip
+MODERN: dict = {
+    "positions": "rotary", "qk_norm": True, "norm": "rms_norm", "bias": False, "activation": "relu_squared",
+    "zero_projections": True, "optimiser": "muon", "schedule": "linear", "token_shift": True,
+}  # fmt: skip
+MODERN = {name: value for name, value in MODERN.items() if name in ablations.FIELDS}
+WORDS = (
+    "--vocab-size 300 --context-window 24 --embedding-dim 16 --n-heads 2 --n-layers 1 --batch-size 2 --minutes 0.002"
+).split()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """A folder of functions, and a cache of its own."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(60):
+        body = "\n".join(f"def f{i}_{j}(x, y):\n    return x * {j} + y\n" for j in range(20))
+        (folder / f"file_{i}.py").write_text(body, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRICYCLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield folder
+
+
+# -------------------------------------------------------------------- the texts
+def test_python_without_the_held_out_files():
+    names = data.python_files()
+    kept = [name for name in names if not is_held_out(name)]
+    chosen = [name for name in kept if data.is_for_validation(name)]
+    assert 0 < len(chosen) < len(kept) / 10 and len(kept) < len(names)
+    documents = list(data.python_documents())
+    assert [len(text) for text, _ in documents] == [(data.python_root() / name).stat().st_size for name in kept]
+    assert sum(held_out for _, held_out in documents) == len(chosen)
+    assert not any(is_held_out(name) and data.is_for_validation(name) for name in names)
+
+
+def test_one_text_in_tenths():
+    text = bytes(range(100))
+    assert list(data.hold_out_tenth_before_last(text)) == [(text[:80], False), (text[80:90], True)]
+
+
+def test_own_files_without_the_held_out_ones(texts, tmp_path):
+    official = TextFiles(texts, 300, progress=False)
+    documents = list(data.text_documents([texts]))
+    held_out = official.validation_bytes
+    assert held_out and not any(text in held_out for text, _ in documents)
+    names = [path.name for path in sorted(texts.iterdir())]
+    kept = [name for name in names if not is_held_out(name)]
+    assert [is_for_validation for _, is_for_validation in documents] == [data.is_for_validation(n) for n in kept]
+    (tmp_path / "one.txt").write_bytes(bytes(range(1, 101)))
+    (short, _), (tail, _) = data.text_documents([tmp_path / "one.txt"])
+    assert short + tail == bytes(range(1, 91))
+    corpus = data.load("text", "validation", 300, [texts])
+    assert corpus.validation_bytes == b"".join(text for text, chosen in documents if chosen)
+    assert data.load("text", "held-out", 300, [texts]).validation_bytes == held_out
+    scored = data.held_out(corpus)
+    assert len(scored.tokens) == len(corpus.validation) + 1 and scored.n_bytes == len(corpus.validation_bytes)
+
+
+def test_unknown_texts_are_refused():
+    with pytest.raises(ValueError, match=r"expected one of python, shakespeare, text .* got prose and validation"):
+        data.load("prose", "validation", 300)
+
+
+# -------------------------------------------------------------------- the clock
+def test_a_budget_is_used_up():
+    now = [0.0]
+    budget = Budget(100, lambda: now[0], spent=10, reserve=2)
+    found = []
+    for step in range(1, 1000):
+        now[0] += 5 if step < 3 else 1 + step % 2
+        found.append(budget.total_steps())
+        if found[-1] == step:
+            break
+    assert found[:4] == [0] * 4
+    left = (100 - 10 - 2 * 5 - 3) / 1.5 + 3 - 2
+    assert found[-1] == pytest.approx(left, abs=2)
+    assert np.abs(np.array(found[8:]) - left).max() <= 3
+
+
+def test_a_budget_that_is_spent_ends_at_once():
+    assert Budget(1, lambda: 0.0, spent=2).total_steps() == 1
+
+
+# -------------------------------------------------------------------- variants
+def test_every_variant_changes_one_thing_of_the_preset():
+    recipe = GPTConfig.from_dict(PRESETS["laptop"]().to_dict())
+    found = configs(recipe)
+    assert next(iter(found)) == RECIPE and found[RECIPE] == recipe
+    assert len(found) > 20
+    for name, config in found.items():
+        assert (config == recipe) == (name == RECIPE)
+        assert config.minutes == recipe.minutes
+    assert set(found) <= set(VARIANTS)
+    assert set(PLAIN) <= ablations.FIELDS | {"token_shift"}
+
+
+def test_variants_of_a_small_recipe():
+    found = configs(replace(SMALL, **MODERN), ("adamw", "wider", "window-128", "batch-half", "gelu", "gelu"))
+    assert list(found) == [RECIPE, "adamw", "wider", "window-128", "batch-half", "gelu"]
+    assert (found["wider"].n_heads, found["wider"].embedding_dim) == (3, 24)
+    assert (found["window-128"].context_window, found["window-128"].batch_size) == (128, 1)
+    assert list(configs(SMALL, ("gelu",))) == [RECIPE]  # it has that already
+    also = configs(SMALL, ("mine",), ("mine: optimiser=muon, batch_size=5",))
+    assert also["mine"] == replace(SMALL, optimiser="muon", batch_size=5)
+    for words in ("mine", "gelu: bias=True", "mine: width=3", "mine: bias"):
+        with pytest.raises(ValueError, match=r"expected .*--also"):
+            configs(SMALL, (), (words,))
+    with pytest.raises(ValueError, match="variant mine: GPTConfig: expected n_heads"):
+        configs(SMALL, ("mine",), ("mine: n_heads=5",))
+
+
+# -------------------------------------------------------------------- trials
+@pytest.fixture(scope="module")
+def finished(texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    words = ("--data", "text", "--files", texts, "--variants", "adamw", "swiglu", "--optimiser", "muon")
+    words = ("-m", "experiments.ten_minutes", *words, *WORDS, "--jobs", "2", "--output", folder)
+    return folder, words, good(call(*words))
+
+
+def test_what_a_run_leaves(finished):
+    folder, _, out = finished
+    assert sorted(path.name for path in folder.iterdir()) == ["ablations.png", "results.json"]
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    trials = {trial["variant"]: trial for trial in results["trials"]}
+    assert set(trials) == {RECIPE, "adamw", "swiglu"}
+    for trial in trials.values():
+        assert 0 < trial["bits"] < 9 and trial["steps"] >= 1 and trial["seconds"] < 5
+        assert GPTConfig.from_dict(trial["config"]).minutes == 0.002
+    assert trials["adamw"]["config"]["optimiser"] == "adamw"
+    height, width, _ = imread(folder / "ablations.png").shape
+    assert height > 200 and width > 300
+    for table in report.tables(folder).values():
+        assert table in out
+    assert "| SwiGLU instead of squared ReLU |" in out
+
+
+def test_what_is_finished_is_not_done_again(finished, monkeypatch, capsys):
+    folder, words, _ = finished
+    before = (folder / "results.json").read_bytes()
+    (folder / "ablations.png").unlink()
+    monkeypatch.setattr(study, "run_trial", lambda *given: pytest.fail("a training"))
+    monkeypatch.setattr(sys, "argv", [*map(str, words[1:])])
+    assert program.main() == 0
+    assert (folder / "results.json").read_bytes() == before
+    assert (folder / "ablations.png").is_file()
+    monkeypatch.setattr(sys, "argv", ["program", "--report", "--output", str(folder)])
+    assert program.main() == 0
+    assert report.tables(folder).popitem()[1] in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*map(str, words[1:]), "--n-layers", "2"])
+    with pytest.raises(ValueError, match="holds results of other settings: n_layers 1 there and 2 here; name another"):
+        program.main()
+
+
+def test_a_training_that_fails_does_not_take_the_others_along(monkeypatch, tmp_path):
+    def fake(settings, config, cores, bar):
+        if config.activation == "swiglu":
+            raise RuntimeError("broken")
+        return {"bits": 1.0}
+
+    monkeypatch.setattr(study, "run_trial", fake)
+    settings = study.Settings(variants=("swiglu", "untied"), seeds=2, output=tmp_path, config=SMALL)
+    with pytest.raises(RuntimeError, match="2 of 6 trainings failed, SwiGLU instead of squared ReLU, seed 0: broken"):
+        study.measure(settings)
+    trials = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["trials"]
+    assert sorted((trial["variant"], trial["seed"]) for trial in trials) == [
+        (name, seed) for name in (RECIPE, "untied") for seed in (0, 1)
+    ]  # fmt: skip
+
+
+def test_a_broken_training_says_why(texts):
+    settings = study.Settings(data="text", files=(str(texts / "nowhere"),), config=SMALL)
+    cores: study.queue.Queue = study.queue.Queue()
+    cores.put(None)
+    with pytest.raises(RuntimeError, match="the recipe's own settings failed: ValueError: TextFiles: expected a file"):
+        study.run_trial(settings, SMALL, cores, study.tqdm(disable=True))
+    assert cores.get_nowait() is None
+
+
+test_wrong_flags_are_refused = wrong_flags(
+    program.main,
+    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
+    (["--jobs", "0"], "expected --jobs to be at least 1, got 0"),
+    (["--minutes", "0", "--steps", "5"], "expected --minutes above 0, got 0"),
+    (["--variants", "lion"], "expected --variants among recipe, .*; got lion"),
+    (["--data", "text"], "expected --files with --data text and only with it, got --data text"),
+    (["--report", "--output", "no such folder"], "no such folder: expected results to report on, found none"),
+)
+
+test_wrong_flags_of_the_baseline_are_refused = wrong_flags(
+    pytorch_baseline.main,
+    (["--threads", "0"], "expected --threads to be at least 1, got 0"),
+    (["--precision", "tf32"], "expected --precision float32 or bfloat16, got tf32"),
+    (["--files", "a"], "expected --files with --data text and only with it, got --data python"),
+)
+
+test_wrong_flags_of_parses_are_refused = wrong_flags(
+    parses.main,
+    (["nowhere"], "expected a run folder or a checkpoint, but there is none at nowhere"),
+    ([".", "--samples", "0"], "expected --samples to be at least 1, got 0"),
+    ([".", "--temperatures", "-1"], r"expected --temperatures of 0 or more, got \(-1.0,\)"),
+    ([".", "--top-p", "0"], "expected --top-p above 0 and at most 1, got 0.0"),
+)
+
+
+def test_tables():
+    def trial(variant, seed, bits):
+        about = {"parameters": 1000, "steps": 10, "tokens_per_second": 50, "label": variant}
+        return {"variant": variant, "seed": seed, "bits": bits, **about}
+
+    trials = [trial(RECIPE, 0, 1.0), trial(RECIPE, 1, 1.2), trial("b", 0, 1.5), trial("a", 0, 0.9), trial("a", 1, 1.0)]
+    assert report.table(trials).splitlines()[2:] == [
+        "| recipe | 1.100 ± 0.141 |  | 2 | 1,000 | 10 | 50 |",
+        "| a | 0.950 ± 0.071 | -0.150 ± 0.071 | 2 | 1,000 | 10 | 50 |",
+        "| b | 1.500 | +0.500 | 1 | 1,000 | 10 | 50 |",
+    ]
+    assert report.losses(trials) == {"a": pytest.approx([-0.1, -0.2]), "b": [0.5]}
+    assert report.losses(trials[2:]) == {}
+
+
+# -------------------------------------------------------------------- PyTorch
+TWINS = {
+    "GPT-2": SMALL,
+    "the recipe": replace(SMALL, **MODERN, weight_decay=0.1),
+    "the recipe clipped": replace(SMALL, **MODERN, max_gradient_norm=0.5, accumulation_steps=2),
+    "others": replace(SMALL, activation="swiglu", norm="rms_norm", tied=False, max_gradient_norm=0.5),
+}
+
+
+@pytest.mark.parametrize("config", TWINS.values(), ids=TWINS)
+def test_pytorch_begins_and_trains_as_we_do(config):
+    torch = pytest.importorskip("torch")
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tokens = np.random.default_rng(0).integers(0, 300, 4000)
+        model = GPT(config)
+        generator = np.random.default_rng(1)
+        for parameter in model.parameters():  # so that what begins at 0 or 1 counts
+            parameter.array += 0.05 * generator.standard_normal(parameter.shape, dtype=np.float32)
+        ours, theirs = (new_state(replace(config, minutes=0, steps=40), tokens, model=m) for m in (model, GPT(config)))
+        theirs.model.load_state_dict(model.state_dict())
+        trainer = pytorch_baseline.Trainer(theirs)
+
+        inputs, outputs = next(new_state(config, tokens).dataset)
+        loss = CrossEntropy()(outputs, model(inputs))
+        loss.backward()
+        their_loss = trainer.loss(*(np.asarray(ids.array, np.int64) for ids in (inputs, outputs)))
+        their_loss.backward()
+        assert float(loss) == pytest.approx(their_loss.item(), rel=1e-5)
+        their_grads = {name: p.grad.numpy() for name, p in trainer.model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            wanted = parameter.grad.array
+            error = np.linalg.norm(their_grads[name] - wanted)
+            assert error <= 1e-4 * np.linalg.norm(wanted), name
+        model.zero_grad()
+        trainer.model.zero_grad()
+
+        for _ in range(3):
+            assert float(train_step(ours)[0]) == pytest.approx(trainer.step(), rel=1e-4)
+        weights = {name: p.detach().numpy() for name, p in trainer.model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            wanted = parameter.array
+            assert np.linalg.norm(weights[name] - wanted) <= 2e-3 * np.linalg.norm(wanted), name
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+def test_a_run_of_the_baseline(texts, monkeypatch, tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    n_threads = torch.get_num_threads()
+    words = ["--data", "text", "--files", str(texts), "--part", "validation", "--threads", "1"]
+    words += ["--output", str(tmp_path)]
+    try:
+        for recipe in (["--recipe", "gpt2"], ["--precision", "bfloat16"]):
+            monkeypatch.setattr(sys, "argv", ["program", *recipe, *words, *WORDS])
+            assert pytorch_baseline.main() == 0
+    finally:
+        torch.set_num_threads(n_threads)
+    names = [f"pytorch-{recipe}-text-validation-0.json" for recipe in ("gpt2-eager-float32", "laptop-eager-bfloat16")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    plain, modern = (report.read(tmp_path / name) for name in names)
+    assert plain["settings"]["config"]["optimiser"] == "adamw"
+    for found in (plain, modern):
+        assert 0 < found["result"]["bits"] < 9
+    assert "PyTorch" in capsys.readouterr().out
+    table = report.tables(tmp_path)["PyTorch"]
+    assert "| GPT-2's model, AdamW, float32 | text, validation |" in table
+
+
+def test_scores_are_those_of_the_library(texts):
+    torch = pytest.importorskip("torch")
+    from tricycle.training import evaluate
+
+    tokens = np.random.default_rng(0).integers(0, 300, 200)
+    state = new_state(replace(SMALL, **MODERN), tokens)
+    trainer = pytorch_baseline.Trainer(state)
+    theirs, ours = (evaluate(model, tokens, 2, stride=12) for model in (pytorch_baseline.Scored(trainer), state.model))
+    assert theirs[0] == pytest.approx(ours[0], rel=1e-5) and theirs[1] == ours[1]
+    assert torch.is_grad_enabled() and trainer.model.training
+
+
+# -------------------------------------------------------------------- functions that parse
+def test_where_a_function_ends():
+    assert not parses.is_over(b"\n\ndef f(\n    a,\n) -> int:\n\n    return 1\n\n")
+    assert parses.is_over(b"\n\ndef f():\n    return 1\nx")
+    assert parses.is_over(b"def f():\n    return 1\n\n\n# a remark")
+
+
+@pytest.mark.parametrize(("text", "wanted"), {
+    "def f(x):\n    return x\n": True, "def f(x):\n    return (x\n": False, "x = 1\n": False, "": False,
+    "def f(): return '\\d'\n": True, "def f():\n    a\0b\n": False, "def f():\n": False, "default = 1\n": False,
+    "def f():\n  return " + "(" * 5000: False,
+}.items())  # fmt: skip
+def test_what_is_python(text, wanted):
+    assert parses.is_python(text) is wanted
+
+
+def test_beginnings_of_functions():
+    source = b'''@decorated
+def f(a,
+      b=1):
+    """One line."""
+    return a
+
+def none():
+    return 1
+
+def only():
+    """A docstring."""
+
+class C:
+    def method(self):
+        """Inside."""
+        return 1
+
+def odd():
+    """First.
+not indented
+    """
+    return 1
+
+def last():
+  """Two
+  lines."""
+  pass
+'''
+    assert list(parses.beginnings(source)) == [
+        b'\n\ndef f(a,\n      b=1):\n    """One line."""\n    ',
+        b'\n\ndef last():\n  """Two\n  lines."""\n  ',
+    ]
+    assert list(parses.beginnings(b"def f(:\n")) == []
+
+
+class Parrot:
+    """A model that repeats one text, whatever it is given."""
+
+    def __init__(self, tokens, n_vocab, window):
+        self.tokens, self.n_vocab, self.config = tokens, n_vocab, replace(SMALL, context_window=window)
+        self.n_seen = 0
+
+    evaluating, place = GPT(SMALL).evaluating, GPT(SMALL).place
+
+    def new_caches(self):
+        return []
+
+    def __call__(self, latest, caches):
+        from tricycle.tensor import to_tensor
+
+        logits = np.zeros((len(latest.array), 1, self.n_vocab), np.float32)
+        logits[..., self.tokens[self.n_seen % len(self.tokens)]] = 100
+        self.n_seen += 1
+        return to_tensor(logits)
+
+
+def test_functions_are_written_up_to_their_ends():
+    tokeniser = BPETokeniser(300)
+    text = b"\n\ndef f(x):\n  return x\n\n\nx = 1\n"
+    parrot = Parrot(list(text), tokeniser.n_vocab, 100)
+    generator = np.random.default_rng(0)
+    written = parses.write(parrot, tokeniser, [b"\n\ndef", b"\n\ndef f("], 100, 1.0, 1.0, generator)
+    assert written == [("def f(x):\n  return x\n", True)] * 2
+    parrot = Parrot(list(text), tokeniser.n_vocab, 100)
+    assert parses.write(parrot, tokeniser, [b"\n\ndef"], 18, 0, 1.0, generator) == [("def f(x):\n  ret\n", False)]
+    assert parses.counted(written)["parsed"] == 2
+
+
+def test_a_model_is_examined(tmp_path, monkeypatch, capsys):
+    tokeniser = BPETokeniser(300)
+    save_checkpoint(tmp_path / "best.safetensors", GPT(replace(SMALL, context_window=250)), tokeniser)
+    words = ["--samples", "3", "--temperatures", "0", "1", "--batch", "2"]
+    monkeypatch.setattr(sys, "argv", ["program", str(tmp_path), *words])
+    assert parses.main() == 0
+    rows = report.read(tmp_path / "parses.json")["rows"]
+    assert [(row["prompt"], row["samples"]) for row in rows] == [
+        (parses.PLAIN, 1), (parses.PLAIN, 3), (parses.CONSTRAINED, 3), (parses.CONSTRAINED, 3),
+    ]  # fmt: skip
+    assert report.parses_table(rows) in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------- the README
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    folder = Path(report.__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    for title, table in report.tables(folder / "results").items():
+        assert table in readme, title
