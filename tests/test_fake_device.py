@@ -185,7 +185,8 @@ def test_plain_kernels_take_16_bits_and_compute_in_32(name, size, precision):
     for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         # logs and sums, losses, and gradients of parameters
         wide = i > 0 and name.startswith(("layer_norm", "attention")) and name not in test_kernels.IN_PLACE
-        wide = wide or name in ("attention_scores", "cross_entropy") or (name == "cross_entropy_with_slope" and i == 0)
+        sums = {"attention_scores", "cross_entropy", "sum_squares"}
+        wide = wide or name in sums or (name == "cross_entropy_with_slope" and i == 0)
         assert mine.dtype == (np.float32 if wide else dtype), (name, i)
         rest = np.abs(theirs[np.isfinite(theirs)])
         scale = max(1e-3, float(rest.max(initial=0)))

@@ -16,7 +16,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-PACKAGES = ("tricycle", "tricycle_cli", "tricycle_datasets", "tricycle_lab")
+PACKAGES = ("tricycle", "tricycle_accelerators", "tricycle_cli", "tricycle_datasets", "tricycle_lab")
 LIBRARY = sorted((ROOT / "tricycle").rglob("*.py"))
 AROUND = sorted(path for name in PACKAGES[1:] for path in (ROOT / name).rglob("*.py"))
 SHIPPED = [*LIBRARY, *AROUND, ROOT / "train_smol_gpt.py", ROOT / "inference.py"]
@@ -64,7 +64,7 @@ def test_conda_environments_equal_the_project(file, extras):
 
 
 def test_the_extras():
-    assert EXTRAS.keys() >= {"cuda12", "cuda13", "datasets", "test", "dev"}
+    assert EXTRAS.keys() >= {"bf16", "cuda12", "cuda13", "datasets", "test", "dev"}
     for number in ("12", "13"):
         assert f"cupy-cuda{number}x[ctk]>=14.2,<15" in EXTRAS[f"cuda{number}"]
         assert {for_conda(requirement) for requirement in EXTRAS[f"cuda{number}"]} == CONDA_CUDA
@@ -79,7 +79,8 @@ def test_what_is_imported_is_declared():
     """Every package imported anywhere is a dependency or in an extra."""
     requirements = [*PROJECT["project"]["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
     declared = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
-    declared |= {"cupy", "requests", "tiktoken_ext"}  # by cupy-cuda12x and -13x, by pooch, by tiktoken
+    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, pooch, tiktoken
+    declared |= {"cupy", "cuda", "cudnn", "requests", "tiktoken_ext"}
     ours = {*PACKAGES, "train_smol_gpt", "inference"}
     for path in SHIPPED:
         for module in imported(path, everywhere=True):
@@ -210,10 +211,10 @@ def test_imports_follow_the_order_of_the_rooms(path):
         assert not outside or own == "__main__"
 
 
-def test_cupy_is_imported_in_backend_and_kernels_alone():
+def test_cupy_is_imported_in_backend_and_accelerators_alone():
     for path in SHIPPED:
         if "cupy" in {module.split(".")[0] for module in imported(path, everywhere=True)}:
-            assert name_of(path) == "tricycle/backend.py" or name_of(path).startswith("tricycle/kernels/")
+            assert name_of(path).startswith(("tricycle/backend.py", "tricycle/kernels/", "tricycle_accelerators/"))
 
 
 # -------------------------------------------------------------------- every file

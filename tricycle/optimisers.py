@@ -192,18 +192,19 @@ class Muon(AdamW):
         matrix_rate: the learning rate of the matrices, as a multiple of `learning_rate`.
         momentum: how much of the mean gradient a step keeps, of the matrices.
         takes: the rule that says which parameters are matrices, from name and parameter.
+        precision: of the products by which matrices are brought there, in `functions.PRECISIONS`.
     """
 
     def __init__(
         self, learning_rate: float | Schedule = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.01, decays: Rule = decays, matrix_rate: float = 5.0, momentum: float = 0.95,
-        takes: Rule = is_hidden_matrix,
+        takes: Rule = is_hidden_matrix, precision: str = "float32",
     ) -> None:
         super().__init__(learning_rate, betas, eps, weight_decay, decays)
         if not 0 <= matrix_rate < math.inf or not 0 <= momentum < 1:
             got = f"{matrix_rate!r} and {momentum!r}"
             raise ValueError(f"Muon: expected a matrix_rate of 0 or more and a momentum from 0 to below 1, got {got}")
-        self.matrix_rate, self.momentum, self.takes = matrix_rate, momentum, takes
+        self.matrix_rate, self.momentum, self.takes, self.precision = matrix_rate, momentum, takes, precision
 
     def _way(self, name: str, parameter: Tensor) -> Update:
         return self._update_matrix if self.takes(name, parameter) else self._update_one
@@ -220,7 +221,7 @@ class Muon(AdamW):
         if decay:
             weights *= 1 - self.learning_rate * decay
         blocks, (n_rows, n_columns) = _blocks(ahead), weights.shape
-        blocks[...] = kernels.orthogonalise(blocks)
+        blocks[...] = kernels.orthogonalise(blocks, self.precision)
         ahead *= rate * math.sqrt(max(1, n_columns / n_rows) / len(blocks))
         weights -= ahead
 

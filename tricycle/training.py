@@ -89,7 +89,10 @@ def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT |
         model.to_gpu()
     moments, decay = (config.beta1, config.beta2), config.weight_decay
     if config.optimiser == "muon":
-        optimiser: AdamW = Muon(config.max_learning_rate, moments, weight_decay=decay, matrix_rate=config.matrix_rate)
+        optimiser: AdamW = Muon(
+            config.max_learning_rate, moments, weight_decay=decay, matrix_rate=config.matrix_rate,
+            precision=config.precision,
+        )
     else:
         optimiser = AdamW(config.max_learning_rate, moments, weight_decay=decay)
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)

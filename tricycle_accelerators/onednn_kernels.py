@@ -12,13 +12,16 @@ import numpy as np
 
 from tricycle.backend import parallel
 from tricycle.kernels.cpu import _parts, _pieces, _sum_over
+from tricycle.kernels.reference import POLAR
 from tricycle_accelerators import onednn
 from tricycle_accelerators.onednn_attention import attention, attention_backward
 
 __all__ = [
-    "operand", "matmul", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward", "attention",
-    "attention_backward",
+    "operand", "matmul", "gelu", "gelu_with_slope", "layer_norm", "layer_norm_backward", "attention",
+    "attention_backward", "orthogonalise",
 ]
+
+SAFETY = 1.01
 
 
 def _is_float32(*arrays: np.ndarray | None) -> bool:
@@ -79,6 +82,41 @@ def _regular(matrix: np.ndarray) -> np.ndarray:
     return np.array(matrix, order="C")
 
 
+def orthogonalise(x: np.ndarray, precision: str = "float32") -> Any:
+    """A matrix for each thread at a time. What the iteration multiplies has 16 bits, its sums have 32.
+
+    Rounding takes singular values a little above 1, from where the iteration would take them far away: so its weights
+    are those of values that may be larger by SAFETY (Amsel et al. 2025, section 4.4).
+    """
+    if precision != "bfloat16" or not _is_float32(x):
+        return NotImplemented
+    if x.shape[1] > x.shape[2]:
+        return orthogonalise(x.swapaxes(1, 2), precision).swapaxes(1, 2)
+    found, (_, n_rows, _) = np.empty(x.shape, np.float32), x.shape
+
+    def work(i: int) -> None:
+        matrix, square = np.ascontiguousarray(x[i]), np.empty((n_rows, n_rows), np.float32)
+        rounded, factors = np.empty(x.shape[1:], onednn.bfloat16()), np.empty((2, n_rows, n_rows), onednn.bfloat16())
+        onednn.convert(matrix * (1 / (1.01 * np.linalg.norm(matrix) + 1e-7)), rounded)
+        diagonal = square.reshape(-1)[:: n_rows + 1]
+        for step, weights in enumerate(POLAR):  # a + b s + c s^2 as a + s (b + c s), where s = x x^T
+            a, b, c = (weight / SAFETY ** (2 * i + 1) for i, weight in enumerate(weights))
+            onednn.product(rounded, rounded.T, square)
+            onednn.convert(square, factors[0])
+            square *= c
+            diagonal += b
+            onednn.convert(square, factors[1])
+            onednn.product(factors[0], factors[1], square)
+            diagonal += a
+            onednn.convert(square, factors[0])
+            result = found[i] if step == len(POLAR) - 1 else np.empty_like(rounded)
+            onednn.product(factors[0], rounded, result)
+            rounded = result
+
+    parallel(work, range(len(x)))
+    return found
+
+
 # -------------------------------------------------------------------- elementwise
 def gelu(x: np.ndarray) -> Any:
     if not _is_float32(x):
@@ -88,13 +126,19 @@ def gelu(x: np.ndarray) -> Any:
     return y.reshape(x.shape)
 
 
-def gelu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
-    if not _is_float32(grad, x):
+def gelu_with_slope(x: np.ndarray) -> Any:
+    if not _is_float32(x):
         return NotImplemented
-    flat_grad, flat = (np.ascontiguousarray(array).reshape(-1) for array in (grad, x))
-    dx = np.empty(x.size, x.dtype)
-    parallel(lambda piece: onednn.gelu_backward(flat_grad[piece], flat[piece], dx[piece]), _pieces(x.size))
-    return dx.reshape(x.shape)
+    flat, y, slope = np.ascontiguousarray(x).reshape(-1), np.empty(x.size, x.dtype), np.empty(x.size, x.dtype)
+    pieces = _pieces(x.size)
+    ones = np.ones(len(flat[pieces[0]]), x.dtype)
+
+    def work(piece: slice) -> None:
+        onednn.gelu(flat[piece], y[piece])
+        onednn.gelu_backward(ones[: len(flat[piece])], flat[piece], slope[piece])
+
+    parallel(work, pieces)
+    return y.reshape(x.shape), slope.reshape(x.shape)
 
 
 # -------------------------------------------------------------------- normalisation

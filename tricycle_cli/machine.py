@@ -16,13 +16,16 @@ import numpy as np
 
 import tricycle
 from tricycle import backend
+from tricycle.kernels import cpu
 
 # What Linux calls the instructions that matter for speed.
 INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 bf16": "avx512_bf16", "AMX bf16": "amx_bf16"}
 # Variables that keep OpenBLAS, MKL, BLIS or NumPy from the kernels that they would choose for this processor.
 PINS = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "BLIS_ARCH_TYPE", "NPY_DISABLE_CPU_FEATURES")
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-OPTIONAL = "threadpoolctl tiktoken tqdm tyro safetensors matplotlib pooch requests datasets ml_dtypes".split()
+OPTIONAL = """
+    threadpoolctl tiktoken tqdm tyro safetensors matplotlib pooch requests datasets ml_dtypes onednn-cpu-gomp
+""".split()
 WIDTH, INDENT = 110, 12
 
 
@@ -103,6 +106,12 @@ def matmul_rate(n: int = 1024, seconds: float = 0.3) -> float:
     return 2 * n**3 / best / 1e9
 
 
+def bfloat16() -> str:
+    """What makes matrix products of 16-bit operands on this CPU, or why nothing does."""
+    problem = cpu.onednn()[1]
+    return f"no bfloat16: {problem}" if problem else "bfloat16 by oneDNN"
+
+
 def advice(shown: list[str], problem: str | None) -> list[str]:
     """What would make it faster, given the GPUs that the driver shows and why none can be used."""
     pins = [name for name in PINS if os.environ.get(name)]
@@ -130,7 +139,7 @@ def report() -> str:
         "CPU": processor(cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""),
         "BLAS": blas(),
         "threads": n_threads,
-        "matmul": f"{matmul_rate():,.0f} GFLOP/s in float32 on the CPU",
+        "matmul": f"{matmul_rate():,.0f} GFLOP/s in float32 on the CPU; {bfloat16()}",
         "packages": ", ".join(installed(*OPTIONAL)) or "none",
         "missing": ", ".join(name for name in OPTIONAL if not installed(name)) or "none",
     }

@@ -67,7 +67,7 @@ def _ones(n: int, like: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _onednn() -> tuple[ModuleType | None, str | None]:
+def onednn() -> tuple[ModuleType | None, str | None]:
     """The kernels that oneDNN makes faster, or why it cannot be used."""
     try:
         from tricycle_accelerators import onednn, onednn_kernels
@@ -82,7 +82,7 @@ def _or_faster(kernel: Callable) -> Callable:
 
     @wraps(kernel)
     def run(*arguments: Any) -> Any:
-        faster = getattr(_onednn()[0], kernel.__name__, None)
+        faster = getattr(onednn()[0], kernel.__name__, None)
         result = faster(*arguments) if faster else NotImplemented
         return kernel(*arguments) if result is NotImplemented else result
 
@@ -99,7 +99,7 @@ def operand(x, precision):
 
 @cache
 def _say_why(precision: str) -> None:
-    why = _onednn()[1] if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
+    why = onednn()[1] if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
     warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
 
 
@@ -191,7 +191,8 @@ def relu_squared(x):
     return y.reshape(x.shape), slope.reshape(x.shape)
 
 
-def orthogonalise(x):
+@_or_faster
+def orthogonalise(x, precision="float32"):
     """A matrix for each thread at a time."""
     found = np.empty_like(x)
 

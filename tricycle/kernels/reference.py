@@ -411,8 +411,12 @@ POLAR = [
 ]
 
 
-def orthogonalise(x: Array) -> Array:
-    """Each matrix of (N, R, C) with all its singular values brought near 1: U V^T for U S V^T, about."""
+def orthogonalise(x: Array, precision: str = "float32") -> Array:
+    """Each matrix of (N, R, C) with all its singular values brought near 1: U V^T for U S V^T, about.
+
+    Args:
+        precision: of the products.
+    """
     xp = array_module(x)
     if x.shape[1] > x.shape[2]:
         return orthogonalise(x.swapaxes(1, 2)).swapaxes(1, 2)

@@ -225,7 +225,7 @@ def forward(
     # beside sums e^t of exponentials there is a 1: each weight becomes e^t / (e^t + 1) of what it was
     whole = cupy.logaddexp(totals, cupy.float32(0))
     share = cupy.exp(totals - whole).transpose(0, 2, 1)[..., None]
-    return (out * share).astype(q.dtype), whole
+    return (out.astype(cupy.float32) * share).astype(q.dtype), whole
 
 
 def backward(

@@ -109,7 +109,7 @@ __device__ inline void write_rows(
 
 // Dynamic shared memory: (ROWS + 4 KEYS) WIDTH numbers.
 template <class T, int D, int KEYS>
-__global__ void __launch_bounds__(WARPS * 32) attention_mma(
+__global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
     const T* q, const T* k, const T* v, T* out, float* log_total, const Sizes s, const Steps q_steps,
     const Steps k_steps, const Steps v_steps, const Steps out_steps, const Mask mask
 ) {
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(WARPS * 32) attention_mma(
 // dk and dv of a tile of 64 keys: scores are made turned, keys down and queries across, so that weights and their
 // gradients are left matrices again. Dynamic shared memory: (2 ROWS + 4 QUERIES) WIDTH numbers and 4 QUERIES floats.
 template <class T, int D, int QUERIES>
-__global__ void __launch_bounds__(WARPS * 32) attention_mma_backward_keys(
+__global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
     const T* grad, const T* q, const T* k, const T* v, const float* log_total, const float* inner, T* dk, T* dv,
     const Sizes s, const Steps grad_steps, const Steps q_steps, const Steps k_steps, const Steps v_steps,
     const Steps dk_steps, const Steps dv_steps, const Mask mask
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(WARPS * 32) attention_mma_backward_keys(
 
 // dq of a tile of 64 queries. Dynamic shared memory: (2 ROWS + 4 KEYS) WIDTH numbers.
 template <class T, int D, int KEYS>
-__global__ void __launch_bounds__(WARPS * 32) attention_mma_backward_queries(
+__global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
     const T* grad, const T* q, const T* k, const T* v, const float* log_total, const float* inner, T* dq,
     const Sizes s, const Steps grad_steps, const Steps q_steps, const Steps k_steps, const Steps v_steps,
     const Steps dq_steps, const Mask mask

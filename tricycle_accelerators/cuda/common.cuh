@@ -101,6 +101,9 @@ __device__ inline void along(const T* row, const T* other, i64 n, int first, int
         body(single < head ? single : single + n_packs * N, Count<1>());
 }
 
+// Kernels of teams may have blocks of this many threads, which leaves 64 registers to each.
+#define LARGE_BLOCK __launch_bounds__(1024, 1)
+
 // -------------------------------------------------------------------- a team: the threads of one row
 // blockDim.x threads, a multiple of 32. Either that is one warp, and the blockDim.y teams of a block know nothing of
 // each other, or it is several, and the block is one team: then all of its threads must come here together.

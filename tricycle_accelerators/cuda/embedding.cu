@@ -7,7 +7,7 @@ constexpr int TILE = 512;  // tokens, one a thread
 
 // ranks[i]: how many tokens of the same tile before token i have its id; counts[tile][id]: how many the tile has.
 // counts must come as zeros.
-__global__ void rank_tokens(const i64* ids, int* ranks, int* counts, i64 n, i64 n_rows) {
+__global__ void __launch_bounds__(TILE) rank_tokens(const i64* ids, int* ranks, int* counts, i64 n, i64 n_rows) {
     __shared__ i64 tile[TILE];
     const i64 i = (i64)blockIdx.x * TILE + threadIdx.x;
     const i64 id = i < n && ids[i] >= 0 && ids[i] < n_rows ? ids[i] : -1;
@@ -38,7 +38,7 @@ __global__ void add_tiles(int* counts, int* totals, i64 n_tiles, i64 n_rows) {
 }
 
 // starts[id]: how many tokens have a smaller id; starts[n_rows]: how many there are. One block of 1024 threads.
-__global__ void start_rows(const int* totals, int* starts, i64 n_rows) {
+__global__ void LARGE_BLOCK start_rows(const int* totals, int* starts, i64 n_rows) {
     __shared__ int sums[1024];
     const i64 share = (n_rows + 1023) / 1024, first = threadIdx.x * share;
     const i64 last = first + share < n_rows ? first + share : n_rows;
@@ -60,7 +60,7 @@ __global__ void start_rows(const int* totals, int* starts, i64 n_rows) {
     if (threadIdx.x == 1023) starts[n_rows] = sums[1023];
 }
 
-__global__ void sort_tokens(
+__global__ void __launch_bounds__(TILE) sort_tokens(
     const i64* ids, const int* ranks, const int* counts, const int* starts, int* sorted, i64 n, i64 n_rows
 ) {
     const i64 i = (i64)blockIdx.x * TILE + threadIdx.x;
@@ -88,7 +88,7 @@ __device__ inline void add_tokens(
 // more tokens than `many` are shared by all teams. N is a pack where n is a multiple of it and grad aligned, else 1.
 // Dynamic shared memory: N floats a thread.
 template <class T, int N>
-__global__ void sum_tokens(
+__global__ void __launch_bounds__(512) sum_tokens(
     const T* grad, const int* sorted, const int* starts, float* table, i64 n_rows, i64 n, int many
 ) {
     extern __shared__ float found[];

@@ -423,12 +423,12 @@ def attention_backward(
     if cudnn.backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask):
         return
     way = _way(q, k, v, grad, out)
-    if way is None or log_total.dtype != f32:
+    if way is None:
         reference.attention_backward(grad, q, k, v, out, log_total, offset, dq, dk, dv, mask)
         return
     n_items, n_queries, n_heads, _ = q.shape
     grad, q, k, v, out = (_in_rows(_cast(x, way.dtype), way.bytes) for x in (grad, q, k, v, out))
-    log_total, inner = _dense(log_total), _empty(q, (n_items, n_heads, n_queries), f32)
+    log_total, inner = _floats(log_total), _empty(q, (n_items, n_heads, n_queries), f32)
     sizes, (at, kept) = _sizes(q, k, offset, False), _mask(mask)
     plan = launch.teams(inner.size, 1, 4)
     kind = TYPES[way.dtype.name]

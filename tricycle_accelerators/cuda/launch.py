@@ -201,7 +201,7 @@ NORM_BLOCKS = 528  # four for each multiprocessor of a large GPU
 def norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Plan, int] | None:
     """The plan, and how many times a thread reads so many elements of a row; None for rows that are too long."""
     threads = 32 * up(row_size, 4 * 32 * at_once)
-    if threads > MAX_THREADS:
+    if threads > {1: 1024, 4: 512, 8: 256}[at_once]:  # NORM_THREADS of norm.cu
         return None
     n_teams = 4 if threads == 32 else 1
     plan = Plan((min(NORM_BLOCKS, up(n_rows, n_teams)), 1), (threads, n_teams), 8 * row_size if n_teams > 1 else 0)
@@ -284,6 +284,18 @@ def address(array: Array) -> int:
 
 # -------------------------------------------------------------------- launch
 @cache
+def _runtime() -> Any:
+    from cupy.cuda import runtime
+
+    return runtime
+
+
+def _device() -> int:
+    """The number of the current device."""
+    return _runtime().getDevice()
+
+
+@cache
 def _capability(device: int) -> int:
     from cupy.cuda import Device
 
@@ -292,9 +304,7 @@ def _capability(device: int) -> int:
 
 def has_tensor_cores() -> bool:
     """Whether the current device has those that attention is written for: compute capability 8.0 (Ampere) or later."""
-    from cupy.cuda import runtime
-
-    return _capability(runtime.getDevice()) >= 80
+    return _capability(_device()) >= 80
 
 
 @cache
@@ -335,9 +345,7 @@ def launch(file: str, kernel: str, template: tuple[str, ...], plan: Plan, *argum
     Raises:
         ValueError: an array lies on another device than the current one.
     """
-    from cupy.cuda import runtime
-
-    device = runtime.getDevice()
+    device = _device()
     for array in arguments:
         if array is not None and not isinstance(array, (np.ndarray, np.generic)) and array.device.id != device:
             raise ValueError(f"{kernel}: expected arrays on the current device, {device}, got one on {array.device.id}")

@@ -3,7 +3,7 @@
 
 // y = (x - mean) * scale * gain + bias, with scale = 1 / sqrt(variance + eps). mean and scale: one float a row.
 template <class T>
-__global__ void layer_norm(
+__global__ void LARGE_BLOCK layer_norm(
     const T* x, const float* gain, const float* bias, T* y, float* means, float* scales, i64 n_rows, int n, float eps,
     int centred
 ) {
@@ -47,12 +47,15 @@ __global__ void layer_norm(
     }
 }
 
+// The more a thread holds, the more registers it takes, and the fewer threads a block may have.
+template <int N> constexpr int NORM_THREADS = N == 1 ? 1024 : N == 4 ? 512 : 256;
+
 // dx for every gridDim.x-th group of rows; their part of the gradients of gain and bias goes to sums[block]: (2, n).
 // A thread has the same HELD times N columns in all of its rows, so that these sums stay in registers; blockDim.x * HELD
 // * N cover a row, and n is a multiple of N. N is a pack, and every array aligned, or 1.
 // Dynamic shared memory, where a block has several teams: 2 n floats.
 template <class T, int N, int HELD>
-__global__ void layer_norm_backward(
+__global__ void __launch_bounds__(NORM_THREADS<N>) layer_norm_backward(
     const T* grad, const T* x, const float* gain, const float* means, const float* scales, T* dx, float* sums,
     i64 n_rows, int n, int centred
 ) {

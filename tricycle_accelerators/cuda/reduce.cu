@@ -39,7 +39,7 @@ template <class T> __global__ void sum_rows(const T* x, float* out, i64 n_rows, 
 }
 
 // out[block] = the sum, or the sum of squares, of this block's share of x (n,).
-template <class T, bool SQUARES> __global__ void sum_all(const T* x, float* out, i64 n) {
+template <class T, bool SQUARES> __global__ void LARGE_BLOCK sum_all(const T* x, float* out, i64 n) {
     constexpr int N = PACK<T>;
     float sum = 0.0f;
     auto add = [&](i64 i, auto count) {

@@ -27,7 +27,7 @@ struct Exponentials {
     }
 };
 
-template <class T, bool NOTHING> __global__ void softmax(const T* x, T* y, i64 n_rows, i64 n) {
+template <class T, bool NOTHING> __global__ void LARGE_BLOCK softmax(const T* x, T* y, i64 n_rows, i64 n) {
     const i64 row = team_row();
     if (row >= n_rows) return;
     const T* from = x + row * n;
@@ -55,7 +55,7 @@ template <class T, bool NOTHING> __global__ void softmax(const T* x, T* y, i64 n
     });
 }
 
-template <class T> __global__ void log_softmax(const T* x, T* y, i64 n_rows, i64 n) {
+template <class T> __global__ void LARGE_BLOCK log_softmax(const T* x, T* y, i64 n_rows, i64 n) {
     const i64 row = team_row();
     if (row >= n_rows) return;
     const T* from = x + row * n;
@@ -79,7 +79,7 @@ template <class T> __global__ void log_softmax(const T* x, T* y, i64 n_rows, i64
 }
 
 // dx = y (grad - sum(grad y))
-template <class T> __global__ void softmax_backward(const T* grad, const T* y, T* dx, i64 n_rows, i64 n) {
+template <class T> __global__ void LARGE_BLOCK softmax_backward(const T* grad, const T* y, T* dx, i64 n_rows, i64 n) {
     const i64 row = team_row();
     if (row >= n_rows) return;
     const T *grads = grad + row * n, *weights = y + row * n;
@@ -112,7 +112,7 @@ template <class T> __global__ void softmax_backward(const T* grad, const T* y, T
 // The slope may overwrite the logits: each element is read by the thread that writes it, after all have read the row
 // once. No slope is written where `slope` is null. A label that is none makes the cost NaN.
 template <class T>
-__global__ void cross_entropy(
+__global__ void LARGE_BLOCK cross_entropy(
     const T* logits, const i64* labels, const float* weights, float* costs, T* slope, i64 n_rows, i64 n, float smoothing
 ) {
     const i64 row = team_row();

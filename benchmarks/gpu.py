@@ -1,0 +1,337 @@
+"""Everything that wants a GPU, checked and measured in one go: python -m benchmarks.gpu --output FOLDER
+
+Parts, each guarded, so that one that fails does not lose the others; files are written after each:
+  environment  versions, driver, what Tricycle found
+  compile      every CUDA kernel for each architecture: registers, shared memory, spills
+  tests        pytest -m gpu
+  products     TFLOP/s of every matrix product of a GPT-2 step, Tricycle's beside PyTorch's
+  training     tokens/s and peak memory beside PyTorch eager (scaled_dot_product_attention, fused AdamW) and compiled,
+               bursts of steps in turns: GPT-2 124M, the Shakespeare preset, SmolGPT 49M, and float32 and TF32
+  timeline     milliseconds of one step by kernel beside the floor that bandwidth and arithmetic set
+  generation   tokens/s in batches of 1 and 32 with a cache, beside Hugging Face, plain and compiled
+
+`--device cpu --quick` runs the same on NumPy and PyTorch's CPU with tiny models, to test this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tricycle.configs import GPT2Config, GPTConfig, ShakespeareConfig, SmolGPTConfig
+
+# PyTorch's users pad GPT-2's vocabulary to a multiple of 64, or its matrix products are slow; both sides do here.
+GPT2 = GPT2Config(vocab_size=50_304, batch_size=32, precision="bfloat16")
+CASES: dict[str, GPTConfig] = {
+    "gpt2": GPT2,
+    "shakespeare": ShakespeareConfig(precision="bfloat16"),
+    "smol": SmolGPTConfig(vocab_size=50_304, precision="bfloat16"),
+    "gpt2 float16": replace(GPT2, precision="float16"),
+    "gpt2 tf32": replace(GPT2, precision="tf32", batch_size=16),
+    "gpt2 float32": replace(GPT2, precision="float32", batch_size=16),
+}
+TINY = GPTConfig(vocab_size=256, context_window=32, embedding_dim=32, n_heads=2, n_layers=2, batch_size=2)
+QUICK_CASES: dict[str, GPTConfig] = {"gpt2": TINY, "shakespeare": replace(TINY, tied=False, dropout=0.2)}
+PARTS = ("environment", "compile", "tests", "products", "training", "timeline", "generation")
+BATCHES = (1, 32)
+# Milliseconds of a step of GPT-2 at batch 32 on an H200 that nothing can undercut: matrix products at 790 TFLOP/s,
+# attention at 280 forward and 240 TFLOP/s backward, everything else at 4.3 TB/s with each array read and written once.
+FLOOR = {
+    "matmul": 30.7, "attention": 2.4, "attention_backward": 4.4, "layer_norm": 1.2, "layer_norm_backward": 1.2,
+    "gelu_with_slope": 0.6, "multiply": 1.7, "sum_rows": 1.3, "cross_entropy_with_slope": 1.5, "adamw": 0.8,
+}  # fmt: skip
+LEAST_SECONDS = 20  # no part begins with less time left
+
+
+class Failed(RuntimeError):
+    """A side could not do what it was asked."""
+
+
+class Worker:
+    """A side in a process of its own."""
+
+    def __init__(self, side: str, config: GPTConfig, device: str, deadline: float) -> None:
+        self.side, self.deadline = side, deadline
+        words = ["-m", "benchmarks.gpu_workers", side, device, json.dumps(config.to_dict())]
+        self.process = subprocess.Popen(
+            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """
+        Raises:
+            Failed: it says so, it ended, or time is up.
+        """
+        assert self.process.stdin and self.process.stdout
+        if self.process.poll() is not None:
+            raise Failed(f"{self.side} has ended")
+        timer = threading.Timer(max(1.0, self.deadline - time.monotonic()), self.process.kill)
+        timer.start()
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self.process.stdin.flush()
+            for line in self.process.stdout:
+                if line.startswith("@"):
+                    reply = json.loads(line[1:])
+                    if "error" in reply:
+                        raise Failed(f"{self.side}: {reply['error']}")
+                    return reply["answer"]
+        except BrokenPipeError:
+            pass
+        finally:
+            timer.cancel()
+        raise Failed(f"{self.side} ended with status {self.process.wait()} (killed where time was up)")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Report:
+    """What was found, written to a folder after each part as results.json and report.md."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.results, self.pieces = folder, {}, []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, part: str, result: Any, text: str) -> None:
+        self.results[part] = result
+        self.pieces.append(f"## {part}\n\n{text.rstrip()}\n")
+        print(f"\n{self.pieces[-1]}", flush=True)
+        content = json.dumps(self.results, indent=1)
+        (self.folder / "results.json").write_text(content + "\n", encoding="utf-8")
+        title = f"# Tricycle on a GPU, {date.today()}\n\n"
+        (self.folder / "report.md").write_text(title + "\n".join(self.pieces), encoding="utf-8")
+
+
+def table(head: list[str], rows: list[list[Any]]) -> str:
+    """Markdown, with columns in line."""
+    cells = [head, *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["| " + " | ".join(value.rjust(width) for value, width in zip(row, widths)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *lines[1:]])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+# -------------------------------------------------------------------- parts
+def environment(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    from tricycle_cli.machine import report
+
+    found = {"python": platform.python_version(), "machine": report()}
+    for name, words in {"nvidia-smi": ["nvidia-smi"], "commit": ["git", "rev-parse", "HEAD"]}.items():
+        found[name] = run(words, deadline)[1].strip()
+    return found, "\n\n".join(f"{name}:\n```\n{text}\n```" for name, text in found.items())
+
+
+def run(words: list[str], deadline: float) -> tuple[int, str]:
+    """The status and the output of a program; status -1 where there is none, or it took too long."""
+    limit = max(1.0, deadline - time.monotonic())
+    try:
+        done = subprocess.run(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace",
+            timeout=limit,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return -1, f"{words[0]} is not installed"
+    except subprocess.TimeoutExpired as error:
+        return -1, f"stopped after {limit:.0f} s\n{(error.output or b'').decode('utf-8', 'replace')}"
+    return done.returncode, done.stdout
+
+
+def compile_log(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    status, text = run([sys.executable, "-m", "tricycle_accelerators.cuda"], deadline)
+    (arguments.output / "compile.txt").write_text(text, encoding="utf-8")
+    return {"status": status, "log": text}, f"status {status}\n```\n{text[-6000:]}\n```"
+
+
+def gpu_tests(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    selected = ["-m", "gpu"] if arguments.device == "gpu" else ["tests/test_initialisers.py"]
+    status, text = run([sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", *selected], deadline)
+    (arguments.output / "pytest.txt").write_text(text, encoding="utf-8")
+    last = text.strip().splitlines()[-60:]
+    return {"status": status, "last": last[-1:]}, "status {}\n```\n{}\n```".format(status, "\n".join(last))
+
+
+def product_rates(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    found, texts = {}, []
+    for name, config in selected_cases(arguments).items():
+        if name not in ("gpt2", "gpt2 tf32", "gpt2 float32"):
+            continue
+        rates: dict[str, dict[str, float]] = {}
+        for side in ("tricycle", "torch"):
+            worker = Worker(side, config, arguments.device, deadline)
+            try:
+                rates[side] = dict(worker.ask("rates"))
+            except Failed as error:
+                texts.append(f"{name}: {error}")
+            finally:
+                worker.close()
+        found[name] = rates
+        kinds = list(next(iter(rates.values()), {}))
+        rows = [[kind, *(rates[side].get(kind, "") for side in rates)] for kind in kinds]
+        texts.append(f"{name}, TFLOP/s\n\n" + table(["product", *rates], rows))
+    return found, "\n\n".join(texts)
+
+
+def training(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    found, rows, notes = {}, [], []
+    for case, config in selected_cases(arguments).items():
+        if deadline - time.monotonic() < LEAST_SECONDS:
+            notes.append(f"{case}: no time left")
+            continue
+        names = ["tricycle", "torch"] + ["torch-compile"] * arguments.compile
+        found[case] = result = train_case(config, names, arguments, deadline)
+        n_tokens = config.batch_size * config.context_window
+        speeds = {name: n_tokens / side["seconds"] for name, side in result.items() if "seconds" in side}
+        for name, side in result.items():
+            if name not in speeds:
+                notes.append(f"{case}, {side['error']}")
+                continue
+            ratio = speeds["tricycle"] / speeds[name] if "tricycle" in speeds else ""
+            rows.append([case, name, speeds[name], ratio, 1e3 * side["seconds"], side["memory"], side["losses"][-1]])
+        notes += [f"{name}: {side['versions']}" for name, side in result.items() if "versions" in side]
+    head = ["case", "side", "tokens/s", "ours / it", "ms a step", "GB at most", "last loss"]
+    return found, table(head, rows) + "\n\n" + "\n".join(dict.fromkeys(notes))
+
+
+def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """What each side needs for a step: the median of its bursts, which the sides make in turns."""
+    workers = {name: Worker(name, config, arguments.device, deadline) for name in names}
+    found: dict[str, Any] = {name: {"bursts": [], "losses": []} for name in names}
+
+    def each(work: Callable[[str, Worker], None]) -> None:
+        for name, worker in workers.items():
+            if "error" not in found[name]:
+                try:
+                    work(name, worker)
+                except Failed as error:
+                    found[name]["error"] = str(error)
+
+    def burst(name: str, worker: Worker) -> None:
+        taken = worker.ask("burst", n=arguments.steps)
+        found[name]["bursts"].append(taken["seconds"])
+        found[name]["losses"] += taken["losses"]
+
+    def finish(name: str, worker: Worker) -> None:
+        bursts = sorted(found[name]["bursts"])
+        found[name] |= {"memory": worker.ask("memory"), "versions": worker.ask("versions")}
+        found[name]["seconds"] = bursts[len(bursts) // 2]
+
+    try:
+        each(lambda name, worker: worker.ask("burst", n=arguments.warmup))
+        for _ in range(arguments.turns):
+            each(burst)
+        each(finish)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return found
+
+
+def timeline(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    cases = selected_cases(arguments)
+    name = next((name for name in cases if name.startswith("gpt2")), next(iter(cases)))
+    worker = Worker("tricycle", cases[name], arguments.device, deadline)
+    try:
+        worker.ask("burst", n=arguments.warmup)
+        found = worker.ask("timeline")
+    finally:
+        worker.close()
+    floors = FLOOR if cases[name] == GPT2 else {}
+    rows = [[kernel, calls, ms, floors.get(kernel, "")] for kernel, calls, ms in found["rows"]]
+    rows.append(["step", "", found["step"], sum(floors.values()) or ""])
+    return found, f"{name}\n\n" + table(["kernel", "calls", "ms", "floor, ms"], rows)
+
+
+def generation(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
+    config = next(iter(selected_cases(arguments).values()))
+    found: dict[str, Any] = {}
+    sides = ["tricycle", "transformers"] + ["transformers-compile"] * arguments.compile
+    for side in sides:
+        worker = Worker(side, config, arguments.device, deadline)
+        found[side] = {}
+        try:
+            for batch in BATCHES:
+                seconds = worker.ask("generate", batch=batch, n_tokens=arguments.new_tokens)
+                found[side][str(batch)] = batch * arguments.new_tokens / seconds
+        except Failed as error:
+            found[side]["error"] = str(error)
+        finally:
+            worker.close()
+    rows = [[side, *(speeds.get(str(batch), "") for batch in BATCHES)] for side, speeds in found.items()]
+    text = table(["tokens/s", *(f"batch {batch}" for batch in BATCHES)], rows)
+    return found, "\n\n".join([text, *(speeds["error"] for speeds in found.values() if "error" in speeds)])
+
+
+def selected_cases(arguments: argparse.Namespace) -> dict[str, GPTConfig]:
+    cases = QUICK_CASES if arguments.quick else CASES
+    return {name: config for name, config in cases.items() if not arguments.cases or name in arguments.cases}
+
+
+RUN: dict[str, Callable[[argparse.Namespace, float], tuple[Any, str]]] = dict(
+    zip(PARTS, (environment, compile_log, gpu_tests, product_rates, training, timeline, generation))
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu-report"), help="folder of results.json and report.md")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=[], help="of training; all unless given")
+    parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few steps")
+    parser.add_argument("--minutes", type=float, default=25.0, help="no part goes on for longer, all together")
+    parser.add_argument("--part-minutes", type=float, default=9.0, help="nor one alone")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a burst")
+    parser.add_argument("--turns", type=int, default=5, help="bursts of each side")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before those")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens to generate in each sequence")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave compiled PyTorch out")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps = arguments.turns = arguments.warmup = 2
+        arguments.new_tokens = 8
+    if arguments.device == "gpu":
+        from tricycle.backend import gpu_problem
+
+        if gpu_problem():
+            parser.error(f"no GPU can be used: {gpu_problem()} (--device cpu --quick tests this program)")
+    end = time.monotonic() + 60 * arguments.minutes
+    report, failed = Report(arguments.output), []
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    for part in arguments.parts:
+        left = end - time.monotonic()
+        if left < LEAST_SECONDS:
+            report.add(part, {"error": "no time left"}, "no time left")
+            continue
+        try:
+            result, text = RUN[part](arguments, time.monotonic() + min(left, 60 * arguments.part_minutes))
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(part)
+            result = {"error": f"{type(error).__name__}: {error}"}
+            text = f"failed: {result['error']}"
+        report.add(part, result, text)
+    print(f"\nwritten to {arguments.output}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,405 @@
+"""The sides of `benchmarks.gpu`, each in a process of its own: one line of JSON asks, one that begins with "@" answers.
+
+Tricycle trains through `train_step`, as a user does. PyTorch has the same model with scaled_dot_product_attention, its
+fused AdamW, its own clipping and autocast, eager or compiled, and takes the same batches.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workers import peak_memory_mb
+from tricycle.configs import GPTConfig
+from tricycle.dataset import CausalLMDataset
+
+LEARNING_RATE, PROMPT = 1e-4, 16
+REPEATS, GROUPS = 10, 3  # of a product: groups of repeats, and the median of the groups
+
+
+def products(config: GPTConfig) -> list[tuple[str, int, int, int]]:
+    """Name and (N, K, M) of every kind of matrix product in a training step, but for those of attention."""
+    n, c, v = config.batch_size * config.context_window, config.embedding_dim, config.vocab_size
+    wide = round(c * config.expansion_ratio)
+    found = []
+    for name, k, m in (("qkv", c, 3 * c), ("projection", c, c), ("up", c, wide), ("down", wide, c), ("head", c, v)):
+        found += [(name, n, k, m), (f"{name} dx", n, m, k), (f"{name} dw", k, n, m)]
+    return found
+
+
+def operands(name: str, n: int, k: int, m: int, draw: Callable[[int, int], Any]) -> tuple[Any, Any]:
+    """Matrices (N, K) and (K, M) that lie as they do in a step: x and w, the gradient and w^T, x^T and the gradient."""
+    if name.endswith(" dw"):
+        return draw(k, n).T, draw(k, m)
+    return draw(n, k), draw(m, k).T if name.endswith(" dx") else draw(k, m)
+
+
+def random_tokens(config: GPTConfig) -> np.ndarray:
+    n_tokens = 4 * config.batch_size * config.context_window + 1
+    return np.random.default_rng(0).integers(0, config.vocab_size, n_tokens)
+
+
+class Side:
+    """What every side answers."""
+
+    def __init__(self, config: GPTConfig, on_gpu: bool) -> None:
+        self.config, self.on_gpu = config, on_gpu
+        self.losses: list[float] = []
+
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+
+    def steps(self, n: int) -> list[float]:
+        """Make n updates and read their losses."""
+        raise NotImplementedError
+
+    def burst(self, n: int) -> dict[str, Any]:
+        """Seconds a step, over n steps, and the losses."""
+        self.wait()
+        start = time.perf_counter()
+        self.losses += self.steps(n)
+        self.wait()
+        return {"seconds": (time.perf_counter() - start) / n, "losses": self.losses[-n:]}
+
+    def rates(self) -> list[tuple[str, float]]:
+        """TFLOP/s of each kind of product."""
+        found = []
+        for name, n, k, m in products(self.config):
+            product = self.product(name, n, k, m)
+            product()
+            times = []
+            for _ in range(GROUPS):
+                self.wait()
+                start = time.perf_counter()
+                for _ in range(REPEATS):
+                    product()
+                self.wait()
+                times.append((time.perf_counter() - start) / REPEATS)
+            found.append((name, 2 * n * k * m / statistics.median(times) / 1e12))
+        return found
+
+    def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
+        """A function that makes one product: operands as they lie in a step."""
+        raise NotImplementedError
+
+    def generate(self, batch: int, n_tokens: int) -> float:
+        """Seconds for so many tokens after a short prompt, greedily, with cached keys and values."""
+        prompt = np.random.default_rng(1).integers(0, self.config.vocab_size, (batch, PROMPT))
+        self.continued(prompt, min(8, n_tokens))
+        self.wait()
+        start = time.perf_counter()
+        self.continued(prompt, n_tokens)
+        self.wait()
+        return time.perf_counter() - start
+
+    def continued(self, prompt: np.ndarray, n_tokens: int) -> Any:
+        raise NotImplementedError
+
+    def memory(self) -> float:
+        """The most memory held, in GB: of the GPU, else of the process."""
+        return peak_memory_mb() / 1e3
+
+
+class Tricycle(Side):
+    def __init__(self, config: GPTConfig, on_gpu: bool) -> None:
+        from tricycle.training import new_state
+
+        super().__init__(config, on_gpu)
+        self.state = new_state(config, random_tokens(config), on_gpu)
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            import cupy
+
+            cupy.cuda.runtime.deviceSynchronize()
+
+    def steps(self, n: int) -> list[float]:
+        from tricycle.training import read_steps, train_step
+
+        return [loss for loss, _ in read_steps(self.state, [train_step(self.state) for _ in range(n)])]
+
+    def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
+        from tricycle import kernels
+
+        xp, precision = self._xp(), self.config.precision
+        generator = xp.random.default_rng(0)
+        draw = lambda *shape: kernels.operand(generator.standard_normal(shape, dtype=np.float32), precision)
+        a, b = operands(name, n, k, m, draw)
+        small = a.dtype if a.dtype.itemsize == 2 and "dw" not in name else None
+        return lambda: kernels.matmul(a, b, None, None, small, precision)
+
+    def continued(self, prompt: np.ndarray, n_tokens: int) -> Any:
+        from tricycle.tensor import Tensor
+
+        model, xp, found = self.state.model, self._xp(), []
+        caches, tokens = model.new_caches(), xp.asarray(prompt)
+        with model.evaluating():
+            for _ in range(n_tokens):
+                logits = model(Tensor(tokens, requires_grad=False), caches).array[:, -1]
+                tokens = logits.astype(np.float32).argmax(axis=-1)[:, None]
+                found.append(tokens)
+        return found
+
+    def timeline(self) -> dict[str, Any]:
+        """Milliseconds of one step by kernel, as the ops call them; what calls others counts their time as its own."""
+        from tricycle import kernels
+
+        events: list[tuple[str, Any, Any]] = []
+        inside: list[str] = []
+        mark = self._mark
+
+        def timed(name: str, kernel: Callable) -> Callable:
+            def run(*args: Any, **options: Any) -> Any:
+                if inside:
+                    return kernel(*args, **options)
+                inside.append(name)
+                start = mark()
+                try:
+                    return kernel(*args, **options)
+                finally:
+                    events.append((name, start, mark()))
+                    inside.pop()
+
+            return run
+
+        plain = {name: getattr(kernels, name) for name in kernels.reference.__all__}
+        self.steps(2)
+        try:
+            for name, kernel in plain.items():
+                setattr(kernels, name, timed(name, kernel))
+            start = mark()
+            self.steps(1)
+            end = mark()
+        finally:
+            for name, kernel in plain.items():
+                setattr(kernels, name, kernel)
+        self.wait()
+        found: dict[str, list[float]] = defaultdict(list)
+        for name, first, last in events:
+            found[name].append(self._milliseconds(first, last))
+        rows = [(name, len(times), sum(times)) for name, times in found.items()]
+        whole = self._milliseconds(start, end)
+        rows.append(("elsewhere", 0, whole - sum(ms for *_, ms in rows)))
+        return {"step": whole, "rows": sorted(rows, key=lambda row: -row[2])}
+
+    def memory(self) -> float:
+        if not self.on_gpu:
+            return super().memory()
+        import cupy
+
+        return cupy.get_default_memory_pool().total_bytes() / 1e9  # the pool gives nothing back
+
+    def versions(self) -> str:
+        import tricycle
+
+        if not self.on_gpu:
+            return f"Tricycle {tricycle.__version__}, NumPy {np.__version__}"
+        import cupy
+
+        from tricycle_accelerators.cuda import attention, gemm
+
+        parts = [gemm.problem() or f"cuBLASLt {gemm.version()}", attention.problem() or attention.version()]
+        return f"Tricycle {tricycle.__version__}, CuPy {cupy.__version__}, {', '.join(parts)}"
+
+    def _xp(self) -> Any:
+        return next(self.state.model.parameters()).xp
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        import cupy
+
+        event = cupy.cuda.Event()
+        event.record()
+        return event
+
+    def _milliseconds(self, first: Any, last: Any) -> float:
+        if not self.on_gpu:
+            return 1e3 * (last - first)
+        import cupy
+
+        return cupy.cuda.get_elapsed_time(first, last)
+
+
+class Torch(Side):
+    def __init__(self, config: GPTConfig, on_gpu: bool, compiled: bool = False) -> None:
+        import torch
+
+        super().__init__(config, on_gpu)
+        self.device = torch.device("cuda" if on_gpu else "cpu")
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+        kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        self.kind = kinds.get(config.precision)
+        self.model = torch_gpt(config).to(self.device)
+        groups = [
+            {"params": [p for p in self.model.parameters() if (p.dim() >= 2) == matrices], "weight_decay": decay}
+            for matrices, decay in ((True, config.weight_decay), (False, 0.0))
+        ]
+        self.optimiser = torch.optim.AdamW(groups, LEARNING_RATE, (config.beta1, config.beta2), fused=True)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "float16" and on_gpu)
+        self.forward: Any = torch.compile(self.model) if compiled else self.model
+        shape = config.vocab_size, config.batch_size, config.context_window
+        self.data = CausalLMDataset(random_tokens(config), *shape, config.seed).batch().shuffle()
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def steps(self, n: int) -> list[float]:
+        import torch
+        from torch.nn import functional as F
+
+        losses = []
+        for _ in range(n):
+            inputs, outputs = (self._place(ids) for ids in next(self.data))
+            with torch.autocast(self.device.type, self.kind, enabled=self.kind is not None):
+                loss = F.cross_entropy(self.forward(inputs).flatten(0, 1), outputs.flatten())
+            self.scaler.scale(loss).backward()
+            if self.config.max_gradient_norm:
+                self.scaler.unscale_(self.optimiser)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_gradient_norm)
+            self.scaler.step(self.optimiser)
+            self.scaler.update()
+            self.optimiser.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        return torch.stack(losses).float().tolist()
+
+    def _place(self, ids: np.ndarray) -> Any:
+        import torch
+
+        tensor = torch.from_numpy(np.ascontiguousarray(ids, np.int64))
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else tensor
+
+    def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
+        import torch
+
+        draw = lambda *shape: torch.randn(*shape, device=self.device, dtype=self.kind or torch.float32)
+        a, b = operands(name, n, k, m, draw)
+        return lambda: a @ b
+
+    def memory(self) -> float:
+        if not self.on_gpu:
+            return super().memory()
+        import torch
+
+        return torch.cuda.max_memory_reserved() / 1e9
+
+    def versions(self) -> str:
+        import torch
+
+        return f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+
+
+class HuggingFace(Torch):
+    """GPT-2 of the package transformers, which generates; `static` keeps the cache in place and compiles the step."""
+
+    def __init__(self, config: GPTConfig, on_gpu: bool, static: bool = False) -> None:
+        import torch
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        Side.__init__(self, config, on_gpu)
+        self.device, self.static = torch.device("cuda" if on_gpu else "cpu"), static
+        sizes = {"n_embd": config.embedding_dim, "n_layer": config.n_layers, "n_head": config.n_heads}
+        settings = GPT2Config(config.vocab_size, config.context_window, **sizes, bos_token_id=0, eos_token_id=None)
+        self.kind = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.precision, torch.float32)
+        self.model = GPT2LMHeadModel(settings).to(self.device, self.kind).eval()
+
+    def continued(self, prompt: np.ndarray, n_tokens: int) -> Any:
+        import torch
+
+        ids = torch.from_numpy(prompt).to(self.device)
+        how: dict[str, Any] = {"cache_implementation": "static"} if self.static else {}
+        with torch.no_grad():
+            return self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=n_tokens, min_new_tokens=n_tokens,
+                do_sample=False, pad_token_id=0, **how,
+            )  # fmt: skip
+
+
+def torch_gpt(config: GPTConfig) -> Any:
+    """GPT-2 as PyTorch's users write it."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    width, n_heads, dropout = config.embedding_dim, config.n_heads, config.dropout
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width, bias=config.bias) for _ in range(2))
+            hidden = round(width * config.expansion_ratio)
+            self.qkv, self.out = nn.Linear(width, 3 * width, config.bias), nn.Linear(width, width, config.bias)
+            self.up, self.down = nn.Linear(width, hidden, config.bias), nn.Linear(hidden, width, config.bias)
+            self.drop = nn.Dropout(dropout)
+
+        def forward(self, x):
+            n_items, n_tokens, _ = x.shape
+            qkv = self.qkv(self.norms[0](x)).view(n_items, n_tokens, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).transpose(1, 2).reshape(x.shape)
+            x = x + self.drop(self.out(y))
+            return x + self.drop(self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh")))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(config.vocab_size, width)
+            self.places = nn.Embedding(config.context_window, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(config.n_layers))
+            self.norm = nn.LayerNorm(width, bias=config.bias)
+            self.head = nn.Linear(width, config.vocab_size, bias=False)
+            self.drop = nn.Dropout(dropout)
+            for name, parameter in self.named_parameters():
+                if parameter.dim() >= 2:
+                    last = name.endswith(("out.weight", "down.weight"))
+                    nn.init.normal_(parameter, 0.0, 0.02 / (2 * config.n_layers) ** 0.5 if last else 0.02)
+            if config.tied:
+                self.head.weight = self.tokens.weight
+
+        def forward(self, ids):
+            places = torch.arange(ids.shape[1], device=ids.device)
+            x = self.drop(self.tokens(ids) + self.places(places))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    return Model()
+
+
+SIDES: dict[str, Callable[[GPTConfig, bool], Side]] = {
+    "tricycle": Tricycle,
+    "torch": Torch,
+    "torch-compile": lambda config, on_gpu: Torch(config, on_gpu, compiled=True),
+    "transformers": HuggingFace,
+    "transformers-compile": lambda config, on_gpu: HuggingFace(config, on_gpu, static=True),
+}
+
+
+def main() -> None:
+    name, device, fields = sys.argv[1:4]
+    side: Side | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if side is None:
+                side = SIDES[name](GPTConfig.from_dict(json.loads(fields)), device == "gpu")
+            answer: Any = {"answer": getattr(side, asked.pop("do"))(**asked)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        print("@" + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,846 @@
+"""The CUDA kernels: compiled by NVRTC, run on an emulator of CUDA on the CPU, and run on a GPU where one is.
+
+The emulator (cuda_on_cpu) compiles the same sources with g++ and runs the threads of a block in turns; so the kernels'
+arithmetic, their barriers and the Python that launches them are tested everywhere, but not their speed.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_on_cpu import emulate
+from tables import bad_input
+from test_kernels import CASES, IN_PLACE, contiguous, draw, strided
+
+from tricycle import kernels as seam
+from tricycle.backend import ARRAY_MODULES
+from tricycle.kernels import reference
+from tricycle_accelerators.cuda import __main__ as program
+from tricycle_accelerators.cuda import compile as nvrtc
+from tricycle_accelerators.cuda import gemm, kernels, launch
+from tricycle_accelerators.cuda import attention as cudnn
+from tricycle_accelerators.cuda.launch import KERNELS, Plan, expression, expressions, source
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+# How far results may be from the reference in float64, relative and as a share of the largest: half a unit of the last
+# place, and for 16 bits a few of them where weights were rounded on the way.
+CLOSE = {"float32": 3e-4, "float16": 4e-3, "bfloat16": 2e-2}
+NEED_FLOAT32 = {"adamw", "rnn", "rnn_backward", "gru", "gru_backward", "lstm", "lstm_backward"}  # else: the reference
+FILES = sorted(path for path in launch.FOLDER.glob("*.cu"))
+
+# -------------------------------------------------------------------- two devices
+Device = Callable[[Any], Any]  # from arrays to arrays of the device
+seen: set[str] = set()  # what has been launched on the emulator
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory) -> emulate.Emulator:
+    if emulate.problem():
+        pytest.skip(emulate.problem())
+    return emulate.Emulator(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def emulated(emulator, monkeypatch) -> emulate.Emulator:
+    """The table's launches go to the emulator, with NumPy arrays; matrix products to NumPy."""
+    emulator.order = 0
+    emulator.launched.clear()
+    monkeypatch.setattr(launch, "launch", emulator.launch)
+    monkeypatch.setattr(launch, "has_tensor_cores", lambda: True)
+    monkeypatch.setattr(gemm, "matmul", reference.matmul)
+    monkeypatch.setattr(cudnn, "forward", lambda *arguments: None)
+    monkeypatch.setattr(cudnn, "backward", lambda *arguments: False)
+    yield emulator
+    seen.update(expression(*each) for each in emulator.launched)
+
+
+@pytest.fixture
+def no_cudnn(monkeypatch) -> None:
+    monkeypatch.setattr(cudnn, "forward", lambda *arguments: None)
+    monkeypatch.setattr(cudnn, "backward", lambda *arguments: False)
+
+
+def offset_by_one(array: np.ndarray) -> np.ndarray:
+    """The same values one element after a multiple of 16 bytes."""
+    if not array.ndim:
+        return array
+    start = np.zeros(array.size + 32 // array.dtype.itemsize, array.dtype)
+    first = -(start.ctypes.data // array.dtype.itemsize) % (16 // array.dtype.itemsize) + 1
+    view = start[first : first + array.size].reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def to_emulator(array: np.ndarray, layout: Callable = contiguous) -> np.ndarray:
+    return layout(array)
+
+
+def to_cupy(array: np.ndarray, layout: Callable = contiguous) -> Any:
+    import cupy
+
+    array = cupy.asarray(np.ascontiguousarray(array).reshape(array.shape))
+    if layout is contiguous or not array.ndim:
+        return array
+    if layout is strided:
+        view = cupy.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)[..., ::2][::-1]
+    else:
+        view = cupy.zeros(array.size + 1, array.dtype)[1:].reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def to_host(array: Any) -> np.ndarray:
+    return array if isinstance(array, (np.ndarray, np.generic)) else array.get()
+
+
+def wide(argument: Any) -> Any:
+    """Floats as float64, everything else as it is; arrays are copies."""
+    if not isinstance(argument, np.ndarray):
+        return argument
+    return argument.copy() if argument.dtype.kind in "biu" else argument.astype(np.float64)
+
+
+def drawn(name: str, size: tuple, dtype: np.dtype) -> list:
+    """Arguments of a case, with floats rounded to a dtype."""
+    return [
+        a.astype(dtype) if isinstance(a, np.ndarray) and a.dtype.kind not in "biu" else a
+        for a in draw(name, size, np.float64)
+    ]
+
+
+def results_of(name: str, kernel: Callable, arguments: list) -> list:
+    found = kernel(*arguments)
+    if name in IN_PLACE:
+        assert found is None
+        return arguments[IN_PLACE[name]]
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def assert_near(found: list, expected: list, tolerance: float, share: float = 0.1) -> None:
+    """Relative to each value, and to this share of the largest."""
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected):
+        mine = np.asarray(to_host(mine), np.float64)
+        assert mine.shape == np.shape(theirs)
+        scale = max(1.0, float(np.abs(theirs).max(initial=0, where=np.isfinite(theirs))))
+        np.testing.assert_allclose(mine, theirs, tolerance, tolerance * scale * share)
+
+
+def check_case(name: str, size: tuple, dtype: np.dtype, layout: Callable, device: Device) -> None:
+    arguments = drawn(name, size, dtype)
+    expected = results_of(name, getattr(reference, name), [wide(a) for a in arguments])
+    given = [device(a, layout) if isinstance(a, np.ndarray) else a for a in arguments]
+    written = given[IN_PLACE[name]] if name in IN_PLACE else []
+    read = [a for a in given if hasattr(a, "dtype") and not any(a is w for w in written)]
+    before = [to_host(a).tobytes() for a in read]
+    found = results_of(name, getattr(kernels, name), given)
+    assert before == [to_host(a).tobytes() for a in read]
+    assert_near(found, expected, CLOSE[dtype.name])
+    small = [a for a in found if a.dtype.itemsize == 2]
+    assert all(a.dtype == dtype for a in small)
+
+
+ours = [name for name in CASES if hasattr(kernels, name) and name != "matmul"]
+cases = [
+    (name, size, dtype)
+    for name in ours
+    for dtype in DTYPES
+    for size in CASES[name][1]
+    if dtype == np.float32 or name not in NEED_FLOAT32
+]
+
+
+# -------------------------------------------------------------------- on the emulator: the cases of all kernels
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in ours for dtype in DTYPES if dtype == np.float32 or name not in NEED_FLOAT32],
+)
+def test_agrees_with_the_reference_in_float64(name, dtype, emulated):
+    for size in CASES[name][1]:
+        for layout in (contiguous, strided):
+            check_case(name, size, dtype, layout, to_emulator)
+    if dtype == np.float32 and name not in ("operand", "activations"):
+        assert emulated.launched  # and not the reference
+
+
+@pytest.mark.parametrize("name", ours)
+def test_the_order_of_threads_changes_no_bit(name, emulated):
+    for size in CASES[name][1]:
+        found = []
+        for emulated.order in (0, 1, 7):
+            arguments = drawn(name, size, np.dtype(np.float32))
+            found.append([a.tobytes() for a in results_of(name, getattr(kernels, name), arguments)])
+        assert found[0] == found[1] == found[2], size
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request) -> Device:
+    """What follows runs on the emulator, and on a GPU."""
+    if request.param == "gpu":
+        request.getfixturevalue("no_cudnn")
+        return to_cupy
+    request.getfixturevalue("emulated")
+    return to_emulator
+
+
+# -------------------------------------------------------------------- sizes where the GPU's versions turn
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 64), (3, 776), (2, 2056), (1, 9000), (2, 40_000), (9, 129)], ids=str)
+@pytest.mark.parametrize("name", ["softmax", "softmax1", "log_softmax", "softmax_backward"])
+def test_rows(name, shape, dtype, device, rng):
+    arrays = [(rng.standard_normal(shape) * 5).astype(dtype)]
+    if name == "softmax_backward":
+        arrays.append(reference.softmax(rng.standard_normal(shape)).astype(dtype))
+    for layout in (contiguous, offset_by_one):
+        found = getattr(kernels, name)(*(device(a, layout) for a in arrays))
+        assert_near([found], [getattr(reference, name)(*map(wide, arrays))], CLOSE[dtype.name])
+
+
+def test_rows_without_an_ordinary_value(device):
+    x = np.array([[-np.inf] * 5, [-np.inf, 0, 1, 2, 3], [1, np.nan, 2, 3, 4], [-1e30, 80, 88, -np.inf, 80]], np.float32)
+    found = to_host(kernels.softmax(device(x)))
+    assert (found[0] == 0).all() and np.isnan(found[2]).all()
+    np.testing.assert_allclose(found[[1, 3]], reference.softmax(x.astype(float))[[1, 3]], 1e-5)
+    assert (to_host(kernels.softmax1(device(x)))[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(1, 8), (7, 64), (6, 264), (5, 520), (3, 776), (2, 1000), (2, 2048), (3, 4096), (2, 8192), (2, 8200)]
+)
+def test_norms(shape, centred, dtype, device, rng):
+    x, grad = ((rng.standard_normal(shape) * 3 + 1).astype(dtype) for _ in range(2))
+    gain, bias = (rng.standard_normal(shape[-1]).astype(np.float32) for _ in range(2))
+    expected = reference.layer_norm(wide(x), wide(gain), wide(bias), 1e-5, centred)
+    slopes = reference.layer_norm_backward(wide(grad), wide(x), wide(gain), *expected[1:], centred)
+    for layout in (contiguous, offset_by_one):
+        given = device(x, layout), device(gain, layout)
+        y, mean, scale = found = kernels.layer_norm(*given, device(bias, layout), 1e-5, centred)
+        assert y.dtype == dtype and mean.dtype == scale.dtype == np.float32
+        assert_near(list(found), list(expected), CLOSE[dtype.name])
+        found = kernels.layer_norm_backward(device(grad, layout), *given, mean, scale, centred)
+        assert found[0].dtype == dtype and found[1].dtype == found[2].dtype == np.float32
+        assert_near(list(found), list(slopes), CLOSE[dtype.name])
+
+
+def test_a_norm_of_many_rows(device, rng):
+    """More rows than blocks have teams."""
+    x, grad = (rng.standard_normal((4 * launch.NORM_BLOCKS + 5, 16)).astype(np.float32) for _ in range(2))
+    gain = rng.standard_normal(16).astype(np.float32)
+    y, mean, scale = kernels.layer_norm(device(x), device(gain), None, 1e-5, True)
+    found = kernels.layer_norm_backward(device(grad), device(x), device(gain), mean, scale, True)
+    _, mean, scale = reference.layer_norm(wide(x), wide(gain), None, 1e-5, True)
+    assert_near(list(found), list(reference.layer_norm_backward(wide(grad), wide(x), gain, mean, scale, True)), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2049, 24), (5000, 5), (3, 4104), (40_000, 8), (300, 1000)], ids=str)
+def test_sums(shape, dtype, device, rng):
+    x = rng.standard_normal(shape).astype(dtype)
+    for layout in (contiguous, offset_by_one):
+        found = kernels.sum_rows(device(x, layout))
+        assert found.dtype == np.float32
+        assert_near([found], [wide(x).sum(axis=0)], 1e-4)
+    found = kernels.sum_squares(device(x))
+    assert found.dtype == np.float32 and found.shape == ()
+    np.testing.assert_allclose(float(to_host(found)), (wide(x) ** 2).sum(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("n_tokens", "n_rows", "size"), [(3000, 7, 40), (600, 3, 1032), (1500, 2000, 5), (513, 4, 2056), (1, 5, 8)]
+)
+def test_tables_with_tokens_that_come_often(n_tokens, n_rows, size, dtype, device, rng):
+    grad = rng.standard_normal((n_tokens, size)).astype(dtype)
+    ids = np.minimum(rng.geometric(0.3, n_tokens) - 1, n_rows - 1)
+    found = kernels.embedding_backward(device(grad), device(ids), n_rows)
+    assert found.dtype == np.float32
+    assert_near([found], [reference.embedding_backward(wide(grad), ids, n_rows)], 1e-4)
+    again = kernels.embedding_backward(device(grad), device(ids.astype(np.int32)), n_rows)
+    assert to_host(found).tobytes() == to_host(again).tobytes()
+    apart = kernels.embedding_backward(device(grad, offset_by_one), device(ids), n_rows)
+    assert_near([apart], [to_host(found)], 1e-6)
+
+
+def test_ids_that_are_none_of_a_table_are_left_out(device):
+    grad, ids = np.ones((4, 2), np.float32), np.array([0, -1, 2, 7])
+    found = to_host(kernels.embedding_backward(device(grad), device(ids), 3))
+    assert found.tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [8, 131, 4099])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy_over_its_own_logits(size, smoothing, dtype, device, rng):
+    logits, labels = (rng.standard_normal((9, size)) * 5).astype(dtype), rng.integers(0, size, 9)
+    weights = (rng.random(9) * (np.arange(9) % 3 != 0)).astype(np.float32)
+    expected = reference.cross_entropy_with_slope(wide(logits), labels, wide(weights), smoothing)
+    given = device(logits)
+    loss, slope = kernels.cross_entropy_with_slope(given, device(labels), device(weights), smoothing, given)
+    assert slope is given and loss.dtype == np.float32 and loss.shape == ()
+    assert_near([loss, slope], list(expected), CLOSE[dtype.name])
+
+
+def test_rows_that_do_not_count_may_hold_anything(device):
+    logits = np.array([[np.nan, 1, np.inf], [0, 1, 2], [-np.inf, 0, 1]], np.float32)
+    labels, weights = np.array([0, 2, 0]), np.array([0, 1, 0], np.float32)
+    loss, slope = kernels.cross_entropy_with_slope(device(logits), device(labels), device(weights))
+    np.testing.assert_allclose(float(to_host(loss)), np.log(np.exp([0, 1, 2]).sum()) - 2, 1e-5)
+    assert (to_host(slope)[[0, 2]] == 0).all() and np.isfinite(to_host(slope)).all()
+    # a label that is none costs NaN, and nothing beyond the row is read
+    bad = kernels.cross_entropy(device(np.zeros((2, 3), np.float32)), device(np.array([0, 3])), device(weights[:2] + 1))
+    assert np.isnan(to_host(bad))
+
+
+# -------------------------------------------------------------------- attention
+SHAPES = [  # items, queries, keys, heads, offset, nothing, which axes the mask has (None: no mask)
+    (2, 70, 70, 2, 0, False, None),
+    (1, 70, 131, 2, 61, True, None),
+    (2, 33, 70, 1, None, False, (1, 0, 0, 1)),
+    (1, 129, 65, 2, -64, True, (1, 1, 1, 1)),
+    (1, 129, 65, 1, -64, False, None),
+    (2, 1, 200, 2, 199, False, None),
+    (1, 130, 40, 2, 20, False, (0, 0, 1, 1)),
+    (1, 64, 64, 1, None, True, None),
+]
+
+
+def attention_arguments(rng, size: int, dtype: np.dtype, shape: tuple) -> tuple:
+    items, queries, keys, heads, offset, nothing, axes = shape
+    packed = (rng.standard_normal((items, max(queries, keys), 3, heads, size)) * 1.5).astype(dtype)
+    mask = None
+    if axes:
+        lengths = [n if axis else 1 for axis, n in zip(axes, (items, heads, queries, keys))]
+        mask = np.where(rng.random(lengths) < 0.3, -np.inf, 0.5 * (rng.random(lengths) < 0.3)).astype(np.float32)
+    grad = rng.standard_normal((items, queries, heads, size)).astype(dtype)
+    return packed, grad, offset, nothing, mask
+
+
+def split(packed: Any, queries: int, keys: int) -> tuple:
+    return packed[:, :queries, 0], packed[:, :keys, 1], packed[:, :keys, 2]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(size, dtype) for dtype in DTYPES for size in (32, 64, 128)] + [(100, DTYPES[0]), (20, BFLOAT16)],
+)
+def test_attention(size, dtype, shape, device, rng):
+    packed, grad, offset, nothing, mask = attention_arguments(rng, size, dtype, shape)
+    parts, tolerance = split(packed, *shape[1:3]), CLOSE[dtype.name]
+    on_device = None if mask is None else device(mask)
+    expected = reference.attention(*map(wide, parts), offset, nothing, wide(mask))
+    given = split(device(packed), *shape[1:3])
+    out, log_total = kernels.attention(*given, offset, nothing, on_device)
+    assert out.dtype == dtype and log_total.dtype == np.float32
+    assert_near([out, log_total], list(expected), tolerance, 0.5)
+    gradients = device(np.full(packed.shape, np.nan, dtype))
+    wanted = [np.full(a.shape, np.nan) for a in parts]
+    reference.attention_backward(wide(grad), *map(wide, parts), *expected, offset, *wanted, wide(mask))
+    arguments = device(grad), *given, out, log_total, offset
+    kernels.attention_backward(*arguments, *split(gradients, *shape[1:3]), on_device)
+    assert_near(list(split(gradients, *shape[1:3])), wanted, tolerance, 0.5)
+    held = to_host(gradients)
+    rest = [held[:, shape[1] :, 0], held[:, shape[2] :, 1:]]
+    assert all(np.isnan(a.astype(np.float32)).all() for a in rest)  # nothing else was written
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_gives_the_same_bits_in_any_order(dtype, emulated, rng):
+    for shape in SHAPES[:4]:
+        packed, grad, offset, nothing, mask = attention_arguments(rng, 64, dtype, shape)
+        q, k, v = split(packed, *shape[1:3])
+        found = []
+        for emulated.order in (0, 1, 7):
+            gradients = np.full(packed.shape, np.nan, dtype)
+            out, log_total = kernels.attention(q, k, v, offset, nothing, mask)
+            given = grad, q, k, v, out, log_total, offset, *split(gradients, *shape[1:3])
+            kernels.attention_backward(*given, mask)
+            found.append((out.tobytes(), log_total.tobytes(), gradients.tobytes()))
+        assert found[0] == found[1] == found[2]
+
+
+def test_attention_of_rows_that_do_not_lie_as_tensor_cores_want(device, rng):
+    """One element off 16 bytes: a copy is made, and gradients come back to where they belong."""
+    shape = (1, 20, 20, 2, 0, False, None)
+    packed, grad, *_ = attention_arguments(rng, 32, BFLOAT16, shape)
+    wider = np.full((*packed.shape[:-1], 33), np.nan, BFLOAT16)
+    wider[..., 1:] = packed
+    given = split(device(wider)[..., 1:], 20, 20)
+    out, log_total = kernels.attention(*given, 0, False)
+    expected = reference.attention(*map(wide, split(packed, 20, 20)), 0, False)
+    assert_near([out], [expected[0]], CLOSE["bfloat16"], 0.5)
+    gradients = device(np.full(wider.shape, np.nan, BFLOAT16))
+    kernels.attention_backward(device(grad), *given, out, log_total, 0, *split(gradients[..., 1:], 20, 20))
+    wanted = [np.empty(a.shape) for a in expected[:1] * 3]
+    reference.attention_backward(wide(grad), *map(wide, split(packed, 20, 20)), *expected, 0, *wanted)
+    assert_near(list(split(gradients[..., 1:], 20, 20)), wanted, CLOSE["bfloat16"], 0.5)
+
+
+# -------------------------------------------------------------------- the other kernels
+@pytest.mark.parametrize("small", ["float16", "bfloat16"])
+def test_casts(small, device):
+    dtype = DTYPES[1] if small == "float16" else BFLOAT16
+    x = np.array([0, -0.0, 1, 1.00390625, 1.01171875, 65519, 65520, 1e-8, -3e-5, np.inf, -np.inf, np.nan, 1e38], np.float32)
+    with np.errstate(over="ignore"):
+        expected = np.concatenate([x, np.arange(1000, dtype=np.float32) / 3]).astype(dtype)
+    found = kernels.operand(device(np.concatenate([x, np.arange(1000, dtype=np.float32) / 3])), small)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(to_host(found).astype(np.float32), expected.astype(np.float32))
+    assert kernels.operand(found, small) is found
+    matrix = device(np.arange(48, dtype=np.float32).reshape(6, 8)).T
+    turned = kernels.activations(matrix, small)
+    assert turned.flags.f_contiguous and turned.shape == (8, 6)
+    np.testing.assert_array_equal(to_host(turned).astype(np.float32), np.arange(48).reshape(6, 8).T)
+    for precision in ("float32", "tf32"):
+        assert kernels.operand(matrix, precision) is matrix
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_number_of_the_device_times_an_array(dtype, device, rng):
+    x = rng.standard_normal(1001).astype(dtype)
+    for factor in (np.array(0.25, np.float32), np.array(0.25, dtype)):
+        found = kernels.multiply(device(x), device(factor))
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(to_host(found), (x * np.array(0.25, dtype)).astype(dtype))
+
+
+def test_other_products_go_to_the_reference(device, rng):
+    a, b = rng.standard_normal((3, 4)).astype(np.float32), rng.standard_normal(4).astype(np.float32)
+    np.testing.assert_array_equal(to_host(kernels.multiply(device(a), device(b))), a * b)
+    doubled = kernels.multiply(device(a.astype(np.float64)), device(a.astype(np.float64)))
+    assert doubled.dtype == np.float64
+
+
+def philox(seed: int, n: int) -> np.ndarray:
+    """The first draws of Philox 4x32 with ten rounds: blocks of four for counters 0, 1, ... and a key of two halves."""
+    counters = np.arange(-(-n // 4), dtype=np.uint64)
+    words = [counters & 0xFFFFFFFF, counters >> np.uint64(32), counters * 0, counters * 0]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        first, second = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
+        low = np.uint64(0xFFFFFFFF)
+        words = [
+            (second >> np.uint64(32)) ^ words[1] ^ np.uint64(keys[0]), second & low,
+            (first >> np.uint64(32)) ^ words[3] ^ np.uint64(keys[1]), first & low,
+        ]  # fmt: skip
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return np.stack(words, axis=1).reshape(-1)[:n]
+
+
+def test_the_generator_of_this_test():
+    """Known answers that the authors of Philox publish with Random123."""
+    assert philox(0, 4).tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_random_masks(dtype, device):
+    generator, again = np.random.default_rng(3), np.random.default_rng(3)
+    found = to_host(kernels.random_mask(device(np.zeros(1, dtype)), (7, 1001), 0.8, generator))
+    uniform = (philox(int(again.integers(2**63)), 7007) >> np.uint64(8)) / 2**24
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, np.where(uniform < 0.8, 1 / np.float32(0.8), 0).reshape(7, 1001).astype(dtype))
+    assert generator.random() == again.random()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotations_of_one_part_of_a_packed_array(dtype, device, rng):
+    packed, angles = rng.standard_normal((2, 5, 3, 4, 16)).astype(dtype), rng.standard_normal((5, 8))
+    cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+    for part in range(3):
+        found = kernels.rotate(device(packed)[:, :, part], device(cos), device(sin))
+        expected = reference.rotate(wide(packed)[:, :, part], wide(cos), wide(sin))
+        assert_near([found], [expected], CLOSE[dtype.name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("shape", [(1003,), (16, 8)])
+def test_updates_with_numbers_of_the_device(shape, where, dtype, device, rng):
+    weights, first = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    second, grad = rng.random(shape).astype(np.float32), rng.standard_normal(shape).astype(dtype)
+    numbers = (7, 0.01) if where == "host" else (device(np.array(7, np.float32)), device(np.array(0.01, np.float32)))
+    for factor in (0.5, 0.0, np.nan):
+        changed = [device(a.copy()) for a in (weights, first, second)]
+        given = [changed[0], device(grad), *changed[1:], *numbers, (0.9, 0.95), 1e-8, 0.1]
+        kernels.adamw(*given, device(np.array(factor, np.float32)))
+        if factor == 0.5:
+            expected = [wide(weights), wide(grad) * 0.5, wide(first), wide(second)]
+            reference.adamw(*expected, 7, 0.01, (0.9, 0.95), 1e-8, 0.1)
+            assert_near(changed, [expected[0], *expected[2:]], 1e-5)
+        else:
+            for array, before in zip(changed, (weights, first, second)):
+                assert to_host(array).tobytes() == before.tobytes()
+
+
+def test_updates_of_a_transposed_matrix(device, rng):
+    start = [rng.random((6, 10)).astype(np.float32) for _ in range(4)]
+    expected, turned = [wide(a) for a in start], [device(np.ascontiguousarray(a.T)).T for a in start]
+    reference.adamw(*expected, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
+    kernels.adamw(*turned, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
+    assert_near(turned, [expected[0], wide(start[1]), *expected[2:]], 1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 100_000])
+def test_the_first_and_a_late_update(steps, device):
+    """1 - beta^step must lose no digits for a beta close to 1."""
+    start = [np.full(4, value) for value in (1.0, 0.3, 0.2, 0.1)]
+    expected, found = [a.copy() for a in start], [device(a.astype(np.float32)) for a in start]
+    for kernel, arrays in ((reference.adamw, expected), (kernels.adamw, found)):
+        kernel(*arrays, steps, 0.1, (0.9, 0.9999), 1e-8, 0.0)
+    np.testing.assert_allclose(to_host(found[0]), expected[0], 1e-6)
+
+
+# -------------------------------------------------------------------- on a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [contiguous, strided])
+@pytest.mark.parametrize(("name", "size", "dtype"), cases)
+def test_a_gpu_agrees_with_the_reference_in_float64(name, size, dtype, layout, no_cudnn):
+    check_case(name, size, dtype, layout, to_cupy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ours)
+def test_a_gpu_gives_the_same_bits_twice(name, dtype, no_cudnn):
+    if dtype != np.float32 and name in NEED_FLOAT32:
+        pytest.skip("in float32 only")
+    for size in CASES[name][1]:
+        found = []
+        for _ in range(2):
+            arguments = [to_cupy(a) if isinstance(a, np.ndarray) else a for a in drawn(name, size, dtype)]
+            found.append([to_host(a).tobytes() for a in results_of(name, getattr(kernels, name), arguments)])
+        assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_arrays_beyond_32_bits():
+    """2^31 elements and more: places are counted in 64 bits."""
+    import cupy
+
+    n = 2**31 + 24
+    if cupy.cuda.runtime.memGetInfo()[0] < 5 * n:
+        pytest.skip("needs 10 GB of free memory on the GPU")
+    x = cupy.zeros(n, np.float16)
+    x[-3:] = 1
+    y = kernels.relu_squared(x)[1]
+    assert to_host(y[-4:]).tolist() == [0, 2, 2, 2]
+    del y
+    rows = x.reshape(-1, 8)
+    assert to_host(kernels.sum_rows(rows)).tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+# -------------------------------------------------------------------- the table and its plans
+def test_every_kernel_of_the_sources_is_in_the_table():
+    assert [path.stem for path in FILES] == sorted(KERNELS)
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        pattern = r"(?:template <([^<>]*)>\s*)?__global__ void (?:__launch_bounds__\(.*?\) |LARGE_BLOCK )?(\w+)\("
+        found = {name: len(parameters.split(",")) if parameters else 0 for parameters, name in re.findall(pattern, text)}
+        assert text.count("__global__") == len(found)
+        assert found.keys() == KERNELS[path.stem].keys()
+        for name, n_parameters in found.items():
+            assert all(len(template) == n_parameters for template in KERNELS[path.stem][name]), name
+    names = [name for file in KERNELS for name in expressions(file)]
+    assert len(set(names)) == len(names)
+
+
+def test_every_kernel_has_run_on_the_emulator(request):
+    """Comes last of those that launch: pytest keeps the order of the file."""
+    chosen = {item.name.split("[")[0] for item in request.session.items if item.path == request.path}
+    defined = {name for name in globals() if name.startswith("test_")}
+    if chosen != defined or not seen or request.config.option.keyword:
+        pytest.skip("only some tests of this file were chosen, or none could be emulated")
+    assert {name for file in KERNELS for name in expressions(file)} - seen == set()
+
+
+def test_headers_are_in_the_text_once():
+    text = source("attention_mma")
+    assert '#include "' not in text and "#pragma once" not in text
+    assert text.count("typedef long long i64") == 1 == text.count("struct Sizes {")
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("size", [1, 7, 8, 768, 1024, 1025, 4096, 50_257, 10**6])
+@pytest.mark.parametrize("n_rows", [1, 3, 2048, 2049, 32_768, 2**31 - 5])
+def test_plans_cover_what_they_are_for(n_rows, size, itemsize):
+    pack = launch.pack(itemsize)
+    plan = launch.teams(n_rows, size, itemsize)
+    assert plan.grid[0] * plan.block[1] >= n_rows > (plan.grid[0] - 1) * plan.block[1]
+    assert plan.block[1] == 1 or plan.block[0] == 32  # several teams only if they need no barrier
+    plan, chunk = launch.column_sums(n_rows, size, itemsize)
+    assert plan.grid[0] * plan.block[0] * pack >= size and plan.grid[1] * chunk >= n_rows
+    assert (plan.grid[1] - 1) * chunk < n_rows and plan.shared <= launch.SHARED_WITHOUT_ASKING
+    assert launch.whole_sum(n_rows * size, itemsize).grid[0] <= 1024
+    name = "float" if itemsize == 4 else "__half"
+    for at_once in (1, pack):
+        found = launch.norm_backward(n_rows, size, at_once)
+        if found is not None:
+            plan, held = found
+            assert plan.block[0] * held * at_once >= size
+            assert (name, str(at_once), str(held)) in KERNELS["norm"]["layer_norm_backward"]
+            assert plan.shared >= 8 * size or plan.block[1] == 1
+        plan = launch.token_sums(min(n_rows, 2**20), size, at_once)
+        assert plan.shared == 4 * at_once * plan.block[0] * plan.block[1]
+    if n_rows * size < 2**40:
+        assert launch.elementwise(n_rows * size, pack).grid[0] * launch.THREADS * pack >= n_rows * size
+
+
+@pytest.mark.parametrize("size", range(1, 129))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_head_size_has_its_kernels(size, dtype, monkeypatch):
+    q = np.zeros((1, 2, 1, size), dtype)
+    for tensor_cores in (True, False):
+        monkeypatch.setattr(launch, "has_tensor_cores", lambda has=tensor_cores: has)
+        way = kernels._way(q, q, q)
+        assert way.forward in KERNELS[way.name][way.name]
+        assert way.backward in KERNELS[way.name][f"{way.name}_backward_keys"]
+        assert way.backward in KERNELS[way.name][f"{way.name}_backward_queries"]
+        assert (way.name == "attention_mma") == (tensor_cores and dtype.itemsize == 2 and size in (32, 64, 128))
+        for shared in way.shared:
+            launch.attention_tiles(1000, 32, way.rows, way.threads, shared)
+    assert kernels._way(np.zeros((1, 2, 1, 129), dtype), q, q) is None
+
+
+test_bad_plans_and_arguments = bad_input(
+    {
+        "no block": (
+            lambda: Plan((0, 1), (32, 1)).check(),
+            "expected a grid from (1, 1) to (2147483647, 65535), got (0, 1)",
+        ),
+        "too many blocks": (
+            lambda: launch.elementwise(2**40, 1),
+            "expected a grid from (1, 1) to (2147483647, 65535), got (4294967296, 1)",
+        ),
+        "half a warp": (
+            lambda: Plan((1, 1), (16, 1)).check(),
+            "expected a multiple of 32 threads, at most 1024, got (16, 1)",
+        ),
+        "too many threads": (
+            lambda: Plan((1, 1), (1024, 2)).check(),
+            "expected a multiple of 32 threads, at most 1024, got (1024, 2)",
+        ),
+        "too much shared memory": (
+            lambda: Plan((1, 1), (32, 1), 2**20).check(),
+            "expected at most 101376 bytes of shared memory, got 1048576",
+        ),
+        "labels of another length": (
+            lambda: kernels.cross_entropy(np.zeros((2, 3), np.float32), np.zeros(3, int), np.ones(2, np.float32)),
+            "cross_entropy: expected labels and weights of shape (2,), got (3,) and (2,)",
+        ),
+        "a slope of another dtype": (
+            lambda: kernels.cross_entropy_with_slope(
+                np.zeros((2, 3), np.float32), np.zeros(2, int), np.ones(2), 0.0, np.zeros((2, 3))
+            ),
+            "cross_entropy_with_slope: expected a contiguous out of shape (2, 3) and float32, got (2, 3) and float64",
+        ),
+    }
+)
+
+
+def test_launches_name_what_is_wrong(monkeypatch):
+    """A kernel that is not in the table, and an array of another device."""
+    monkeypatch.setattr(launch, "_device", lambda: 0)
+    plan = Plan((1, 1), (32, 1))
+    with pytest.raises(ValueError, match=r"adamw.cu: expected adamw with one of .*, got \('double',\)"):
+        launch.launch("adamw", "adamw", ("double",), plan)
+    elsewhere = SimpleNamespace(device=SimpleNamespace(id=1))
+    with pytest.raises(ValueError, match="adamw: expected arrays on the current device, 0, got one on 1"):
+        launch.launch("adamw", "adamw", ("float",), plan, elsewhere)
+
+
+def test_what_is_launched(monkeypatch):
+    """Null pointers have a type, and large shared memory is asked for."""
+    calls = []
+
+    class Function:
+        max_dynamic_shared_size_bytes = 0
+
+        def __call__(self, *given, **options):
+            calls.append((given, options, self.max_dynamic_shared_size_bytes))
+
+    module = SimpleNamespace(get_function=lambda name: calls.append(name) or Function())
+    monkeypatch.setattr(launch, "_device", lambda: 0)
+    monkeypatch.setattr(launch, "_module", lambda file, template: module)
+    launch._function.cache_clear()
+    launch.launch("attention", "attention", ("64", "64"), Plan((3, 1), (256, 1), 50_000), None, np.int32(5))
+    launch._function.cache_clear()
+    name, (given, options, asked) = calls
+    assert name == "attention<64, 64>" and options == {"shared_mem": 50_000} and asked == 50_000
+    assert given == ((3, 1), (256, 1), (0, 5)) and given[2][0].dtype == np.uint64
+
+
+# -------------------------------------------------------------------- the seam
+def test_the_table_is_found_when_the_first_cupy_array_comes(monkeypatch):
+    """By an array type that says it is CuPy's."""
+    made = type("ndarray", (np.ndarray,), {"__module__": "cupy"})
+    monkeypatch.setitem(ARRAY_MODULES, made, np)
+    monkeypatch.setattr(seam, "FASTER", dict(seam.FASTER))
+    calls = []
+    monkeypatch.setattr(kernels, "sigmoid", lambda x: calls.append("cuda") or reference.sigmoid(x))
+    monkeypatch.setattr(reference, "attention_scores", reference.attention_scores)
+    x = np.zeros(3, np.float32).view(made)
+    assert made not in seam.FASTER
+    seam.sigmoid(x)
+    assert seam.FASTER[made] is kernels and calls == ["cuda"]
+    with seam.use_reference():
+        seam.sigmoid(x)
+    assert calls == ["cuda"]
+    assert not hasattr(kernels, "attention_scores")  # falls back
+    q = np.ones((1, 2, 1, 2), np.float32).view(made)
+    assert seam.attention_scores(q, q, None).shape == (1, 1, 2, 2)
+
+
+def test_names_and_arguments_are_those_of_the_reference():
+    import inspect
+
+    extra = {"sum_squares", "random_mask"}
+    offered = {
+        name: f
+        for name, f in inspect.getmembers(kernels, inspect.isfunction)
+        if f.__module__ == kernels.__name__ and not name.startswith("_")
+    }
+    assert set(offered) - extra <= set(reference.__all__)
+    for name in set(offered) & set(reference.__all__):
+        wanted = list(inspect.signature(getattr(reference, name), follow_wrapped=False).parameters)
+        if wanted[1:] not in (["others"], []) and name not in ("rnn", "gru", "lstm") and "backward" not in name:
+            assert list(inspect.signature(offered[name]).parameters)[: len(wanted)] == wanted, name
+
+
+# -------------------------------------------------------------------- compiling
+needs_nvrtc = pytest.mark.skipif(bool(nvrtc.problem()), reason=str(nvrtc.problem()))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize("file", KERNELS)
+def test_compiles_without_spills(file, architecture):
+    found = list(nvrtc.compile_file(file, architecture))
+    print(nvrtc.table(found))
+    assert [usage.kernel for usage in found] == list(expressions(file))
+    spilled = [usage for usage in found if usage.stack or usage.spills]
+    assert not spilled, nvrtc.table(spilled)
+    for usage in found:
+        threads = most_threads(file, usage.kernel)
+        assert threads * 8 * -(-usage.registers // 8) <= 65_536, f"{usage} and {threads} threads"
+        assert usage.shared <= launch.SHARED_WITHOUT_ASKING
+
+
+def most_threads(file: str, name: str) -> int:
+    """The largest block that a plan gives a kernel."""
+    kernel, *template = re.findall(r"\w+", name)
+    if kernel == "layer_norm_backward":
+        return {"1": 1024, "4": 512, "8": 256}[template[1]]
+    if file == "embedding":
+        return {"start_rows": 1024, "add_tiles": 256}.get(kernel, 512)
+    return 1024 if file in ("rows", "norm") or kernel == "sum_all" else 256
+
+
+@needs_nvrtc
+def test_the_compilers_words_are_shown(monkeypatch):
+    monkeypatch.setattr(nvrtc, "source", lambda file: "__global__ void adamw() { nonsense; }")
+    monkeypatch.setattr(nvrtc, "expressions", lambda file: ("adamw",))
+    with pytest.raises(RuntimeError, match=r'adamw.cu for sm_90: nvrtcCompileProgram: .*\n.*"nonsense" is undefined'):
+        list(nvrtc.compile_file("adamw", "sm_90"))
+
+
+LOG = """ptxas info : Compiling entry function '_Z1f' for 'sm_90'
+ptxas info : Function properties for _Z1f
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info : Used 40 registers, used 1 barriers, 8 bytes cumulative stack size, 128 bytes smem
+ptxas info : Compiling entry function '_Z1g' for 'sm_90'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info : Used 16 registers"""
+
+
+def test_the_assemblers_words_are_read():
+    found = list(nvrtc.usages(LOG, {"_Z1f": "f<float>", "_Z1g": "g"}, "sm_90"))
+    assert found == [nvrtc.Usage("f<float>", "sm_90", 40, 128, 8, 16), nvrtc.Usage("g", "sm_90", 16, 0, 0, 0)]
+    assert nvrtc.table(found).splitlines()[2:] == ["| `f<float>` | 40 | 128 | 24 |", "| `g` | 16 | 0 | 0 |"]
+    with pytest.raises(ValueError, match="expected the assembler's words on h for sm_90, got"):
+        list(nvrtc.usages(LOG, {"_Z1h": "h"}, "sm_90"))
+
+
+def test_the_command_prints_the_table_or_the_reason(monkeypatch, capsys):
+    monkeypatch.setattr(program, "problem", lambda: "NVRTC is not installed")
+    assert program.main() == 1 and capsys.readouterr().out == "NVRTC is not installed\n"
+    monkeypatch.setattr(program, "problem", lambda: None)
+    monkeypatch.setattr(program, "compile_all", lambda: [nvrtc.Usage("g", "sm_90", 16, 0, 0, 0)])
+    assert program.main() == 0 and "| `g` | 16 | 0 | 0 |" in capsys.readouterr().out
+
+
+def test_why_nothing_can_be_compiled(monkeypatch):
+    nvrtc.problem.cache_clear()
+    monkeypatch.setattr(nvrtc, "_installed", lambda pattern: None)
+    assert nvrtc.problem() == "CUDA's headers are not installed (pip install 'nvidia-cuda-runtime==13.0.*')"
+    nvrtc.problem.cache_clear()
+    monkeypatch.setattr(nvrtc, "_installed", lambda pattern: Path("x/y.h") if "include" in pattern else None)
+    assert nvrtc.problem() == "NVRTC is not installed (pip install 'nvidia-cuda-nvrtc==13.0.*')"
+    nvrtc.problem.cache_clear()
+
+
+def test_the_sources_are_shipped():
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folder = root / "tricycle_accelerators"
+    shipped = {path for pattern in project["package-data"]["tricycle_accelerators"] for path in folder.glob(pattern)}
+    assert shipped == {*FILES, *launch.FOLDER.glob("*.cuh")}
+    assert "tricycle_accelerators.cuda" in project["packages"]
+
+
+# -------------------------------------------------------------------- the emulator itself
+RACE = """
+__global__ void reverse(const float* x, float* y) {
+    __shared__ float held[64];
+    held[threadIdx.x] = x[threadIdx.x];
+    BARRIER
+    y[threadIdx.x] = held[63 - threadIdx.x];
+}
+"""
+
+
+@pytest.mark.parametrize(("barrier", "differs"), [("", True), ("__syncthreads();", False)])
+def test_the_emulator_shows_a_missing_barrier(barrier, differs, tmp_path, monkeypatch):
+    found = run_on_emulator(RACE.replace("BARRIER", barrier), tmp_path, monkeypatch)
+    assert (found[0] != found[1]) == differs
+
+
+def test_the_emulator_finds_threads_that_wait_for_ever(tmp_path, monkeypatch):
+    with pytest.raises(RuntimeError, match="reverse with .*: 63 of 64 threads wait for others without end"):
+        run_on_emulator(RACE.replace("BARRIER", "if (threadIdx.x) __syncthreads();"), tmp_path, monkeypatch)
+
+
+def run_on_emulator(text: str, folder: Path, monkeypatch) -> list[bytes]:
+    if emulate.problem():
+        pytest.skip(emulate.problem())
+    monkeypatch.setattr(emulate, "source", lambda file, folders: text)
+    monkeypatch.setattr(emulate, "expressions", lambda file: ("reverse",))
+    monkeypatch.setitem(KERNELS, "race", {"reverse": ((),)})
+    emulator, found = emulate.Emulator(folder), []
+    for emulator.order in (0, 1):
+        y = np.zeros(64, np.float32)
+        emulator.launch("race", "reverse", (), Plan((1, 1), (64, 1)), np.arange(64, dtype=np.float32), y)
+        found.append(y.tobytes())
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_emulators_floats_of_16_bits(dtype, emulated, rng):
+    """All of them to float32, and halves between two of them back to even."""
+    every = np.arange(2**16, dtype=np.uint16).view(dtype)
+    to_float32 = kernels._cast(every, np.dtype(np.float32))
+    np.testing.assert_array_equal(to_float32, every.astype(np.float32))
+    finite = to_float32[np.isfinite(to_float32)]
+    between = np.sort(finite)
+    with np.errstate(over="ignore"):
+        values = np.concatenate([(between[1:] + between[:-1]) / 2, rng.standard_normal(1000).astype(np.float32)])
+    np.testing.assert_array_equal(
+        kernels._cast(values, dtype).astype(np.float32), values.astype(dtype).astype(np.float32)
+    )

@@ -1,0 +1,248 @@
+"""cuDNN's attention without a GPU: which shapes it is given, its graphs, and results through a stand-in for cuDNN."""
+
+import contextlib
+import ctypes
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from test_cuda_gemm import dtype_of, on_device
+
+from tricycle.kernels import reference
+from tricycle_accelerators.cuda import attention
+from tricycle_accelerators.cuda.attention import Shape, shape_of
+
+B, T, H, D = 2, 64, 3, 16
+PACKED = (T * 3 * H * D, D, 3 * H * D, 1)
+PLAIN = (T * H * D, D, H * D, 1)
+
+
+def packed_heads(rng, dtype, n_tokens: int = T, size: int = D):
+    """q, k and v as slices of one array, as self-attention has them."""
+    packed = on_device(rng.standard_normal((B, n_tokens, 3, H, size)).astype(dtype))
+    return [packed[:, :, i] for i in range(3)]
+
+
+# -------------------------------------------------------------------- which shapes
+@pytest.mark.parametrize("offset", [0, None])
+def test_the_shape_of_packed_heads(rng, offset):
+    q, k, v = packed_heads(rng, np.float16)
+    shape = shape_of(q, offset, k, v)
+    assert shape == Shape(B, T, H, D, offset == 0, "float16", (PACKED,) * 3)
+    assert attention.contiguous(shape) == PLAIN
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"dtype": np.float32}, {"n_tokens": 65}, {"n_tokens": 1}, {"size": 12}, {"size": 136}, {"offset": 3},
+        {"kind": "keys of another length"}, {"kind": "gaps"}, {"kind": "mixed"}, {"kind": "unaligned"}, {"n_tokens": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_left_to_others(rng, odd):
+    q, k, v = packed_heads(rng, odd.get("dtype", np.float16), odd.get("n_tokens", T), odd.get("size", D))
+    kind = odd.get("kind")
+    if kind == "keys of another length":
+        k, v = k[:, :32], v[:, :32]
+    elif kind == "gaps":
+        k = on_device(np.repeat(k, 2, axis=-1))[..., ::2]
+    elif kind == "mixed":
+        k = k.astype(np.float32)
+    elif kind == "unaligned":
+        memory = on_device(np.zeros(q.size + 16, np.float16))
+        start = next(i for i in range(9) if memory[i:].data.ptr % 16)
+        k = memory[start : start + q.size].reshape(q.shape)
+    assert shape_of(q, odd.get("offset", 0), k, v) is None
+
+
+# -------------------------------------------------------------------- cuDNN itself, where it is installed
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_graphs_are_valid(dtype, causal):
+    if attention.problem():
+        pytest.skip(attention.problem())
+    forward = Shape(32, 1024, 12, 64, causal, dtype, ((1024 * 2304, 64, 2304, 1),) * 3)
+    plain = attention.contiguous(forward)
+    backward = forward._replace(steps=(*forward.steps, plain, plain, *forward.steps))
+    for make, shape, n_arrays in ((attention.forward_graph, forward, 5), (attention.backward_graph, backward, 9)):
+        made = make(shape, sm_version=90, sm_count=132)
+        made.graph.validate()
+        assert len(made.arrays) == n_arrays
+        assert all(list(tensor.get_dim())[:3] == [32, 12, 1024] for tensor in made.arrays)
+    assert "cuDNN" in attention.version()
+
+
+def test_why_it_cannot_be_used_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    problem = attention.problem.__wrapped__()
+    assert problem.startswith("cuDNN's frontend is not installed") and "\n" not in problem
+    broken = ModuleType("cudnn")
+    monkeypatch.setitem(sys.modules, "cudnn", broken)
+
+    def fails():
+        raise RuntimeError("no symbol")
+
+    broken.backend_version = fails
+    assert attention.problem.__wrapped__().startswith("cuDNN's library is not installed")
+
+
+# -------------------------------------------------------------------- a stand-in for cuDNN
+class FakeTensor:
+    def __init__(self, dim=None, stride=None, data_type=None, name=""):
+        self.dim, self.stride, self.data_type, self.name, self.output = dim, stride, data_type, name, False
+
+    def _set(self, name, value):
+        setattr(self, name, value)
+        return self
+
+    def set_output(self, value):
+        return self._set("output", value)
+
+    def set_data_type(self, value):
+        return self._set("data_type", value)
+
+    def set_dim(self, value):
+        return self._set("dim", value)
+
+    def set_stride(self, value):
+        return self._set("stride", value)
+
+
+class FakeGraph:
+    """What cuDNN computes, by the plain kernels, in memory that its tensors describe."""
+
+    built = 0
+
+    def __init__(self, dtypes, supported, **settings):
+        self.dtypes, self.supported, self.settings = dtypes, supported, settings
+        assert settings.get("handle") == 99
+
+    def tensor(self, **about):
+        return FakeTensor(**about)
+
+    def sdpa(self, q, k, v, generate_stats, attn_scale, use_causal_mask, name):
+        assert generate_stats and attn_scale == pytest.approx(q.dim[-1] ** -0.5)
+        self.kind, self.causal, self.inputs = "forward", use_causal_mask, (q, k, v)
+        self.outputs = [FakeTensor() for _ in range(2)]
+        return self.outputs
+
+    def sdpa_backward(self, q, k, v, o, dO, stats, attn_scale, use_causal_mask, use_deterministic_algorithm, name):
+        assert use_deterministic_algorithm and attn_scale == pytest.approx(q.dim[-1] ** -0.5)
+        self.kind, self.causal, self.inputs = "backward", use_causal_mask, (q, k, v, o, dO, stats)
+        self.outputs = [FakeTensor() for _ in range(3)]
+        return self.outputs
+
+    def build(self, modes):
+        if not self.supported:
+            raise NotSupported
+        assert all(tensor.output for tensor in self.outputs)
+        FakeGraph.built += 1
+
+    def get_workspace_size(self):
+        return 128
+
+    def execute(self, addresses, workspace, handle):
+        assert handle == 99 and workspace
+        arrays = [self._array(tensor, addresses[tensor]) for tensor in (*self.inputs, *self.outputs)]
+        offset = 0 if self.causal else None
+        (q, k, v), rest = [x.transpose(0, 2, 1, 3) for x in arrays[:3]], arrays[3:]
+        if self.kind == "forward":
+            out, totals = reference.attention(q, k, v, offset, False)
+            rest[0][...], rest[1][..., 0] = out.transpose(0, 2, 1, 3), totals
+        else:
+            (out, grad), totals = [x.transpose(0, 2, 1, 3) for x in rest[:2]], rest[2]
+            places = [x.transpose(0, 2, 1, 3) for x in rest[3:]]
+            reference.attention_backward(grad, q, k, v, out, totals[..., 0], offset, *places)
+
+    def _array(self, tensor, address):
+        dtype = self.dtypes[tensor.data_type]
+        length = sum((n - 1) * step for n, step in zip(tensor.dim, tensor.stride)) + 1
+        memory = (ctypes.c_uint8 * (length * dtype.itemsize)).from_address(address)
+        strides = tuple(step * dtype.itemsize for step in tensor.stride)
+        flat = np.ctypeslib.as_array(memory).view(dtype)
+        return np.lib.stride_tricks.as_strided(flat, tensor.dim, strides)
+
+
+class NotSupported(Exception):
+    pass
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Installs a `cupy` and a `cudnn` with the few functions that are asked for."""
+    cupy, cudnn = ModuleType("cupy"), ModuleType("cudnn")
+    for name in ("logaddexp", "exp", "float32", "uint8"):
+        setattr(cupy, name, getattr(np, name))
+    cupy.empty = lambda shape, dtype: on_device(np.full(shape, 77, dtype))
+    cupy.ascontiguousarray = lambda array: on_device(np.ascontiguousarray(array))
+    cupy.cuda = SimpleNamespace(
+        runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: SimpleNamespace(ptr=5)
+    )
+    state = SimpleNamespace(supported=True, streams=[])
+    dtypes = {"HALF": np.dtype(np.float16), "FLOAT": np.dtype(np.float32)}
+    with contextlib.suppress(pytest.skip.Exception):
+        dtypes["BFLOAT16"] = dtype_of("bfloat16")
+    cudnn.data_type = SimpleNamespace(HALF="HALF", FLOAT="FLOAT", BFLOAT16="BFLOAT16")
+    cudnn.heur_mode = SimpleNamespace(A=0, FALLBACK=1)
+    cudnn.cudnnGraphNotSupportedError = NotSupported
+    cudnn.create_handle = lambda: 99
+    cudnn.set_stream = lambda handle, stream: state.streams.append(stream)
+    cudnn.pygraph = lambda **settings: FakeGraph(dtypes, state.supported, **settings)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    monkeypatch.setattr(attention, "problem", lambda: None)
+    monkeypatch.setattr(attention, "_graphs", {})
+    monkeypatch.setattr(attention._here, "handles", {}, raising=False)
+    FakeGraph.built = 0
+    return state
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("offset", [0, None])
+@pytest.mark.parametrize("nothing", [True, False])
+def test_it_equals_the_plain_attention(stand_in, rng, kind, offset, nothing):
+    dtype = dtype_of(kind)
+    for _ in range(2):
+        q, k, v = packed_heads(rng, dtype)
+        out, totals = attention.forward(q, k, v, offset, nothing, None)
+        exact = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
+        expected, logs = reference.attention(*exact, offset, nothing)
+        assert out.dtype == dtype and totals.dtype == np.float32 and out.flags.c_contiguous
+        np.testing.assert_allclose(out.astype(float), expected, 0.02, 0.01)
+        np.testing.assert_allclose(totals, logs, 1e-4, 1e-4)
+        grad = on_device(rng.standard_normal(q.shape).astype(dtype))
+        packed = on_device(np.full((B, T, 3, H, D), np.nan, np.float32).astype(dtype))
+        places = [packed[:, :, i] for i in range(3)]
+        assert attention.backward(grad, q, k, v, out, totals, offset, *places, None) is True
+        wanted = [np.full(q.shape, np.nan) for _ in range(3)]
+        reference.attention_backward(
+            np.asarray(grad).astype(float), *exact, expected, logs, offset, *wanted
+        )
+        for mine, theirs in zip(places, wanted):
+            np.testing.assert_allclose(mine.astype(float), theirs, 0.05, 0.05)
+    assert FakeGraph.built == 2 and set(stand_in.streams) == {5}
+
+
+def test_what_cudnn_does_not_take_is_left_to_others(stand_in, rng):
+    q, k, v = packed_heads(rng, np.float16)
+    mask = on_device(np.zeros((1, 1, 1, T), np.float16))
+    assert attention.forward(q, k, v, 0, False, mask) is None
+    assert attention.forward(q[:, :33], k[:, :33], v[:, :33], 0, False, None) is None
+    stand_in.supported = False
+    for _ in range(2):
+        assert attention.forward(q, k, v, 0, False, None) is None
+    places = [on_device(np.zeros(q.shape, np.float16)) for _ in range(3)]
+    totals = on_device(np.zeros((B, H, T), np.float32))
+    assert attention.backward(q, q, k, v, q, totals, 0, *places, None) is False
+    assert not any(place.any() for place in places)
+    assert len(attention._graphs) == 2 and FakeGraph.built == 0
+
+
+def test_graphs_do_not_pile_up(stand_in, rng, monkeypatch):
+    monkeypatch.setattr(attention, "MOST_GRAPHS", 2)
+    for n_tokens in (64, 128, 192, 64):
+        assert attention.forward(*packed_heads(rng, np.float16, n_tokens), 0, False, None) is not None
+        assert len(attention._graphs) <= 2
+    assert FakeGraph.built == 4
