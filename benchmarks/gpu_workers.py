@@ -206,7 +206,7 @@ class Tricycle(Side):
 
         from tricycle_accelerators.cuda import attention, gemm
 
-        parts = [gemm.problem() or f"cuBLASLt {gemm.version()}", attention.problem() or attention.version()]
+        parts = [module.problem() or module.version() for module in (gemm, attention)]
         return f"Tricycle {tricycle.__version__}, CuPy {cupy.__version__}, {', '.join(parts)}"
 
     def _xp(self) -> Any:

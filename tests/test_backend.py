@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -40,6 +41,65 @@ def test_to_gpu_says_why_it_cannot(monkeypatch):
     with pytest.warns(UserWarning, match="none is here"):
         assert backend.to_gpu(array) is array
     assert not backend.gpu_available()
+
+
+class CudaError(RuntimeError):
+    pass
+
+
+def fake_cupy(monkeypatch, driver: int, count=None, toolkit: int = 13020) -> None:
+    """A CuPy for CUDA 13 on a machine with that driver."""
+
+    def device_count():
+        if count is None:
+            raise CudaError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+        return count
+
+    cupy = types.ModuleType("cupy")
+    pool = types.SimpleNamespace(free_bytes=lambda: 5)
+    cupy.get_default_memory_pool = lambda: pool
+    cupy.cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(
+            CUDARuntimeError=CudaError, getDeviceCount=device_count, driverGetVersion=lambda: driver,
+            runtimeGetVersion=lambda: toolkit, memGetInfo=lambda: (10, 100),
+        )
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+
+@pytest.mark.parametrize(
+    ("driver", "count", "said"),
+    [
+        (0, None, "there is no NVIDIA driver, so no NVIDIA GPU that could be used"),
+        (12040, None, "the driver is for CUDA 12, CuPy for 13: install driver 580 or newer, or tricycle-gpt[cuda12]"),
+        (13010, None, "CUDA reports: cudaErrorInsufficientDriver: CUDA driver version is insufficient"),
+        (13010, 0, "CUDA sees no device"),
+        (13010, 1, None),
+    ],
+)
+def test_why_no_gpu_can_be_used(monkeypatch, driver, count, said):
+    fake_cupy(monkeypatch, driver, count)
+    problem = backend.gpu_problem.__wrapped__()
+    assert (problem is None) if said is None else problem.startswith(said)
+
+
+def test_a_cupy_that_is_not_there_or_broken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert backend.gpu_problem.__wrapped__().startswith("CuPy is not installed (pip install")
+
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cupy":
+                raise ImportError("libnvrtc.so.13: no such file")
+
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert backend.gpu_problem.__wrapped__() == "CuPy cannot be loaded: libnvrtc.so.13: no such file"
+
+
+def test_memory_that_a_new_array_could_have(monkeypatch):
+    fake_cupy(monkeypatch, 13010, 1)
+    assert backend.gpu_memory() == (15, 100)
 
 
 def test_gpu_problem_is_one_line():

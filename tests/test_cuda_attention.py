@@ -240,6 +240,17 @@ def test_what_cudnn_does_not_take_is_left_to_others(stand_in, rng):
     assert len(attention._graphs) == 2 and FakeGraph.built == 0
 
 
+def test_a_library_that_fails_is_told_once(stand_in, rng, monkeypatch):
+    def fails(self, modes):
+        raise RuntimeError("symbol missing")
+
+    monkeypatch.setattr(FakeGraph, "build", fails)
+    q, k, v = packed_heads(rng, np.float16)
+    with pytest.warns(UserWarning, match="cuDNN's attention failed, so another kernel is used: symbol missing"):
+        assert attention.forward(q, k, v, 0, False, None) is None
+    assert attention.forward(q, k, v, 0, False, None) is None
+
+
 def test_graphs_do_not_pile_up(stand_in, rng, monkeypatch):
     monkeypatch.setattr(attention, "MOST_GRAPHS", 2)
     for n_tokens in (64, 128, 192, 64):

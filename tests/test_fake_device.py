@@ -398,8 +398,12 @@ def twins(make):
     return make().to_gpu(), make()
 
 
-def train_both(make, loss_of, n_steps: int = 3) -> tuple:
-    """Both models after some updates, which must have gone alike."""
+def train_both(make, loss_of, n_steps: int = 3, on_gpu: bool = False) -> tuple:
+    """Both models after some updates, which must have gone alike.
+
+    Args:
+        on_gpu: a real one.
+    """
     models, losses = twins(make), []
     for model in models:
         optimiser = AdamW(1e-2)
@@ -410,7 +414,7 @@ def train_both(make, loss_of, n_steps: int = 3) -> tuple:
             loss.backward()
             model.update(optimiser)
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    assert all(isinstance(p.array, FakeArray) for p in models[0].parameters())
+    assert all(p.on_gpu and isinstance(p.array, FakeArray) != on_gpu for p in models[0].parameters())
     return models
 
 

@@ -16,7 +16,8 @@ from importlib.machinery import PathFinder
 
 class OnlyNumPy:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] not in {*sys.stdlib_module_names, "numpy", "tricycle", "tricycle_cli"}:
+        top = name.split(".")[0]
+        if top not in {*sys.stdlib_module_names, "numpy", "tricycle", "tricycle_cli", "tricycle_accelerators"}:
             raise ImportError(f"{name} is not there")
 
 sys.meta_path.insert(0, OnlyNumPy())
@@ -113,6 +114,7 @@ def test_idle_cores_are_told(monkeypatch, no_variables):
 def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
     monkeypatch.setattr(machine, "installed", lambda *packages: [*packages])
     assert machine.advice([], "CuPy is not installed") == ["nothing that this program knows of"]
+    monkeypatch.setattr(machine, "gpu_libraries", lambda: {"cuBLASLt 13.0.2": None})
     assert machine.advice(["GPU 0: H200"], None) == ["nothing that this program knows of"]
     assert machine.advice(["GPU 0: H200"], "CuPy is not installed") == ["use GPU 0: H200: CuPy is not installed"]
 
@@ -136,8 +138,15 @@ def test_a_gpu_in_use_is_told(monkeypatch):
     monkeypatch.setattr(machine.backend, "gpu_problem", lambda: None)
     monkeypatch.setattr(machine, "gpus", lambda: ["GPU 0: H200"])
     monkeypatch.setattr(machine, "matmul_rate", lambda: 1234.5)
+    monkeypatch.setattr(machine, "nvidia_smi", lambda *words: ["580.159.03"])
+    monkeypatch.setattr(machine.gemm, "problem", lambda: None)
+    monkeypatch.setattr(machine.gemm, "version", lambda: "cuBLASLt 13.0.2")
+    monkeypatch.setattr(machine.attention, "problem", lambda: "no cuDNN")
     rows = rows_of(machine.report())
-    assert rows["GPU"] == "GPU 0: H200, in use after .to_gpu()"
+    shown = machine.report().partition("\nGPU")[2].partition("\nCPU")[0].split()
+    wanted = "GPU 0: H200, in use after .to_gpu(); driver 580.159.03; cuBLASLt 13.0.2; no cuDNN"
+    assert " ".join(shown) == wanted
+    assert "on the GPU: no cuDNN" in rows["faster"]
     assert "; on a GPU " in rows["arrays"]
     assert rows["matmul"].startswith("1,234 GFLOP/s")
 

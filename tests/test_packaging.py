@@ -57,9 +57,10 @@ def test_conda_environments_equal_the_project(file, extras):
     wanted = [f"python{PROJECT['project']['requires-python']}", "pip"]
     wanted += map(for_conda, PROJECT["project"]["dependencies"])
     for extra in extras:
-        wanted += map(for_conda, EXTRAS[extra])
+        # conda has no packages of pip's NVIDIA names; what needs them says so and is skipped
+        wanted += (for_conda(requirement) for requirement in EXTRAS[extra] if not requirement.startswith("nvidia-"))
     wanted += ["cuda-version=13.*"] * ("cuda13" in extras)
-    assert sorted(found) == sorted(wanted)
+    assert sorted(found) == sorted(set(wanted))
     assert len(set(found)) == len(found)
 
 

@@ -19,7 +19,16 @@ from tricycle.models import GPT
 from tricycle.optimisers import gradient_norm
 from tricycle.tensor import no_grad, to_tensor
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import ESTIMATE_STEPS, HeldOut, NonFiniteError, evaluate, new_state, resume_state, train_step
+from tricycle.training import (
+    ESTIMATE_STEPS,
+    HeldOut,
+    NonFiniteError,
+    evaluate,
+    new_state,
+    read_steps,
+    resume_state,
+    train_step,
+)
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, estimate, read_metrics, show_sample, train
 
@@ -358,6 +367,50 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
         np.testing.assert_array_equal(parameter.array, before[name])
         assert parameter.grad is None
     assert state.step == state.optimiser.n_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "precision", "there", "besides"),
+    [
+        (False, "float32", "", ""),
+        (True, "float32", "; 1.5 GB of the GPU's 80.0 GB are free", ", or take --precision bfloat16"),
+        (True, "bfloat16", "; 1.5 GB of the GPU's 80.0 GB are free", ""),
+    ],
+)
+def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, precision, there, besides):
+    monkeypatch.setattr(running.backend, "gpu_memory", lambda: (1.5e9, 80e9))
+    config, asked = replace(CONFIG, precision=precision), "Unable to allocate 3.00 TiB"
+    with pytest.raises(MemoryError) as caught, running.naming_what_to_lower(config, on_gpu):
+        raise MemoryError(f"{asked}.")
+    advice = "lower --batch-size (now 2; --accumulation-steps makes up for it) or --context-window (now 8)"
+    assert str(caught.value) == f"{asked}{there}: {advice}{besides}"
+
+
+def test_a_run_without_memory_says_so(tmp_path, monkeypatch):
+    def fail(state):
+        raise MemoryError
+
+    monkeypatch.setattr(running, "train_step", fail)
+    with pytest.raises(MemoryError, match=r"^out of memory: lower --batch-size \(now 2; "):
+        train(new_state(CONFIG, TOKENS), new_run(tmp_path))
+
+
+def test_checkpoints_of_before_there_was_a_loss_scale_load(tmp_path):
+    state = new_state(CONFIG, TOKENS)
+    progress = {name: getattr(state, name) for name in state.PROGRESS}
+    save_checkpoint(tmp_path / "c", state.model, None, state.optimiser, state.dataset, progress)
+    assert resume_state(tmp_path / "c", TOKENS).loss_scaling.tolist() == [2.0**16, 0, 0]
+    progress["loss_scaling"] = "x"
+    save_checkpoint(tmp_path / "c", state.model, None, state.optimiser, state.dataset, progress)
+    with pytest.raises(ValueError, match="could not convert"):
+        resume_state(tmp_path / "c", TOKENS)
+
+
+def test_on_a_cpu_every_step_is_read(tmp_path):
+    state = new_state(CONFIG, TOKENS)
+    results = [train_step(state) for _ in range(2)]
+    assert all(type(value) is float for result in results for value in result)
+    assert read_steps(state, results) is results and read_steps(state, []) == []
 
 
 # -------------------------------------------------------------------- held-out loss

@@ -86,7 +86,7 @@ def orthogonalise(x: np.ndarray, precision: str = "float32") -> Any:
     """A matrix for each thread at a time. What the iteration multiplies has 16 bits, its sums have 32.
 
     Rounding takes singular values a little above 1, from where the iteration would take them far away: so its weights
-    are those of values that may be larger by SAFETY (Amsel et al. 2025, section 4.4).
+    are those of values that may be larger by SAFETY (Amsel et al. 2025, on finite precision).
     """
     if precision != "bfloat16" or not _is_float32(x):
         return NotImplemented

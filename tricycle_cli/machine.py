@@ -17,6 +17,7 @@ import numpy as np
 import tricycle
 from tricycle import backend
 from tricycle.kernels import cpu
+from tricycle_accelerators.cuda import attention, gemm
 
 # What Linux calls the instructions that matter for speed.
 INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 bf16": "avx512_bf16", "AMX bf16": "amx_bf16"}
@@ -83,16 +84,35 @@ def threads() -> str:
     return f"{number}, {why}; of BLAS: {of_blas}"
 
 
-def gpus() -> list[str]:
-    """The GPUs that NVIDIA's driver shows, whether CuPy can use them or not."""
+def nvidia_smi(*words: str) -> list[str]:
+    """The lines that NVIDIA's own program prints; none where it is not there."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
-        done = subprocess.run([program, "-L"], capture_output=True, text=True, errors="replace", timeout=10)
+        done = subprocess.run([program, *words], capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.split(" (UUID")[0] for line in done.stdout.splitlines() if line.startswith("GPU")]
+    return done.stdout.splitlines()
+
+
+def gpus() -> list[str]:
+    """The GPUs that NVIDIA's driver shows, whether CuPy can use them or not."""
+    return [line.split(" (UUID")[0] for line in nvidia_smi("-L") if line.startswith("GPU")]
+
+
+def driver() -> str:
+    versions = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return f"driver {versions[0].strip()}" if versions else "driver unknown"
+
+
+def gpu_libraries() -> dict[str, str | None]:
+    """What makes a GPU's matrix products and attention, or why it cannot."""
+    found: dict[str, str | None] = {}
+    for module in (gemm, attention):
+        problem = module.problem()
+        found[problem or module.version()] = problem
+    return found
 
 
 def matmul_rate(n: int = 1024, seconds: float = 0.3) -> float:
@@ -123,19 +143,23 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
         found.append("pip install threadpoolctl: Tricycle can then share all of its work between the cores")
     if shown and problem:
         found.append(f"use {', '.join(shown)}: {problem}")
+    if problem is None:
+        found += [f"on the GPU: {lacking}" for lacking in gpu_libraries().values() if lacking]
     return found or ["nothing that this program knows of"]
 
 
 def report() -> str:
     cpuinfo, shown, problem = Path("/proc/cpuinfo"), gpus(), backend.gpu_problem()
     cupy = ", ".join(installed(*CUPY))
+    in_use = [f"{', '.join(shown) or 'there'}, in use after .to_gpu()"]
+    in_use += [driver(), *gpu_libraries()] if not problem else []
     # asked for first: where TRICYCLE_NUM_THREADS is set, this is what sets the threads of BLAS
     n_threads = threads()
     rows = {
         "Tricycle": f"{tricycle.__version__}, in {Path(tricycle.__file__).parent}",
         "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
         "arrays": f"NumPy {np.__version__}" + ("" if problem else f"; on a GPU {cupy or 'CuPy'}"),
-        "GPU": f"{', '.join(shown) or 'there'}, in use after .to_gpu()" if not problem else f"none in use: {problem}",
+        "GPU": f"none in use: {problem}" if problem else "; ".join(in_use),
         "CPU": processor(cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""),
         "BLAS": blas(),
         "threads": n_threads,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -194,6 +195,10 @@ def _ready(make: Any, shape: Shape) -> Graph | None:
             found = make(shape, handle=_handle())
             found.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         except cudnn.cudnnGraphNotSupportedError:
+            found = None
+        except RuntimeError as error:  # a library that is broken or too old: slower, but nobody need stop
+            said = " ".join(str(error).split())
+            warnings.warn(f"cuDNN's attention failed, so another kernel is used: {said}", stacklevel=2)
             found = None
         _graphs[key] = found
     return _graphs[key]

@@ -148,9 +148,9 @@ def problem() -> str | None:
 
 
 def version() -> str:
-    """Of cuBLASLt, such as "13.0.2"."""
+    """Of the library, such as "cuBLASLt 13.0.2"."""
     number = library().cublasLtGetVersion()
-    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+    return f"cuBLASLt {number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
 class NotSupported(RuntimeError):

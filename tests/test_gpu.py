@@ -1,0 +1,255 @@
+"""Whole models on a GPU beside the same on the CPU, at every precision; training, resuming, generating, experiments.
+
+All of it is skipped where there is no GPU.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_autoencoders
+import test_classifiers
+import test_seq2seq
+from test_fake_device import VARIANTS, train_both
+from test_registry import assert_same, every_sample, gradients
+
+from tricycle import backend, kernels
+from tricycle.backend import to_cpu
+from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.generate import beam_search, generate
+from tricycle.kernels import use_reference
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.tensor import to_tensor
+from tricycle.training import NonFiniteError, evaluate, new_state, read_steps, resume_state, train_step
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[1]
+SMALL = GPTConfig(
+    vocab_size=256, context_window=128, embedding_dim=128, n_heads=2, n_layers=2, batch_size=8, steps=200,
+    warmup_steps=20, max_learning_rate=3e-3, min_learning_rate=3e-4, beta2=0.99,
+)  # fmt: skip
+# How far a loss, and a gradient in its norm, may be from float32's on the CPU.
+TOLERANCES = {"float32": (1e-5, 1e-4), "tf32": (1e-3, 1e-2), "bfloat16": (1e-2, 5e-2), "float16": (2e-3, 2e-2)}
+
+
+def text_tokens() -> np.ndarray:
+    """Bytes of this repository's own sources: something that can be learnt."""
+    content = b"".join(path.read_bytes() for path in sorted((ROOT / "tricycle").glob("*.py")))
+    return np.frombuffer(content, np.uint8).astype(np.int64)
+
+
+def loss_and_gradients(config: GPTConfig, on_gpu: bool) -> tuple[float, dict[str, np.ndarray]]:
+    model = GPT(config)
+    if on_gpu:
+        model.to_gpu()
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 4, config.context_window))
+    inputs, outputs = (model.place(ids) for ids in tokens)
+    loss = CrossEntropy()(outputs, model(inputs))
+    loss.backward()
+    assert next(model.parameters()).on_gpu == on_gpu
+    return float(loss), {name: to_cpu(p.grad.array) for name, p in model.named_parameters()}
+
+
+# -------------------------------------------------------------------- forward and backward
+@every_sample
+def test_every_op_gives_the_same(sample):
+    tensors, on_host = [t.to_gpu() for t in sample.tensors()], sample.tensors()
+    outputs = [sample.call(*each) for each in (tensors, on_host)]
+    for output in outputs:
+        output.backward()
+    found, expected = ((o.numpy(), gradients(t)) for o, t in zip(outputs, (tensors, on_host)))
+    assert_same(found, expected, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["kernels", "reference"])
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_a_gpt_equals_the_one_on_the_cpu(changes, precision, plain):
+    config = replace(SMALL, **changes)
+    expected, wanted = loss_and_gradients(config, False)
+    small = replace(config, precision=precision)
+    if plain:
+        with use_reference():
+            loss, grads = loss_and_gradients(small, True)
+    else:
+        loss, grads = loss_and_gradients(small, True)
+    rtol, of_norm = TOLERANCES[precision]
+    assert loss == pytest.approx(expected, rel=rtol)
+    for name, grad in grads.items():
+        assert grad.dtype == np.float32, name
+        distance = np.linalg.norm(grad - wanted[name]) / max(np.linalg.norm(wanted[name]), 1e-6)
+        assert distance < of_norm, (name, distance)
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_the_same_bits_in_every_run(precision):
+    config = replace(SMALL, precision=precision, dropout=0.1)
+    found = []
+    for _ in range(2):
+        state = new_state(config, text_tokens(), True)
+        losses = read_steps(state, [train_step(state) for _ in range(5)])
+        found.append((losses, {name: to_cpu(p.array) for name, p in state.model.named_parameters()}))
+    assert found[0][0] == found[1][0]
+    for name, array in found[0][1].items():
+        np.testing.assert_array_equal(array, found[1][1][name], err_msg=name)
+
+
+# -------------------------------------------------------------------- training
+@pytest.fixture(scope="module")
+def curve_of_float32() -> np.ndarray:
+    state = new_state(SMALL, text_tokens(), True)
+    return np.array(read_steps(state, [train_step(state) for _ in range(200)]))[:, 0]
+
+
+def test_float32_trains_as_on_the_cpu(curve_of_float32):
+    state = new_state(SMALL, text_tokens())
+    losses = np.array([train_step(state)[0] for _ in range(20)])
+    np.testing.assert_allclose(curve_of_float32[:20], losses, rtol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16", "float16"])
+def test_the_loss_curve_is_within_one_percent_of_float32(curve_of_float32, precision):
+    """Means of 20 updates, for each single one has another batch."""
+    state = new_state(replace(SMALL, precision=precision), text_tokens(), True)
+    losses = np.array(read_steps(state, [train_step(state) for _ in range(200)]))[:, 0]
+    assert losses[-20:].mean() < 0.6 * losses[0]
+    means = [curve.reshape(-1, 20).mean(axis=1) for curve in (losses, curve_of_float32)]
+    np.testing.assert_allclose(*means, rtol=0.01)
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_every_variant_trains_in_bfloat16(changes):
+    config = replace(SMALL, precision="bfloat16", accumulation_steps=2, dropout=0.1, **changes)
+    state = new_state(config, text_tokens(), True)
+    losses = np.array(read_steps(state, [train_step(state) for _ in range(60)]))[:, 0]
+    assert np.isfinite(losses).all() and losses[-5:].mean() < 0.8 * losses[0]
+
+
+def test_an_update_that_is_not_finite_changes_nothing():
+    state = new_state(SMALL, text_tokens(), True)
+    results = [train_step(state)]
+    dict(state.model.named_parameters())["norm.gain"].array[0] = np.nan
+    before = {name: to_cpu(p.array) for name, p in state.model.named_parameters()}
+    results.append(train_step(state))
+    for name, parameter in state.model.named_parameters():
+        np.testing.assert_array_equal(to_cpu(parameter.array), before[name], err_msg=name)
+    with pytest.raises(NonFiniteError, match="step 2: the loss is nan"):
+        read_steps(state, results)
+
+
+@pytest.mark.parametrize("devices", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_checkpoints_cross_devices(tmp_path, devices, precision):
+    first, second = devices
+    config = replace(SMALL, precision=precision)
+    whole, state = (new_state(config, text_tokens(), first) for _ in range(2))
+    for each in (whole, state):
+        [train_step(each) for _ in range(3)]
+    state.save(tmp_path / "c", None)
+    state = resume_state(tmp_path / "c", text_tokens(), second)
+    assert next(state.model.parameters()).on_gpu == second
+    losses = [read_steps(each, [train_step(each) for _ in range(3)]) for each in (whole, state)]
+    if first == second:
+        assert losses[0] == losses[1]
+    np.testing.assert_allclose(np.array(losses[0])[:, 0], np.array(losses[1])[:, 0], rtol=1e-3)
+
+
+def test_too_little_memory_is_an_error_that_names_it():
+    with pytest.raises(MemoryError, match="Out of memory allocating"):
+        backend.to_gpu(np.zeros(1, np.float32)).repeat(2**42)
+    free, total = backend.gpu_memory()
+    assert 0 < free <= total
+
+
+# -------------------------------------------------------------------- using models
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_generation_is_the_same(changes):
+    model, host = GPT(replace(SMALL, **changes)).to_gpu(), GPT(replace(SMALL, **changes))
+    for each in (model, host):
+        found = [list(generate(each, [1, 2, 3], 40, temperature=0)) for _ in range(2)]
+        assert found[0] == found[1]
+    prompt = list(range(60))  # sharper after some training, but the first tokens agree as they are
+    drawn = [list(itertools.islice(generate(each, prompt, 10, temperature=0), 10)) for each in (model, host)]
+    assert drawn[0] == drawn[1]
+    means = [evaluate(each, text_tokens()[:2000], 4)[0] for each in (model, host)]
+    assert means[0] == pytest.approx(means[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_generation_in_16_bits(precision):
+    state = new_state(replace(SMALL, precision=precision), text_tokens(), True)
+    [train_step(state) for _ in range(100)]
+    tokens = list(generate(state.model, list(b"def "), 200, temperature=0.8))
+    assert len(tokens) == 200 and len(set(tokens)) > 5
+
+
+@pytest.mark.parametrize("make", test_seq2seq.MODELS.values(), ids=test_seq2seq.MODELS)
+def test_encoder_decoders(make, rng):
+    source, lengths = rng.integers(3, 7, (3, 6)), np.array([6, 2, 4])
+    target = rng.integers(1, 7, (3, 5))
+
+    def loss_of(model):
+        logits = model(model.place(source), model.place(target[:, :-1]), lengths)
+        return CrossEntropy(0, 0.1)(model.place(target[:, 1:]), logits)
+
+    models = train_both(make, loss_of, on_gpu=True)
+    how = {"begin": 1, "end": 2, "max_length": 6}
+    for beam_size in (1, 3):
+        found = [beam_search(model, source, lengths, beam_size=beam_size, **how) for model in models]
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", test_classifiers.MAKERS.values(), ids=test_classifiers.MAKERS)
+def test_classifiers(make, rng):
+    tokens, lengths, labels = rng.integers(0, 9, (4, 7)), np.array([7, 1, 4, 2]), np.array([0, 1, 2, 1])
+    loss_of = lambda model: CrossEntropy()(model.place(labels), model(model.place(tokens), lengths))
+    train_both(make, loss_of, on_gpu=True)
+
+
+@pytest.mark.parametrize(("make", "shape"), test_autoencoders.MAKERS.values(), ids=test_autoencoders.MAKERS)
+def test_autoencoders(make, shape, rng):
+    x = rng.standard_normal((3, *shape)).astype(np.float32)
+
+    def loss_of(model):
+        given = to_tensor(x, requires_grad=False)
+        return model.loss(given.to_gpu() if next(model.parameters()).on_gpu else given)
+
+    train_both(make, loss_of, on_gpu=True)
+
+
+# -------------------------------------------------------------------- programs
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_the_training_script_runs_resumes_and_generates(tmp_path, precision):
+    pytest.importorskip("tyro")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog sat on the log. " * 400, encoding="utf-8")
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def call(*words):
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    words = ["train_smol_gpt.py", "--preset", "debug", "--data", "text", "--files", str(text), "--device", "gpu"]
+    out = call(*words, "--precision", precision, "--run-folder", str(folder))
+    assert "parameters on the GPU" in out and "held-out loss" in out
+    assert call("inference.py", str(folder), "the cat", "--length", "20")
+    call("train_smol_gpt.py", "--resume", str(folder), "--device", "gpu")
+
+
+# -------------------------------------------------------------------- what is in use
+def test_the_fast_kernels_are_in_use():
+    import cupy
+
+    kernels.gelu(cupy.ones(3, cupy.float32))
+    table = kernels.FASTER[cupy.ndarray]
+    assert table.__name__ == "tricycle_accelerators.cuda.kernels"
+    assert DebugConfig().precision == "float32"
