@@ -856,8 +856,7 @@ def test_a_model_learns_through_the_table(precision, tolerance, softmax, emulate
         monkeypatch.setitem(seam.FASTER, np.ndarray, table)
         config = DebugConfig(
             embedding_dim=64, n_heads=2, context_window=20, vocab_size=31, softmax=softmax, seed=4,
-            precision=precision if where == "cuda" else "float32", input_dropout_probability=0.0,
-            residual_dropout_probability=0.0, attention_dropout_probability=0.0,
+            precision=precision if where == "cuda" else "float32",
         )
         model, optimiser = GPT(config), AdamW(1e-2)
         ids = np.random.default_rng(2).integers(0, 31, (3, 21))

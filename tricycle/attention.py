@@ -143,7 +143,8 @@ class SelfAttention(Op):
         self.softmax = new_softmax(softmax)
 
     def forward(
-        self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None, mask: Mask = None
+        self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None, mask: Mask = None,
+        precision: str = "float32",
     ) -> Tensor:
         """
         Args:
@@ -151,12 +152,15 @@ class SelfAttention(Op):
             cache: earlier keys and values, to which these are added. No gradient flows through it.
             scales: the parameter of `BlockSoftmax`.
             mask: as `additive_mask` takes it.
+            precision: of the products, for a softmax that the kernels know, and without a cache.
 
         Returns:
             (B, T, C), zeros where a query sees no key.
         """
         qkv = as_tensor(qkv)
-        packed = _split_heads("SelfAttention", floating(qkv.array), self.n_heads)
+        array = floating(qkv.array)
+        taken = kernels.operand(array, precision) if cache is None and self.softmax.fused else array
+        packed = _split_heads("SelfAttention", taken, self.n_heads)
         q, k, v = (packed[:, :, i] for i in range(3))
         if cache is not None:
             k, v = cache.append(k, v)
@@ -169,7 +173,7 @@ class SelfAttention(Op):
             return Tensor(out.reshape(shape), False, qkv.is_batched, "attention")
 
         def backward(grad: Array) -> tuple[Array, ...]:
-            dpacked = qkv.xp.empty_like(packed, order="C")
+            dpacked = qkv.xp.empty(packed.shape, array.dtype)
             dscales = attend_backward(grad.reshape(out.shape), *(dpacked[:, :, i] for i in range(3)))
             return dpacked.reshape(qkv.shape), dscales
 

@@ -114,7 +114,7 @@ class MultiHeadSelfAttention(_MultiHead):
         qkv = self.qkv(rows if self.shift is None else self.shift(rows, cache))
         if self.rotary is not None:
             qkv = self.rotary(qkv, offset=seen)
-        out = self.dropout(self.projection(self.attention(qkv, cache, self.softmax_scales, mask)))
+        out = self.dropout(self.projection(self.attention(qkv, cache, self.softmax_scales, mask, self.qkv.precision)))
         return out if x.ndim == 3 else reshape(out, x.shape)
 
 

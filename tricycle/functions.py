@@ -51,9 +51,10 @@ class RowSoftmax(Op, is_base=True):
 
     Attributes:
         name: of the results.
+        fused: whether the kernels know it, so that its products may have operands of 16 bits.
     """
 
-    name = "rows"
+    name, fused = "rows", False
 
     def rows(self, scores: Array) -> Array:
         """Weights for scores (..., S), which are -inf where a key is hidden."""
@@ -106,7 +107,7 @@ class RowSoftmax(Op, is_base=True):
 class _Fused(RowSoftmax):
     """A variant that the attention kernels know. `nothing`: whether a row may attend to nothing."""
 
-    nothing = False
+    fused, nothing = True, False
 
     def attend(
         self, q: Array, k: Array, v: Array, offset: int | None, mask: Array | None = None

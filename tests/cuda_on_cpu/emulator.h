@@ -1,8 +1,9 @@
 // CUDA's kernel language on a CPU, for tests: the threads of a block are fibers that run in turns on one thread.
 //
-// A fiber runs until it must wait, for its warp (shuffles, matrix instructions) or its block. Blocks run one after
-// another. Which fiber goes first is chosen by `order`: 0 the first, 1 the last, others a random one each time; so
-// what a missing barrier hides in one order shows in another. Threads that wait for each other without end, and
+// A fiber runs until it must wait, for its warp (shuffles, matrix instructions) or its block, and a warp runs until it
+// must wait for its block. Blocks run one after another. Which warp and fiber go first is chosen by `order`: 0 the
+// first, 1 the last, others random ones, which also take turns before they must; so what a missing barrier hides in
+// one order shows in another. Threads that wait for each other without end, and
 // writes beyond the shared memory that was asked for, are errors.
 #pragma once
 #include <algorithm>
@@ -151,26 +152,29 @@ inline void run_block(int order, std::mt19937& random) {
     const unsigned n = machine.block_size.x * machine.block_size.y * machine.block_size.z;
     memset(machine.shared, 0xff, machine.n_shared);  // NaN
     memset(machine.shared + machine.n_shared, 0xa5, GUARD);
-    std::vector<unsigned> turns(n);
+    std::vector<unsigned> warps(n / 32), lanes(32);
     for (unsigned i = 0; i < n; ++i) {
         Fiber& fiber = machine.fibers[i];
         fiber.number = i;
         fiber.index = {i % machine.block_size.x, i / machine.block_size.x % machine.block_size.y,
                        i / machine.block_size.x / machine.block_size.y};
         prepare(fiber);
-        turns[i] = order == 1 ? n - 1 - i : i;
     }
-    for (;;) {
-        if (order > 1) std::shuffle(turns.begin(), turns.end(), random);
-        bool moved = false;
-        for (unsigned i : turns)
-            if (machine.fibers[i].state == READY) {
-                resume(machine.fibers[i]);
-                moved = true;
-            }
-        for (unsigned warp = 0; warp < n; warp += 32) moved |= release(warp, warp + 32, AT_WARP);
+    for (unsigned i = 0; i < n / 32; ++i) warps[i] = order == 1 ? n / 32 - 1 - i : i;
+    for (unsigned i = 0; i < 32; ++i) lanes[i] = order == 1 ? 31 - i : i;
+    for (bool moved = true; moved;) {
+        moved = false;
+        if (order > 1) std::shuffle(warps.begin(), warps.end(), random);
+        for (unsigned warp : warps)
+            do {
+                if (order > 1) std::shuffle(lanes.begin(), lanes.end(), random);
+                for (unsigned lane : lanes)
+                    if (machine.fibers[32 * warp + lane].state == READY) {
+                        resume(machine.fibers[32 * warp + lane]);
+                        moved = true;
+                    }
+            } while (release(32 * warp, 32 * warp + 32, AT_WARP) && (order < 2 || random() % 4));
         moved |= release(0, n, AT_BLOCK);
-        if (!moved) break;
     }
     unsigned n_ended = 0;
     for (unsigned i = 0; i < n; ++i) n_ended += machine.fibers[i].state == ENDED;
