@@ -62,6 +62,8 @@ def main() -> None:
         raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")
     if problem is None:
         model.to_gpu()
+    else:  # to make 16 bits of all weights for each token would cost more than it saves
+        model.use_precision("float32")
     if arguments.prompt is None:
         ids = [tokeniser.end_of_text]
     else:

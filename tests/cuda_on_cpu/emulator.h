@@ -89,6 +89,7 @@ struct Machine {
     std::function<void()> kernel;
     std::string error;
     size_t n_shared = 0;
+    int order = 0;
     alignas(128) unsigned char shared[MOST_SHARED + GUARD];
 #ifdef __x86_64__
     void* main = nullptr;
@@ -193,6 +194,7 @@ inline const char* run(
     if (block[0] * block[1] % 32) machine.error = "a block of threads that are no whole warps";
     if (n_shared > MOST_SHARED) machine.error = "more shared memory than there is";
     machine.n_shared = n_shared;
+    machine.order = order;
     machine.kernel = std::move(kernel);
     if (machine.fibers.size() < block[0] * block[1]) machine.fibers.resize(block[0] * block[1]);
     machine.posted.resize(machine.fibers.size());

@@ -42,11 +42,19 @@ template <bool TURNED> inline void load_matrices(unsigned (&to)[4], const void* 
     __syncwarp();  // nobody may write there before all have read
 }
 
-// Copies that arrive later arrive when they are waited for, and not before: each fiber keeps those it asked for.
+// Copies that arrive later arrive when they are waited for, and each fiber keeps those it asked for until then; or, in
+// orders of an odd number, at once.
 struct Copy {
     void* to;
     const void* from;
     bool there;
+
+    void arrive() const {
+        if (there)
+            memcpy(to, from, 16);
+        else
+            memset(to, 0, 16);
+    }
 };
 inline std::vector<std::vector<std::vector<Copy>>> copies;  // of each thread, groups
 
@@ -59,7 +67,11 @@ inline std::vector<std::vector<Copy>>& own_copies() {
 
 inline void copy_later(void* to, const void* from, bool there) {
     if ((size_t)to % 16 || (size_t)from % 16) emulator::machine.error = "cp.async: an address that is not aligned";
-    own_copies().back().push_back({to, from, there});
+    const Copy copy = {to, from, there};
+    if (emulator::machine.order % 2)
+        copy.arrive();
+    else
+        own_copies().back().push_back(copy);
 }
 
 inline void end_group() { own_copies().emplace_back(); }
@@ -67,11 +79,7 @@ inline void end_group() { own_copies().emplace_back(); }
 template <int PENDING> inline void wait_for_groups() {
     auto& groups = own_copies();  // the last one is open
     while (groups.size() > PENDING + 1) {
-        for (const Copy& copy : groups.front())
-            if (copy.there)
-                memcpy(copy.to, copy.from, 16);
-            else
-                memset(copy.to, 0, 16);
+        for (const Copy& copy : groups.front()) copy.arrive();
         groups.erase(groups.begin());
     }
 }
