@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tricycle import backend, kernels
-from tricycle.kernels import cpu, reference, use_reference
+from tricycle.kernels import reference, use_reference
+from tricycle_accelerators import cpu
 
 
 def kernel_names(module: ModuleType) -> set[str]:

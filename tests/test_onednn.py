@@ -9,12 +9,12 @@ from test_programs import call, good
 
 from tricycle import kernels
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.kernels import cpu, reference
+from tricycle.kernels import reference
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import onednn
+from tricycle_accelerators import cpu, onednn
 
 USABLE = pytest.mark.skipif(onednn.problem() is not None, reason=str(onednn.problem()))
 

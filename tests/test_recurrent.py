@@ -13,10 +13,10 @@ from test_layers import put
 
 from tricycle import backend, kernels, ops
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels import cpu
 from tricycle.optimisers import AdamW
 from tricycle.recurrent import CELLS, GRU, LSTM, RNN, Recurrent
 from tricycle.tensor import Tensor, no_grad, to_tensor
+from tricycle_accelerators import cpu
 
 N_ITEMS, N_STEPS, WIDTH, SIZE = 4, 6, 3, 2
 LENGTHS = [[6, 1, 4, 2], [1, 1, 1, 1], [3, 5, 5, 2]]  # with a full one, with the shortest alone, with neither

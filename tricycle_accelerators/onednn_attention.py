@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle.backend import parallel
-from tricycle.kernels import cpu
-from tricycle_accelerators import onednn
+from tricycle_accelerators import cpu, onednn
 
 
 class _Block(NamedTuple):

@@ -1,4 +1,4 @@
-"""Kernels for NumPy arrays that oneDNN makes faster: the same names and results as in `tricycle.kernels.cpu`.
+"""Kernels for NumPy arrays that oneDNN makes faster: the same names and results as in `cpu.py`.
 
 Each gives NotImplemented for what it leaves to NumPy. Products take bfloat16 operands; all else, and every result, is
 float32. The threads are ours: each calls oneDNN for its piece of the arrays.
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from tricycle.backend import parallel
-from tricycle.kernels.cpu import _parts, _pieces, _sum_over
 from tricycle.kernels.reference import POLAR
 from tricycle_accelerators import onednn
+from tricycle_accelerators.cpu import _parts, _pieces, _sum_over
 from tricycle_accelerators.onednn_attention import attention, attention_backward
 
 __all__ = [

@@ -16,7 +16,7 @@ import numpy as np
 
 import tricycle
 from tricycle import backend
-from tricycle.kernels import cpu
+from tricycle_accelerators import cpu
 from tricycle_accelerators.cuda import attention, gemm
 
 # What Linux calls the instructions that matter for speed.

@@ -1,8 +1,7 @@
 """Fused array functions: arrays in, arrays out, no Tensor.
 
-`reference.py` is plain and always right; `cpu.py` holds faster versions for NumPy under the same names, and
-`tricycle_accelerators.cuda.kernels` those for CuPy.
-An op calls `kernels.gelu(x)` and does not know which one ran: the type of the first array
+`reference.py` is plain and always right; `tricycle_accelerators` holds faster versions under the same names, for
+NumPy and for CuPy. An op calls `kernels.gelu(x)` and does not know which one ran: the type of the first array
 decides, and a name that has no faster version falls back to the reference.
 """
 
@@ -12,15 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from tricycle.kernels import reference
 
-from tricycle.kernels import cpu, reference
-
-# Where to look for a faster version, by the type of the first array. CUDA's join when the first CuPy array comes.
-FASTER: dict[type, ModuleType] = {np.ndarray: cpu}
+# Where to look for a faster version, by the type of the first array: imported when the first such array comes.
+ACCELERATORS = {"numpy.ndarray": "tricycle_accelerators.cpu", "cupy.ndarray": "tricycle_accelerators.cuda.kernels"}
+FASTER: dict[type, ModuleType] = {}
 
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
@@ -35,12 +34,11 @@ def use_reference() -> Iterator[None]:
         _reference_only.reset(token)
 
 
-def _faster(kind: type) -> ModuleType | None:
-    if kind not in FASTER and kind.__module__.split(".")[0] == "cupy":
-        from tricycle_accelerators.cuda import kernels
-
-        FASTER[kind] = kernels
-    return FASTER.get(kind)
+def _faster(kind: type) -> ModuleType:
+    if kind not in FASTER:
+        name = ACCELERATORS.get(f"{kind.__module__.split('.')[0]}.{kind.__name__}")
+        FASTER[kind] = import_module(name) if name else reference
+    return FASTER[kind]
 
 
 def _pick(plain: Callable) -> Callable:
@@ -48,7 +46,7 @@ def _pick(plain: Callable) -> Callable:
 
     @wraps(plain)
     def run(array: Any, *args: Any, **options: Any) -> Any:
-        module = None if _reference_only.get() else _faster(type(array))
+        module = reference if _reference_only.get() else _faster(type(array))
         return getattr(module, name, plain)(array, *args, **options)
 
     return run

@@ -318,7 +318,7 @@ def adamw(
     """`step`, `learning_rate` and `factor` may be 0-d arrays on the device."""
     changed = weights, first, second
     if not weights.flags.c_contiguous and weights.flags.f_contiguous:
-        adamw(*(a.T for a in (weights, grad, first, second)), step, learning_rate, betas, eps, decay, factor)
+        adamw(weights.T, grad.T, first.T, second.T, step, learning_rate, betas, eps, decay, factor)
         return
     kind, plain = _kind(grad), any(a.dtype != f32 or not a.flags.c_contiguous for a in changed)
     if kind is None or plain or any(a.shape != weights.shape for a in (grad, *changed)):
