@@ -176,6 +176,7 @@ CASES = {
     "gelu": (_rows, [(shape,) for shape in ANY]),
     "gelu_with_slope": (_rows, [(shape,) for shape in ANY]),
     "relu_squared": (_rows, [(shape,) for shape in ANY]),
+    "sum_squares": (_rows, [(shape,) for shape in ANY]),
     "operand": (_rows, [((2, 3), "float32")]),
     "activations": (_rows, [((2, 3), "float32")]),
     "multiply": (_two, [(shape,) for shape in [*ANY, (3, 70_001)]]),
@@ -238,7 +239,7 @@ IN_PLACE = {
     **dict.fromkeys(("rnn", "gru", "lstm"), slice(0, 2)),
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
-NOT_OPS = {"hidden", "for_items", "repeated", "pipeline"}  # helpers
+NOT_OPS = {"hidden", "each", "for_items", "repeated", "pipeline", "random_mask"}  # helpers, and what draws
 
 all_cases = pytest.mark.parametrize(
     ("name", "size"),

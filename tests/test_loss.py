@@ -138,3 +138,20 @@ def test_smoothed_labels_follow_their_formula(rng):
 def test_a_share_out_of_range_is_refused(share):
     with pytest.raises(ValueError, match="expected label_smoothing from 0 to below 1"):
         CrossEntropy(label_smoothing=share)
+
+
+def test_a_scale_reaches_gradients_before_they_are_rounded(rng):
+    """In float16 the gradients of most of many classes would be lost without."""
+    values, labels = rng.standard_normal((4096, 200)) / 4, rng.integers(0, 200, 4096)
+    exact, small = to_tensor(values, dtype=float), to_tensor(values, dtype=np.float16)
+    CrossEntropy()(labels, exact).backward()
+    losses = {}
+    for scale in (1.0, 2.0**12, np.array(2.0**12, np.float32)):
+        small.grad = None
+        loss = CrossEntropy()(labels, small, scale)
+        loss.backward()
+        assert small.grad.dtype == np.float16 and loss.dtype == np.float32
+        losses[float(scale)] = float(loss) / float(scale)
+        error = np.abs(small.grad.array.astype(float) / float(scale) - exact.grad.array) / np.abs(exact.grad.array)
+        assert (np.median(error) < 1e-3) == (float(scale) > 1)
+    assert losses[1.0] == pytest.approx(losses[2.0**12], rel=1e-6)

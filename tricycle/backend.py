@@ -117,16 +117,6 @@ def to_cpu(array: Array) -> np.ndarray:
     return np.asarray(array) if xp is np else xp.asnumpy(array)
 
 
-def random_mask(generator: np.random.Generator, shape: tuple[int, ...], keep: float, like: Array) -> Array:
-    """Zeros and 1 / keep, each element kept with probability `keep`, on the device and in the dtype of `like`.
-
-    The draw is made by a host generator, so a run can be repeated and resumed on any device.
-    """
-    mask = array_module(like).asarray(generator.random(shape, dtype=np.float32) < keep).astype(like.dtype)
-    mask /= keep
-    return mask
-
-
 # -------------------------------------------------------------------- worker threads
 # NumPy lets go of Python's lock while it computes, so threads that take a part of an array each use all cores,
 # for elementwise work too. BLAS is held to one thread a worker meanwhile: its own threads, which wait for more

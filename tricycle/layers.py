@@ -347,7 +347,7 @@ class Dropout(Layer):
         if not self.training or self.probability == 0:
             return x
         array = floating(x.array)
-        mask = backend.random_mask(self.generator, x.shape, 1 - self.probability, array)
+        mask = kernels.random_mask(array, x.shape, 1 - self.probability, self.generator)
         return record(array * mask, (x,), (lambda grad: grad.array * mask,), "dropout")
 
 

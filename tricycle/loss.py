@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tricycle import kernels
 from tricycle.backend import Array, on_gpu
 from tricycle.ops import Op, as_tensor, check_device, check_range, floating
-from tricycle.tensor import Operand, Tensor, record, remembers
+from tricycle.tensor import ONES, Operand, Tensor, record, remembers
 
 
 class CrossEntropy(Op):
@@ -24,11 +26,13 @@ class CrossEntropy(Op):
             raise ValueError(f"CrossEntropy: expected label_smoothing from 0 to below 1, got {label_smoothing!r}")
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
-    def forward(self, labels: Operand, logits: Operand) -> Tensor:
+    def forward(self, labels: Operand, logits: Operand, scale: Array | float = 1.0) -> Tensor:
         """
         Args:
             labels: whole numbers of shape (...).
             logits: (..., V).
+            scale: the loss is multiplied by it, a number or a 0-d array on its device; and its gradient, before that is
+                rounded to the dtype of the logits.
 
         Raises:
             ValueError: shapes that do not fit, labels that are not whole numbers in 0..V-1, no label at all.
@@ -50,16 +54,16 @@ class CrossEntropy(Op):
         n_counted = counted.sum()
         if not on_gpu(ids) and n_counted == 0:
             raise ValueError(f"CrossEntropy: expected at least one label to count, got none of shape {labels.shape}")
-        weights = counted.astype(rows.dtype) / n_counted.astype(rows.dtype)
+        wide = np.float32 if rows.dtype.itemsize == 2 else rows.dtype  # 16 bits cannot count far
+        weights = counted.astype(wide) * (scale / n_counted.astype(wide))
         given = rows, ids, weights, self.label_smoothing
         if not remembers(logits):
             return record(kernels.cross_entropy(*given), (logits,), (), "cross_entropy", False)
         loss, slope = kernels.cross_entropy_with_slope(*given)
 
         def back_fn(grad: Tensor) -> Array:
-            # the usual 1 needs no pass over a large array (and to look on a GPU would wait for it)
-            scaled = slope if not on_gpu(slope) and grad.array == 1 else slope * grad.array
-            return scaled.reshape(logits.shape)
+            # the usual 1 needs no pass over a large array
+            return (slope if grad.name == ONES else kernels.multiply(slope, grad.array)).reshape(logits.shape)
 
         return record(loss, (logits,), (back_fn,), "cross_entropy", False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from tricycle import backend, kernels
@@ -69,13 +69,15 @@ class Optimiser:
         """
         if not self._step_is_open:
             self.step()
+        calls: list[partial] = []
         for name, parameter in named_parameters:
             if parameter.grad is not None and parameter.requires_grad:
                 n_updates, moments = self.memory_of(parameter)
                 self._memory[parameter] = n_updates + 1, moments
                 decay = self.weight_decay if self.decays(name, parameter) else 0.0
                 given = parameter.array, parameter.grad.array, moments, n_updates + 1 - n_skipped, decay
-                self._way(name, parameter)(*given, *([] if factor is None else [factor]))
+                calls.append(partial(self._way(name, parameter), *given, *([] if factor is None else [factor])))
+        self._make(calls)
         self._step_is_open = False
 
     def memory_of(self, parameter: Tensor) -> tuple[int, dict[str, Array]]:
@@ -100,6 +102,11 @@ class Optimiser:
     def _way(self, name: str, parameter: Tensor) -> Update:
         """How a parameter is updated, where not all are alike."""
         return self._update_one
+
+    def _make(self, calls: list[partial]) -> None:
+        """Make all updates of a step."""
+        for call in calls:
+            call()
 
     def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
         raise NotImplementedError(f"{type(self).__name__} defines no update")
@@ -209,6 +216,13 @@ class Muon(AdamW):
     def _way(self, name: str, parameter: Tensor) -> Update:
         return self._update_matrix if self.takes(name, parameter) else self._update_one
 
+    def _make(self, calls: list[partial]) -> None:
+        matrices = [call for call in calls if call.func == self._update_matrix]
+        super()._make([call for call in calls if call not in matrices])
+        if matrices:
+            matrices.sort(key=lambda call: -call.args[0].size)
+            kernels.each(matrices[0].args[0], matrices)
+
     @_guarded
     def _update_matrix(
         self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float
@@ -241,7 +255,7 @@ def gradient_norm(model: Layer) -> Any:
         a number; for gradients on a GPU a 0-d array there, for to read it would wait for all that made it.
     """
     grads: list[Array] = [p.grad.array for p in model.parameters() if p.grad is not None]
-    squares = [g.ravel() @ g.ravel() for g in grads]
+    squares = [kernels.sum_squares(grad) for grad in grads]
     if not squares or not backend.on_gpu(squares[0]):
         return math.sqrt(sum(square.item() for square in squares))
     xp = array_module(squares[0])

@@ -25,6 +25,7 @@ BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
 Operand: TypeAlias = "Tensor | Array | int | float | Sequence"
 Axis: TypeAlias = int | tuple[int, ...] | None
 
+ONES = "ones"  # the name of the gradient that a backward pass starts with
 _grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 
 
@@ -227,7 +228,8 @@ class Tensor:
                     _accumulate(node, grad, sums)
                 continue
             if grad is not None:
-                incoming = Tensor(grad, False, node.is_batched)  # one for all args: shared_backward goes by identity
+                # one for all args: shared_backward goes by identity
+                incoming = Tensor(grad, False, node.is_batched, ONES if node is self else None)
                 for arg, back_fn in zip(node.args, node._back_fns, strict=True):
                     if arg.requires_grad:
                         sums.add(arg, back_fn(*node._saved, incoming))

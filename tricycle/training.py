@@ -134,21 +134,20 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
     """
     config, model = state.config, state.model
     on_gpu, loss_fn, scale = next(model.parameters()).on_gpu, CrossEntropy(), _loss_scale(state)
-    step = state.step + 1
+    step, share = state.step + 1, 1 / config.accumulation_steps
     total: Any = 0.0
     for _ in range(config.accumulation_steps):
         inputs, outputs = (model.place(ids) for ids in next(state.dataset))
-        loss = loss_fn(outputs, model(inputs))
+        loss = loss_fn(outputs, model(inputs), share if scale is None else scale * share)
         value = loss.array if on_gpu else float(loss)
         if not on_gpu and not math.isfinite(value):
             bad_name = _first_bad(loss, model)
             model.zero_grad()
             raise NonFiniteError(f"step {step}: the loss is {value}; the first bad tensor is {bad_name}")
-        total += value / config.accumulation_steps
-        if config.accumulation_steps > 1:
-            loss = loss * (1 / config.accumulation_steps)
-        (loss if scale is None else loss * Tensor(scale, requires_grad=False)).backward()
+        total += value
+        loss.backward()
     if on_gpu:
+        total = total if scale is None else total / scale
         return total, _update_unread(state, total, scale)
     norm = clip_gradients(model, config.max_gradient_norm) if config.max_gradient_norm else gradient_norm(model)
     if not math.isfinite(norm):

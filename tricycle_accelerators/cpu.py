@@ -203,6 +203,10 @@ def orthogonalise(x, precision="float32"):
     return found
 
 
+def each(like, calls):
+    parallel(lambda call: call(), calls)
+
+
 def multiply(a, b):
     """Large arrays go through memory once, by all threads."""
     if a.size < 2 * PIECE or a.shape != b.shape or not (a.flags.c_contiguous and b.flags.c_contiguous):

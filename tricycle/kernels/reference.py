@@ -6,7 +6,7 @@ Shapes: B batch, T queries, S keys, H heads, D head size, C channels, N rows (al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -17,10 +17,11 @@ from tricycle.backend import Array, array_module
 # The kernels: what may have a faster version.
 __all__ = [
     "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "relu_squared", "sigmoid",
-    "multiply", "operand", "activations", "matmul", "sum_rows", "layer_norm", "layer_norm_backward",
-    "embedding_backward", "cross_entropy", "cross_entropy_with_slope", "for_items", "attention_scores", "attention",
-    "attention_backward", "row_attention", "row_attention_backward", "rotate", "adamw", "orthogonalise", "repeated",
-    "pipeline", "rnn", "rnn_backward", "gru", "gru_backward", "lstm", "lstm_backward",
+    "multiply", "operand", "activations", "matmul", "sum_rows", "sum_squares", "random_mask", "layer_norm",
+    "layer_norm_backward", "embedding_backward", "cross_entropy", "cross_entropy_with_slope", "for_items",
+    "attention_scores", "attention", "attention_backward", "row_attention", "row_attention_backward", "rotate",
+    "adamw", "orthogonalise", "each", "repeated", "pipeline", "rnn", "rnn_backward", "gru", "gru_backward", "lstm",
+    "lstm_backward",
 ]
 
 Rows = Callable[[Array], Array]
@@ -134,7 +135,9 @@ def relu_squared(x: Array) -> tuple[Array, Array]:
     return positive * positive, 2 * positive
 
 
+@_widening(1)
 def multiply(a: Array, b: Array) -> Array:
+    """a b; b may be a 0-d array."""
     return a * b
 
 
@@ -172,6 +175,22 @@ def matmul(
 def sum_rows(x: Array) -> Array:
     """(N, C) to (C,)."""
     return x.sum(axis=0)
+
+
+@_widening(0)
+def sum_squares(x: Array) -> Array:
+    """The sum of the squares of all elements, a 0-d array."""
+    return x.ravel() @ x.ravel()
+
+
+def random_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
+    """Zeros and 1 / keep, each element kept with probability `keep`, on the device and in the dtype of `like`.
+
+    A host generator decides, so a run can be repeated and resumed on any device.
+    """
+    mask = array_module(like).asarray(generator.random(shape, dtype=np.float32) < keep).astype(like.dtype)
+    mask /= keep
+    return mask
 
 
 # -------------------------------------------------------------------- normalisation, over the last axis
@@ -409,6 +428,16 @@ POLAR = [
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 ]
+
+
+def each(like: Array, calls: Sequence[Callable[[], None]]) -> None:
+    """Make some calls that do not depend on each other, long ones first.
+
+    Args:
+        like: an array of the kind that they compute with.
+    """
+    for call in calls:
+        call()
 
 
 def orthogonalise(x: Array, precision: str = "float32") -> Array:

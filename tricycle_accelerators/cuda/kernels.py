@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import backend
 from tricycle.backend import Array, array_module
 from tricycle.kernels import reference
 from tricycle_accelerators.cuda import attention as cudnn
@@ -131,7 +130,7 @@ def random_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.
     """Zeros and 1 / keep in the dtype of `like`, drawn on the device from one number of a host generator."""
     kind, size = _kind(like), math.prod(shape)
     if kind is None or not size:
-        return backend.random_mask(generator, shape, keep, like)
+        return reference.random_mask(like, shape, keep, generator)
     mask, seed = _empty(like, shape), int(generator.integers(2**63))
     keys = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
     launch.launch("dropout", "random_mask", (kind,), launch.elementwise(size, 4), mask, i64(size), f32(keep), *keys)
