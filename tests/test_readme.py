@@ -251,7 +251,22 @@ def quick_experiment(request, line: str) -> None:
     assert "--quick" in good(call(*line.split()[1:-1], "--help"))
 
 
+def benchmark_of_a_gpu(request, line: str) -> None:
+    quick = ["--device", "cpu", "--quick", "--parts", "environment", "products"]
+    folder = request.getfixturevalue("tmp_path") / line.split()[-1]
+    good(call(*line.split()[1:-1], str(folder), *quick))
+    assert "## products" in (folder / "report.md").read_text(encoding="utf-8")
+
+
+def bfloat16_run(request, line: str) -> None:
+    first, second = line.split(" && ")
+    installs(first)
+    assert "this model" in train(request.getfixturevalue("place"), second, "runs/bfloat16")
+
+
 LINES = {
+    "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,
+    'pip install -e ".[bf16]" && python train_smol_gpt.py --precision bfloat16': bfloat16_run,
     "pip install -e . && python train_smol_gpt.py": default_run,
     'pip install -e ".[test]" && pytest': the_tests,
     "conda env create -f environment.cpu.yml -n tricycle": conda_create,
