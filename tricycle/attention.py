@@ -180,12 +180,14 @@ class SelfAttention(Op):
         return record(out.reshape(shape), args, shared_backward(backward, len(args)), "attention")
 
     def look(
-        self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None, mask: Mask = None
+        self, qkv: Tensor, cache: KeyValueCache | None = None, scales: Tensor | None = None, mask: Mask = None,
+        precision: str = "float32",
     ) -> tuple[Array, Array]:
         """The scores before the softmax and the weights after it, both (B, H, T, S), for reading.
 
         Args:
             cache: with this call's keys in it already.
+            precision: as `forward` takes it; what is read here was computed anew, in the dtype of qkv.
         """
         packed = _split_heads("SelfAttention", floating(as_tensor(qkv).array), self.n_heads)
         q, k = packed[:, :, 0], packed[:, :, 1] if cache is None else cache.keys
