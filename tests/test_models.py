@@ -14,6 +14,7 @@ import pytest
 from tables import bad_input
 from test_layers import check_layer_gradients
 
+from tricycle import kernels
 from tricycle.configs import DebugConfig, GPT2Config, GPTConfig, ShakespeareConfig, SmolGPTConfig
 from tricycle.layers import LayerNorm, RMSNorm
 from tricycle.loss import CrossEntropy
@@ -135,6 +136,20 @@ def test_blocks_whose_projections_start_at_zero_add_nothing() -> None:
     expected = model.norm(model.token_embedding(tokens) + model.position_embedding(np.arange(5)))
     logits = expected @ model.token_embedding.weights.transpose()
     np.testing.assert_allclose(model(tokens).array, logits.array, 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_precision_of_a_model_is_that_of_all_its_products(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = GPT(replace(TINY, tied=tied, precision="tf32")), []
+    monkeypatch.setattr(kernels, "operand", lambda x, precision: found.append(precision) or x)
+    model(np.arange(5)[None])
+    assert set(found) == {"tf32"} and len(found) == 2 * (4 * TINY.n_layers + 1) + TINY.n_layers  # and attention
+    found.clear()
+    assert model.use_precision("float32") is model and model.config.precision == "float32"
+    model(np.arange(5)[None])
+    assert "tf32" not in found
+    with pytest.raises(ValueError, match="expected precision to be one of float32, tf32, .*, got 'int8'"):
+        model.use_precision("int8")
 
 
 @pytest.mark.parametrize("n_layers", [2, 8])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +85,14 @@ class GPT(Layer):
         if self.head is not None:
             return self.head(x)
         return linear(x, self.token_embedding.weights.transpose(), precision=self.config.precision)
+
+    def use_precision(self, precision: str) -> Layer:
+        """As of every layer; it holds for a tied output layer and for activations too, and stands in the config."""
+        super().use_precision(precision)
+        if precision != self.config.precision:
+            changed: Any = {"precision": precision}
+            self.config = replace(self.config, **changed)
+        return self
 
     def use_softmax(self, name: str, n_blocks: int = 2) -> None:
         """Let attention weigh keys in another way from now on, in every block and in the config.
