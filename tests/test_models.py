@@ -148,7 +148,7 @@ def test_the_precision_of_a_model_is_that_of_all_its_products(tied: bool, monkey
     assert model.use_precision("float32") is model and model.config.precision == "float32"
     model(np.arange(5)[None])
     assert "tf32" not in found
-    with pytest.raises(ValueError, match="expected precision to be one of float32, tf32, .*, got 'int8'"):
+    with pytest.raises(ValueError, match=r"expected precision to be one of float32, tf32, .*, got 'int8'"):
         model.use_precision("int8")
 
 
