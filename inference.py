@@ -19,6 +19,8 @@ from tricycle_cli.flags import parse, run_main
 from tricycle_cli.pickles import load_pickled_model
 from tricycle_cli.stream import StreamDecoder
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "no_repeat_ngram_size")
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -34,8 +36,12 @@ class Arguments:
     """divides the logits: lower is safer, 0 always takes the likeliest token"""
     top_k: int = 0
     """draw among the k likeliest tokens only; 0 for all"""
-    top_p: float = 0.95
+    top_p: float = 1.0
     """draw among the fewest tokens whose probabilities reach this sum"""
+    min_p: float = 0.2
+    """draw among the tokens at least this many times as probable as the likeliest"""
+    no_repeat_ngram_size: int = 8
+    """never write so many tokens a second time in the same order, for small models run in circles; 0 lets them be"""
     seed: int | None = None
     """makes the text repeatable"""
     stop: bool = True
@@ -50,7 +56,8 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, description=__doc__ or "")
-    check_sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    sampling = {name: getattr(arguments, name) for name in SAMPLING}
+    check_sampling(**sampling)
     model, tokeniser = load(arguments.source, arguments.tokeniser)
     if tokeniser.n_vocab > model.config.vocab_size:
         known = model.config.vocab_size
@@ -74,9 +81,7 @@ def main() -> None:
         model,
         ids,
         arguments.length,
-        arguments.temperature,
-        arguments.top_k,
-        arguments.top_p,
+        **sampling,
         seed=arguments.seed,
         stop_token=tokeniser.end_of_text if arguments.stop else None,
         n_vocab=tokeniser.n_vocab,

@@ -17,6 +17,7 @@ from experiments.ten_minutes.ablations import PLAIN, RECIPE, VARIANTS, configs
 from experiments.ten_minutes.clock import Budget
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
+from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
@@ -227,8 +228,10 @@ test_wrong_flags_of_parses_are_refused = wrong_flags(
     parses.main,
     (["nowhere"], "expected a run folder or a checkpoint, but there is none at nowhere"),
     ([".", "--samples", "0"], "expected --samples to be at least 1, got 0"),
-    ([".", "--temperatures", "-1"], r"expected --temperatures of 0 or more, got \(-1.0,\)"),
-    ([".", "--top-p", "0"], "expected --top-p above 0 and at most 1, got 0.0"),
+    ([".", "--temperatures", "-1"], "expected temperature to be 0 or more, got -1.0"),
+    ([".", "--temperatures"], "expected --temperatures of 0 or more, got none"),
+    ([".", "--top-p", "0"], "expected top_p to be above 0 and at most 1, got 0.0"),
+    ([".", "--min-p", "2"], "expected min_p to be from 0 to 1, got 2.0"),
 )
 
 
@@ -407,11 +410,26 @@ def test_functions_are_written_up_to_their_ends():
     text = b"\n\ndef f(x):\n  return x\n\n\nx = 1\n"
     parrot = Parrot(list(text), tokeniser.n_vocab, 100)
     generator = np.random.default_rng(0)
-    written = parses.write(parrot, tokeniser, [b"\n\ndef", b"\n\ndef f("], 100, 1.0, 1.0, generator)
+    settings = parses.Settings(Path(), tokens=100, no_repeat_ngram_size=0)
+    written = parses.write(parrot, tokeniser, [b"\n\ndef", b"\n\ndef f("], settings, 1.0, generator)
     assert written == [("def f(x):\n  return x\n", True)] * 2
     parrot = Parrot(list(text), tokeniser.n_vocab, 100)
-    assert parses.write(parrot, tokeniser, [b"\n\ndef"], 18, 0, 1.0, generator) == [("def f(x):\n  ret\n", False)]
+    settings = replace(settings, tokens=18)
+    assert parses.write(parrot, tokeniser, [b"\n\ndef"], settings, 0, generator) == [("def f(x):\n  ret\n", False)]
     assert parses.counted(written)["parsed"] == 2
+
+
+def test_functions_go_on_past_the_window_as_all_text_does():
+    tokeniser = BPETokeniser(300)
+    model = GPT(replace(SMALL, context_window=12, vocab_size=tokeniser.n_vocab))
+    for parameter in model.parameters():  # far from the small first weights, so that what was read matters
+        parameter.array[...] = np.random.default_rng(1).normal(0, 1, parameter.shape)
+    settings = parses.Settings(Path(), tokens=60, no_repeat_ngram_size=4)
+    (text, _), _ = parses.write(model, tokeniser, [b"def", b"def"], settings, 0, np.random.default_rng(0))
+    prompt = [tokeniser.end_of_text, *tokeniser.encode("def")]
+    tokens = generate(model, prompt, 60 - len(prompt), temperature=0, no_repeat_ngram_size=4, n_vocab=tokeniser.n_vocab)
+    whole = [*prompt, *tokens]
+    assert text == parses.function_of(tokeniser, whole, tokeniser.end_of_text)
 
 
 def test_a_model_is_examined(tmp_path, monkeypatch, capsys):

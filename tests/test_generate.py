@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tricycle.configs import DebugConfig
-from tricycle.generate import check_sampling, generate, sample
+from tricycle.generate import check_sampling, generate, repeats, sample
 from tricycle.models import GPT
 from tricycle.tensor import no_grad, to_tensor
 
@@ -140,6 +140,10 @@ def test_no_gradient_is_left_behind(model):
         ([1], {"top_k": 2.5}, "expected top_k to be a whole number, 0 or more, got 2.5"),
         ([1], {"top_p": 0}, "expected top_p to be above 0 and at most 1, got 0"),
         ([1], {"top_p": 1.1}, "expected top_p to be above 0 and at most 1, got 1.1"),
+        ([1], {"min_p": -0.1}, "expected min_p to be from 0 to 1, got -0.1"),
+        ([1], {"min_p": float("nan")}, "expected min_p to be from 0 to 1, got nan"),
+        ([1], {"no_repeat_ngram_size": -1}, "expected no_repeat_ngram_size to be a whole number, 0 or more, got -1"),
+        ([1], {"no_repeat_ngram_size": 2.0}, "expected no_repeat_ngram_size to be a whole number, 0 or more, got 2.0"),
         ([1], {"top_p": float("nan")}, "expected top_p to be above 0 and at most 1, got nan"),
         ([1], {"n_vocab": 0}, "expected n_vocab from 1 to 50, got 0"),
         ([1], {"n_vocab": 51}, "expected n_vocab from 1 to 50, got 51"),
@@ -185,6 +189,16 @@ def frequencies(n: int = 4000, **settings) -> np.ndarray:
         ({"top_p": 0.7}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
         ({"top_p": 1e-9}, [0, 1, 0, 0, 0]),
         ({"top_k": 3, "top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"min_p": 0.49}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
+        ({"min_p": 0.61}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"min_p": 1.0}, [0, 1, 0, 0, 0]),
+        ({"min_p": 0.3, "temperature": 0.5}, np.array([0, 0.16, 0, 0.0625, 0]) / 0.2225),
+        ({"min_p": 0.6, "top_p": 0.1}, [0, 1, 0, 0, 0]),
+        ({"min_p": 0.5, "top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"never": [1]}, np.array([0.1, 0, 0.05, 0.25, 0.2]) / 0.6),
+        ({"never": [1, 3, 1], "temperature": 0}, [0, 0, 0, 0, 1]),
+        ({"never": [0, 1, 2, 3, 4]}, [0.1, 0.4, 0.05, 0.25, 0.2]),
+        ({"never": [1], "top_p": 0.6}, np.array([0, 0, 0, 0.25, 0.2]) / 0.45),
         ({"temperature": 0}, [0, 1, 0, 0, 0]),
         ({"temperature": 1e-300}, [0, 1, 0, 0, 0]),
         ({"temperature": 0.5}, np.array([0.01, 0.16, 0.0025, 0.0625, 0.04]) / 0.275),
@@ -200,11 +214,11 @@ def test_how_often_tokens_are_drawn(settings, expected):
 
 @given(
     st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=20),
-    st.floats(0, 1e6), st.integers(0, 25), st.floats(0, 1, exclude_min=True),
+    st.floats(0, 1e6), st.integers(0, 25), st.floats(0, 1, exclude_min=True), st.floats(0, 1),
 )
-def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, top_k, top_p):
+def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, top_k, top_p, min_p):
     logits = np.array(logits, np.float32)
-    token = sample(logits, np.random.default_rng(0), temperature, top_k, top_p)
+    token = sample(logits, np.random.default_rng(0), temperature, top_k, top_p, min_p)
     assert 0 <= token < len(logits)
     n_above = (logits > logits[token]).sum()
     assert n_above < (top_k or len(logits))
@@ -216,6 +230,29 @@ def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, t
 def test_logits_that_are_not_finite_are_refused(bad):
     with pytest.raises(ValueError, match="expected finite logits"):
         sample(np.array([0, bad, 1], np.float32), np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "expected"),
+    [
+        ([], 3, []), ([1, 2], 3, []), ([1, 2, 3, 1, 2], 0, []),
+        ([1, 2, 3, 1, 2], 3, [3]), ([1, 2, 3, 1, 2, 4, 1, 2], 3, [3, 4]), ([1, 2, 3, 2, 1], 3, []),
+        ([1, 1], 3, []), ([1, 1, 1], 3, [1]), ([5, 6, 5], 1, [5, 6, 5]), ([5, 6, 5], 2, [6]),
+    ],
+)  # fmt: skip
+def test_tokens_that_would_repeat_a_run(tokens, size, expected):
+    assert repeats(tokens, size) == expected
+
+
+@pytest.mark.parametrize(("size", "n"), [(1, 40), (2, 200), (4, 200)])
+def test_no_run_is_written_twice(model, size, n):
+    def repeated(**settings) -> int:
+        text = [1, 2, 3, *generate(model, [1, 2, 3], n, temperature=0, **settings)]
+        runs = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
+        return len(runs) - len(set(runs))
+
+    assert repeated() > 0
+    assert repeated(no_repeat_ngram_size=size) == 0
 
 
 def test_good_settings_pass():

@@ -229,7 +229,9 @@ def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, p
     ids = list(run.tokeniser.encode(prompt))[-state.config.context_window :] or [end]
     seed = np.random.default_rng((state.config.seed, state.step))
     n_vocab = run.tokeniser.n_vocab
-    drawn = generate(state.model, ids, n_tokens, 0.8, top_p=0.95, seed=seed, stop_token=end, n_vocab=n_vocab)
+    drawn = generate(
+        state.model, ids, n_tokens, 0.8, seed=seed, stop_token=end, n_vocab=n_vocab, min_p=0.2, no_repeat_ngram_size=8
+    )
     text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
     title = f"--- sample at step {state.step}"
     with (run.folder / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:

@@ -26,7 +26,7 @@ from experiments.settings import at_least, save
 from experiments.ten_minutes.data import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
-from tricycle.generate import sample, select
+from tricycle.generate import check_sampling, repeats, sample, select
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
@@ -46,13 +46,17 @@ class Settings:
     run: tyro.conf.Positional[Path]
     """a run folder of train_smol_gpt.py on Python code, or a checkpoint"""
     samples: int = 200
-    """functions for each kind of prompt and temperature"""
-    temperatures: tuple[float, ...] = (0.0, 0.5, 0.8, 1.0)
+    """functions for each kind of prompt and temperature; constrained ones at most as many as the files have"""
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
     """of sampling; at 0 the likeliest token is taken"""
     top_p: float = 1.0
     """draw among the likeliest tokens whose probabilities reach this sum"""
-    tokens: int = 256
-    """the most tokens of a function with its prompt; at most the model's window"""
+    min_p: float = 0.2
+    """draw among the tokens at least this many times as probable as the likeliest"""
+    no_repeat_ngram_size: int = 8
+    """never write so many tokens a second time in the same order; 0 lets them be"""
+    tokens: int = 512
+    """the most tokens of a function with its prompt"""
     batch: int = 50
     """functions that are written at a time"""
     seed: int = 0
@@ -83,10 +87,10 @@ def check(settings: Settings) -> None:
         ValueError: settings with which nothing could be measured.
     """
     at_least(settings, samples=1, tokens=2, batch=1, seed=0)
-    if not settings.temperatures or min(settings.temperatures) < 0:
-        raise ValueError(f"expected --temperatures of 0 or more, got {settings.temperatures or 'none'}")
-    if not 0 < settings.top_p <= 1:
-        raise ValueError(f"expected --top-p above 0 and at most 1, got {settings.top_p}")
+    if not settings.temperatures:
+        raise ValueError("expected --temperatures of 0 or more, got none")
+    for temperature in settings.temperatures:
+        check_sampling(temperature, 0, settings.top_p, settings.min_p, settings.no_repeat_ngram_size)
     if not settings.run.exists():
         raise ValueError(f"expected a run folder or a checkpoint, but there is none at {settings.run}")
 
@@ -98,13 +102,13 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
         "prompt", "temperature", "samples", "distinct" (texts), "finished" (ended before the window did), "parsed"
         (how many of these), and "examples", some texts with whether they were accepted.
     """
-    longest = min(settings.tokens, model.config.context_window)
+    longest_prompt = min(settings.tokens, model.config.context_window) // 2
     prompts: dict[str, list[bytes]] = {
         PLAIN: [PLAIN_PROMPT] * settings.samples,
-        CONSTRAINED: signatures(tokeniser, settings.samples, longest // 2, settings.seed),
+        CONSTRAINED: signatures(tokeniser, settings.samples, longest_prompt, settings.seed),
     }
     rows: list[dict[str, Any]] = []
-    total = len(prompts) * len(settings.temperatures) * settings.samples
+    total = len(settings.temperatures) * sum(map(len, prompts.values()))
     with tqdm(total=total, unit="function", dynamic_ncols=True) as bar:
         for kind, starts in prompts.items():
             for temperature in settings.temperatures:
@@ -114,7 +118,7 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
                 found: list[tuple[str, bool]] = []
                 for first in range(0, len(some), settings.batch):
                     batch = some[first : first + settings.batch]
-                    found += write(model, tokeniser, batch, longest, temperature, settings.top_p, generator)
+                    found += write(model, tokeniser, batch, settings, temperature, generator)
                     bar.update(len(batch))
                 bar.update(len(starts) - len(some))
                 rows.append({"prompt": kind, "temperature": temperature, **counted(found)})
@@ -147,17 +151,18 @@ def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list
     """Signatures of functions in held-out files with their docstrings, up to the indentation of the body.
 
     Args:
+        n: how many; all in another order if there are fewer.
         longest: the most tokens of one, with the line end before it.
 
     Raises:
-        ValueError: fewer than n.
+        ValueError: there are none.
     """
     found: list[bytes] = []
     for name in filter(is_held_out, python_files()):
         found += beginnings((python_root() / name).read_bytes())
     found = [start for start in dict.fromkeys(found) if len(tokeniser.encode(start)) <= longest]
-    if len(found) < n:
-        raise ValueError(f"expected --samples of at most {len(found)}, the functions of held-out files, got {n}")
+    if not found:
+        raise ValueError(f"{python_root()}: expected functions with docstrings in the held-out files, found none")
     return [found[i] for i in np.random.default_rng(seed).permutation(len(found))[:n]]
 
 
@@ -181,12 +186,13 @@ def beginnings(source: bytes) -> Iterator[bytes]:
 
 # -------------------------------------------------------------------- sampling
 def write(
-    model: GPT, tokeniser: BPETokeniser, prompts: Sequence[bytes], longest: int, temperature: float, top_p: float,
+    model: GPT, tokeniser: BPETokeniser, prompts: Sequence[bytes], settings: Settings, temperature: float,
     generator: np.random.Generator,
 ) -> list[tuple[str, bool]]:
     """Functions that begin with some prompts, all written at a time, a token of each in one pass.
 
-    Prompts are of different lengths, so each row reads its own token by token and goes on by itself from there.
+    Prompts are of different lengths, so each row reads its own token by token and goes on by itself from there. When
+    the window is full, its later half is read anew, as in `generate`.
 
     Returns:
         for each the text from its "def" on, and whether it came to an end.
@@ -195,16 +201,23 @@ def write(
     starts = [[end, *map(int, tokeniser.encode(prompt))] for prompt in prompts]
     rows = [list(start[:1]) for start in starts]
     ended = [False] * len(rows)
-    alive, caches = np.arange(len(rows)), model.new_caches()
+    alive, caches, window, n_seen = np.arange(len(rows)), model.new_caches(), model.config.context_window, 0
     with model.evaluating():
-        for t in range(longest - 1):
-            latest = np.array([[rows[i][t]] for i in alive])
+        for t in range(settings.tokens - 1):
+            unread = 1
+            if n_seen == window:
+                caches, unread, n_seen = model.new_caches(), max(1, window // 2), 0
+            n_seen += unread
+            latest = np.array([rows[i][-unread:] for i in alive])
             logits = model(model.place(latest), caches).numpy()[:, -1, : tokeniser.n_vocab]
             for row, i in zip(logits, alive):
-                given = t + 1 < len(starts[i])
-                token = starts[i][t + 1] if given else sample(row, generator, temperature, 0, top_p)
+                if t + 1 < len(starts[i]):  # given
+                    rows[i].append(starts[i][t + 1])
+                    continue
+                never = repeats(rows[i], settings.no_repeat_ngram_size)
+                token = sample(row, generator, temperature, 0, settings.top_p, settings.min_p, never)
                 rows[i].append(token)
-                ended[i] = not given and (token == end or is_over(tokeniser.decode_bytes(rows[i][1:])))
+                ended[i] = token == end or is_over(tokeniser.decode_bytes(rows[i][1:]))
             going = [k for k, i in enumerate(alive) if not ended[i]]
             if len(going) < len(alive):
                 alive, caches = alive[going], select(caches, np.array(going, int))
