@@ -23,7 +23,7 @@ from tricycle.kernels import reference, use_reference
 PARTS = {
     "matrix products": ["matmul"],
     "attention": ["attention", "attention_backward"],
-    "activation": ["gelu_with_slope", "multiply"],
+    "activation": ["gelu_with_slope", "gelu_backward", "multiply"],
     "norms": ["layer_norm", "layer_norm_backward"],
     "sums for biases": ["sum_rows"],
     "loss": ["cross_entropy_with_slope"],

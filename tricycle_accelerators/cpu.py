@@ -150,6 +150,13 @@ def gelu_with_slope(x):
     return _gelu(x, slope), slope
 
 
+@_or_faster
+def gelu_backward(grad, x):
+    slope = np.empty(x.shape, x.dtype)
+    _gelu(x, slope)
+    return multiply(grad, slope)
+
+
 def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
     flat = np.ascontiguousarray(x).reshape(-1)
     y = np.empty_like(flat)

@@ -58,8 +58,8 @@ def _one_item(group: tuple[int, slice]) -> tuple[slice, slice, slice]:
 def _and_ones(values: np.ndarray, n_ones: int) -> np.ndarray:
     """(H, S, D) as (H, S, D + n_ones), with ones in the last columns: a product with them sums as it goes."""
     size = values.shape[-1]
-    wider = np.ones((*values.shape[:-1], size + n_ones), values.dtype)
-    wider[..., :size] = values
+    wider = np.empty((*values.shape[:-1], size + n_ones), values.dtype)
+    wider[..., :size], wider[..., size:] = values, 1
     return wider
 
 

@@ -17,7 +17,7 @@ from tricycle_accelerators.cpu import _parts, _pieces, _sum_over
 from tricycle_accelerators.onednn_attention import attention, attention_backward
 
 __all__ = [
-    "operand", "matmul", "gelu", "gelu_with_slope", "layer_norm", "layer_norm_backward", "attention",
+    "operand", "matmul", "gelu", "gelu_with_slope", "gelu_backward", "layer_norm", "layer_norm_backward", "attention",
     "attention_backward", "orthogonalise",
 ]
 
@@ -127,18 +127,16 @@ def gelu(x: np.ndarray) -> Any:
 
 
 def gelu_with_slope(x: np.ndarray) -> Any:
-    if not _is_float32(x):
+    y = gelu(x)
+    return y if y is NotImplemented else (y, None)
+
+
+def gelu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
+    if not _is_float32(grad, x):
         return NotImplemented
-    flat, y, slope = np.ascontiguousarray(x).reshape(-1), np.empty(x.size, x.dtype), np.empty(x.size, x.dtype)
-    pieces = _pieces(x.size)
-    ones = np.ones(len(flat[pieces[0]]), x.dtype)
-
-    def work(piece: slice) -> None:
-        onednn.gelu(flat[piece], y[piece])
-        onednn.gelu_backward(ones[: len(flat[piece])], flat[piece], slope[piece])
-
-    parallel(work, pieces)
-    return y.reshape(x.shape), slope.reshape(x.shape)
+    flat_grad, flat, dx = (np.ascontiguousarray(array).reshape(-1) for array in (grad, x, np.empty(x.shape, x.dtype)))
+    parallel(lambda piece: onednn.gelu_backward(flat_grad[piece], flat[piece], dx[piece]), _pieces(x.size))
+    return dx.reshape(x.shape)
 
 
 # -------------------------------------------------------------------- normalisation

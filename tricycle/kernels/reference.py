@@ -16,12 +16,12 @@ from tricycle.backend import Array, array_module
 
 # The kernels: what may have a faster version.
 __all__ = [
-    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "relu_squared", "sigmoid",
-    "multiply", "operand", "activations", "matmul", "sum_rows", "sum_squares", "random_mask", "layer_norm",
-    "layer_norm_backward", "embedding_backward", "cross_entropy", "cross_entropy_with_slope", "for_items",
-    "attention_scores", "attention", "attention_backward", "row_attention", "row_attention_backward", "rotate",
-    "adamw", "orthogonalise", "each", "repeated", "pipeline", "rnn", "rnn_backward", "gru", "gru_backward", "lstm",
-    "lstm_backward",
+    "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "gelu_backward",
+    "relu_squared", "sigmoid", "multiply", "operand", "activations", "matmul", "sum_rows", "sum_squares",
+    "random_mask", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy",
+    "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward", "row_attention",
+    "row_attention_backward", "rotate", "adamw", "orthogonalise", "each", "repeated", "pipeline", "rnn",
+    "rnn_backward", "gru", "gru_backward", "lstm", "lstm_backward",
 ]
 
 Rows = Callable[[Array], Array]
@@ -121,12 +121,20 @@ def gelu(x: Array) -> Array:
 
 
 @_widening(2)
-def gelu_with_slope(x: Array) -> tuple[Array, Array]:
-    """gelu(x) and its derivative: both need the same tanh, and a product is all that is left for the backward."""
+def gelu_with_slope(x: Array) -> tuple[Array, Array | None]:
+    """gelu(x) and its derivative: both need the same tanh, and a product is all that is left for the backward.
+
+    A faster version may give None for the derivative: `gelu_backward` is cheaper then than to write and read it.
+    """
     xp = array_module(x)
     t = xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3))
     slope = SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x**2)
     return 0.5 * x * (1 + t), 0.5 * (1 + t + x * (1 - t * t) * slope)
+
+
+def gelu_backward(grad: Array, x: Array) -> Array:
+    """The gradient of x, given that of gelu(x)."""
+    return grad * gelu_with_slope(x)[1]
 
 
 def relu_squared(x: Array) -> tuple[Array, Array]:
