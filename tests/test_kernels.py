@@ -180,6 +180,8 @@ CASES = {
     "sum_squares": (_rows, [(shape,) for shape in ANY]),
     "operand": (_rows, [((2, 3), "float32")]),
     "activations": (_rows, [((2, 3), "float32")]),
+    "operand_and_sums": (_rows, [((2, 3), "float32"), ((70_001, 5), "float32")]),
+    "add": (_two, [(shape,) for shape in [*ANY, (3, 200_001)]]),
     "multiply": (_two, [(shape,) for shape in [*ANY, (3, 70_001)]]),
     "sigmoid": (_rows, [(shape,) for shape in ANY]),
     "matmul": (

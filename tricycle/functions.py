@@ -461,7 +461,11 @@ def linear(
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a, b = kernels.operand(rows, precision), kernels.operand(matrix, precision)
     y = kernels.matmul(a, b, None if bias is None else bias.array, None, kept, precision)
-    (convert,) = shared_backward(lambda grad: (kernels.operand(grad.reshape(-1, to_size), precision),), 1)
+    if bias is None:
+        (convert,) = shared_backward(lambda grad: (kernels.operand(grad.reshape(-1, to_size), precision),), 1)
+    else:
+        both = lambda grad: kernels.operand_and_sums(grad.reshape(-1, to_size), precision)
+        convert, bias_grad = shared_backward(both, 2)
     as_operand: Callable[[Tensor], Array] = convert
 
     def input_grad(grad: Tensor) -> Array:
@@ -477,7 +481,7 @@ def linear(
     back_fns: tuple[BackFn, ...] = (input_grad, weight_grad)
     if bias is not None:
         args += (bias,)
-        back_fns += (lambda grad: kernels.sum_rows(grad.array.reshape(-1, to_size)),)
+        back_fns += (bias_grad,)
     return record(y.reshape(*x.shape[:-1], to_size), args, back_fns, name)
 
 

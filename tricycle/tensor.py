@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from tricycle import backend
+from tricycle import backend, kernels
 from tricycle.backend import Array, array_module
 
 BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
@@ -386,7 +386,8 @@ class _GradientSums:
         elif key in self.ours:
             held += array
         else:
-            self.arrays[key] = total = held + array
+            total = kernels.add(held, array) if held.size >= kernels.LARGE else held + array
+            self.arrays[key] = total
             if total.size > 1:
                 self.ours.add(key)
 

@@ -97,6 +97,11 @@ def operand(x, precision):
     return x
 
 
+@_or_faster
+def operand_and_sums(x, precision):
+    return operand(x, precision), sum_rows(x)
+
+
 @cache
 def _say_why(precision: str) -> None:
     why = onednn()[1] if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
@@ -214,13 +219,21 @@ def each(like, calls):
     parallel(lambda call: call(), calls)
 
 
+def add(a, b):
+    return _of_two(np.add, reference.add, a, b)
+
+
 def multiply(a, b):
+    return _of_two(np.multiply, reference.multiply, a, b)
+
+
+def _of_two(function: np.ufunc, plain: Callable, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Large arrays go through memory once, by all threads."""
     if a.size < 2 * PIECE or a.shape != b.shape or not (a.flags.c_contiguous and b.flags.c_contiguous):
-        return reference.multiply(a, b)
+        return plain(a, b)
     out = np.empty(a.shape, np.result_type(a, b))
     flat_a, flat_b, flat_out = (array.reshape(-1) for array in (a, b, out))
-    parallel(lambda piece: np.multiply(flat_a[piece], flat_b[piece], out=flat_out[piece]), _pieces(a.size))
+    parallel(lambda piece: function(flat_a[piece], flat_b[piece], out=flat_out[piece]), _pieces(a.size))
     return out
 
 
@@ -288,7 +301,11 @@ def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.nda
     if ids.size:
         order = np.argsort(ids, kind="stable")
         present, starts = np.unique(ids[order], return_index=True)
-        table[present] = np.add.reduceat(grad[order], starts, axis=0)
+
+        def columns(part: slice) -> None:
+            table[present, part] = np.add.reduceat(grad[order, part], starts, axis=0)
+
+        parallel(columns, _parts(grad.shape[1], 64))
     return table
 
 

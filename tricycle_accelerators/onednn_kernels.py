@@ -13,12 +13,12 @@ import numpy as np
 from tricycle.backend import parallel
 from tricycle.kernels.reference import POLAR
 from tricycle_accelerators import onednn
-from tricycle_accelerators.cpu import _parts, _pieces, _sum_over
+from tricycle_accelerators.cpu import _ones, _parts, _pieces, _sum_over
 from tricycle_accelerators.onednn_attention import attention, attention_backward
 
 __all__ = [
-    "operand", "matmul", "gelu", "gelu_with_slope", "gelu_backward", "layer_norm", "layer_norm_backward", "attention",
-    "attention_backward", "orthogonalise",
+    "operand", "operand_and_sums", "matmul", "gelu", "gelu_with_slope", "gelu_backward", "layer_norm",
+    "layer_norm_backward", "attention", "attention_backward", "orthogonalise",
 ]
 
 SAFETY = 1.01
@@ -43,6 +43,19 @@ def _converted(x: np.ndarray) -> np.ndarray:
     flat, flat_out = x.reshape(-1), out.reshape(-1)
     parallel(lambda piece: onednn.convert(flat[piece], flat_out[piece]), _pieces(x.size))
     return out
+
+
+def operand_and_sums(x: np.ndarray, precision: str) -> Any:
+    """The sums are made of pieces that the conversion has just brought near."""
+    if precision != "bfloat16" or not _is_float32(x) or x.ndim != 2 or not x.flags.c_contiguous:
+        return NotImplemented
+    out = np.empty(x.shape, onednn.bfloat16())
+
+    def work(piece: slice) -> np.ndarray:
+        onednn.convert(x[piece], out[piece])
+        return _ones(len(x[piece]), x) @ x[piece]
+
+    return out, _sum_over(work, _pieces(*x.shape))
 
 
 def matmul(

@@ -17,11 +17,11 @@ from tricycle.backend import Array, array_module
 # The kernels: what may have a faster version.
 __all__ = [
     "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "gelu_backward",
-    "relu_squared", "sigmoid", "multiply", "operand", "activations", "matmul", "sum_rows", "sum_squares",
-    "random_mask", "layer_norm", "layer_norm_backward", "embedding_backward", "cross_entropy",
-    "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward", "row_attention",
-    "row_attention_backward", "rotate", "adamw", "orthogonalise", "each", "repeated", "pipeline", "rnn",
-    "rnn_backward", "gru", "gru_backward", "lstm", "lstm_backward",
+    "relu_squared", "sigmoid", "add", "multiply", "operand", "operand_and_sums", "activations", "matmul",
+    "sum_rows", "sum_squares", "random_mask", "layer_norm", "layer_norm_backward", "embedding_backward",
+    "cross_entropy", "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward",
+    "row_attention", "row_attention_backward", "rotate", "adamw", "orthogonalise", "each", "repeated", "pipeline",
+    "rnn", "rnn_backward", "gru", "gru_backward", "lstm", "lstm_backward",
 ]
 
 Rows = Callable[[Array], Array]
@@ -143,6 +143,11 @@ def relu_squared(x: Array) -> tuple[Array, Array]:
     return positive * positive, 2 * positive
 
 
+def add(a: Array, b: Array) -> Array:
+    """a + b, of one shape."""
+    return a + b
+
+
 @_widening(1)
 def multiply(a: Array, b: Array) -> Array:
     """a b; b may be a 0-d array."""
@@ -153,6 +158,11 @@ def multiply(a: Array, b: Array) -> Array:
 def operand(x: Array, precision: str) -> Array:
     """x as a matrix product of that precision takes it: itself, or a copy of 16 bits where that is faster."""
     return x
+
+
+def operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
+    """That of (N, C), and its `sum_rows`: a gradient is multiplied, and summed for the bias."""
+    return operand(x, precision), sum_rows(x)
 
 
 def activations(x: Array, precision: str) -> Array:

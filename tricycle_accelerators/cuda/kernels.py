@@ -122,6 +122,10 @@ def operand(x: Array, precision: str) -> Array:
     return x if small is None or x.dtype.itemsize == 2 else _cast(x, small)
 
 
+def operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
+    return operand(x, precision), sum_rows(x)
+
+
 def activations(x: Array, precision: str) -> Array:
     return operand(x, precision)
 
