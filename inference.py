@@ -17,9 +17,8 @@ from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.pickles import load_pickled_model
+from tricycle_cli.run import SAMPLING
 from tricycle_cli.stream import StreamDecoder
-
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "no_repeat_ngram_size")
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,15 @@ class Arguments:
     """text to continue; without it the model starts a new text"""
     length: int = 400
     """the most tokens to draw"""
-    temperature: float = 0.8
-    """divides the logits: lower is safer, 0 always takes the likeliest token"""
+    temperature: float = SAMPLING["temperature"]
+    """divides the logits: lower is safer, 0 takes the likeliest of the tokens that are allowed"""
     top_k: int = 0
     """draw among the k likeliest tokens only; 0 for all"""
     top_p: float = 1.0
     """draw among the fewest tokens whose probabilities reach this sum"""
-    min_p: float = 0.2
+    min_p: float = SAMPLING["min_p"]
     """draw among the tokens at least this many times as probable as the likeliest"""
-    no_repeat_ngram_size: int = 8
+    no_repeat_ngram_size: int = SAMPLING["no_repeat_ngram_size"]
     """never write so many tokens a second time in the same order, for small models run in circles; 0 lets them be"""
     seed: int | None = None
     """makes the text repeatable"""
@@ -56,7 +55,8 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, description=__doc__ or "")
-    sampling = {name: getattr(arguments, name) for name in SAMPLING}
+    names = ("temperature", "top_k", "top_p", "min_p", "no_repeat_ngram_size")
+    sampling = {name: getattr(arguments, name) for name in names}
     check_sampling(**sampling)
     model, tokeniser = load(arguments.source, arguments.tokeniser)
     if tokeniser.n_vocab > model.config.vocab_size:

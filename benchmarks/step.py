@@ -25,7 +25,7 @@ PARTS = {
     "attention": ["attention", "attention_backward"],
     "activation": ["gelu_with_slope", "gelu_backward", "multiply"],
     "norms": ["layer_norm", "layer_norm_backward"],
-    "sums for biases": ["sum_rows"],
+    "sums for biases": ["operand_and_sums"],
     "loss": ["cross_entropy_with_slope"],
     "AdamW": ["adamw"],
 }

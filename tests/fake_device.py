@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.kernels import reference
+
 REFUSED_ARGUMENTS = {"initial", "where"}  # of reductions: CuPy's have none
 METHODS = "all any argmax astype copy cumsum diagonal max mean min ravel reshape squeeze sum swapaxes transpose".split()
 OPERATORS = "add sub mul truediv mod pow matmul lt le gt ge eq ne and_ or_".split()
@@ -159,7 +161,10 @@ def small(array: FakeArray, precision: str) -> FakeArray:
 
 
 # Instead of a table of faster kernels: all others are the reference's.
-table = SimpleNamespace(operand=small, activations=small)
+table = SimpleNamespace(
+    operand=small, activations=small,
+    operand_and_sums=lambda array, precision: (small(array, precision), reference.sum_rows(array)),
+)  # fmt: skip
 
 
 def to_device(array: Any, device: int = 0) -> FakeArray:

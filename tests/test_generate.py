@@ -198,6 +198,9 @@ def frequencies(n: int = 4000, **settings) -> np.ndarray:
         ({"never": [1]}, np.array([0.1, 0, 0.05, 0.25, 0.2]) / 0.6),
         ({"never": [1, 3, 1], "temperature": 0}, [0, 0, 0, 0, 1]),
         ({"never": [0, 1, 2, 3, 4]}, [0.1, 0.4, 0.05, 0.25, 0.2]),
+        ({"never": [1], "top_k": 2}, np.array([0, 0, 0, 0.25, 0.2]) / 0.45),
+        ({"never": [1], "min_p": 0.79}, np.array([0, 0, 0, 0.25, 0.2]) / 0.45),
+        ({"never": [1, 5, 99]}, np.array([0.1, 0, 0.05, 0.25, 0.2]) / 0.6),
         ({"never": [1], "top_p": 0.6}, np.array([0, 0, 0, 0.25, 0.2]) / 0.45),
         ({"temperature": 0}, [0, 1, 0, 0, 0]),
         ({"temperature": 1e-300}, [0, 1, 0, 0, 0]),
@@ -241,7 +244,12 @@ def test_logits_that_are_not_finite_are_refused(bad):
     ],
 )  # fmt: skip
 def test_tokens_that_would_repeat_a_run(tokens, size, expected):
-    assert repeats(tokens, size) == expected
+    assert repeats(tokens, size) == repeats(tuple(tokens), size) == expected
+
+
+def test_a_prompt_may_hold_what_is_never_drawn(model):
+    tokens = list(generate(model, [45, 1], 30, n_vocab=40, no_repeat_ngram_size=1))
+    assert len(set(tokens)) == 30 and max(tokens) < 40 and 1 not in tokens
 
 
 @pytest.mark.parametrize(("size", "n"), [(1, 40), (2, 200), (4, 200)])

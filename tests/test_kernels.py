@@ -29,6 +29,11 @@ def _two(rng, shape):
     return rng.standard_normal(shape), rng.standard_normal(shape)
 
 
+def _gelu_backward(rng, shape, knows):
+    grad, x = _two(rng, shape)
+    return (grad, x, None) if knows == "x" else (grad, None, x)
+
+
 def _softmax_backward(rng, shape):
     return rng.standard_normal(shape), reference.softmax(rng.standard_normal(shape))
 
@@ -175,13 +180,12 @@ CASES = {
     "log_softmax": (_rows, [(shape,) for shape in ROWS]),
     "gelu": (_rows, [(shape,) for shape in ANY]),
     "gelu_with_slope": (_rows, [(shape,) for shape in ANY]),
-    "gelu_backward": (_two, [(shape,) for shape in ANY]),
+    "gelu_backward": (_gelu_backward, [(shape, knows) for shape in ANY for knows in ("x", "slope")]),
     "relu_squared": (_rows, [(shape,) for shape in ANY]),
     "sum_squares": (_rows, [(shape,) for shape in ANY]),
     "operand": (_rows, [((2, 3), "float32")]),
     "activations": (_rows, [((2, 3), "float32")]),
     "operand_and_sums": (_rows, [((2, 3), "float32"), ((70_001, 5), "float32")]),
-    "add": (_two, [(shape,) for shape in [*ANY, (3, 200_001)]]),
     "multiply": (_two, [(shape,) for shape in [*ANY, (3, 70_001)]]),
     "sigmoid": (_rows, [(shape,) for shape in ANY]),
     "matmul": (
@@ -210,7 +214,7 @@ CASES = {
     "layer_norm_backward": (_layer_norm_backward, [(shape, centred) for shape in ROWS for centred in (True, False)]),
     "embedding_backward": (
         _embedding_backward,
-        [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7)],
+        [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7), (100, 7, 70)],
     ),
     "cross_entropy": (_cross_entropy, LOGITS),
     "cross_entropy_with_slope": (_cross_entropy, LOGITS),
@@ -298,7 +302,7 @@ def assert_close(name: str, found: list, expected: list, dtype: type) -> None:
     tolerance = {np.float64: 1e-11, np.float32: 3e-4}[dtype]
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected):
-        if mine is None:  # a slope that is not needed
+        if mine is None and name == "gelu_with_slope" and theirs is expected[1]:  # it is found again from x
             continue
         assert mine.dtype == dtype and np.shape(mine) == np.shape(theirs)
         scale = max(1.0, float(np.abs(theirs).max(initial=0, where=np.isfinite(theirs))))

@@ -75,6 +75,17 @@ def test_operands_keep_shape_and_layout(shape):
     assert kernels.operand(x, "tf32") is x
 
 
+@USABLE
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7, 5), (700, 30)])
+def test_gradients_are_converted_and_summed(many_threads, shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    for array in (x, np.asfortranarray(x), x[::-1]):
+        found, sums = kernels.operand_and_sums(array, "bfloat16")
+        np.testing.assert_array_equal(found.astype(np.float64), rounded(array))
+        assert sums.dtype == np.float32
+        np.testing.assert_allclose(sums, array.astype(np.float64).sum(axis=0), 1e-5, 1e-4)
+
+
 # -------------------------------------------------------------------- products
 SIZES = [(1, 1, 1), (3, 5, 7), (1, 64, 300), (300, 64, 1), (130, 33, 65), (600, 384, 513), (64, 3000, 96)]
 
@@ -171,7 +182,7 @@ def test_gelu_and_its_slope(many_threads, shape):
     assert kernels.gelu_with_slope(small)[1] is None
     y, slope = reference.gelu_with_slope(x)
     np.testing.assert_allclose(kernels.gelu_with_slope(small)[0], y, 1e-5, 2e-6)
-    np.testing.assert_allclose(kernels.gelu_backward(np.ones_like(small), small), slope, 1e-5, 2e-6)
+    np.testing.assert_allclose(kernels.gelu_backward(np.ones_like(small), small, None), slope, 1e-5, 2e-6)
 
 
 @USABLE
@@ -180,7 +191,7 @@ def test_numpys_versions_agree_where_onednn_is_used(monkeypatch):
     rng = np.random.default_rng(4)
     x, grad, gain, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, 40), (9, 40), 40, 40))
     calls = {
-        "gelu": (x,), "gelu_backward": (grad, x), "layer_norm": (x, gain, bias, 1e-5, True),
+        "gelu": (x,), "gelu_backward": (grad, x, None), "layer_norm": (x, gain, bias, 1e-5, True),
         "layer_norm_backward": (grad, x, gain, *reference.layer_norm(x, gain, bias, 1e-5, True)[1:], True),
     }
     for name, arguments in calls.items():

@@ -48,9 +48,8 @@ class GeLU(Op):
             if not remembers(x):
                 return record(kernels.gelu(array), (x,), (), "gelu")
             y, slope = kernels.gelu_with_slope(array)
-            if slope is None:
-                return record(y, (x,), (lambda grad: kernels.gelu_backward(grad.array, array),), "gelu")
-            return record(y, (x,), (lambda grad: kernels.multiply(grad.array, slope),), "gelu")
+            kept = array if slope is None else None
+            return record(y, (x,), (lambda grad: kernels.gelu_backward(grad.array, kept, slope),), "gelu")
         xp = x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
 

@@ -461,11 +461,12 @@ def linear(
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a, b = kernels.operand(rows, precision), kernels.operand(matrix, precision)
     y = kernels.matmul(a, b, None if bias is None else bias.array, None, kept, precision)
-    if bias is None:
-        (convert,) = shared_backward(lambda grad: (kernels.operand(grad.reshape(-1, to_size), precision),), 1)
-    else:
+    if bias is not None and bias.requires_grad and (x.requires_grad or weights.requires_grad):
         both = lambda grad: kernels.operand_and_sums(grad.reshape(-1, to_size), precision)
         convert, bias_grad = shared_backward(both, 2)
+    else:
+        (convert,) = shared_backward(lambda grad: (kernels.operand(grad.reshape(-1, to_size), precision),), 1)
+        bias_grad = lambda grad: kernels.sum_rows(grad.array.reshape(-1, to_size))
     as_operand: Callable[[Tensor], Array] = convert
 
     def input_grad(grad: Tensor) -> Array:

@@ -36,8 +36,8 @@ def sample(
     logits = logits.astype(np.float64)
     if not np.isfinite(logits).all():
         raise ValueError("sample: expected finite logits, got NaN or infinity: the model's weights are broken")
-    if len(never) and len(set(never)) < len(logits):
-        logits[list(never)] = -np.inf
+    if 0 < len(hidden := {token for token in never if token < len(logits)}) < len(logits):
+        logits[list(hidden)] = -np.inf
     if temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")[: top_k or None]
@@ -53,7 +53,7 @@ def sample(
 
 def repeats(tokens: Sequence[int], size: int) -> list[int]:
     """The tokens that would complete a run of this many which the text already has (Paulus et al. 2017); 0 for none."""
-    tail = list(tokens[len(tokens) - size + 1 :])
+    tail = tokens[len(tokens) - size + 1 :]
     starts = range(len(tokens) - size + 1) if size else ()
     return [tokens[i + size - 1] for i in starts if tokens[i : i + size - 1] == tail]
 
@@ -92,6 +92,7 @@ def generate(
     Args:
         prompt: token ids, at least one and at most the context window.
         n_tokens: how many to draw at most.
+        temperature, top_k, top_p, min_p: as of `sample`.
         stop_token: end after drawing this one.
         n_vocab: draw only ids below this (a tokeniser may know fewer than the model).
         no_repeat_ngram_size: never write so many tokens a second time in the same order; 0 lets them be. Small models

@@ -248,11 +248,7 @@ def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
     return g * y * x ** xp.where(y == 0, 1, y - 1)
 
 
-def _sum(x: Any, y: Any) -> Array:
-    return kernels.add(x, y) if type(x) is type(y) and x.size >= kernels.LARGE else x + y
-
-
-add = binary("add", "+", _sum, lambda g, x, y, z: g, lambda g, x, y, z: g)
+add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g)
 subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g)
 multiply = binary("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
 divide = binary(

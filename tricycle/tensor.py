@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from tricycle import backend, kernels
+from tricycle import backend
 from tricycle.backend import Array, array_module
 
 BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
@@ -386,8 +386,7 @@ class _GradientSums:
         elif key in self.ours:
             held += array
         else:
-            total = kernels.add(held, array) if held.size >= kernels.LARGE else held + array
-            self.arrays[key] = total
+            self.arrays[key] = total = held + array
             if total.size > 1:
                 self.ours.add(key)
 

@@ -156,9 +156,10 @@ def gelu_with_slope(x):
 
 
 @_or_faster
-def gelu_backward(grad, x):
-    slope = np.empty(x.shape, x.dtype)
-    _gelu(x, slope)
+def gelu_backward(grad, x, slope):
+    if slope is None:
+        slope = np.empty(x.shape, x.dtype)
+        _gelu(x, slope)
     return multiply(grad, slope)
 
 
@@ -219,21 +220,13 @@ def each(like, calls):
     parallel(lambda call: call(), calls)
 
 
-def add(a, b):
-    return _of_two(np.add, reference.add, a, b)
-
-
 def multiply(a, b):
-    return _of_two(np.multiply, reference.multiply, a, b)
-
-
-def _of_two(function: np.ufunc, plain: Callable, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Large arrays go through memory once, by all threads."""
     if a.size < 2 * PIECE or a.shape != b.shape or not (a.flags.c_contiguous and b.flags.c_contiguous):
-        return plain(a, b)
+        return reference.multiply(a, b)
     out = np.empty(a.shape, np.result_type(a, b))
     flat_a, flat_b, flat_out = (array.reshape(-1) for array in (a, b, out))
-    parallel(lambda piece: function(flat_a[piece], flat_b[piece], out=flat_out[piece]), _pieces(a.size))
+    parallel(lambda piece: np.multiply(flat_a[piece], flat_b[piece], out=flat_out[piece]), _pieces(a.size))
     return out
 
 

@@ -144,8 +144,8 @@ def gelu_with_slope(x: np.ndarray) -> Any:
     return y if y is NotImplemented else (y, None)
 
 
-def gelu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
-    if not _is_float32(grad, x):
+def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> Any:
+    if slope is not None or x is None or not _is_float32(grad, x):
         return NotImplemented
     flat_grad, flat, dx = (np.ascontiguousarray(array).reshape(-1) for array in (grad, x, np.empty(x.shape, x.dtype)))
     parallel(lambda piece: onednn.gelu_backward(flat_grad[piece], flat[piece], dx[piece]), _pieces(x.size))

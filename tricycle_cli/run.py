@@ -26,6 +26,7 @@ from tricycle.training import ESTIMATE_STEPS, HeldOut, TrainingState, evaluate, 
 UNTIMED_STEPS = 4  # the first few are slow
 UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses are read, which waits for all of them
 SAMPLE_TOKENS = 160
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "min_p": 0.2, "no_repeat_ngram_size": 8}  # what suits small models
 LINES_GATHERED = 50
 # The final estimate moves its windows on by half their length: each token sees at least half a window before it.
 FINAL_OVERLAP = 2
@@ -229,9 +230,7 @@ def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, p
     ids = list(run.tokeniser.encode(prompt))[-state.config.context_window :] or [end]
     seed = np.random.default_rng((state.config.seed, state.step))
     n_vocab = run.tokeniser.n_vocab
-    drawn = generate(
-        state.model, ids, n_tokens, 0.8, seed=seed, stop_token=end, n_vocab=n_vocab, min_p=0.2, no_repeat_ngram_size=8
-    )
+    drawn = generate(state.model, ids, n_tokens, seed=seed, stop_token=end, n_vocab=n_vocab, **SAMPLING)
     text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
     title = f"--- sample at step {state.step}"
     with (run.folder / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:

@@ -30,6 +30,7 @@ from tricycle.generate import check_sampling, repeats, sample, select
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
+from tricycle_cli.run import SAMPLING
 from tricycle_datasets.corpus import is_held_out
 
 PLAIN, CONSTRAINED = "plain", "constrained"
@@ -48,12 +49,12 @@ class Settings:
     samples: int = 200
     """functions for each kind of prompt and temperature; constrained ones at most as many as the files have"""
     temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
-    """of sampling; at 0 the likeliest token is taken"""
+    """of sampling; at 0 the likeliest token that is allowed is taken"""
     top_p: float = 1.0
     """draw among the likeliest tokens whose probabilities reach this sum"""
-    min_p: float = 0.2
+    min_p: float = SAMPLING["min_p"]
     """draw among the tokens at least this many times as probable as the likeliest"""
-    no_repeat_ngram_size: int = 8
+    no_repeat_ngram_size: int = SAMPLING["no_repeat_ngram_size"]
     """never write so many tokens a second time in the same order; 0 lets them be"""
     tokens: int = 512
     """the most tokens of a function with its prompt"""
@@ -86,7 +87,7 @@ def check(settings: Settings) -> None:
     Raises:
         ValueError: settings with which nothing could be measured.
     """
-    at_least(settings, samples=1, tokens=2, batch=1, seed=0)
+    at_least(settings, samples=1, tokens=16, batch=1, seed=0)
     if not settings.temperatures:
         raise ValueError("expected --temperatures of 0 or more, got none")
     for temperature in settings.temperatures:
@@ -99,7 +100,7 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
     """A row for each kind of prompt and temperature.
 
     Returns:
-        "prompt", "temperature", "samples", "distinct" (texts), "finished" (ended before the window did), "parsed"
+        "prompt", "temperature", "samples", "distinct" (texts), "finished" (ended within --tokens), "parsed"
         (how many of these), and "examples", some texts with whether they were accepted.
     """
     longest_prompt = min(settings.tokens, model.config.context_window) // 2
@@ -162,7 +163,8 @@ def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list
         found += beginnings((python_root() / name).read_bytes())
     found = [start for start in dict.fromkeys(found) if len(tokeniser.encode(start)) <= longest]
     if not found:
-        raise ValueError(f"{python_root()}: expected functions with docstrings in the held-out files, found none")
+        what = f"functions whose signature and docstring have at most {longest} tokens"
+        raise ValueError(f"{python_root()}: expected {what} in the held-out files, found none")
     return [found[i] for i in np.random.default_rng(seed).permutation(len(found))[:n]]
 
 

@@ -103,10 +103,10 @@ def tables(folder: Path) -> dict[str, str]:
         found[f"{settings['config']['minutes']:g} processor minutes each ({text})"] = table(trials)
     if baselines := [read(path) for path in sorted(folder.glob("pytorch-*.json"))]:
         found["PyTorch"] = baseline_table(baselines)
-    for parsed in map(read, sorted(folder.glob("parses*.json"))):
-        settings = parsed["settings"]
-        sampling = f"min_p {settings['min_p']:g}, no_repeat_ngram_size {settings['no_repeat_ngram_size']}"
-        found[f"Functions that parse ({sampling})"] = parses_table(parsed["rows"])
+    for path in sorted(folder.glob("parses*.json")):
+        parsed = read(path)
+        sampling = ", ".join(f"{name} {parsed['settings'][name]}" for name in ("min_p", "no_repeat_ngram_size"))
+        found[f"Functions that parse ({path.stem}: {sampling})"] = parses_table(parsed["rows"])
     return found
 
 

@@ -20,7 +20,6 @@ from tricycle.kernels import reference
 # Where to look for a faster version, by the type of the first array: imported when the first such array comes.
 ACCELERATORS = {"numpy.ndarray": "tricycle_accelerators.cpu", "cupy.ndarray": "tricycle_accelerators.cuda.kernels"}
 FASTER: dict[type, ModuleType] = {}
-LARGE = 1 << 19  # elements: with fewer, to look for a faster sum of two arrays takes longer than what it saves
 
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 

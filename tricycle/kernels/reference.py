@@ -17,7 +17,7 @@ from tricycle.backend import Array, array_module
 # The kernels: what may have a faster version.
 __all__ = [
     "softmax", "softmax1", "softmax_backward", "log_softmax", "gelu", "gelu_with_slope", "gelu_backward",
-    "relu_squared", "sigmoid", "add", "multiply", "operand", "operand_and_sums", "activations", "matmul",
+    "relu_squared", "sigmoid", "multiply", "operand", "operand_and_sums", "activations", "matmul",
     "sum_rows", "sum_squares", "random_mask", "layer_norm", "layer_norm_backward", "embedding_backward",
     "cross_entropy", "cross_entropy_with_slope", "for_items", "attention_scores", "attention", "attention_backward",
     "row_attention", "row_attention_backward", "rotate", "adamw", "orthogonalise", "each", "repeated", "pipeline",
@@ -124,7 +124,8 @@ def gelu(x: Array) -> Array:
 def gelu_with_slope(x: Array) -> tuple[Array, Array | None]:
     """gelu(x) and its derivative: both need the same tanh, and a product is all that is left for the backward.
 
-    A faster version may give None for the derivative: `gelu_backward` is cheaper then than to write and read it.
+    A faster version may give None for the derivative: then `gelu_backward` finds it again in less time than it takes to
+    write and read it.
     """
     xp = array_module(x)
     t = xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3))
@@ -132,20 +133,15 @@ def gelu_with_slope(x: Array) -> tuple[Array, Array | None]:
     return 0.5 * x * (1 + t), 0.5 * (1 + t + x * (1 - t * t) * slope)
 
 
-def gelu_backward(grad: Array, x: Array) -> Array:
-    """The gradient of x, given that of gelu(x)."""
-    return grad * gelu_with_slope(x)[1]
+def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
+    """The gradient of x, given that of gelu(x), and x or the derivative."""
+    return multiply(grad, gelu_with_slope(x)[1] if slope is None else slope)
 
 
 def relu_squared(x: Array) -> tuple[Array, Array]:
     """max(x, 0) squared, and its derivative."""
     positive = array_module(x).maximum(x, 0)
     return positive * positive, 2 * positive
-
-
-def add(a: Array, b: Array) -> Array:
-    """a + b, of one shape."""
-    return a + b
 
 
 @_widening(1)

@@ -67,6 +67,10 @@ def gelu_with_slope(x: Array) -> tuple[Array, Array]:
     return _elementwise("gelu_with_slope", reference.gelu_with_slope, x, 2)
 
 
+def gelu_backward(grad: Array, x: Array | None, slope: Array | None) -> Array:
+    return reference.gelu_backward(grad, x, slope) if slope is None else multiply(grad, slope)
+
+
 def relu_squared(x: Array) -> tuple[Array, Array]:
     return _elementwise("relu_squared", reference.relu_squared, x, 2)
 
