@@ -147,7 +147,8 @@ def gelu_with_slope(x: np.ndarray) -> Any:
 def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> Any:
     if slope is not None or x is None or not _is_float32(grad, x):
         return NotImplemented
-    flat_grad, flat, dx = (np.ascontiguousarray(array).reshape(-1) for array in (grad, x, np.empty(x.shape, x.dtype)))
+    flat_grad, flat = (np.ascontiguousarray(array).reshape(-1) for array in (grad, x))
+    dx = np.empty(x.size, x.dtype)
     parallel(lambda piece: onednn.gelu_backward(flat_grad[piece], flat[piece], dx[piece]), _pieces(x.size))
     return dx.reshape(x.shape)
 
