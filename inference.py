@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tricycle import backend
+from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.generate import check_sampling, generate
 from tricycle.models import GPT
@@ -64,7 +64,7 @@ def main() -> None:
         raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {tokeniser.n_vocab}")
     if arguments.softmax is not None:
         model.use_softmax(arguments.softmax, model.config.softmax_blocks)
-    problem = backend.gpu_problem() if arguments.device != "cpu" else "not asked for"
+    problem = devices.gpu_problem() if arguments.device != "cpu" else "not asked for"
     if arguments.device == "gpu" and problem:
         raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")
     if problem is None:

@@ -24,11 +24,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tricycle import backend
+from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
+from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write
-from tricycle.training import HeldOut, NonFiniteError, TrainingState, evaluate, new_state, resume_state
+from tricycle.training import NonFiniteError, TrainingState, new_state, resume_state
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.run import FINAL_OVERLAP, Run, estimate, read_metrics, show_sample, train
 from tricycle_datasets.gpt2 import gpt2_tokeniser
@@ -109,7 +110,7 @@ def parse_arguments() -> Arguments:
         given = argparse.Namespace(preset=None, device="cpu")
     preset = given.preset
     if preset not in PRESETS:  # not given; or wrong, which parse below says
-        preset = "smol" if given.device != "cpu" and backend.gpu_available() else "laptop"
+        preset = "smol" if given.device != "cpu" and devices.gpu_available() else "laptop"
     config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # its fields carry the help
     data: Data = "shakespeare" if preset == "shakespeare" else "python"
     default = Arguments(preset=preset, data=data, config=config)
@@ -117,7 +118,7 @@ def parse_arguments() -> Arguments:
 
 
 def use_gpu(device: str) -> bool:
-    problem = backend.gpu_problem() if device != "cpu" else None
+    problem = devices.gpu_problem() if device != "cpu" else None
     if device == "gpu" and problem:
         raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")
     return device != "cpu" and problem is None
@@ -131,9 +132,7 @@ def load_corpus(data: str, files: list[str], vocab_size: int, tokeniser: Any = N
     return corpus(*paths, vocab_size, tokeniser=tokeniser)
 
 
-def train_and_report(
-    folder: Path, config: GPTConfig, description: dict[str, Any], on_gpu: bool, started: float
-) -> int:
+def train_and_report(folder: Path, config: GPTConfig, description: dict[str, Any], on_gpu: bool, started: float) -> int:
     """Train in a folder, from its last checkpoint if it has one."""
     last = folder / "last.safetensors"
     print(f"data: {description['data']} (text is tokenised once and cached)")

@@ -32,13 +32,17 @@ Step = Callable[[], Any]  # returns the mixed values and the gradient, as arrays
 
 
 def tricycle_attention(n_items: int, length: int) -> Step:
-    from tricycle.attention import SelfAttention
+    from tricycle.attention import Attention
+    from tricycle.ops import split
     from tricycle.tensor import to_tensor
 
-    qkv, attention = to_tensor(random_qkv(n_items, length)), SelfAttention(N_HEADS)
+    qkv = to_tensor(random_qkv(n_items, length))
+    attention = Attention()
+    heads = (n_items, length, N_HEADS, WIDTH // N_HEADS)
 
     def step() -> tuple[np.ndarray, np.ndarray]:
-        y = attention(qkv)
+        q, k, v = (part.reshape(heads) for part in split(qkv, 3))
+        y = attention(q, k, v).reshape(n_items, length, WIDTH)
         y.backward()
         assert qkv.grad is not None
         grad, qkv.grad = qkv.grad, None
@@ -75,7 +79,12 @@ ATTENTION = {"tricycle": tricycle_attention, "torch": torch_attention}
 
 def gpt(length: int) -> GPTConfig:
     return GPTConfig(
-        vocab_size=1024, context_window=length, embedding_dim=WIDTH, n_heads=N_HEADS, n_layers=6, batch_size=1,
+        vocab_size=1024,
+        context_window=length,
+        embedding_dim=WIDTH,
+        n_heads=N_HEADS,
+        n_layers=6,
+        batch_size=1,
         tied=False,
     )
 
@@ -142,8 +151,10 @@ def print_attention(rows: list[tuple[int, list[float], list[float]]]) -> None:
 def print_training(length: int, names: list[str], times: list[float], memory: list[float]) -> None:
     """Over the model: without its parameters, their gradients and AdamW's two moments."""
     model_mb = 4 * sum(parameter.array.nbytes for parameter in GPT(gpt(length)).parameters()) / 1e6
-    print(f"GPT of 6 layers of width {WIDTH}, batch 1 x {length:,} tokens; the model with its gradients and moments: "
-          f"{model_mb:,.0f} MB")
+    print(
+        f"GPT of 6 layers of width {WIDTH}, batch 1 x {length:,} tokens; the model with its gradients and moments: "
+        f"{model_mb:,.0f} MB"
+    )
     print(f"{'':<10}{'s a step':>10}{'tokens/s':>10}{'memory MB':>11}{'over the model MB':>19}")
     for name, seconds, held in zip(names, times, memory):
         print(f"{name:<10}{seconds:>10.2f}{length / seconds:>10,.0f}{held:>11,.0f}{held - model_mb:>19,.0f}")

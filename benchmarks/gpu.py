@@ -49,10 +49,17 @@ BATCHES = (1, 32)
 # Milliseconds of a step of GPT-2 at batch 32 on an H200 that nothing can undercut: matrix products at 790 TFLOP/s,
 # attention at 280 forward and 240 TFLOP/s backward, everything else at 4.3 TB/s with each array read and written once.
 FLOOR = {
-    "matmul": 30.7, "attention": 2.4, "attention_backward": 4.4, "layer_norm": 1.2, "layer_norm_backward": 1.2,
-    "gelu_with_slope": 0.6, "gelu_backward": 1.7, "operand_and_sums": 1.3, "cross_entropy_with_slope": 1.5,
+    "matmul": 30.7,
+    "attention": 2.4,
+    "attention_backward": 4.4,
+    "layer_norm": 1.2,
+    "layer_norm_backward": 1.2,
+    "gelu_with_slope": 0.6,
+    "gelu_backward": 1.7,
+    "operand_and_sums": 1.3,
+    "cross_entropy_with_slope": 1.5,
     "adamw": 0.8,
-}  # fmt: skip
+}
 LEAST_SECONDS = 20  # no part begins with less time left
 
 
@@ -146,9 +153,14 @@ def run(words: list[str], deadline: float) -> tuple[int, str]:
     limit = max(1.0, deadline - time.monotonic())
     try:
         done = subprocess.run(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace",
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=limit,
-        )  # fmt: skip
+        )
     except FileNotFoundError:
         return -1, f"{words[0]} is not installed"
     except subprocess.TimeoutExpired as error:
@@ -310,7 +322,7 @@ def main() -> int:
         arguments.steps = arguments.turns = arguments.warmup = 2
         arguments.new_tokens = 8
     if arguments.device == "gpu":
-        from tricycle.backend import gpu_problem
+        from tricycle.devices import gpu_problem
 
         if gpu_problem():
             parser.error(f"no GPU can be used: {gpu_problem()} (--device cpu --quick tests this program)")

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,7 @@ class Tricycle(Side):
         mark = self._mark
 
         def timed(name: str, kernel: Callable) -> Callable:
+            @wraps(kernel)  # with its attributes, such as the plain version
             def run(*args: Any, **options: Any) -> Any:
                 if inside:
                     return kernel(*args, **options)
@@ -170,7 +172,7 @@ class Tricycle(Side):
 
             return run
 
-        plain = {name: getattr(kernels, name) for name in kernels.reference.__all__}
+        plain: dict[str, Callable] = dict(kernels.KERNELS)
         self.steps(2)
         try:
             for name, kernel in plain.items():
@@ -204,9 +206,9 @@ class Tricycle(Side):
             return f"Tricycle {tricycle.__version__}, NumPy {np.__version__}"
         import cupy
 
-        from tricycle_accelerators.cuda import attention, gemm
+        from tricycle_accelerators.cuda import cudnn, gemm
 
-        parts = [module.problem() or module.version() for module in (gemm, attention)]
+        parts = [module.problem() or module.version() for module in (gemm, cudnn)]
         return f"Tricycle {tricycle.__version__}, CuPy {cupy.__version__}, {', '.join(parts)}"
 
     def _xp(self) -> Any:
@@ -322,9 +324,14 @@ class HuggingFace(Torch):
         how: dict[str, Any] = {"cache_implementation": "static"} if self.static else {}
         with torch.no_grad():
             return self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=n_tokens, min_new_tokens=n_tokens,
-                do_sample=False, pad_token_id=0, **how,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=n_tokens,
+                min_new_tokens=n_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                **how,
+            )
 
 
 def torch_gpt(config: GPTConfig) -> Any:

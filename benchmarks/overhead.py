@@ -129,8 +129,10 @@ def main() -> None:
     for side in missing:
         print(f"  {side} is not installed (pip install {side}): left out")
     n_nodes = 2 * arguments.length
-    print(f"microseconds a node: {n_nodes:,} nodes, medians of {arguments.repeats} runs in turns, "
-          f"garbage collector {'off' if arguments.no_collector else 'on'} for all")
+    print(
+        f"microseconds a node: {n_nodes:,} nodes, medians of {arguments.repeats} runs in turns, "
+        f"garbage collector {'off' if arguments.no_collector else 'on'} for all"
+    )
     print(f"{'':<15}{'forward':>10}{'backward':>10}{'both':>10}{'it / ours':>11}")
     totals = {side: [sum(run) for run in runs] for side, runs in times.items()}
     for side, runs in times.items():

@@ -31,7 +31,7 @@ def random_arrays(cell: str, n_items: int, n_steps: int, width: int) -> list[np.
 
 
 def tricycle_step(cell: str, *sizes: int) -> Step:
-    from tricycle import recurrent
+    from tricycle.sequences import recurrent
     from tricycle.tensor import to_tensor
 
     width = sizes[-1]
@@ -105,8 +105,10 @@ def main() -> None:
                 print(f"  {worker.side}: {worker.ask('versions')}, matmul {worker.ask('matmul'):,.0f} GFLOP/s")
         for worker in workers:
             worker.close()
-    print(f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: "
-          f"medians of {arguments.steps}, {STEPS_A_TURN} in a turn")
+    print(
+        f"forward and backward, batch {sizes[0]} x {sizes[1]} steps, width {sizes[2]}: "
+        f"medians of {arguments.steps}, {STEPS_A_TURN} in a turn"
+    )
     print(f"{'':<6}{'ms ours':>9}" + f"{'ms PyTorch':>12}{'PyTorch / ours':>16}" * (len(names) == 2))
     for cell, (ours, *theirs) in rows:
         print(f"{cell:<6}{ours * 1e3:>9.1f}" + "".join(f"{it * 1e3:>12.1f}{it / ours:>16.2f}" for it in theirs))

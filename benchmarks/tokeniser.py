@@ -63,7 +63,10 @@ def train_tokenizers(texts: list[str], vocab_size: int) -> Any:
         ]
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False,
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -140,8 +143,10 @@ def main() -> None:
     arguments = parser.parse_args()
     peer = arguments.peer == "tokenizers"
     packages = ["tiktoken", *["tokenizers"] * peer]
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-          + ", ".join(f"{package} {version(package)}" for package in packages))
+    print(
+        f"{date.today()}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        + ", ".join(f"{package} {version(package)}" for package in packages)
+    )
     try:
         texts = {name: TEXTS[name](round(arguments.megabytes * 1e6)) for name in arguments.texts}
     except DownloadError as error:

@@ -12,7 +12,7 @@ from datetime import date
 
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, STEPS_A_TURN, Worker, take_turns
-from tricycle.functions import SOFTMAXES
+from tricycle.softmaxes import SOFTMAXES
 
 
 def main() -> None:
@@ -43,8 +43,10 @@ def main() -> None:
         worker.close()
     n_tokens = config.batch_size * config.context_window
     speeds = {name: n_tokens / seconds for name, seconds in times.items()}
-    print(f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
-          f"{arguments.precision}, medians of {arguments.steps} steps, {STEPS_A_TURN} in a turn")
+    print(
+        f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
+        f"{arguments.precision}, medians of {arguments.steps} steps, {STEPS_A_TURN} in a turn"
+    )
     print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'memory MB':>11}{'matmul GFLOP/s':>16}")
     for name in names:
         ratio = speeds["tricycle"] / speeds[name]

@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks.shapes import SHAPES
 from tricycle import kernels
 from tricycle.configs import GPTConfig
-from tricycle.functions import SOFTMAXES
+from tricycle.softmaxes import SOFTMAXES
+from tricycle_accelerators.host import tune_host
 
 # Some build machines pin OpenBLAS to old kernels; users' machines do not.
 PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
@@ -46,7 +47,11 @@ class Worker:
         self.side = side
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env=environment,
         )
 
     def ask(self, command: str) -> Any:
@@ -82,23 +87,16 @@ def batches(config: GPTConfig):
 
 
 def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = "softmax"):
-    """Forward, loss, backward and AdamW through the public API."""
+    """Forward, loss, backward and AdamW, as every training makes them."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
-    from tricycle.tensor import to_tensor
+    from tricycle.training import labelled, train_on_batch
 
-    model, loss_fn, data = GPT(replace(config, precision=precision, softmax=softmax)), CrossEntropy(), batches(config)
+    model, data = GPT(replace(config, precision=precision, softmax=softmax)), batches(config)
     optimiser = AdamW(1e-4, weight_decay=0.1)
-
-    def step() -> float:
-        inputs, outputs = (to_tensor(ids, dtype=int) for ids in next(data))
-        loss = loss_fn(outputs, model(inputs))
-        loss.backward()
-        model.update(optimiser)
-        return float(loss)
-
-    return step
+    loss_of = labelled(model, CrossEntropy())
+    return lambda: train_on_batch(model, optimiser, loss_of, next(data))
 
 
 def torch_step(config: GPTConfig, precision: str = "float32", compiled: bool = False):
@@ -220,6 +218,8 @@ def blas_kernels() -> str:
 
 def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
     """What a worker does: make a step, or say something about itself, as often as it is asked."""
+    if not side.startswith("torch"):  # as our programs do
+        tune_host()
 
     def timed() -> float:
         start = time.perf_counter()

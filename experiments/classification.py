@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from tricycle.classifiers import AttentionPooling, Classifier, ConvolutionEncoder, MaxPooling
 from tricycle.dataset import Buckets, pad
 from tricycle.loss import CrossEntropy
-from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
-from tricycle.seq2seq import RecurrentEncoder, TransformerEncoder
+from tricycle.sequences.classifiers import AttentionPooling, Classifier, ConvolutionEncoder, MaxPooling
+from tricycle.sequences.seq2seq import RecurrentEncoder, TransformerEncoder
+from tricycle.tensor import Tensor
+from tricycle.training import train_on_batch
 
 PADDING, UNKNOWN, N_SPECIAL = 0, 1, 2
 SPLIT, WEIGHTS, ORDER, DROPPED = range(1, 5)  # streams that share no number
@@ -165,16 +167,25 @@ def recurrent(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng
 
 def transformer(recipe: Recipe, vocab_size: int, n_classes: int, longest: int, rng: np.random.Generator) -> Classifier:
     encoder = TransformerEncoder(
-        vocab_size, recipe.embedding, recipe.heads, recipe.layers, longest, recipe.inner_dropout, norm_first=True,
-        expansion_ratio=recipe.size, generator=rng,
-    )  # fmt: skip
+        vocab_size,
+        recipe.embedding,
+        recipe.heads,
+        recipe.layers,
+        longest,
+        dropout=recipe.inner_dropout,
+        norm_first=True,
+        expansion_ratio=recipe.size,
+        generator=rng,
+    )
     pooling = AttentionPooling(recipe.embedding, generator=rng)
     return Classifier(encoder, pooling, recipe.embedding, n_classes, recipe.dropout, rng)
 
 
 MODELS: dict[str, Callable[..., Classifier]] = {
-    "convolution": convolution, "recurrent": recurrent, "Transformer": transformer,
-}  # fmt: skip
+    "convolution": convolution,
+    "recurrent": recurrent,
+    "Transformer": transformer,
+}
 
 
 # -------------------------------------------------------------------- training
@@ -199,7 +210,12 @@ def train(
     passes = [buckets.batches(epoch) for epoch in range(recipe.epochs)]
     n_steps, rate = sum(map(len, passes)), recipe.learning_rate
     optimiser = AdamW(WarmupCosine(rate, rate / 10, max(1, n_steps // 10), n_steps), weight_decay=recipe.weight_decay)
-    loss_of = CrossEntropy(label_smoothing=recipe.label_smoothing)
+    loss_fn = CrossEntropy(label_smoothing=recipe.label_smoothing)
+
+    def loss_of(batch: Any, factor: Any) -> Tensor:
+        tokens, lengths, labels = batch
+        return loss_fn(labels, model(tokens, lengths), factor)
+
     epochs: list[tuple[float, float, float]] = []
     best, kept = 0, {}
     with tqdm(total=n_steps, desc=title or name, unit="step") as bar:
@@ -209,11 +225,8 @@ def train(
                 tokens, lengths = pad([training.sequences[i] for i in chosen])
                 if recipe.token_dropout:
                     tokens[dropped.random(tokens.shape) < recipe.token_dropout] = UNKNOWN
-                loss = loss_of(training.labels[chosen], model(tokens, lengths))
-                loss.backward()
-                clip_gradients(model, 1.0)
-                model.update(optimiser)
-                losses.append(float(loss))
+                batch = tokens, lengths, training.labels[chosen]
+                losses.append(train_on_batch(model, optimiser, loss_of, batch, max_norm=1.0))
                 bar.update()
             found = judge(predict(model, validation.sequences).logits, validation.labels)
             epochs.append((float(np.mean(losses)), *found))
@@ -306,10 +319,16 @@ def one_fold(
     predicted = predict(model, parts.test.sequences)
     loss, accuracy = judge(predicted.logits, parts.test.labels)
     record = {
-        "model": name, "fold": key[1], "parameters": model.n_parameters, "seconds": round(history["seconds"], 1),
-        "epochs": [[round(value, 4) for value in epoch] for epoch in history["epochs"]], "best": history["best"],
-        "validation": history["epochs"][history["best"] - 1][2], "test": accuracy, "loss": loss,
-    }  # fmt: skip
+        "model": name,
+        "fold": key[1],
+        "parameters": model.n_parameters,
+        "seconds": round(history["seconds"], 1),
+        "epochs": [[round(value, 4) for value in epoch] for epoch in history["epochs"]],
+        "best": history["best"],
+        "validation": history["epochs"][history["best"] - 1][2],
+        "test": accuracy,
+        "loss": loss,
+    }
     return model, predicted, record
 
 

@@ -104,10 +104,15 @@ def write_page(path: Path, title: str, note: str, classes: Sequence[str], items:
             rounded = [round(float(weight), 4) for weight in weights]
             seen.append({"weights": rounded, "answer": int(answer), "probability": round(float(probability), 4)})
         unknown = [int(flag) for flag in item.unknown]
-        packed.append({
-            "tokens": list(item.tokens), "gaps": list(item.gaps), "unknown": unknown, "label": int(item.label),
-            "seen": seen,
-        })  # fmt: skip
+        packed.append(
+            {
+                "tokens": list(item.tokens),
+                "gaps": list(item.gaps),
+                "unknown": unknown,
+                "label": int(item.label),
+                "seen": seen,
+            }
+        )
     given = {"title": title, "note": note, "classes": list(classes), "models": models, "items": packed}
     data = json.dumps(given, ensure_ascii=False).replace("<", "\\u003c")  # no text ends the script that it stands in
     template = PAGE.read_text(encoding="utf-8")

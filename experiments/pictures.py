@@ -13,7 +13,10 @@ from tricycle_lab.plot import COLOURS, plot_curves, save_figure
 
 
 def plot_folds(
-    values: Mapping[str, Sequence[float]], path: Path, xlabel: str, title: str,
+    values: Mapping[str, Sequence[float]],
+    path: Path,
+    xlabel: str,
+    title: str,
     reference: tuple[str, float] | None = None,
 ) -> None:
     """A line for each name, with a point for each fold and the mean as a stroke.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tricycle import backend
+from tricycle import devices
 
 settings.register_profile("tricycle", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.load_profile("tricycle")
@@ -12,12 +12,13 @@ settings.load_profile("tricycle")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs CuPy and a CUDA device")
+    config.addinivalue_line("markers", "slow: left out unless asked for by -m slow")
     for category in ("RuntimeWarning", "DeprecationWarning:tricycle", "ResourceWarning:tricycle"):
         config.addinivalue_line("filterwarnings", f"error::{category}")
 
 
 def pytest_collection_modifyitems(items):
-    if any("gpu" in item.keywords for item in items) and (problem := backend.gpu_problem()):
+    if any("gpu" in item.keywords for item in items) and (problem := devices.gpu_problem()):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=problem))

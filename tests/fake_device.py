@@ -2,7 +2,7 @@
 
 It refuses whatever would mix host and device or wait for the device: NumPy arrays beside it, `np.asarray`,
 `float()`, `bool()` and NumPy indices; and, as CuPy does, products of 16-bit arrays with more than two axes. Numbers
-may stand beside it; `item()` and `asnumpy` read values, and are counted. Installed in `backend.ARRAY_MODULES`, it shows
+may stand beside it; `item()` and `asnumpy` read values, and are counted. Installed in `devices.ARRAY_MODULES`, it shows
 that code asks its arrays for `xp` and computes with nothing else.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels import reference
+from tricycle import kernels
 
 REFUSED_ARGUMENTS = {"initial", "where"}  # of reductions: CuPy's have none
 METHODS = "all any argmax astype copy cumsum diagonal max mean min ravel reshape squeeze sum swapaxes transpose".split()
@@ -68,6 +68,7 @@ class FakeArray:
     __array_ufunc__ = None
     __hash__ = None
     device = SimpleNamespace(id=0)
+    base = None  # so nothing is known to lie side by side
 
     def __init__(self, held: np.ndarray) -> None:
         self.held = held
@@ -145,12 +146,12 @@ fake_module = FakeModule("fake")
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Instead of `backend.to_cpu`."""
+    """Instead of `devices.to_cpu`."""
     return fake_module.asnumpy(array) if isinstance(array, FakeArray) else np.asarray(array)
 
 
 def small(array: FakeArray, precision: str) -> FakeArray:
-    """What a GPU's `operand` and `activations` give: 16 bits where the precision has so many."""
+    """What a GPU's `operand` and `to_compute_dtype` give: 16 bits where the precision has so many."""
     if precision not in ("bfloat16", "float16") or array.dtype != np.float32:
         return array
     if precision == "float16":
@@ -160,13 +161,14 @@ def small(array: FakeArray, precision: str) -> FakeArray:
     return array.astype(ml_dtypes.bfloat16)
 
 
-# Instead of a table of faster kernels: all others are the reference's.
-table = SimpleNamespace(
-    operand=small, activations=small,
-    operand_and_sums=lambda array, precision: (small(array, precision), reference.sum_rows(array)),
-)  # fmt: skip
+# The versions that a GPU must have: all other kernels are the plain ones.
+VERSIONS = {
+    "operand": [small],
+    "to_compute_dtype": [small],
+    "operand_and_sums": [lambda array, precision: (small(array, precision), kernels.sum_rows.plain(array))],
+}
 
 
 def to_device(array: Any, device: int = 0) -> FakeArray:
-    """Instead of `backend.to_gpu`."""
+    """Instead of `devices.to_gpu`."""
     return array if isinstance(array, FakeArray) else FakeArray(np.array(array))

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from packed import CrossAttention, SelfAttention
 
 import tricycle.activation as activation
 import tricycle.attention as attention
-import tricycle.convolution as convolution
 import tricycle.einsum as einsum
 import tricycle.functions as functions
 import tricycle.loss as loss
-import tricycle.recurrent as recurrent
-from tricycle import ops
+import tricycle.sequences.convolution as convolution
+import tricycle.sequences.recurrent as recurrent
+from tricycle import ops, softmaxes
 from tricycle.tensor import Tensor, to_tensor
 
 
@@ -377,7 +378,12 @@ for _subscripts, _full, _flags, *_shapes in [
 for _shape in [(3,), (2, 3), (2, 4, 3), (1, 3), (0, 3)]:
     add("linear", functions.linear, normal(*_shape), normal(3, 5), normal(5), torch=lambda torch, x, w, b: x @ w + b)
     add("linear", functions.linear, normal(*_shape), normal(3, 5), torch=lambda torch, x, w: x @ w)
-add("to_activations", lambda x: functions.to_activations(x, "bfloat16") * 2, normal(2, 3), torch=lambda torch, x: x * 2)
+add(
+    "to_compute_dtype",
+    lambda x: functions.to_compute_dtype(x, "bfloat16") * 2,
+    normal(2, 3),
+    torch=lambda torch, x: x * 2,
+)
 
 
 # -------------------------------------------------------------------- softmax and its kin, gates
@@ -397,9 +403,9 @@ ROWS = [(4,), (1,), (2, 3), (2, 1, 5), (0, 3)]
 _rows("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1), [*ROWS, (2, 0)])
 _rows("Softmax1", functions.Softmax1(), _softmax1, ROWS)
 # entropies on both sides of the threshold, and betas on both sides of 1
-_rows("AdaptiveSoftmax", functions.AdaptiveSoftmax(), None, [*ROWS, (2, 40)])
-_rows("AdaptiveSoftmax", functions.AdaptiveSoftmax((0.5, 1.5), threshold=0.1), None, ROWS)
-add("AdaptiveSoftmax", functions.AdaptiveSoftmax(), 8 * normal(3, 12))
+_rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), None, [*ROWS, (2, 40)])
+_rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax((0.5, 1.5), threshold=0.1), None, ROWS)
+add("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), 8 * normal(3, 12))
 
 
 def _block_softmax(torch, x, scales):
@@ -408,11 +414,13 @@ def _block_softmax(torch, x, scales):
 
 
 for _shape, _scales in [((4, 6), (2, 4)), ((3, 4, 5), (2, 4)), ((2, 3, 4, 7), (3, 2, 4)), ((1, 2), (2, 1))]:
-    add("BlockSoftmax", functions.BlockSoftmax(2), normal(*_shape), normal(*_scales), torch=_block_softmax)
-_rows("BlockSoftmax", functions.BlockSoftmax(3, "none"), None, ROWS)
-_rows("BlockSoftmax", functions.BlockSoftmax(3, "exact"), lambda torch, x: x.softmax(-1), ROWS)
+    add("BlockSoftmax", softmaxes.BlockSoftmax(2), normal(*_shape), normal(*_scales), torch=_block_softmax)
+_rows("BlockSoftmax", softmaxes.BlockSoftmax(3, "none"), None, ROWS)
+_rows("BlockSoftmax", softmaxes.BlockSoftmax(3, "exact"), lambda torch, x: x.softmax(-1), ROWS)
 _rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1), ROWS)
 PAIRED_ROWS = [(4,), (2, 6), (2, 1, 2), (0, 4), (2, 0)]
+for _gate in (activation.GeLU(), activation.GeLU(False), activation.ReLUSquared(), functions.Tanh()):
+    _rows("Gated", activation.Gated(_gate), None, PAIRED_ROWS)
 _rows("GLU", activation.GLU(), lambda torch, x: torch.nn.functional.glu(x) if x.shape[-1] else x, PAIRED_ROWS)
 _rows(
     "SwiGLU",
@@ -461,6 +469,12 @@ for _shape in [(), (3,), (2, 3), (1, 1)]:
     )
 
 
+for _shape in SHAPES:
+    add(
+        "soft_cap", lambda x: functions.soft_cap(x, 1.5), normal(*_shape), torch=lambda torch, x: 1.5 * (x / 1.5).tanh()
+    )
+
+
 # -------------------------------------------------------------------- attention
 def _torch_attention(torch, qkv, n_heads, causal):
     n_items, n_tokens, width = qkv.shape
@@ -470,29 +484,29 @@ def _torch_attention(torch, qkv, n_heads, causal):
 
 
 for _heads, _causal in [(1, True), (2, True), (2, False)]:
-    _op = attention.SelfAttention(_heads, _causal)
+    _op = SelfAttention(_heads, _causal)
     for _items, _tokens, _size in [(1, 1, 1), (2, 5, 3), (1, 19, 2)]:
         add(
-            "SelfAttention",
+            "Attention",
             _op,
             normal(_items, _tokens, 3 * _heads * _size),
             torch=lambda torch, x, n=_heads, causal=_causal: _torch_attention(torch, x, n, causal),
         )
 for _name in ("softmax1", "adaptive"):
     for _causal, _tokens in [(True, 5), (False, 5), (True, 19)]:
-        add("SelfAttention", attention.SelfAttention(2, _causal, _name), 2 * normal(2, _tokens, 12))
+        add("Attention", SelfAttention(2, _causal, _name), 2 * normal(2, _tokens, 12))
 for _per_head, _tokens, _window in [(False, 5, 5), (True, 7, 9), (False, 37, 40), (True, 19, 32)]:
     for _causal in (True, False):
-        _op = attention.SelfAttention(2, _causal, functions.BlockSoftmax(2, per_head=_per_head, length=_window))
+        _op = SelfAttention(2, _causal, softmaxes.BlockSoftmax(2, per_head=_per_head, length=_window))
         add(
-            "SelfAttention",
+            "Attention",
             lambda x, scales, op=_op: op(x, None, scales),
             normal(2, _tokens, 12),
             normal(*[2] * _per_head, 2, _window),
         )
 for _correction in ("none", "exact"):
-    _softmax = functions.BlockSoftmax(3, _correction)
-    add("SelfAttention", attention.SelfAttention(2, True, _softmax), normal(2, 19, 12))
+    _softmax = softmaxes.BlockSoftmax(3, _correction)
+    add("Attention", SelfAttention(2, True, _softmax), normal(2, 19, 12))
 
 
 def _torch_cross(torch, *tensors):
@@ -503,10 +517,10 @@ def _torch_cross(torch, *tensors):
 for _name, _torch in [("softmax", _torch_cross), ("softmax1", None), ("adaptive", None)]:
     for _queries, _keys in [(3, 5), (18, 4)]:
         _inputs = normal(2, _queries, 4), normal(2, _keys, 4), normal(2, _keys, 4)
-        add("CrossAttention", attention.CrossAttention(2, _name), *_inputs, torch=_torch)
+        add("Attention", CrossAttention(2, _name), *_inputs, torch=_torch)
 add(
-    "CrossAttention",
-    attention.CrossAttention(1, functions.BlockSoftmax(2, length=8)),
+    "Attention",
+    CrossAttention(1, softmaxes.BlockSoftmax(2, length=8)),
     normal(1, 3, 2),
     normal(1, 7, 2),
     normal(1, 7, 2),
@@ -520,27 +534,60 @@ for _shape in [(2, 7), (2, 5, 7), (2, 2, 1, 7), (2, 18, 7)]:
     _queries = 18 if 18 in _shape else 5
     for _name in ("softmax", "softmax1", "adaptive"):
         add(
-            "CrossAttention",
-            lambda *tensors, op=attention.CrossAttention(2, _name), mask=_mask: op(*tensors, mask=mask),  # noqa: B008
+            "Attention",
+            lambda *tensors, op=CrossAttention(2, _name), mask=_mask: op(*tensors, mask=mask),  # noqa: B008
             normal(2, _queries, 4),
             normal(2, 7, 4),
             normal(2, 7, 4),
         )
-for _tokens, _softmax in [(5, "softmax"), (19, "softmax"), (19, "softmax1"), (19, functions.BlockSoftmax(3, "exact"))]:
+for _tokens, _softmax in [(5, "softmax"), (19, "softmax"), (19, "softmax1"), (19, softmaxes.BlockSoftmax(3, "exact"))]:
     _mask = _rng.random((2, _tokens)) < 0.6
     for _causal in (True, False):
-        _op = attention.SelfAttention(2, _causal, _softmax)
-        add("SelfAttention", lambda x, op=_op, mask=_mask: op(x, mask=mask), normal(2, _tokens, 12))
-_op = attention.SelfAttention(2, True, functions.BlockSoftmax(2, length=20))
+        _op = SelfAttention(2, _causal, _softmax)
+        add("Attention", lambda x, op=_op, mask=_mask: op(x, mask=mask), normal(2, _tokens, 12))
+_op = SelfAttention(2, True, softmaxes.BlockSoftmax(2, length=20))
 _mask = _rng.random((2, 19, 19)) < 0.7
 _mask[:, :, 10:15] = False
-add("SelfAttention", lambda x, s, op=_op, mask=_mask: op(x, None, s, mask), normal(2, 19, 12), normal(2, 20))
-for _heads in (1, 2):
-    _op = attention.Rotary(_heads)
-    for _items, _tokens, _size in [(1, 1, 2), (2, 5, 4)]:
-        add("Rotary", _op, normal(_items, _tokens, 3 * _heads * _size))
-        add("Rotary", attention.Rotary(_heads, normalise=True), normal(_items, _tokens, 3 * _heads * _size))
-add("Rotary", lambda x: attention.Rotary(1, base=100.0)(x, offset=3), normal(1, 2, 12))
+add("Attention", lambda x, s, op=_op, mask=_mask: op(x, None, s, mask), normal(2, 19, 12), normal(2, 20))
+# fewer heads of keys than of queries, windows, caps, a scale, values of another size
+for _n_heads, _key_heads in [(1, 1), (4, 2), (6, 2), (3, 1)]:
+    for _tokens, _keys in [(5, 5), (3, 7), (19, 19), (18, 25)]:
+        for _options in (
+            {},
+            {"window": 3},
+            {"window": 1},
+            {"window": 40},
+            {"cap": 1.5},
+            {"window": 4, "cap": 2.0, "scale": 0.3},
+            {"causal": False, "cap": 1.0},
+            {"softmax": "softmax1", "window": 5},
+            {"softmax": "adaptive", "window": 6, "cap": 3.0},
+        ):
+            add(
+                "Attention",
+                attention.Attention(**_options),
+                normal(2, _tokens, _n_heads, 4),
+                normal(2, _keys, _key_heads, 4),
+                normal(2, _keys, _key_heads, 4),
+            )
+for _key_heads, _window in [(2, None), (1, 4)]:
+    add(
+        "Attention",
+        lambda q, k, v, s, op=attention.Attention(softmaxes.BlockSoftmax(2, length=20), window=_window): op(  # noqa: B008
+            q, k, v, None, s
+        ),
+        normal(1, 19, 4, 2),
+        normal(1, 19, _key_heads, 2),
+        normal(1, 19, _key_heads, 2),
+        normal(2, 20),
+    )
+for _items, _tokens, _heads, _size in [(1, 1, 1, 2), (2, 5, 2, 4), (2, 3, 3, 8)]:
+    add("Rotary", attention.Rotary(), normal(_items, _tokens, _heads, _size))
+    add("Rotary", lambda x: attention.Rotary(base=100.0)(x, offset=3), normal(_items, _tokens, _heads, _size))
+for _scaling in (attention.RotaryScaling("linear", 4.0), attention.RotaryScaling("llama3", 8.0, original_window=64)):
+    add("Rotary", attention.Rotary(1000.0, scaling=_scaling), normal(2, 5, 2, 8))
+for _fraction in (0.25, 0.5, 0.75):
+    add("Rotary", attention.Rotary(fraction=_fraction), normal(2, 5, 2, 8))
 
 
 # -------------------------------------------------------------------- recurrence
@@ -572,6 +619,7 @@ for _cell, _kind in recurrent.CELLS.items():
             torch=lambda torch, *xs, c=_cell, a=_active: _torch_recurrence(torch, c, a, *xs),
         )
 
+
 # -------------------------------------------------------------------- convolution
 def _torch_unfold(torch, x, kernel, stride, padding):
     """(B, C, H, W) patches of PyTorch, C slowest, as ours: C fastest."""
@@ -590,17 +638,22 @@ def _torch_fold(torch, columns, sizes, kernel, stride, padding):
 
 
 for _sizes, _kernel, _stride, _padding in [
-    ((4, 5), (2, 3), (1, 1), (0, 0)), ((5, 5), (3, 3), (2, 2), (1, 1)), ((6, 3), (2, 1), (3, 2), (2, 0)),
+    ((4, 5), (2, 3), (1, 1), (0, 0)),
+    ((5, 5), (3, 3), (2, 2), (1, 1)),
+    ((6, 3), (2, 1), (3, 2), (2, 0)),
     ((1, 1), (1, 1), (1, 1), (0, 0)),
-]:  # fmt: skip
+]:
     _how = _kernel, _stride, _padding
     _places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(_sizes, *_how)]
     add(
-        "unfold", lambda x, how=_how: convolution.unfold(x, *how), normal(2, *_sizes, 3),
+        "unfold",
+        lambda x, how=_how: convolution.unfold(x, *how),
+        normal(2, *_sizes, 3),
         torch=lambda torch, x, how=_how: _torch_unfold(torch, x, *how),
     )
     add(
-        "fold", lambda x, how=(_sizes, *_how): convolution.fold(x, *how),
+        "fold",
+        lambda x, how=(_sizes, *_how): convolution.fold(x, *how),
         normal(2, *_places, 3 * _kernel[0] * _kernel[1]),
         torch=lambda torch, x, how=(_sizes, *_how): _torch_fold(torch, x, *how),
     )

@@ -192,7 +192,7 @@ def test_twenty_steps_of_training_agree(config: GPTConfig) -> None:
     names = [name for name, _ in model.named_parameters()]
     vectors = ("position_embedding.weights", "softmax_scales")  # or what counts as such
     matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and not name.endswith(vectors)]
-    assert matrices == [name for name, p in model.named_parameters() if decays(name, p)]
+    assert matrices == [name for name, p in model.named_parameters() if decays(p)]
     groups = [
         {"params": [theirs.p[name] for name in names if (name in matrices) == decayed], "weight_decay": decay}
         for decayed, decay in ((True, config.weight_decay), (False, 0.0))

@@ -7,29 +7,33 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from packed import CrossAttention, SelfAttention, heads, turn
 from tables import bad_input
 from test_layers import check_layer_gradients
 
 from tricycle.attention import (
-    AdditiveAttention,
-    CrossAttention,
-    HardAttention,
+    Attention,
     KeyValueCache,
-    LuongAttention,
     Rotary,
-    ScaledDotProductAttention,
-    SelfAttention,
+    RotaryScaling,
     TokenShift,
     causal_mask,
     length_mask,
-    reinforce,
 )
-from tricycle.functions import SOFTMAXES, BlockSoftmax, Softmax
+from tricycle.functions import Softmax
 from tricycle.gradcheck import gradcheck
 from tricycle.kernels import use_reference
-from tricycle.ops import log
+from tricycle.ops import log, split_sizes
 from tricycle.optimisers import AdamW
-from tricycle.tensor import Tensor, no_grad, to_tensor
+from tricycle.sequences.attentions import (
+    AdditiveAttention,
+    HardAttention,
+    LuongAttention,
+    ScaledDotProductAttention,
+    reinforce,
+)
+from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
+from tricycle.tensor import Tensor, no_grad, record, to_tensor
 
 
 def plain_attention(qkv: np.ndarray, n_heads: int, causal: bool) -> np.ndarray:
@@ -160,34 +164,97 @@ def plain_rotary(qkv: np.ndarray, n_heads: int, offset: int, base: float) -> np.
 @pytest.mark.parametrize("n_heads, size", [(1, 2), (2, 4), (3, 8)])
 def test_rotary_follows_its_formula(n_heads: int, size: int, offset: int, rng: np.random.Generator) -> None:
     qkv = rng.standard_normal((2, 9, 3 * n_heads * size))
-    out = Rotary(n_heads, base=100.0)(to_tensor(qkv, dtype=np.float64), offset=offset)
+    out = turn(to_tensor(qkv, dtype=np.float64), n_heads, offset, base=100.0)
     np.testing.assert_allclose(out.array, plain_rotary(qkv, n_heads, offset, 100.0), rtol=1e-9, atol=1e-12)
 
 
 def test_rotary_gradients(rng: np.random.Generator) -> None:
     qkv = rng.standard_normal((2, 3, 24))
-    gradcheck(lambda x: Rotary(2)(x, offset=4), qkv)
+    gradcheck(lambda x: turn(x, 2, 4), qkv)
 
 
-def test_rotary_normalises_queries_and_keys_of_each_head(rng: np.random.Generator) -> None:
-    qkv = 7 * rng.standard_normal((2, 5, 3, 2, 4))
-    out = Rotary(2, normalise=True)(to_tensor(qkv.reshape(2, 5, 24), dtype=np.float64)).array.reshape(qkv.shape)
-    np.testing.assert_allclose((out[:, :, :2] ** 2).mean(axis=-1), 1, rtol=1e-5)
-    np.testing.assert_array_equal(out[:, :, 2], qkv[:, :, 2])
-    qkv[:, :, :2] /= np.sqrt((qkv[:, :, :2] ** 2).mean(axis=-1, keepdims=True))
-    np.testing.assert_allclose(out.reshape(2, 5, 24), plain_rotary(qkv.reshape(2, 5, 24), 2, 0, 10_000.0), rtol=1e-5)
+def test_a_part_of_the_channels_turns_as_if_it_were_all(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((2, 5, 3, 8))
+    out = Rotary(base=100.0, fraction=0.5)(to_tensor(x, dtype=np.float64), offset=2).array
+    np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
+    turned = Rotary(base=100.0)(to_tensor(x[..., :4], dtype=np.float64), offset=2)
+    np.testing.assert_allclose(out[..., :4], turned.array, rtol=1e-12)
+
+
+def test_scalings_of_rotary_positions_follow_their_formulas() -> None:
+    speeds = 10_000.0 ** (-np.arange(0, 64, 2) / 64)
+    np.testing.assert_allclose(RotaryScaling("linear", 4.0).slowed(speeds), speeds / 4)
+    scaling = RotaryScaling("llama3", 8.0, 1.0, 4.0, 512)
+    found = scaling.slowed(speeds)
+    lengths = 2 * math.pi / speeds
+    for speed, length, slowed in zip(speeds, lengths, found, strict=True):
+        if length < 512 / 4:
+            expected = speed
+        elif length > 512 / 1:
+            expected = speed / 8
+        else:
+            smooth = (512 / length - 1) / (4 - 1)
+            expected = speed * ((1 - smooth) / 8 + smooth)
+        assert slowed == pytest.approx(expected, rel=1e-12)
+    assert (found == speeds).any() and (found == speeds / 8).any()
 
 
 def test_rotary_attention_depends_on_distance_only(rng: np.random.Generator) -> None:
     qkv = to_tensor(rng.standard_normal((2, 12, 24)), dtype=np.float64)
-    rotary, attention = Rotary(2), SelfAttention(2)
-    here, moved = (attention(rotary(qkv, offset=offset)).array for offset in (0, 1000))
+    attention = SelfAttention(2)
+    here, moved = (attention(turn(qkv, 2, offset)).array for offset in (0, 1000))
     np.testing.assert_allclose(moved, here, rtol=1e-8, atol=1e-10)
     # and it does depend on that: without positions the past is a set
     order = [2, 0, 1, *range(3, 12)]
     shuffled = to_tensor(qkv.array[:, order], dtype=np.float64)
     np.testing.assert_allclose(attention(shuffled).array[:, -1], attention(qkv).array[:, -1], rtol=1e-9)
-    assert abs(attention(rotary(shuffled)).array - attention(rotary(qkv)).array)[:, -1].max() > 1e-3
+    assert abs(attention(turn(shuffled, 2)).array - attention(turn(qkv, 2)).array)[:, -1].max() > 1e-3
+
+
+# -------------------------------------------------------------------- heads, windows, caps
+def attention_by_hand(q, k, v, window=None, cap=None, scale=None, causal=True) -> np.ndarray:
+    """One query after another, with keys repeated for the heads that share them."""
+    n_queries, n_heads, size = q.shape[1:]
+    shared = n_heads // k.shape[2]
+    k, v = (np.repeat(x, shared, axis=2) for x in (k, v))
+    offset = k.shape[1] - n_queries
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    for item, t, head in np.ndindex(*q.shape[:3]):
+        scores = k[item, :, head] @ q[item, t, head] * (1 / math.sqrt(size) if scale is None else scale)
+        if cap is not None:
+            scores = cap * np.tanh(scores / cap)
+        last = t + offset if causal else k.shape[1] - 1
+        first = max(0, last - window + 1) if window else 0
+        weights = np.exp(scores[first : last + 1] - scores[first : last + 1].max())
+        out[item, t, head] = weights @ v[item, first : last + 1, head] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"window": 30}, {"cap": 0.7}, {"window": 5, "cap": 2.0, "scale": 0.2}], ids=str
+)
+@pytest.mark.parametrize("n_heads, key_heads", [(2, 2), (6, 2), (5, 1)])
+@pytest.mark.parametrize("n_queries, n_keys", [(5, 5), (150, 150), (20, 33)])
+def test_heads_windows_and_caps_by_hand(options, n_heads, key_heads, n_queries, n_keys, rng) -> None:
+    q = rng.standard_normal((2, n_queries, n_heads, 4))
+    k, v = (rng.standard_normal((2, n_keys, key_heads, 4)) for _ in range(2))
+    found = Attention(**options)(*(to_tensor(x, dtype=np.float64) for x in (q, k, v)))
+    np.testing.assert_allclose(found.array, attention_by_hand(q, k, v, **options), rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_of_parts_of_one_product_lie_side_by_side(rng) -> None:
+    """So that the gradient of the product is there without a copy."""
+    arrived = []
+    x = to_tensor(rng.standard_normal((2, 5, 32)))
+    whole = record(x.array.copy(), (x,), lambda grad, wanted: (arrived.append(grad) or grad,), "product")
+    q, k, v = split_sizes(whole, [16, 8, 8])
+    out = Attention()(heads(q, 4), heads(k, 2), heads(v, 2))
+    out.backward()
+    assert arrived[0].base is None and arrived[0].shape == (2, 5, 32)
+    apart = [to_tensor(part.array.copy()) for part in (heads(q, 4), heads(k, 2), heads(v, 2))]
+    Attention()(*apart).backward()
+    expected = np.concatenate([part.grad.array.reshape(2, 5, -1) for part in apart], axis=-1)
+    np.testing.assert_array_equal(x.grad.array, expected)
 
 
 # -------------------------------------------------------------------- token shift
@@ -269,43 +336,53 @@ def other_batch() -> None:
 
 
 BAD = {
-    "two axes": (
-        lambda: SelfAttention(2)(np.ones((4, 6))),
-        "SelfAttention(n_heads=2): expected shape (batch, tokens, 3 * 2 * head size), got (4, 6)",
+    "three axes": (
+        lambda: Attention()(*(np.ones((1, 4, 6)) for _ in range(3))),
+        "Attention: expected query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K, "
+        "got shapes (1, 4, 6), (1, 4, 6) and (1, 4, 6)",
     ),
-    "a width that does not divide": (
-        lambda: SelfAttention(2)(np.ones((1, 4, 9))),
-        "SelfAttention(n_heads=2): expected shape (batch, tokens, 3 * 2 * head size), got (1, 4, 9)",
+    "heads that do not divide": (
+        lambda: Attention()(*(np.ones((1, 4, n, 6)) for n in (3, 2, 2))),
+        "Attention: expected query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K, "
+        "got shapes (1, 4, 3, 6), (1, 4, 2, 6) and (1, 4, 2, 6)",
     ),
+    "a window of nothing": (
+        lambda: Attention(window=0),
+        "Attention: expected a window of 1 or more, with causal=True, got 0 and True",
+    ),
+    "a window without an order": (
+        lambda: Attention(causal=False, window=3),
+        "Attention: expected a window of 1 or more, with causal=True, got 3 and False",
+    ),
+    "a cap of 0": (lambda: Attention(cap=0.0), "Attention: expected a cap above 0, got 0.0"),
     "rotary shape": (
-        lambda: Rotary(2)(np.ones((4, 12))),
-        "Rotary(n_heads=2): expected shape (batch, tokens, 3 * 2 * head size), got (4, 12)",
+        lambda: Rotary()(np.ones((4, 12))),
+        "Rotary: expected shape (batch, tokens, heads, head size), got (4, 12)",
     ),
     "token shift of another width": (
-        lambda: TokenShift(4)(np.ones((1, 2, 3))), "TokenShift: expected the last axis to be 4, got shape (1, 2, 3)",
+        lambda: TokenShift(4)(np.ones((1, 2, 3))),
+        "TokenShift: expected the last axis to be 4, got shape (1, 2, 3)",
     ),
-    "rotary of odd heads": (lambda: Rotary(1)(np.ones((1, 4, 9))), "Rotary: expected an even head size, got 3"),
+    "rotary of odd heads": (
+        lambda: Rotary()(np.ones((1, 4, 1, 3))),
+        "Rotary: expected an even head size to turn, got 3",
+    ),
     "a mask of numbers": (
         lambda: SelfAttention(2)(np.ones((1, 4, 6)), mask=np.ones((1, 4))),
-        "SelfAttention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), "
-        "got float64 of (1, 4)",
+        "Attention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), got float64 of (1, 4)",
     ),
     "a mask for other keys": (
         lambda: CrossAttention(1)(*(np.ones((2, n, 3)) for n in (4, 5, 5)), mask=np.ones((2, 4), bool)),
-        "CrossAttention: expected a mask of booleans of shape (2, 5) or (2, 4, 5) or (2, 1, 4, 5), got bool of (2, 4)",
+        "Attention: expected a mask of booleans of shape (2, 5) or (2, 4, 5) or (2, 1, 4, 5), got bool of (2, 4)",
     ),
     "a mask of one axis": (
         lambda: SelfAttention(2)(np.ones((1, 4, 6)), mask=np.ones(4, bool)),
-        "SelfAttention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), got bool of (4,)",
+        "Attention: expected a mask of booleans of shape (1, 4) or (1, 4, 4) or (1, 2, 4, 4), got bool of (4,)",
     ),
     "keys and values of other lengths": (
         lambda: CrossAttention(1)(*(np.ones((2, n, 3)) for n in (4, 5, 6))),
-        "CrossAttention: expected query (B, T, C), key and value (B, S, C), "
-        "got shapes (2, 4, 3), (2, 5, 3) and (2, 6, 3)",
-    ),
-    "a width that heads do not divide": (
-        lambda: CrossAttention(2)(*(np.ones((2, n, 3)) for n in (4, 5, 5))),
-        "CrossAttention(n_heads=2): expected shape (batch, tokens, 2 * head size), got (2, 4, 3)",
+        "Attention: expected query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K, "
+        "got shapes (2, 4, 1, 3), (2, 5, 1, 3) and (2, 6, 1, 3)",
     ),
     "a length beyond the keys": (
         lambda: length_mask([3, 7], 5),
@@ -318,8 +395,7 @@ BAD = {
     ),
     "blocks without scales": (
         lambda: SelfAttention(2, softmax="blocks")(np.ones((1, 4, 6))),
-        f"{BlockSoftmax()}: expected no more keys than length and "
-        f"scales (2, 4) or longer, got 4 keys and scales None",
+        f"{BlockSoftmax()}: expected no more keys than length and scales (2, 4) or longer, got 4 keys and scales None",
     ),
     "blocks with scales for too few": (
         lambda: SelfAttention(2, softmax="blocks")(np.ones((1, 4, 6)), None, to_tensor(np.ones((2, 3)))),

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from tables import bad_input
 
-from tricycle.autoencoders import Autoencoder, RecurrentAutoencoder, VariationalAutoencoder
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense
 from tricycle.optimisers import AdamW
+from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder, VariationalAutoencoder
 from tricycle.tensor import to_tensor
 
 MAKERS = {
@@ -15,11 +15,12 @@ MAKERS = {
     "convolutional": (lambda: Autoencoder.convolutional((5, 4, 2), (3, 4), 2, generator=0), (5, 4, 2)),
     "variational": (lambda: VariationalAutoencoder.dense((12, 6, 2), generator=0, deviation=0.5), (12,)),
     "variational, convolutional": (
-        lambda: VariationalAutoencoder.convolutional((4, 4, 1), (3,), 2, generator=0), (4, 4, 1)
+        lambda: VariationalAutoencoder.convolutional((4, 4, 1), (3,), 2, generator=0),
+        (4, 4, 1),
     ),
     "recurrent": (lambda: RecurrentAutoencoder(3, 5, 2, generator=0), (6, 3)),
     "recurrent, LSTM": (lambda: RecurrentAutoencoder(3, 5, 2, cell="lstm", generator=0), (6, 3)),
-}  # fmt: skip
+}
 each = pytest.mark.parametrize(("make", "shape"), MAKERS.values(), ids=MAKERS)
 
 

@@ -13,7 +13,7 @@ from benchmarks.workers import SIDES, batches
 from tricycle.models import GPT
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
-PEERS = [("none", ["tricycle"]), pytest.param("torch", ["tricycle", "torch"], marks=NEEDS_TORCH)]
+PEERS = [("none", ["tricycle"]), pytest.param("torch", ["tricycle", "torch"], marks=[NEEDS_TORCH, pytest.mark.slow])]
 
 
 @pytest.mark.parametrize(("peer", "sides"), PEERS)

@@ -12,7 +12,7 @@ NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 SMALL = ["--batch", "2", "--length", "5", "--width", "4", "--steps", "1", "--warmup", "1", "--threads", "1"]
 
 
-@pytest.mark.parametrize("peer", ["none", pytest.param("torch", marks=NEEDS_TORCH)])
+@pytest.mark.parametrize("peer", ["none", pytest.param("torch", marks=[NEEDS_TORCH, pytest.mark.slow])])
 def test_it_prints_its_table(peer):
     out = good(call("-m", "benchmarks.recurrent", *SMALL, "--peer", peer, "--cells", "LSTM", "GRU"))
     assert "batch 2 x 5 steps, width 4: medians of 1" in out

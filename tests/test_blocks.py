@@ -7,21 +7,24 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from packed import SelfAttention
 from tables import bad_input
 from test_layers import check_layer_gradients
 
-from tricycle.attention import KeyValueCache, SelfAttention, length_mask
+from tricycle.activation import ACTIVATIONS
+from tricycle.attention import KeyValueCache, length_mask
 from tricycle.blocks import (
-    ACTIVATIONS,
     GPT2TransformerBlock,
     MLPBlock,
     MultiHeadAttention,
     MultiHeadSelfAttention,
     TransformerBlock,
 )
-from tricycle.functions import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, Softmax
+from tricycle.configs import ModelConfig
+from tricycle.functions import Softmax
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Layer
+from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax
 from tricycle.tensor import to_tensor
 
 BLOCKS: dict[str, Callable[[], Layer]] = {
@@ -33,7 +36,37 @@ BLOCKS: dict[str, Callable[[], Layer]] = {
     "attention, blocks": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="blocks", generator=0),
     "block": lambda: GPT2TransformerBlock(8, 2, 24, generator=0),
     "block, modern": lambda: GPT2TransformerBlock(
-        8, 2, 24, activation="swiglu", norm="rms_norm", bias=False, rotary=True, generator=0
+        8, 2, 24, activation="swiglu", norm="rms_norm", bias=False, positions="rotary", generator=0
+    ),
+    "attention, fewer key heads": lambda: MultiHeadSelfAttention(8, 4, 24, n_key_heads=2, rotary=True, generator=0),
+    "attention, heads of a size of their own": lambda: MultiHeadSelfAttention(8, 3, 24, head_size=6, generator=0),
+    "attention, a cap": lambda: MultiHeadSelfAttention(8, 2, 24, cap=1.0, scale=0.7, generator=0),
+    "attention, normed": lambda: MultiHeadSelfAttention(8, 2, 24, qk_norm=True, generator=0),
+    "block, norms on both sides": lambda: GPT2TransformerBlock(8, 2, 24, norm_placement="both", generator=0),
+    "block, norms after": lambda: GPT2TransformerBlock(8, 2, 24, norm_placement="after", generator=0),
+    "block, side by side": lambda: GPT2TransformerBlock(
+        8, 2, 24, parallel=True, positions="rotary", rotary_fraction=0.5, generator=0
+    ),
+    "block, side by side with one norm": lambda: GPT2TransformerBlock(
+        8, 2, 24, parallel=True, shared_norm=True, mlp_bias=False, generator=0
+    ),
+    "block, Gemma's": lambda: GPT2TransformerBlock(
+        8,
+        4,
+        24,
+        n_key_heads=1,
+        head_size=4,
+        activation="gelu",
+        gated=True,
+        norm="rms_norm",
+        norm_unit_offset=True,
+        norm_placement="both",
+        positions="rotary",
+        qk_norm=True,
+        qk_norm_gain=True,
+        score_cap=5.0,
+        bias=False,
+        generator=0,
     ),
 }
 each_block = pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
@@ -97,7 +130,8 @@ def test_gradients_of_the_mlp(activation: str, bias: bool, rng: np.random.Genera
     "norm, activation, rotary", list(itertools.product(["layer_norm", "rms_norm"], ACTIVATIONS, [False, True])), ids=str
 )
 def test_gradients_of_the_transformer_block(norm: str, activation: str, rotary: bool, rng: np.random.Generator) -> None:
-    block = GPT2TransformerBlock(4, 2, 8, 2, activation, norm, rotary=rotary)
+    positions = "rotary" if rotary else "learned"
+    block = GPT2TransformerBlock(4, 2, 8, expansion_ratio=2, activation=activation, norm=norm, positions=positions)
     check_layer_gradients(block, rng.standard_normal((2, 3, 4)))
 
 
@@ -307,8 +341,8 @@ BAD = {
     "mlp ratio 0": (lambda: MLPBlock(8, 0), "MLPBlock: expected a finite expansion_ratio above 0, got 0"),
     "mlp ratio nan": (lambda: MLPBlock(8, np.nan), "MLPBlock: expected a finite expansion_ratio above 0, got nan"),
     "mlp activation": (
-        lambda: MLPBlock(8, activation="tanh"),
-        "MLPBlock: expected activation to be one of gelu, relu, relu_squared, swish, swiglu, got 'tanh'",
+        lambda: MLPBlock(8, activation="softplus"),
+        f"MLPBlock: expected activation to be one of {', '.join(ACTIVATIONS)}, got 'softplus'",
     ),
     "mlp input": (
         lambda: MLPBlock(8)(np.ones((2, 4))),
@@ -316,7 +350,21 @@ BAD = {
     ),
     "norm": (
         lambda: GPT2TransformerBlock(8, 2, 4, norm="batch_norm"),
-        "new_norm: expected norm to be one of layer_norm, rms_norm, got 'batch_norm'",
+        "ModelConfig: expected norm to be one of layer_norm, rms_norm, got 'batch_norm'",
+    ),
+    "heads of keys": (
+        lambda: MultiHeadSelfAttention(8, 4, 4, n_key_heads=3),
+        "MultiHeadSelfAttention: expected n_heads to be a multiple of n_key_heads, got 4 and 3",
+    ),
+    "nothing to look at": (
+        lambda: TransformerBlock(ModelConfig(embedding_dim=8, n_heads=2, context_window=4), cross=True)(
+            np.ones((1, 4, 8))
+        ),
+        "TransformerBlock(cross=True): expected what `cross.remember` gave, got nothing",
+    ),
+    "nobody to look": (
+        lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 8)), remembered=(np.ones((1, 4, 8)),) * 2),
+        "TransformerBlock: expected nothing remembered without cross=True, got some",
     ),
     "block input": (
         lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 6))),
@@ -365,7 +413,9 @@ def test_blocks_as_pytorch(decoder: bool, norm_first: bool, rng: np.random.Gener
     torch = pytest.importorskip("torch")
     kind = torch.nn.TransformerDecoderLayer if decoder else torch.nn.TransformerEncoderLayer
     theirs = kind(8, 2, 32, 0.0, "relu", batch_first=True, norm_first=norm_first)
-    ours = TransformerBlock(8, 2, 20, activation="relu", causal=decoder, cross=decoder, norm_first=norm_first)
+    placement = "before" if norm_first else "after"
+    config = ModelConfig(embedding_dim=8, n_heads=2, context_window=20, activation="relu", norm_placement=placement)
+    ours = TransformerBlock(config, causal=decoder, cross=decoder)
     for p in ours.parameters():
         p.array[...] += 0.1 * rng.standard_normal(p.shape)
     copy_attention(ours.attention, theirs.self_attn)
@@ -401,7 +451,9 @@ def test_blocks_as_pytorch(decoder: bool, norm_first: bool, rng: np.random.Gener
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_gradients_of_a_decoder_block(norm_first: bool, rng: np.random.Generator) -> None:
-    block = TransformerBlock(8, 2, 6, activation="swish", cross=True, norm_first=norm_first, generator=0)
+    placement = "before" if norm_first else "after"
+    config = ModelConfig(embedding_dim=8, n_heads=2, context_window=6, activation="swish", norm_placement=placement)
+    block = TransformerBlock(config, cross=True, generator=0)
     seen = length_mask([3, 1], 4)
 
     def call(x, memory):
@@ -413,7 +465,7 @@ def test_gradients_of_a_decoder_block(norm_first: bool, rng: np.random.Generator
 def test_cross_attention_wants_keys_once() -> None:
     layer, x = MultiHeadAttention(8, 2), np.ones((1, 2, 8))
     for arguments in ({}, {"key": x, "remembered": layer.remember(x)}):
-        with pytest.raises(ValueError, match="expected either keys or what `remember` gave for them"):
+        with pytest.raises(ValueError, match="expected either keys or what `remember` gave"):
             layer(x, **arguments)
 
 

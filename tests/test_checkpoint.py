@@ -1,6 +1,7 @@
 """Checkpoints come back bit for bit, survive every accident, and never run or believe what a file says."""
 
 import builtins
+import copy
 import errno
 import json
 import os
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tricycle import checkpoint as checkpoint_module
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, ShakespeareConfig
 from tricycle.dataset import CausalLMDataset
@@ -214,6 +217,40 @@ def test_weights_that_are_not_finite_are_never_written(saved, bad, name):
     assert list(saved.parent.iterdir()) == [saved]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("moment", ["first", "second"])
+def test_moments_that_are_not_finite_are_never_written(saved, trained, bad, moment):
+    before = saved.read_bytes()
+    model, optimiser, dataset = copy.deepcopy(trained)
+    optimiser.memory_of(model.norm.bias)[1][moment][0] = bad
+    message = rf"^save_checkpoint: expected finite moments, optimiser\.{moment}\.norm\.bias has NaN or infinity$"
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(saved, model, None, optimiser, dataset, PROGRESS)
+    assert saved.read_bytes() == before
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_moments_that_are_not_finite_are_never_loaded(saved, bad):
+    def spoil(about, tensors):
+        tensors["optimiser.second.norm.bias"] = np.full(CONFIG.embedding_dim, bad, np.float32)
+
+    rewrite(saved, spoil)
+    wanted = "expected finite moments, optimiser.second.norm.bias has NaN or infinity"
+    assert refused(saved).endswith(wanted)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError(errno.ENOMEM, "no room")], ids=["Memory", "OS"])
+@pytest.mark.parametrize("where", ["safe_open", "GPT"])
+def test_too_little_memory_is_not_the_files_fault(saved, monkeypatch, error, where):
+    def fail(*given, **options):
+        raise error
+
+    monkeypatch.setattr(*((safetensors, where) if where == "safe_open" else (checkpoint_module, where)), fail)
+    with pytest.raises(type(error), match="no room") as caught:
+        use(saved)
+    assert caught.value is error
+
+
 # -------------------------------------------------------------------- odd files
 @pytest.mark.parametrize("load", [load_checkpoint, load_pickled_model])
 @pytest.mark.parametrize("name", ["missing", "."])
@@ -339,7 +376,8 @@ CRAFTED = {
     "a gain is missing": (take("model.norm.gain"), "missing norm.gain"),
     "a weight too many": (lambda about, tensors: tensors.update({"model.x": np.ones(1)}), "unexpected x"),
     "a complex weight": (
-        lambda about, tensors: tensors.update({TOKENS: np.ones((260, 8), np.complex64)}), "expected an array that fits"
+        lambda about, tensors: tensors.update({TOKENS: np.ones((260, 8), np.complex64)}),
+        "expected an array that fits",
     ),
     "no generator": (drop("generator"), "lacks 'generator'"),
     "generator of another kind": (put("generator", "bit_generator", value="MT19937"), ""),
@@ -358,12 +396,14 @@ CRAFTED = {
     "optimiser updates": (drop("optimiser", "n_updates", "norm.gain"), "lacks 'norm.gain'"),
     "no moment": (take(MOMENT), f"lacks '{MOMENT}'"),
     "moment of another shape": (
-        lambda about, tensors: tensors.update({MOMENT: np.ones(9, np.float32)}), "expected first moments of shape (8,)"
+        lambda about, tensors: tensors.update({MOMENT: np.ones(9, np.float32)}),
+        "expected first moments of shape (8,)",
     ),
     "no dataset": (drop("dataset"), "lacks 'dataset'"),
     "dataset of another size": (put("dataset", "n_items", value=7), "expected n_items of the state to be"),
     "dataset position": (
-        put("dataset", "position", value=float("inf")), "expected position of the state to be a whole number, got inf"
+        put("dataset", "position", value=float("inf")),
+        "expected position of the state to be a whole number, got inf",
     ),
     "dataset null": (put("dataset", value=None), ""),
     "no progress": (drop("progress"), "lacks 'progress'"),

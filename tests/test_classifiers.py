@@ -4,19 +4,20 @@ import numpy as np
 import pytest
 from tables import bad_input
 
-from tricycle.classifiers import AttentionPooling, Classifier, ConvolutionEncoder, MaxPooling
 from tricycle.gradcheck import gradcheck
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
-from tricycle.seq2seq import RecurrentEncoder, TransformerEncoder
+from tricycle.sequences.classifiers import AttentionPooling, Classifier, ConvolutionEncoder, MaxPooling
+from tricycle.sequences.seq2seq import RecurrentEncoder, TransformerEncoder
 from tricycle.tensor import Tensor, to_tensor
 
 V, N_CLASSES = 9, 3
 
 
 def recurrent(**options) -> Classifier:
-    return Classifier(RecurrentEncoder(V, 4, 3, generator=0, **options), AttentionPooling(6, generator=1), 6, N_CLASSES,
-                      generator=2)  # fmt: skip
+    return Classifier(
+        RecurrentEncoder(V, 4, 3, generator=0, **options), AttentionPooling(6, generator=1), 6, N_CLASSES, generator=2
+    )
 
 
 MAKERS = {
@@ -26,7 +27,10 @@ MAKERS = {
         ConvolutionEncoder(V, 4, 3, (2, 3), generator=0), MaxPooling(), 6, N_CLASSES, generator=2
     ),
     "Transformer": lambda: Classifier(
-        TransformerEncoder(V, 6, 2, 2, 12, 0.0, generator=0), AttentionPooling(6, 4, generator=1), 6, N_CLASSES,
+        TransformerEncoder(V, 6, 2, 2, 12, dropout=0.0, generator=0),
+        AttentionPooling(6, 4, generator=1),
+        6,
+        N_CLASSES,
         generator=2,
     ),
 }

@@ -23,10 +23,29 @@ from tricycle.configs import (
 FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 
 AT_LEAST_1 = (
-    "vocab_size", "context_window", "embedding_dim", "n_heads", "n_layers", "batch_size", "accumulation_steps",
-    "eval_interval", "eval_batches", "softmax_blocks",
-)  # fmt: skip
-AT_LEAST_0 = ("steps", "warmup_steps", "sample_interval", "seed")
+    "vocab_size",
+    "context_window",
+    "embedding_dim",
+    "n_heads",
+    "n_layers",
+    "batch_size",
+    "accumulation_steps",
+    "eval_interval",
+    "eval_batches",
+    "softmax_blocks",
+)
+AT_LEAST_0 = (
+    "steps",
+    "warmup_steps",
+    "sample_interval",
+    "seed",
+    "n_key_heads",
+    "head_size",
+    "hidden_size",
+    "embedding_size",
+    "position_offset",
+    "window",
+)
 NUMBERS = {
     "expansion_ratio": "above 0",
     "dropout": "from 0 to below 1",
@@ -38,17 +57,44 @@ NUMBERS = {
     "beta1": "from 0 to below 1",
     "beta2": "from 0 to below 1",
     "max_gradient_norm": "0 or more",
+    "score_scale": "0 or more",
+    "score_cap": "0 or more",
+    "logit_cap": "0 or more",
+    "rotary_local_base": "0 or more",
+    "rotary_base": "above 0",
+    "rotary_factor": "above 0",
+    "rotary_low_frequency": "above 0",
+    "rotary_high_frequency": "above 0",
+    "norm_eps": "above 0",
+    "qk_norm_eps": "above 0",
+    "embedding_scale": "above 0",
+    "rotary_fraction": "above 0 and at most 1",
 }
 CHOICES = {
-    "activation": "one of gelu, relu, relu_squared, swish, swiglu",
+    "activation": "one of gelu, gelu_exact, relu, relu_squared, swish, sigmoid, tanh, swiglu",
     "norm": "one of layer_norm, rms_norm",
-    "positions": "one of learned, rotary",
+    "norm_placement": "one of before, after, both",
+    "positions": "one of learned, rotary, none",
+    "rotary_scaling": "one of none, linear, llama3",
     "softmax": "one of softmax, softmax1, adaptive, blocks",
     "optimiser": "one of adamw, muon",
     "schedule": "one of cosine, linear",
     "precision": "one of float32, tf32, bfloat16, float16",
 }
-SWITCHES = ("bias", "tied", "qk_norm", "token_shift", "zero_projections")
+SWITCHES = (
+    "bias",
+    "tied",
+    "qk_norm",
+    "qk_norm_gain",
+    "token_shift",
+    "zero_projections",
+    "gated",
+    "norm_unit_offset",
+    "parallel",
+    "shared_norm",
+    "head_bias",
+)
+THREE_WAYS = ("qkv_bias", "output_bias", "mlp_bias")  # also None: as bias is
 
 
 def bad_values() -> list[tuple[str, Any, str]]:
@@ -72,6 +118,11 @@ def bad_values() -> list[tuple[str, Any, str]]:
         table += [(name, value, rule) for value in ("", "GELU", "unknown", None, 3, ["gelu"])]
     for name in SWITCHES:
         table += [(name, value, "True or False") for value in (0, 1, "yes", None)]
+    for name in THREE_WAYS:
+        table += [(name, value, "True or False") for value in (0, 1, "yes")]
+    table += [("full_layers", value, "whole numbers") for value in ([1], (1.5,), ("1",), 1, None)]
+    table += [("full_layers", value, "layers from 0 to 11") for value in ((12,), (0, -1))]
+    table += [("rotary_original_window", value, "above 0") for value in (0, -1)]
     return table
 
 
@@ -96,6 +147,27 @@ def test_the_table_of_bad_values_knows_every_field() -> None:
         ),
         ({"qk_norm": True}, "qk_norm to be False without rotary positions, got True"),
         ({"steps": 0, "minutes": 0.0}, "steps to be above 0 where minutes is 0, got 0"),
+        ({"n_key_heads": 5}, "n_key_heads to be a divisor of n_heads 12, got 5"),
+        ({"qk_norm_gain": True}, "qk_norm_gain to be False without qk_norm, got True"),
+        (
+            {"parallel": True, "norm_placement": "both"},
+            "parallel to be False where norms do not come before a part, got True",
+        ),
+        ({"shared_norm": True}, "shared_norm to be False where parts follow one another, got True"),
+        ({"norm_unit_offset": True}, "norm_unit_offset to be False with layer_norm, got True"),
+        ({"head_bias": True}, "head_bias to be False with tied weights, got True"),
+        (
+            {"positions": "rotary", "rotary_fraction": 0.05},
+            "rotary_fraction to be even in each head for rotary positions, got 0.05",
+        ),
+        (
+            {"positions": "rotary", "head_size": 5},
+            "head_size to be even in each head for rotary positions, got 5",
+        ),
+        (
+            {"positions": "rotary", "rotary_high_frequency": 0.5},
+            "rotary_high_frequency to be above rotary_low_frequency 1.0, got 0.5",
+        ),
         (
             {"embedding_dim": 6, "n_heads": 2, "positions": "rotary"},
             "embedding_dim to be even in each head for rotary positions, got 6",
@@ -173,14 +245,27 @@ def test_from_dict_fills_in_defaults_and_refuses_what_it_does_not_know() -> None
 MODEL_SHAPES = {
     ShakespeareConfig: {"vocab_size": 1024, "context_window": 256, "embedding_dim": 384, "n_heads": 6, "n_layers": 6},
     SmolGPTConfig: {
-        "vocab_size": 50_257, "context_window": 256, "embedding_dim": 384, "n_heads": 6, "n_layers": 6, "dropout": 0.2,
+        "vocab_size": 50_257,
+        "context_window": 256,
+        "embedding_dim": 384,
+        "n_heads": 6,
+        "n_layers": 6,
+        "dropout": 0.2,
     },
     GPT2Config: {
-        "vocab_size": 50_257, "context_window": 1024, "embedding_dim": 768, "n_heads": 12, "n_layers": 12,
-        "expansion_ratio": 4, "activation": "gelu", "norm": "layer_norm", "positions": "learned", "bias": True,
+        "vocab_size": 50_257,
+        "context_window": 1024,
+        "embedding_dim": 768,
+        "n_heads": 12,
+        "n_layers": 12,
+        "expansion_ratio": 4,
+        "activation": "gelu",
+        "norm": "layer_norm",
+        "positions": "learned",
+        "bias": True,
         "tied": True,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("preset", MODEL_SHAPES, ids=lambda preset: preset.__name__)
@@ -202,7 +287,9 @@ def test_presets_change_values_and_add_no_fields(preset: str) -> None:
     assert [field.name for field in dataclasses.fields(config)] == list(FIELDS)
 
 
-@pytest.mark.parametrize("name", ["vocab_size", "batch_size", "context_window", "max_learning_rate", "weight_decay",
-                                  "beta1", "beta2", "steps"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["vocab_size", "batch_size", "context_window", "max_learning_rate", "weight_decay", "beta1", "beta2", "steps"],
+)
 def test_the_toy_script_finds_its_fields_on_the_shakespeare_preset(name: str) -> None:
     assert getattr(ShakespeareConfig(), name) > 0

@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 from tables import bad_input
 
-from tricycle.convolution import Conv1d, Conv2d, ConvTranspose2d, fold, unfold
 from tricycle.gradcheck import gradcheck
+from tricycle.sequences.convolution import Conv1d, Conv2d, ConvTranspose2d, fold, unfold
 from tricycle.tensor import to_tensor
 
 OPTIONS = [
-    {"kernel_size": 1}, {"kernel_size": 3}, {"kernel_size": 3, "stride": 2, "padding": 1},
-    {"kernel_size": 4, "stride": 3, "padding": 2, "bias": False}, {"kernel_size": 2, "stride": 3},
-]  # fmt: skip
+    {"kernel_size": 1},
+    {"kernel_size": 3},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 4, "stride": 3, "padding": 2, "bias": False},
+    {"kernel_size": 2, "stride": 3},
+]
 
 
 def torch_weights(layer, transposed: bool = False) -> np.ndarray:
@@ -127,5 +130,5 @@ REFUSED = {
         "Conv2d: expected padding to be whole numbers from 0 on, one or 2, got -1",
     ),
     "no channels": (lambda: Conv1d(0, 2, 3), "Conv1d: expected from_size to be a whole number above 0, got 0"),
-}  # fmt: skip
+}
 test_bad_input = bad_input(REFUSED)

@@ -5,6 +5,7 @@ arithmetic, their barriers and the Python that launches them are tested everywhe
 """
 
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,21 +18,24 @@ import pytest
 from cuda_on_cpu import emulate
 from tables import bad_input
 from test_kernels import CASES, IN_PLACE, contiguous, draw, strided
+from versions import offer, registered_by
 
-from tricycle import kernels as seam
-from tricycle.backend import ARRAY_MODULES
+from tricycle import kernels
 from tricycle.configs import DebugConfig
-from tricycle.kernels import reference
+from tricycle.devices import ARRAY_MODULES
+from tricycle.kernels import Scoring
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
+from tricycle_accelerators import cpu
 from tricycle_accelerators.cuda import __main__ as program
-from tricycle_accelerators.cuda import attention as cudnn
+from tricycle_accelerators.cuda import attention, cudnn, elementwise, gemm, launch, losses, register
 from tricycle_accelerators.cuda import compile as nvrtc
-from tricycle_accelerators.cuda import gemm, kernels, launch
+from tricycle_accelerators.cuda.arrays import cast
 from tricycle_accelerators.cuda.launch import KERNELS, Plan, expression, expressions, source
 
+CUDA = registered_by(register)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 # How far results may be from the reference in float64, relative and as a share of the largest: half a unit of the last
@@ -57,9 +61,10 @@ def emulated(emulator, monkeypatch) -> emulate.Emulator:
     """The table's launches go to the emulator, with NumPy arrays; matrix products to NumPy."""
     emulator.order = 0
     emulator.launched.clear()
+    offer(monkeypatch, np.ndarray, CUDA)
     monkeypatch.setattr(launch, "launch", emulator.launch)
     monkeypatch.setattr(launch, "has_tensor_cores", lambda: True)
-    monkeypatch.setattr(gemm, "matmul", reference.matmul)
+    monkeypatch.setattr(gemm, "matmul", kernels.matmul.plain)
     monkeypatch.setattr(cudnn, "forward", lambda *arguments: None)
     monkeypatch.setattr(cudnn, "backward", lambda *arguments: False)
     yield emulator
@@ -140,19 +145,19 @@ def assert_near(found: list, expected: list, tolerance: float, share: float = 0.
 
 def check_case(name: str, size: tuple, dtype: np.dtype, layout: Callable, device: Device) -> None:
     arguments = drawn(name, size, dtype)
-    expected = results_of(name, getattr(reference, name), [wide(a) for a in arguments])
+    expected = results_of(name, kernels.KERNELS[name].plain, [wide(a) for a in arguments])
     given = [device(a, layout) if isinstance(a, np.ndarray) else a for a in arguments]
     written = given[IN_PLACE[name]] if name in IN_PLACE else []
     read = [a for a in given if hasattr(a, "dtype") and not any(a is w for w in written)]
     before = [to_host(a).tobytes() for a in read]
-    found = results_of(name, getattr(kernels, name), given)
+    found = results_of(name, kernels.KERNELS[name], given)
     assert before == [to_host(a).tobytes() for a in read]
     assert_near(found, expected, CLOSE[dtype.name])
     small = [a for a in found if a.dtype.itemsize == 2]
     assert all(a.dtype == dtype for a in small)
 
 
-ours = [name for name in CASES if hasattr(kernels, name) and name != "matmul"]
+ours = [name for name in CASES if name in CUDA and name != "matmul"]
 each_type = pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in ours for dtype in DTYPES if dtype == np.float32 or name not in NEED_FLOAT32],
@@ -165,7 +170,7 @@ def test_agrees_with_the_reference_in_float64(name, dtype, emulated):
     for size in CASES[name][1]:
         for layout in (contiguous, strided):
             check_case(name, size, dtype, layout, to_emulator)
-    if dtype == np.float32 and name not in ("operand", "activations"):
+    if dtype == np.float32 and name not in ("operand", "to_compute_dtype"):
         assert emulated.launched  # and not the reference
 
 
@@ -175,7 +180,7 @@ def test_the_order_of_threads_changes_no_bit(name, emulated):
         found = []
         for emulated.order in (0, 1, 7):
             arguments = drawn(name, size, np.dtype(np.float32))
-            found.append([a.tobytes() for a in results_of(name, getattr(kernels, name), arguments)])
+            found.append([a.tobytes() for a in results_of(name, kernels.KERNELS[name], arguments)])
         assert found[0] == found[1] == found[2], size
 
 
@@ -196,17 +201,17 @@ def device(request) -> Device:
 def test_rows(name, shape, dtype, device, rng):
     arrays = [(rng.standard_normal(shape) * 5).astype(dtype)]
     if name == "softmax_backward":
-        arrays.append(reference.softmax(rng.standard_normal(shape)).astype(dtype))
+        arrays.append(kernels.softmax.plain(rng.standard_normal(shape)).astype(dtype))
     for layout in (contiguous, offset_by_one):
-        found = getattr(kernels, name)(*(device(a, layout) for a in arrays))
-        assert_near([found], [getattr(reference, name)(*map(wide, arrays))], CLOSE[dtype.name])
+        found = kernels.KERNELS[name](*(device(a, layout) for a in arrays))
+        assert_near([found], [kernels.KERNELS[name].plain(*map(wide, arrays))], CLOSE[dtype.name])
 
 
 def test_rows_without_an_ordinary_value(device):
     x = np.array([[-np.inf] * 5, [-np.inf, 0, 1, 2, 3], [1, np.nan, 2, 3, 4], [-1e30, 80, 88, -np.inf, 80]], np.float32)
     found = to_host(kernels.softmax(device(x)))
     assert (found[0] == 0).all() and np.isnan(found[2]).all()
-    np.testing.assert_allclose(found[[1, 3]], reference.softmax(x.astype(float))[[1, 3]], 1e-5)
+    np.testing.assert_allclose(found[[1, 3]], kernels.softmax.plain(x.astype(float))[[1, 3]], 1e-5)
     assert (to_host(kernels.softmax1(device(x)))[0] == 0).all()
 
 
@@ -219,8 +224,8 @@ def test_rows_without_an_ordinary_value(device):
 def test_norms(shape, centred, dtype, device, rng):
     x, grad = ((rng.standard_normal(shape) * 3 + 1).astype(dtype) for _ in range(2))
     gain, bias = (rng.standard_normal(shape[-1]).astype(np.float32) for _ in range(2))
-    expected = reference.layer_norm(wide(x), wide(gain), wide(bias), 1e-5, centred)
-    slopes = reference.layer_norm_backward(wide(grad), wide(x), wide(gain), *expected[1:], centred)
+    expected = kernels.layer_norm.plain(wide(x), wide(gain), wide(bias), 1e-5, centred)
+    slopes = kernels.layer_norm_backward.plain(wide(grad), wide(x), wide(gain), *expected[1:], centred)
     for layout in (contiguous, offset_by_one):
         given = device(x, layout), device(gain, layout)
         y, mean, scale = found = kernels.layer_norm(*given, device(bias, layout), 1e-5, centred)
@@ -237,8 +242,10 @@ def test_a_norm_of_many_rows(device, rng):
     gain = rng.standard_normal(16).astype(np.float32)
     _, mean, scale = kernels.layer_norm(device(x), device(gain), None, 1e-5, True)
     found = kernels.layer_norm_backward(device(grad), device(x), device(gain), mean, scale, True)
-    _, mean, scale = reference.layer_norm(wide(x), wide(gain), None, 1e-5, True)
-    assert_near(list(found), list(reference.layer_norm_backward(wide(grad), wide(x), gain, mean, scale, True)), 1e-4)
+    _, mean, scale = kernels.layer_norm.plain(wide(x), wide(gain), None, 1e-5, True)
+    assert_near(
+        list(found), list(kernels.layer_norm_backward.plain(wide(grad), wide(x), gain, mean, scale, True)), 1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -263,7 +270,7 @@ def test_tables_with_tokens_that_come_often(n_tokens, n_rows, size, dtype, devic
     ids = np.minimum(rng.geometric(0.3, n_tokens) - 1, n_rows - 1)
     found = kernels.embedding_backward(device(grad), device(ids), n_rows)
     assert found.dtype == np.float32
-    assert_near([found], [reference.embedding_backward(wide(grad), ids, n_rows)], 1e-4)
+    assert_near([found], [kernels.embedding_backward.plain(wide(grad), ids, n_rows)], 1e-4)
     again = kernels.embedding_backward(device(grad), device(ids.astype(np.int32)), n_rows)
     assert to_host(found).tobytes() == to_host(again).tobytes()
     apart = kernels.embedding_backward(device(grad, offset_by_one), device(ids), n_rows)
@@ -279,13 +286,12 @@ def test_ids_that_are_none_of_a_table_are_left_out(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [8, 131, 4099])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_cross_entropy_over_its_own_logits(size, smoothing, dtype, device, rng):
+def test_cross_entropy_and_its_slope(size, smoothing, dtype, device, rng):
     logits, labels = (rng.standard_normal((9, size)) * 5).astype(dtype), rng.integers(0, size, 9)
     weights = (rng.random(9) * (np.arange(9) % 3 != 0)).astype(np.float32)
-    expected = reference.cross_entropy_with_slope(wide(logits), labels, wide(weights), smoothing)
-    given = device(logits)
-    loss, slope = kernels.cross_entropy_with_slope(given, device(labels), device(weights), smoothing, given)
-    assert slope is given and loss.dtype == np.float32 and loss.shape == ()
+    expected = kernels.cross_entropy_with_slope.plain(wide(logits), labels, wide(weights), smoothing)
+    loss, slope = kernels.cross_entropy_with_slope(device(logits), device(labels), device(weights), smoothing)
+    assert slope.dtype == dtype and loss.dtype == np.float32 and loss.shape == ()
     assert_near([loss, slope], list(expected), CLOSE[dtype.name])
 
 
@@ -301,68 +307,83 @@ def test_rows_that_do_not_count_may_hold_anything(device):
 
 
 # -------------------------------------------------------------------- attention
-SHAPES = [  # items, queries, keys, heads, offset, nothing, which axes the mask has (None: no mask)
-    (2, 70, 70, 2, 0, False, None),
-    (1, 70, 131, 2, 61, True, None),
-    (2, 33, 70, 1, None, False, (1, 0, 0, 1)),
-    (1, 129, 65, 2, -64, True, (1, 1, 1, 1)),
-    (1, 129, 65, 1, -64, False, None),
-    (2, 1, 200, 2, 199, False, None),
-    (1, 130, 40, 2, 20, False, (0, 0, 1, 1)),
-    (1, 64, 64, 1, None, True, None),
+SHAPES = [  # sizes but for the last, scoring, nothing, which axes the mask has (None: no mask)
+    ((2, 70, 70, 2, 2), Scoring(0.15, 0), False, None),
+    ((1, 70, 131, 2, 2), Scoring(0.15, 61), True, None),
+    ((2, 33, 70, 1, 1), Scoring(0.15), False, (1, 0, 0, 1)),
+    ((1, 80, 65, 4, 2), Scoring(0.2, 0, 40, 3.0), False, (1, 1, 1, 1)),  # everything at once
+    ((1, 129, 65, 2, 2), Scoring(0.1, -64), True, (1, 1, 1, 1)),
+    ((1, 129, 65, 1, 1), Scoring(0.1, -64), False, None),
+    ((2, 1, 200, 2, 2), Scoring(0.1, 199), False, None),
+    ((1, 130, 40, 2, 2), Scoring(0.1, 20), False, (0, 0, 1, 1)),
+    ((1, 64, 64, 1, 1), Scoring(0.1), True, None),
+    ((1, 150, 150, 3, 1), Scoring(0.2, 0), False, None),
+    ((2, 70, 90, 2, 1), Scoring(0.2), True, (1, 1, 0, 1)),
+    ((1, 200, 200, 1, 1), Scoring(0.2, 0, 9), False, None),
+    ((1, 100, 230, 2, 1), Scoring(0.2, 130, 70), False, (0, 1, 0, 1)),
+    ((1, 140, 60, 2, 2), Scoring(0.2, -20, 15), True, None),  # the first and the last queries see no key
+    ((1, 65, 33, 1, 1), Scoring(0.2, 0, 2**31 - 1), False, None),
+    ((1, 40, 40, 2, 2), Scoring(0.3, 0, None, 1.0), False, None),
+    ((1, 4, 300, 4, 2), Scoring(0.3, 296, 20, 5.0), True, None),
 ]
 
 
 def attention_arguments(rng, size: int, dtype: np.dtype, shape: tuple) -> tuple:
-    items, queries, keys, heads, offset, nothing, axes = shape
-    packed = (rng.standard_normal((items, max(queries, keys), 3, heads, size)) * 1.5).astype(dtype)
+    (items, queries, keys, heads, key_heads), scoring, nothing, axes = shape
+    packed = (rng.standard_normal((items, max(queries, keys), heads + 2 * key_heads, size)) * 1.5).astype(dtype)
     mask = None
     if axes:
         lengths = [n if axis else 1 for axis, n in zip(axes, (items, heads, queries, keys))]
         mask = np.where(rng.random(lengths) < 0.3, -np.inf, 0.5 * (rng.random(lengths) < 0.3)).astype(np.float32)
     grad = rng.standard_normal((items, queries, heads, size)).astype(dtype)
-    return packed, grad, offset, nothing, mask
+    return packed, grad, scoring, nothing, mask
 
 
-def split(packed: Any, queries: int, keys: int) -> tuple:
-    return packed[:, :queries, 0], packed[:, :keys, 1], packed[:, :keys, 2]
+def split(packed: Any, sizes: tuple) -> tuple:
+    _, queries, keys, heads, key_heads = sizes
+    k, v = packed[:, :keys, heads : heads + key_heads], packed[:, :keys, heads + key_heads :]
+    return packed[:, :queries, :heads], k, v
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+KINDS = [*((size, dtype) for dtype in DTYPES for size in (32, 64, 128)), (100, DTYPES[0]), (20, BFLOAT16)]
+
+
 @pytest.mark.parametrize(
-    ("size", "dtype"),
-    [*((size, dtype) for dtype in DTYPES for size in (32, 64, 128)), (100, DTYPES[0]), (20, BFLOAT16)],
+    ("size", "dtype", "shape"),
+    # the first shapes with every kernel there is, the others with the fastest to emulate
+    [(*kind, shape) for i, shape in enumerate(SHAPES) for kind in KINDS if i < 4 or kind[0] == 32],
+    ids=str,
 )
 def test_attention(size, dtype, shape, device, rng):
-    packed, grad, offset, nothing, mask = attention_arguments(rng, size, dtype, shape)
-    parts, tolerance = split(packed, *shape[1:3]), CLOSE[dtype.name]
+    packed, grad, scoring, nothing, mask = attention_arguments(rng, size, dtype, shape)
+    sizes, parts, tolerance = shape[0], split(packed, shape[0]), CLOSE[dtype.name]
     on_device = None if mask is None else device(mask)
-    expected = reference.attention(*map(wide, parts), offset, nothing, wide(mask))
-    given = split(device(packed), *shape[1:3])
-    out, log_total = kernels.attention(*given, offset, nothing, on_device)
+    expected = kernels.attention.plain(*map(wide, parts), scoring, nothing, wide(mask))
+    given = split(device(packed), sizes)
+    out, log_total = kernels.attention(*given, scoring, nothing, on_device)
     assert out.dtype == dtype and log_total.dtype == np.float32
     assert_near([out, log_total], list(expected), tolerance, 0.5)
     gradients = device(np.full(packed.shape, np.nan, dtype))
     wanted = [np.full(a.shape, np.nan) for a in parts]
-    reference.attention_backward(wide(grad), *map(wide, parts), *expected, offset, *wanted, wide(mask))
-    arguments = device(grad), *given, out, log_total, offset
-    kernels.attention_backward(*arguments, *split(gradients, *shape[1:3]), on_device)
-    assert_near(list(split(gradients, *shape[1:3])), wanted, tolerance, 0.5)
-    held = to_host(gradients)
-    rest = [held[:, shape[1] :, 0], held[:, shape[2] :, 1:]]
+    kernels.attention_backward.plain(wide(grad), *map(wide, parts), *expected, scoring, *wanted, wide(mask))
+    arguments = device(grad), *given, out, log_total, scoring
+    kernels.attention_backward(*arguments, *split(gradients, sizes), on_device)
+    assert_near(list(split(gradients, sizes)), wanted, tolerance, 0.5)
+    held, (_, queries, keys, heads, _) = to_host(gradients), sizes
+    rest = [held[:, queries:, :heads], held[:, keys:, heads:]]
     assert all(np.isnan(a.astype(np.float32)).all() for a in rest)  # nothing else was written
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_gives_the_same_bits_in_any_order(dtype, emulated, rng):
-    for shape in SHAPES[:4]:
-        packed, grad, offset, nothing, mask = attention_arguments(rng, 64, dtype, shape)
-        q, k, v = split(packed, *shape[1:3])
+    for shape in SHAPES[1:4]:
+        packed, grad, scoring, nothing, mask = attention_arguments(rng, 64, dtype, shape)
+        q, k, v = split(packed, shape[0])
         found = []
         for emulated.order in (0, 1, 7):
             gradients = np.full(packed.shape, np.nan, dtype)
-            out, log_total = kernels.attention(q, k, v, offset, nothing, mask)
-            given = grad, q, k, v, out, log_total, offset, *split(gradients, *shape[1:3])
+            out, log_total = kernels.attention(q, k, v, scoring, nothing, mask)
+            given = grad, q, k, v, out, log_total, scoring, *split(gradients, shape[0])
             kernels.attention_backward(*given, mask)
             found.append((out.tobytes(), log_total.tobytes(), gradients.tobytes()))
         assert found[0] == found[1] == found[2]
@@ -370,19 +391,20 @@ def test_attention_gives_the_same_bits_in_any_order(dtype, emulated, rng):
 
 def test_attention_of_rows_that_do_not_lie_as_tensor_cores_want(device, rng):
     """One element off 16 bytes: a copy is made, and gradients come back to where they belong."""
-    shape = (1, 20, 20, 2, 0, False, None)
-    packed, grad, *_ = attention_arguments(rng, 32, BFLOAT16, shape)
+    sizes, scoring = (1, 20, 20, 2, 1), Scoring(0.2, 0)
+    packed, grad, *_ = attention_arguments(rng, 32, BFLOAT16, (sizes, scoring, False, None))
     wider = np.full((*packed.shape[:-1], 33), np.nan, BFLOAT16)
     wider[..., 1:] = packed
-    given = split(device(wider)[..., 1:], 20, 20)
-    out, log_total = kernels.attention(*given, 0, False)
-    expected = reference.attention(*map(wide, split(packed, 20, 20)), 0, False)
+    given, parts = split(device(wider)[..., 1:], sizes), split(packed, sizes)
+    out, log_total = kernels.attention(*given, scoring, False)
+    expected = kernels.attention.plain(*map(wide, parts), scoring, False)
     assert_near([out], [expected[0]], CLOSE["bfloat16"], 0.5)
     gradients = device(np.full(wider.shape, np.nan, BFLOAT16))
-    kernels.attention_backward(device(grad), *given, out, log_total, 0, *split(gradients[..., 1:], 20, 20))
-    wanted = [np.empty(a.shape) for a in expected[:1] * 3]
-    reference.attention_backward(wide(grad), *map(wide, split(packed, 20, 20)), *expected, 0, *wanted)
-    assert_near(list(split(gradients[..., 1:], 20, 20)), wanted, CLOSE["bfloat16"], 0.5)
+    places = split(gradients[..., 1:], sizes)
+    kernels.attention_backward(device(grad), *given, out, log_total, scoring, *places)
+    wanted = [np.empty(part.shape) for part in parts]
+    kernels.attention_backward.plain(wide(grad), *map(wide, parts), *expected, scoring, *wanted)
+    assert_near(list(places), wanted, CLOSE["bfloat16"], 0.5)
 
 
 # -------------------------------------------------------------------- the other kernels
@@ -398,7 +420,7 @@ def test_casts(small, device):
     np.testing.assert_array_equal(to_host(found).astype(np.float32), expected.astype(np.float32))
     assert kernels.operand(found, small) is found
     matrix = device(np.arange(48, dtype=np.float32).reshape(6, 8)).T
-    turned = kernels.activations(matrix, small)
+    turned = kernels.to_compute_dtype(matrix, small)
     assert turned.flags.f_contiguous and turned.shape == (8, 6)
     np.testing.assert_array_equal(to_host(turned).astype(np.float32), np.arange(48).reshape(6, 8).T)
     for precision in ("float32", "tf32"):
@@ -430,9 +452,11 @@ def philox(seed: int, n: int) -> np.ndarray:
         first, second = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
         low = np.uint64(0xFFFFFFFF)
         words = [
-            (second >> np.uint64(32)) ^ words[1] ^ np.uint64(keys[0]), second & low,
-            (first >> np.uint64(32)) ^ words[3] ^ np.uint64(keys[1]), first & low,
-        ]  # fmt: skip
+            (second >> np.uint64(32)) ^ words[1] ^ np.uint64(keys[0]),
+            second & low,
+            (first >> np.uint64(32)) ^ words[3] ^ np.uint64(keys[1]),
+            first & low,
+        ]
         keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
     return np.stack(words, axis=1).reshape(-1)[:n]
 
@@ -458,7 +482,7 @@ def test_rotations_of_one_part_of_a_packed_array(dtype, device, rng):
     cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
     for part in range(3):
         found = kernels.rotate(device(packed)[:, :, part], device(cos), device(sin))
-        expected = reference.rotate(wide(packed)[:, :, part], wide(cos), wide(sin))
+        expected = kernels.rotate.plain(wide(packed)[:, :, part], wide(cos), wide(sin))
         assert_near([found], [expected], CLOSE[dtype.name])
 
 
@@ -472,10 +496,10 @@ def test_updates_with_numbers_of_the_device(shape, where, dtype, device, rng):
     for factor in (0.5, 0.0, np.nan):
         changed = [device(a.copy()) for a in (weights, first, second)]
         given = [changed[0], device(grad), *changed[1:], *numbers, (0.9, 0.95), 1e-8, 0.1]
-        kernels.adamw(*given, device(np.array(factor, np.float32)))
+        kernels.adamw(*given, factor if where == "host" else device(np.array(factor, np.float32)))
         if factor == 0.5:
             expected = [wide(weights), wide(grad) * 0.5, wide(first), wide(second)]
-            reference.adamw(*expected, 7, 0.01, (0.9, 0.95), 1e-8, 0.1)
+            kernels.adamw.plain(*expected, 7, 0.01, (0.9, 0.95), 1e-8, 0.1)
             assert_near(changed, [expected[0], *expected[2:]], 1e-5)
         else:
             for array, before in zip(changed, (weights, first, second)):
@@ -485,7 +509,7 @@ def test_updates_with_numbers_of_the_device(shape, where, dtype, device, rng):
 def test_updates_of_a_transposed_matrix(device, rng):
     start = [rng.random((6, 10)).astype(np.float32) for _ in range(4)]
     expected, turned = [wide(a) for a in start], [device(np.ascontiguousarray(a.T)).T for a in start]
-    reference.adamw(*expected, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
+    kernels.adamw.plain(*expected, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
     kernels.adamw(*turned, 1, 0.1, (0.9, 0.999), 1e-8, 0.1)
     assert_near(turned, [expected[0], wide(start[1]), *expected[2:]], 1e-5)
 
@@ -495,7 +519,7 @@ def test_the_first_and_a_late_update(steps, device):
     """1 - beta^step must lose no digits for a beta close to 1."""
     start = [np.full(4, value) for value in (1.0, 0.3, 0.2, 0.1)]
     expected, found = [a.copy() for a in start], [device(a.astype(np.float32)) for a in start]
-    for kernel, arrays in ((reference.adamw, expected), (kernels.adamw, found)):
+    for kernel, arrays in ((kernels.adamw.plain, expected), (kernels.adamw, found)):
         kernel(*arrays, steps, 0.1, (0.9, 0.9999), 1e-8, 0.0)
     np.testing.assert_allclose(to_host(found[0]), expected[0], 1e-6)
 
@@ -516,7 +540,7 @@ def test_a_gpu_gives_the_same_bits_twice(name, dtype, no_cudnn):
         found = []
         for _ in range(2):
             arguments = [to_cupy(a) if isinstance(a, np.ndarray) else a for a in drawn(name, size, dtype)]
-            found.append([to_host(a).tobytes() for a in results_of(name, getattr(kernels, name), arguments)])
+            found.append([to_host(a).tobytes() for a in results_of(name, kernels.KERNELS[name], arguments)])
         assert found[0] == found[1]
 
 
@@ -600,14 +624,14 @@ def test_every_head_size_has_its_kernels(size, dtype, monkeypatch):
     q = np.zeros((1, 2, 1, size), dtype)
     for tensor_cores in (True, False):
         monkeypatch.setattr(launch, "has_tensor_cores", lambda has=tensor_cores: has)
-        way = kernels._way(q, q, q)
+        way = attention._way(q, q, q)
         assert way.forward in KERNELS[way.name][way.name]
         assert way.backward in KERNELS[way.name][f"{way.name}_backward_keys"]
         assert way.backward in KERNELS[way.name][f"{way.name}_backward_queries"]
         assert (way.name == "attention_mma") == (tensor_cores and dtype.itemsize == 2 and size in (32, 64, 128))
         for shared in way.shared:
             launch.attention_tiles(1000, 32, way.rows, way.threads, shared)
-    assert kernels._way(np.zeros((1, 2, 1, 129), dtype), q, q) is None
+    assert attention._way(np.zeros((1, 2, 1, 129), dtype), q, q) is None
 
 
 test_bad_plans_and_arguments = bad_input(
@@ -633,28 +657,51 @@ test_bad_plans_and_arguments = bad_input(
             "expected at most 101376 bytes of shared memory, got 1048576",
         ),
         "labels of another length": (
-            lambda: kernels.cross_entropy(np.zeros((2, 3), np.float32), np.zeros(3, int), np.ones(2, np.float32)),
+            lambda: losses.cross_entropy(np.zeros((2, 3), np.float32), np.zeros(3, int), np.ones(2, np.float32)),
             "cross_entropy: expected labels and weights of shape (2,), got (3,) and (2,)",
-        ),
-        "a slope of another dtype": (
-            lambda: kernels.cross_entropy_with_slope(
-                np.zeros((2, 3), np.float32), np.zeros(2, int), np.ones(2), 0.0, np.zeros((2, 3))
-            ),
-            "cross_entropy_with_slope: expected a contiguous out of shape (2, 3) and float32, got (2, 3) and float64",
         ),
     }
 )
 
 
 def test_launches_name_what_is_wrong(monkeypatch):
-    """A kernel that is not in the table, and an array of another device."""
+    """A kernel that is not in the table, and arrays of two devices."""
     monkeypatch.setattr(launch, "_device", lambda: 0)
     plan = Plan((1, 1), (32, 1))
     with pytest.raises(ValueError, match=r"adamw.cu: expected adamw with one of .*, got \('double',\)"):
         launch.launch("adamw", "adamw", ("double",), plan)
-    elsewhere = SimpleNamespace(device=SimpleNamespace(id=1))
-    with pytest.raises(ValueError, match="adamw: expected arrays on the current device, 0, got one on 1"):
-        launch.launch("adamw", "adamw", ("float",), plan, elsewhere)
+    arrays = [SimpleNamespace(device=SimpleNamespace(id=i)) for i in (1, 0)]
+    with pytest.raises(ValueError, match="adamw: expected arrays on one device, got some on 0 and 1"):
+        launch.launch("adamw", "adamw", ("float",), plan, *arrays)
+
+
+def test_a_kernel_runs_where_its_arrays_lie(monkeypatch):
+    """On the second device, though the first is the current one; afterwards that is as before."""
+    current = [0]
+    launched = []
+
+    class Device:
+        def __init__(self, number):
+            self.number = number
+
+        def __enter__(self):
+            current.append(self.number)
+
+        def __exit__(self, *error):
+            current.pop()
+
+    modules = []
+    function = lambda *given, **options: launched.append(current[-1])
+    module = SimpleNamespace(get_function=lambda name: function)
+    monkeypatch.setattr(launch, "_device", lambda: current[-1])
+    monkeypatch.setattr(launch, "_module", lambda file, template, device: modules.append(device) or module)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(Device=Device))
+    launch._function.cache_clear()
+    for number in (1, 0):
+        array = SimpleNamespace(device=SimpleNamespace(id=number))
+        launch.launch("adamw", "adamw", ("float",), Plan((1, 1), (32, 1)), array, None, np.float32(1))
+    launch._function.cache_clear()
+    assert launched == modules == [1, 0] and current == [0]
 
 
 def test_what_is_launched(monkeypatch):
@@ -669,7 +716,7 @@ def test_what_is_launched(monkeypatch):
 
     module = SimpleNamespace(get_function=lambda name: calls.append(name) or Function())
     monkeypatch.setattr(launch, "_device", lambda: 0)
-    monkeypatch.setattr(launch, "_module", lambda file, template: module)
+    monkeypatch.setattr(launch, "_module", lambda file, template, device: module)
     launch._function.cache_clear()
     launch.launch("attention", "attention", ("64", "64"), Plan((3, 1), (256, 1), 50_000), None, np.int32(5))
     launch._function.cache_clear()
@@ -678,49 +725,33 @@ def test_what_is_launched(monkeypatch):
     assert given == ((3, 1), (256, 1), (0, 5)) and given[2][0].dtype == np.uint64
 
 
-# -------------------------------------------------------------------- the seam
-def test_the_table_is_found_when_the_first_cupy_array_comes(monkeypatch):
+# -------------------------------------------------------------------- the door
+def test_they_register_when_the_first_cupy_array_comes(monkeypatch):
     """By an array type that says it is CuPy's."""
     made = type("ndarray", (np.ndarray,), {"__module__": "cupy"})
     monkeypatch.setitem(ARRAY_MODULES, made, np)
-    monkeypatch.setattr(seam, "FASTER", dict(seam.FASTER))
     calls = []
-    monkeypatch.setattr(kernels, "sigmoid", lambda x: calls.append("cuda") or reference.sigmoid(x))
-    monkeypatch.setattr(reference, "attention_scores", reference.attention_scores)
+    monkeypatch.setattr(elementwise, "sigmoid", lambda x: calls.append("cuda") or NotImplemented)
     x = np.zeros(3, np.float32).view(made)
-    assert made not in seam.FASTER
-    seam.sigmoid(x)
-    assert seam.FASTER[made] is kernels and calls == ["cuda"]
-    with seam.use_reference():
-        seam.sigmoid(x)
+    assert made not in kernels.sigmoid.versions
+    assert kernels.sigmoid(x).tolist() == [0.5, 0.5, 0.5]
+    assert kernels.sigmoid.versions[made] == (elementwise.sigmoid,) and calls == ["cuda"]
+    with kernels.use_reference():
+        kernels.sigmoid(x)
     assert calls == ["cuda"]
-    assert not hasattr(kernels, "attention_scores")  # falls back
     q = np.ones((1, 2, 1, 2), np.float32).view(made)
-    assert seam.attention_scores(q, q, None).shape == (1, 1, 2, 2)
-
-
-def test_names_and_arguments_are_those_of_the_reference():
-    import inspect
-
-    extra = {"sum_squares", "random_mask"}
-    offered = {
-        name: f
-        for name, f in inspect.getmembers(kernels, inspect.isfunction)
-        if f.__module__ == kernels.__name__ and not name.startswith("_")
-    }
-    assert set(offered) - extra <= set(reference.__all__)
-    for name in set(offered) & set(reference.__all__):
-        wanted = list(inspect.signature(getattr(reference, name), follow_wrapped=False).parameters)
-        if wanted[1:] not in (["others"], []) and name not in ("rnn", "gru", "lstm") and "backward" not in name:
-            assert list(inspect.signature(offered[name]).parameters)[: len(wanted)] == wanted, name
+    assert kernels.attention_scores(q, q, Scoring(1.0)).shape == (1, 1, 2, 2)
+    assert kernels.attention_scores.versions[made] == ()
 
 
 # -------------------------------------------------------------------- compiling
 needs_nvrtc = pytest.mark.skipif(bool(nvrtc.problem()), reason=str(nvrtc.problem()))
+FIRST, *OTHERS = nvrtc.ARCHITECTURES
+ARCHITECTURES = [FIRST, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("file", KERNELS)
 def test_compiles_without_spills(file, architecture):
     found = list(nvrtc.compile_file(file, architecture))
@@ -836,15 +867,13 @@ def run_on_emulator(text: str, folder: Path, monkeypatch) -> list[bytes]:
 def test_the_emulators_floats_of_16_bits(dtype, emulated, rng):
     """All of them to float32, and halves between two of them back to even."""
     every = np.arange(2**16, dtype=np.uint16).view(dtype)
-    to_float32 = kernels._cast(every, np.dtype(np.float32))
+    to_float32 = cast(every, np.dtype(np.float32))
     np.testing.assert_array_equal(to_float32, every.astype(np.float32))
     finite = to_float32[np.isfinite(to_float32)]
     between = np.sort(finite)
     with np.errstate(over="ignore"):
         values = np.concatenate([(between[1:] + between[:-1]) / 2, rng.standard_normal(1000).astype(np.float32)])
-    np.testing.assert_array_equal(
-        kernels._cast(values, dtype).astype(np.float32), values.astype(dtype).astype(np.float32)
-    )
+    np.testing.assert_array_equal(cast(values, dtype).astype(np.float32), values.astype(dtype).astype(np.float32))
 
 
 # -------------------------------------------------------------------- a whole model
@@ -853,10 +882,15 @@ def test_the_emulators_floats_of_16_bits(dtype, emulated, rng):
 def test_a_model_learns_through_the_table(precision, tolerance, softmax, emulated, monkeypatch):
     """Loss, gradients and an update, as with the CPU's kernels in float32; the head size is one of tensor cores."""
     found = {}
-    for where, table in (("cpu", seam._faster(np.ndarray)), ("cuda", kernels)):
-        monkeypatch.setitem(seam.FASTER, np.ndarray, table)
+    for where, versions in (("cpu", registered_by(cpu.register)), ("cuda", CUDA)):
+        offer(monkeypatch, np.ndarray, versions)
         config = DebugConfig(
-            embedding_dim=64, n_heads=2, context_window=20, vocab_size=31, softmax=softmax, seed=4,
+            embedding_dim=64,
+            n_heads=2,
+            context_window=20,
+            vocab_size=31,
+            softmax=softmax,
+            seed=4,
             precision=precision if where == "cuda" else "float32",
         )
         model, optimiser = GPT(config), AdamW(1e-2)

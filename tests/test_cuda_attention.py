@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from test_cuda_gemm import dtype_of, on_device
 
-from tricycle.kernels import reference
-from tricycle_accelerators.cuda import attention
-from tricycle_accelerators.cuda.attention import Shape, shape_of
+from tricycle import kernels
+from tricycle.kernels import Scoring
+from tricycle_accelerators.cuda import cudnn as ours
+from tricycle_accelerators.cuda.cudnn import Shape, shape_of
 
 B, T, H, D = 2, 64, 3, 16
+CAUSAL = Scoring(0.25, 0)
 PACKED = (T * 3 * H * D, D, 3 * H * D, 1)
 PLAIN = (T * H * D, D, H * D, 1)
 
@@ -25,27 +27,41 @@ def packed_heads(rng, dtype, n_tokens: int = T, size: int = D):
 
 
 # -------------------------------------------------------------------- which shapes
-@pytest.mark.parametrize("offset", [0, None])
-def test_the_shape_of_packed_heads(rng, offset):
+@pytest.mark.parametrize("scoring", [Scoring(0.25, 0), Scoring(0.1)], ids=str)
+def test_the_shape_of_packed_heads(rng, scoring):
     q, k, v = packed_heads(rng, np.float16)
-    shape = shape_of(q, offset, k, v)
-    assert shape == Shape(B, T, H, D, offset == 0, "float16", (PACKED,) * 3)
-    assert attention.contiguous(shape) == PLAIN
+    shape = shape_of(q, scoring, k, v)
+    assert shape == Shape(B, T, H, D, scoring.offset == 0, scoring.scale, "float16", (PACKED,) * 3)
+    assert ours.contiguous(shape) == PLAIN
 
 
 @pytest.mark.parametrize(
     "odd",
     [
-        {"dtype": np.float32}, {"n_tokens": 65}, {"n_tokens": 1}, {"size": 12}, {"size": 136}, {"offset": 3},
-        {"kind": "keys of another length"}, {"kind": "gaps"}, {"kind": "mixed"}, {"kind": "unaligned"}, {"n_tokens": 0},
+        {"dtype": np.float32},
+        {"n_tokens": 65},
+        {"n_tokens": 1},
+        {"size": 12},
+        {"size": 136},
+        {"scoring": Scoring(0.25, 3)},
+        {"scoring": Scoring(0.25, 0, 9)},
+        {"scoring": Scoring(0.25, 0, None, 5.0)},
+        {"kind": "fewer key heads"},
+        {"kind": "keys of another length"},
+        {"kind": "gaps"},
+        {"kind": "mixed"},
+        {"kind": "unaligned"},
+        {"n_tokens": 0},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_left_to_others(rng, odd):
     q, k, v = packed_heads(rng, odd.get("dtype", np.float16), odd.get("n_tokens", T), odd.get("size", D))
     kind = odd.get("kind")
     if kind == "keys of another length":
         k, v = k[:, :32], v[:, :32]
+    elif kind == "fewer key heads":
+        k, v = k[:, :, :1], v[:, :, :1]
     elif kind == "gaps":
         k = on_device(np.repeat(k, 2, axis=-1))[..., ::2]
     elif kind == "mixed":
@@ -54,29 +70,29 @@ def test_what_is_left_to_others(rng, odd):
         memory = on_device(np.zeros(q.size + 16, np.float16))
         start = next(i for i in range(9) if memory[i:].data.ptr % 16)
         k = memory[start : start + q.size].reshape(q.shape)
-    assert shape_of(q, odd.get("offset", 0), k, v) is None
+    assert shape_of(q, odd.get("scoring", CAUSAL), k, v) is None
 
 
 # -------------------------------------------------------------------- cuDNN itself, where it is installed
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_graphs_are_valid(dtype, causal):
-    if attention.problem():
-        pytest.skip(attention.problem())
-    forward = Shape(32, 1024, 12, 64, causal, dtype, ((1024 * 2304, 64, 2304, 1),) * 3)
-    plain = attention.contiguous(forward)
+    if ours.problem():
+        pytest.skip(ours.problem())
+    forward = Shape(32, 1024, 12, 64, causal, 0.125, dtype, ((1024 * 2304, 64, 2304, 1),) * 3)
+    plain = ours.contiguous(forward)
     backward = forward._replace(steps=(*forward.steps, plain, plain, *forward.steps))
-    for make, shape, n_arrays in ((attention.forward_graph, forward, 5), (attention.backward_graph, backward, 9)):
+    for make, shape, n_arrays in ((ours.forward_graph, forward, 5), (ours.backward_graph, backward, 9)):
         made = make(shape, sm_version=90, sm_count=132)
         made.graph.validate()
         assert len(made.arrays) == n_arrays
         assert all(list(tensor.get_dim())[:3] == [32, 12, 1024] for tensor in made.arrays)
-    assert "cuDNN" in attention.version()
+    assert "cuDNN" in ours.version()
 
 
 def test_why_it_cannot_be_used_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    problem = attention.problem.__wrapped__()
+    problem = ours.problem.__wrapped__()
     assert problem.startswith("cuDNN's frontend is not installed") and "\n" not in problem
     broken = ModuleType("cudnn")
     monkeypatch.setitem(sys.modules, "cudnn", broken)
@@ -85,7 +101,7 @@ def test_why_it_cannot_be_used_is_one_line(monkeypatch):
         raise RuntimeError("no symbol")
 
     broken.backend_version = fails
-    assert attention.problem.__wrapped__().startswith("cuDNN's library is not installed")
+    assert ours.problem.__wrapped__().startswith("cuDNN's library is not installed")
 
 
 # -------------------------------------------------------------------- a stand-in for cuDNN
@@ -123,14 +139,19 @@ class FakeGraph:
         return FakeTensor(**about)
 
     def sdpa(self, q, k, v, generate_stats, attn_scale, use_causal_mask, name):
-        assert generate_stats and attn_scale == pytest.approx(q.dim[-1] ** -0.5)
-        self.kind, self.causal, self.inputs = "forward", use_causal_mask, (q, k, v)
+        assert generate_stats and attn_scale > 0
+        self.kind, self.scale, self.causal, self.inputs = "forward", attn_scale, use_causal_mask, (q, k, v)
         self.outputs = [FakeTensor() for _ in range(2)]
         return self.outputs
 
     def sdpa_backward(self, q, k, v, o, dO, stats, attn_scale, use_causal_mask, use_deterministic_algorithm, name):
-        assert use_deterministic_algorithm and attn_scale == pytest.approx(q.dim[-1] ** -0.5)
-        self.kind, self.causal, self.inputs = "backward", use_causal_mask, (q, k, v, o, dO, stats)
+        assert use_deterministic_algorithm and attn_scale > 0
+        self.kind, self.scale, self.causal, self.inputs = (
+            "backward",
+            attn_scale,
+            use_causal_mask,
+            (q, k, v, o, dO, stats),
+        )
         self.outputs = [FakeTensor() for _ in range(3)]
         return self.outputs
 
@@ -146,15 +167,15 @@ class FakeGraph:
     def execute(self, addresses, workspace, handle):
         assert handle == 99 and workspace
         arrays = [self._array(tensor, addresses[tensor]) for tensor in (*self.inputs, *self.outputs)]
-        offset = 0 if self.causal else None
+        scoring = Scoring(self.scale, 0 if self.causal else None)
         (q, k, v), rest = [x.transpose(0, 2, 1, 3) for x in arrays[:3]], arrays[3:]
         if self.kind == "forward":
-            out, totals = reference.attention(q, k, v, offset, False)
+            out, totals = kernels.attention.plain(q, k, v, scoring, False)
             rest[0][...], rest[1][..., 0] = out.transpose(0, 2, 1, 3), totals
         else:
             (out, grad), totals = [x.transpose(0, 2, 1, 3) for x in rest[:2]], rest[2]
             places = [x.transpose(0, 2, 1, 3) for x in rest[3:]]
-            reference.attention_backward(grad, q, k, v, out, totals[..., 0], offset, *places)
+            kernels.attention_backward.plain(grad, q, k, v, out, totals[..., 0], scoring, *places)
 
     def _array(self, tensor, address):
         dtype = self.dtypes[tensor.data_type]
@@ -192,34 +213,32 @@ def stand_in(monkeypatch):
     cudnn.pygraph = lambda **settings: FakeGraph(dtypes, state.supported, **settings)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cudnn", cudnn)
-    monkeypatch.setattr(attention, "problem", lambda: None)
-    monkeypatch.setattr(attention, "_graphs", {})
-    monkeypatch.setattr(attention._here, "handles", {}, raising=False)
+    monkeypatch.setattr(ours, "problem", lambda: None)
+    monkeypatch.setattr(ours, "_graphs", {})
+    monkeypatch.setattr(ours._here, "handles", {}, raising=False)
     FakeGraph.built = 0
     return state
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-@pytest.mark.parametrize("offset", [0, None])
+@pytest.mark.parametrize("scoring", [Scoring(0.25, 0), Scoring(0.1)], ids=str)
 @pytest.mark.parametrize("nothing", [True, False])
-def test_it_equals_the_plain_attention(stand_in, rng, kind, offset, nothing):
+def test_it_equals_the_plain_attention(stand_in, rng, kind, scoring, nothing):
     dtype = dtype_of(kind)
     for _ in range(2):
         q, k, v = packed_heads(rng, dtype)
-        out, totals = attention.forward(q, k, v, offset, nothing, None)
+        out, totals = ours.forward(q, k, v, scoring, nothing, None)
         exact = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
-        expected, logs = reference.attention(*exact, offset, nothing)
+        expected, logs = kernels.attention.plain(*exact, scoring, nothing)
         assert out.dtype == dtype and totals.dtype == np.float32 and out.flags.c_contiguous
         np.testing.assert_allclose(out.astype(float), expected, 0.02, 0.01)
         np.testing.assert_allclose(totals, logs, 1e-4, 1e-4)
         grad = on_device(rng.standard_normal(q.shape).astype(dtype))
         packed = on_device(np.full((B, T, 3, H, D), np.nan, np.float32).astype(dtype))
         places = [packed[:, :, i] for i in range(3)]
-        assert attention.backward(grad, q, k, v, out, totals, offset, *places, None) is True
+        assert ours.backward(grad, q, k, v, out, totals, scoring, *places, None) is True
         wanted = [np.full(q.shape, np.nan) for _ in range(3)]
-        reference.attention_backward(
-            np.asarray(grad).astype(float), *exact, expected, logs, offset, *wanted
-        )
+        kernels.attention_backward.plain(np.asarray(grad).astype(float), *exact, expected, logs, scoring, *wanted)
         for mine, theirs in zip(places, wanted):
             np.testing.assert_allclose(mine.astype(float), theirs, 0.05, 0.05)
     assert FakeGraph.built == 2 and set(stand_in.streams) == {5}
@@ -228,16 +247,16 @@ def test_it_equals_the_plain_attention(stand_in, rng, kind, offset, nothing):
 def test_what_cudnn_does_not_take_is_left_to_others(stand_in, rng):
     q, k, v = packed_heads(rng, np.float16)
     mask = on_device(np.zeros((1, 1, 1, T), np.float16))
-    assert attention.forward(q, k, v, 0, False, mask) is None
-    assert attention.forward(q[:, :33], k[:, :33], v[:, :33], 0, False, None) is None
+    assert ours.forward(q, k, v, CAUSAL, False, mask) is None
+    assert ours.forward(q[:, :33], k[:, :33], v[:, :33], CAUSAL, False, None) is None
     stand_in.supported = False
     for _ in range(2):
-        assert attention.forward(q, k, v, 0, False, None) is None
+        assert ours.forward(q, k, v, CAUSAL, False, None) is None
     places = [on_device(np.zeros(q.shape, np.float16)) for _ in range(3)]
     totals = on_device(np.zeros((B, H, T), np.float32))
-    assert attention.backward(q, q, k, v, q, totals, 0, *places, None) is False
+    assert ours.backward(q, q, k, v, q, totals, CAUSAL, *places, None) is False
     assert not any(place.any() for place in places)
-    assert len(attention._graphs) == 2 and FakeGraph.built == 0
+    assert len(ours._graphs) == 2 and FakeGraph.built == 0
 
 
 def test_a_library_that_fails_is_told_once(stand_in, rng, monkeypatch):
@@ -247,13 +266,13 @@ def test_a_library_that_fails_is_told_once(stand_in, rng, monkeypatch):
     monkeypatch.setattr(FakeGraph, "build", fails)
     q, k, v = packed_heads(rng, np.float16)
     with pytest.warns(UserWarning, match="cuDNN's attention failed, so another kernel is used: symbol missing"):
-        assert attention.forward(q, k, v, 0, False, None) is None
-    assert attention.forward(q, k, v, 0, False, None) is None
+        assert ours.forward(q, k, v, CAUSAL, False, None) is None
+    assert ours.forward(q, k, v, CAUSAL, False, None) is None
 
 
 def test_graphs_do_not_pile_up(stand_in, rng, monkeypatch):
-    monkeypatch.setattr(attention, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(ours, "MOST_GRAPHS", 2)
     for n_tokens in (64, 128, 192, 64):
-        assert attention.forward(*packed_heads(rng, np.float16, n_tokens), 0, False, None) is not None
-        assert len(attention._graphs) <= 2
+        assert ours.forward(*packed_heads(rng, np.float16, n_tokens), CAUSAL, False, None) is not None
+        assert len(ours._graphs) <= 2
     assert FakeGraph.built == 4

@@ -118,7 +118,12 @@ def test_every_window_of_a_memory_map_is_the_right_one(tmp_path):
 
 # -------------------------------------------------------------------- position
 @given(
-    st.integers(9, 90), st.integers(1, 8), st.integers(1, 12), st.booleans(), st.integers(0, 20), st.integers(0, 20),
+    st.integers(9, 90),
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.booleans(),
+    st.integers(0, 20),
+    st.integers(0, 20),
     st.integers(0, 3),
 )
 def test_a_saved_position_gives_the_batches_that_would_have_come(

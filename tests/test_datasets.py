@@ -219,8 +219,12 @@ def test_made_once(folders, monkeypatch):
     second = make()
     assert second.train.tolist() == first.train.tolist() and second.tokeniser == first.tokeniser
     assert set(cached_files(folders)) == {
-        "hashes.json", "tokeniser.json", "train.npy", "validation.npy", "validation.bin"
-    }  # fmt: skip
+        "hashes.json",
+        "tokeniser.json",
+        "train.npy",
+        "validation.npy",
+        "validation.bin",
+    }
 
 
 def test_other_texts_or_settings_are_another_corpus(folders):
@@ -532,4 +536,3 @@ def test_held_out_text_is_bounded(tmp_path, monkeypatch):
     corpus = TextFiles([many], 300, progress=False)
     assert 0 < len(corpus.validation_bytes) <= 1000
     assert len(corpus.validation_bytes) < sum(is_held_out(f"{i}.txt") for i in range(100)) * 400
-

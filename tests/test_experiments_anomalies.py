@@ -13,7 +13,7 @@ from experiments.anomalies import methods, report, study
 from experiments.anomalies.__main__ import main
 from experiments.anomalies.data import BEAT, KINDS, SLOT, Series, labels_of, normal_series, series_with_events
 from experiments.anomalies.study import RATES, Settings, area, curve, measure, new_windows, scores
-from tricycle.autoencoders import Autoencoder
+from tricycle.sequences.autoencoders import Autoencoder
 
 WORDS = (
     "--seeds 2 --train-samples 1500 --validation-samples 1500 --each 2 --hidden-size 6 --code-size 4 --steps 4 "

@@ -18,7 +18,7 @@ from experiments.comparison.layers import LAYERS
 from experiments.comparison.recall import BODIES, MOST_BEFORE, N_CLASSES, N_LAYERS, QUESTION, new_batch, new_model
 from experiments.comparison.settings import TEST, VALIDATION, Settings, stream
 from experiments.comparison.study import best_of, examine, gradient_norms, new_recaller, train
-from tricycle.backend import ARRAY_MODULES
+from tricycle.devices import ARRAY_MODULES
 from tricycle.layers import Dense, Sequential
 from tricycle.tensor import Tensor
 
@@ -33,9 +33,19 @@ def test_what_adds_to_a_chain():
     with counting(np.maximum, 0) as rule:
         a, b = (np.full((3, 3), n, np.float32).view(Chains) for n in (2, 5))
         for result, wanted in (
-            (a + b, 5), (a * b, 6), (a / b, 6), (a * 0.5, 2), (np.tanh(a), 2), (a @ b, 6), ((a @ b) * a, 7), (a - 1, 2),
-            (a.sum(axis=0), 2), (b.max(), 5), ((a @ a) @ b, 6), ((b @ b) @ a, 7),
-        ):  # fmt: skip
+            (a + b, 5),
+            (a * b, 6),
+            (a / b, 6),
+            (a * 0.5, 2),
+            (np.tanh(a), 2),
+            (a @ b, 6),
+            ((a @ b) * a, 7),
+            (a - 1, 2),
+            (a.sum(axis=0), 2),
+            (b.max(), 5),
+            ((a @ a) @ b, 6),
+            ((b @ b) @ a, 7),
+        ):
             assert (np.asarray(result) == wanted).all()
         assert rule.multiplications == 6 * 27
         b[1] = 0  # a constant comes from nowhere
@@ -49,11 +59,14 @@ def test_what_adds_to_a_chain():
 @pytest.mark.parametrize("d", [3, 4])
 def test_the_table_of_the_lecture_is_what_is_counted(n, d):
     expected = {
-        "CNN, k = 3": (1, 3 * n * d**2), "CNN, k = 7": (1, 7 * n * d**2), "RNN": (n, 2 * n * d**2),
-        "GRU": (3 * n, 6 * n * d**2), "LSTM": (3 * n, 8 * n * d**2),
+        "CNN, k = 3": (1, 3 * n * d**2),
+        "CNN, k = 7": (1, 7 * n * d**2),
+        "RNN": (n, 2 * n * d**2),
+        "GRU": (3 * n, 6 * n * d**2),
+        "LSTM": (3 * n, 8 * n * d**2),
         "self-attention": (5, 4 * n * d**2 + 2 * n**2 * d),
         "self-attention, all weights at once": (5, 4 * n * d**2 + 2 * n**2 * d),
-    }  # fmt: skip
+    }
     assert list(expected) == list(LAYERS)
     for name, wanted in expected.items():
         assert longest(LAYERS[name](d, n, stream(0)), n, d) == wanted, name

@@ -97,9 +97,7 @@ def test_numbers_alone():
 def test_fields_are_where_they_are_said_to_be(many):
     for one in many:
         assert len(one.source) == len(one.fields)
-        text = {
-            field: "".join(c for c, f in zip(one.source, one.fields) if f == field) for field in (DAY, MONTH, YEAR)
-        }
+        text = {field: "".join(c for c, f in zip(one.source, one.fields) if f == field) for field in (DAY, MONTH, YEAR)}
         year, month, day = one.iso.split("-")
         assert text[YEAR] in (year, year[2:])
         assert int(re.match(r"\d+", text[DAY])[0]) == int(day)

@@ -33,9 +33,10 @@ from experiments.learned_statistics.study import (
 )
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import GPTConfig
+from tricycle.evaluation import HeldOut
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import HeldOut, new_state, train_step
+from tricycle.training import new_state, train_step
 
 TINY = "--blocks 2 3 --width 8 --layers 2 --heads 2 --context-window 13 --batch-size 3 --steps 4"
 TINY += " --scale-steps 2 --windows 6"
@@ -201,8 +202,12 @@ PICTURES = {"attention-best.png", "attention-worst.png", "spikiness.png", "scale
 def test_what_a_run_leaves(finished):
     folder, _, out = finished
     assert {path.name for path in folder.iterdir()} == {
-        "results.json", "model-0.safetensors", "scales", "attention.html", *PICTURES
-    }  # fmt: skip
+        "results.json",
+        "model-0.safetensors",
+        "scales",
+        "attention.html",
+        *PICTURES,
+    }
     for name in PICTURES:
         height, width, _ = imread(folder / name).shape
         assert height > 300 < width

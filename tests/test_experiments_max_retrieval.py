@@ -14,8 +14,9 @@ from experiments.max_retrieval import report, study
 from experiments.max_retrieval.__main__ import main
 from experiments.max_retrieval.study import Settings, errors, examine, fit, measure, scores_of, top_weights, train
 from experiments.max_retrieval.task import N_CLASSES, MaxRetrieval, loss_of, new_batch
-from tricycle.functions import AdaptiveSoftmax, Softmax
+from tricycle.functions import Softmax
 from tricycle.gradcheck import gradcheck
+from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import Tensor, no_grad
 
 TINY = Settings(steps=3, seeds=1, batch_size=4, width=8, data_seeds=2, samples=3, largest=32, fit_rows=16)

@@ -10,8 +10,9 @@ from test_programs import NEEDS_SHAKESPEARE, call, good
 from experiments.quiet_attention.__main__ import Arguments, measure, new_config, run
 from experiments.tables import cell, markdown
 from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write
-from tricycle.training import HeldOut, evaluate, new_state, train_step
+from tricycle.training import new_state, train_step
 from tricycle_lab.probe import excess_kurtosis
 
 TINY = ["--quick", "--seeds", "2", "--steps", "3", "--batch-size", "2", "--measurements", "1", "--device", "cpu"]

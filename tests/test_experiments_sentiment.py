@@ -135,9 +135,10 @@ def test_models_find_the_words_that_tell(problem, name):
     np.testing.assert_array_equal(predicted.logits, again.logits)
     epochs = np.array(record["epochs"])
     assert epochs.shape == (6, 3) and epochs[-1, 0] < epochs[0, 0]
-    assert record["validation"] == shared.judge(
-        shared.predict(model, parts.validation.sequences).logits, parts.validation.labels
-    )[1]  # fmt: skip
+    assert (
+        record["validation"]
+        == shared.judge(shared.predict(model, parts.validation.sequences).logits, parts.validation.labels)[1]
+    )
     assert record["validation"] == pytest.approx(epochs[:, 2].max(), abs=1e-4)
     for row, sequence in zip(predicted.weights, parts.test.sequences):
         assert len(row) == len(sequence) and row.sum() == pytest.approx(1, abs=1e-4)
@@ -255,8 +256,10 @@ def test_what_is_shown():
 def test_lines_of_a_picture(tmp_path):
     rows = looked_at.wrap(["aa", "bbb", "c", "dddddd"], ["", " ", "", " "], np.array([0.25, 0, 0.75, 0]), 6)
     assert [[(x, token) for x, token, _ in row] for row in rows] == [
-        [(0, "aa"), (3, "bbb")], [(0, "c")], [(0, "dddddd")]
-    ]  # fmt: skip
+        [(0, "aa"), (3, "bbb")],
+        [(0, "c")],
+        [(0, "dddddd")],
+    ]
     assert rows[0][0][2] == 0.5
     clean = nasty_item()._replace(tokens=[token.strip() or "_" for token in NASTY])
     looked_at.paint(tmp_path / "words.png", ("-", "+"), [clean] * 3, n_blocks=2)
@@ -301,9 +304,13 @@ def test_what_a_run_leaves(finished, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["sentiment", *WORDS, "--models", "Transformer", "--output", str(again)])
     assert main() == 0
     first, second = (
-        [{**run, "seconds": 0} for run in json.loads((path / "results.json").read_text(encoding="utf-8"))["runs"]
-         if run["model"] == "Transformer"] for path in (folder, again)
-    )  # fmt: skip
+        [
+            {**run, "seconds": 0}
+            for run in json.loads((path / "results.json").read_text(encoding="utf-8"))["runs"]
+            if run["model"] == "Transformer"
+        ]
+        for path in (folder, again)
+    )
     assert first == second  # whatever other models are trained beside it
 
 

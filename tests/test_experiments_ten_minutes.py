@@ -26,13 +26,30 @@ from tricycle_datasets.corpus import is_held_out
 from tricycle_datasets.text import TextFiles
 
 SMALL = replace(
-    GPTConfig(), vocab_size=300, context_window=24, embedding_dim=16, n_heads=2, n_layers=1, batch_size=2,
-    warmup_steps=2, max_learning_rate=1e-2, min_learning_rate=1e-3, minutes=0.01, steps=0,
-)  # fmt: skip
+    GPTConfig(),
+    vocab_size=300,
+    context_window=24,
+    embedding_dim=16,
+    n_heads=2,
+    n_layers=1,
+    batch_size=2,
+    warmup_steps=2,
+    max_learning_rate=1e-2,
+    min_learning_rate=1e-3,
+    minutes=0.01,
+    steps=0,
+)
 MODERN: dict = {
-    "positions": "rotary", "qk_norm": True, "norm": "rms_norm", "bias": False, "activation": "relu_squared",
-    "zero_projections": True, "optimiser": "muon", "schedule": "linear", "token_shift": True,
-}  # fmt: skip
+    "positions": "rotary",
+    "qk_norm": True,
+    "norm": "rms_norm",
+    "bias": False,
+    "activation": "relu_squared",
+    "zero_projections": True,
+    "optimiser": "muon",
+    "schedule": "linear",
+    "token_shift": True,
+}
 MODERN = {name: value for name, value in MODERN.items() if name in ablations.FIELDS}
 WORDS = (
     "--vocab-size 300 --context-window 24 --embedding-dim 16 --n-heads 2 --n-layers 1 --batch-size 2 --minutes 0.002"
@@ -195,7 +212,7 @@ def test_a_training_that_fails_does_not_take_the_others_along(monkeypatch, tmp_p
     trials = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["trials"]
     assert sorted((trial["variant"], trial["seed"]) for trial in trials) == [
         (name, seed) for name in (RECIPE, "untied") for seed in (0, 1)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_broken_training_says_why(texts):
@@ -322,7 +339,7 @@ def test_a_run_of_the_baseline(texts, monkeypatch, tmp_path, capsys):
 
 def test_scores_are_those_of_the_library(texts):
     torch = pytest.importorskip("torch")
-    from tricycle.training import evaluate
+    from tricycle.evaluation import evaluate
 
     tokens = np.random.default_rng(0).integers(0, 300, 200)
     state = new_state(replace(SMALL, **MODERN), tokens)
@@ -339,11 +356,20 @@ def test_where_a_function_ends():
     assert parses.is_over(b"def f():\n    return 1\n\n\n# a remark")
 
 
-@pytest.mark.parametrize(("text", "wanted"), {
-    "def f(x):\n    return x\n": True, "def f(x):\n    return (x\n": False, "x = 1\n": False, "": False,
-    "def f(): return '\\d'\n": True, "def f():\n    a\0b\n": False, "def f():\n": False, "default = 1\n": False,
-    "def f():\n  return " + "(" * 5000: False,
-}.items())  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    {
+        "def f(x):\n    return x\n": True,
+        "def f(x):\n    return (x\n": False,
+        "x = 1\n": False,
+        "": False,
+        "def f(): return '\\d'\n": True,
+        "def f():\n    a\0b\n": False,
+        "def f():\n": False,
+        "default = 1\n": False,
+        "def f():\n  return " + "(" * 5000: False,
+    }.items(),
+)
 def test_what_is_python(text, wanted):
     assert parses.is_python(text) is wanted
 
@@ -440,8 +466,11 @@ def test_a_model_is_examined(tmp_path, monkeypatch, capsys):
     assert parses.main() == 0
     rows = report.read(tmp_path / "parses.json")["rows"]
     assert [(row["prompt"], row["samples"]) for row in rows] == [
-        (parses.PLAIN, 1), (parses.PLAIN, 3), (parses.CONSTRAINED, 3), (parses.CONSTRAINED, 3),
-    ]  # fmt: skip
+        (parses.PLAIN, 1),
+        (parses.PLAIN, 3),
+        (parses.CONSTRAINED, 3),
+        (parses.CONSTRAINED, 3),
+    ]
     assert report.parses_table(rows) in capsys.readouterr().out
 
 

@@ -45,9 +45,16 @@ def pairs() -> Pairs:
 
 
 PLAN = Plan(
-    minutes=0, steps=4, label_smoothing=0.1, weight_decay=0.01, warmup=0.1, average=0.9, measurements=2,
-    measured=5, seed=0,
-)  # fmt: skip
+    minutes=0,
+    steps=4,
+    label_smoothing=0.1,
+    weight_decay=0.01,
+    warmup=0.1,
+    average=0.9,
+    measurements=2,
+    measured=5,
+    seed=0,
+)
 SMALL = Recipe("small", 16, 1, 3e-3, 0.1, 400, n_heads=2)
 
 
@@ -113,7 +120,7 @@ def test_multi30k_of_made_up_files(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(module, "fetch", lambda *words, **more: asked.append((words, more)) or path)
     assert multi30k("val", "de") == ["Ein Hund.", "Zwei\u2028 \xa0Hunde."]
-    ((name, url, sha256), more), = asked
+    (((name, url, sha256), more),) = asked
     assert name == "val.de.gz" and url.endswith("/task1/raw/val.de.gz") and sha256 == SHA256[name]
     assert more == {"folder": "multi30k"}
     for words in [("test", "de"), ("val", "es")]:
@@ -310,9 +317,12 @@ def test_the_readme_shows_the_results_that_lie_beside_it():
 
 def test_a_table_of_one_run_has_no_spread():
     run = {
-        "parameters": 2_500_000, "seconds": 90, "passes": 3.2, "validation": {"loss": 2, "greedy": 10},
+        "parameters": 2_500_000,
+        "seconds": 90,
+        "passes": 3.2,
+        "validation": {"loss": 2, "greedy": 10},
         "test": {"greedy": 20, "beam": 21.04},
-    }  # fmt: skip
+    }
     row = report.table({("de", "luong"): [run], ("fr", "luong"): []}, "de").splitlines()[2]
     assert row == f"| {RECIPES['luong'].title} | 2.5 M | 1.5 | 3 | 2.000 | 10.0 | 20.0 | 21.0 |"
 

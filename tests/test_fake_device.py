@@ -13,18 +13,29 @@ import test_seq2seq
 import test_training
 from fake_device import FakeArray, fake_module, to_device, to_host
 from test_registry import assert_same, every_sample, gradients
+from versions import offer
 
-from tricycle import backend, kernels, no_grad, training
-from tricycle.attention import HardAttention, ScaledDotProductAttention, reinforce
+from tricycle import devices, kernels, no_grad, training
 from tricycle.configs import DebugConfig
-from tricycle.generate import beam_search, generate
-from tricycle.kernels import reference
+from tricycle.evaluation import evaluate
+from tricycle.generate import generate
 from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimisers import AdamW, Muon, StochasticGradientDescent, clip_gradients, gradient_norm
+from tricycle.optimisers import (
+    AdamW,
+    Lion,
+    Muon,
+    Optimiser,
+    Rule,
+    StochasticGradientDescent,
+    clip_gradients,
+    gradient_norm,
+)
+from tricycle.sequences.attentions import HardAttention, ScaledDotProductAttention, reinforce
+from tricycle.sequences.beam_search import beam_search
 from tricycle.tensor import Tensor, to_tensor, topological_order
-from tricycle.training import NonFiniteError, evaluate, new_state, read_steps, resume_state, train_step
+from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_step
 from tricycle_cli import run as running
 
 CONFIG = replace(DebugConfig(), vocab_size=64, dropout=0.1, accumulation_steps=2)
@@ -41,10 +52,10 @@ VARIANTS = [
 
 @pytest.fixture
 def device(monkeypatch):
-    monkeypatch.setitem(backend.ARRAY_MODULES, FakeArray, fake_module)
-    monkeypatch.setattr(backend, "to_gpu", to_device)
-    monkeypatch.setattr(backend, "to_cpu", to_host)
-    monkeypatch.setitem(kernels.FASTER, FakeArray, fake_device.table)
+    monkeypatch.setitem(devices.ARRAY_MODULES, FakeArray, fake_module)
+    monkeypatch.setattr(devices, "to_gpu", to_device)
+    monkeypatch.setattr(devices, "to_cpu", to_host)
+    offer(monkeypatch, FakeArray, fake_device.VERSIONS)
     fake_device.reads.clear()
 
 
@@ -150,7 +161,7 @@ def test_activations_and_their_gradients_have_16_bits(device, changes, precision
     loss = CrossEntropy()(ids, model(ids))
     names = {"embedding", "getitem", "transpose", "cross_entropy"}
     nodes = [node for node in topological_order(loss) if node.args]
-    start = next(i for i, node in enumerate(nodes) if node.name == "to_activations")
+    start = next(i for i, node in enumerate(nodes) if node.name == "to_compute_dtype")
     wide = {node.name for node in nodes[start:] if node.dtype != dtype}
     assert wide <= names
     assert loss.dtype == np.float32
@@ -159,8 +170,15 @@ def test_activations_and_their_gradients_have_16_bits(device, changes, precision
 
 
 ALONE = {
-    "matmul", "operand", "operand_and_sums", "activations", "orthogonalise", "adamw", "embedding_backward", "sum_rows",
-}  # fmt: skip
+    "matmul",
+    "operand",
+    "operand_and_sums",
+    "to_compute_dtype",
+    "orthogonalise",
+    "adamw",
+    "embedding_backward",
+    "sum_rows",
+}
 SIXTEEN = [
     pytest.param(name, size, id=f"{name}-{size}")
     for name, (_, sizes) in test_kernels.CASES.items()
@@ -178,11 +196,12 @@ def test_plain_kernels_take_16_bits_and_compute_in_32(name, size, precision):
     held = {"layer_norm": 1, "layer_norm_backward": 2, "cross_entropy": 1, "cross_entropy_with_slope": 1, "rotate": 1}
     small = [
         a.astype(dtype if i < held.get(name, 99) else np.float32)
-        if isinstance(a, np.ndarray) and a.dtype.kind == "f" else a
+        if isinstance(a, np.ndarray) and a.dtype.kind == "f"
+        else a
         for i, a in enumerate(exact)
-    ]  # fmt: skip
+    ]
     rounded = [a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype.kind != "i" else a for a in small]
-    plain = getattr(reference, name)
+    plain = kernels.KERNELS[name].plain
     expected, found = test_kernels.outputs(name, plain, rounded), test_kernels.outputs(name, plain, small)
     for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         # logs and sums, losses, and gradients of parameters
@@ -358,8 +377,61 @@ def test_a_resumed_run_on_the_device_equals_an_uninterrupted_one(device, tmp_pat
 
 
 # -------------------------------------------------------------------- optimisers
-@pytest.mark.parametrize("make", [lambda: StochasticGradientDescent(0.1, 0.9, 0.01), AdamW, Muon])
-def test_updates_with_a_factor_from_the_device(device, make):
+class Trace(Rule):
+    """A rule as a user writes it, who thinks of no device."""
+
+    state_names = ("sum",)
+
+    def update(self, weights, grad, state, step):
+        state["sum"] += grad
+        weights -= step.learning_rate / step.number * state["sum"]
+
+
+def test_a_users_rule_trains_on_the_device(device):
+    """With clipping, a loss scale, and updates that are left out, which must not count."""
+    wide = replace(HALF, precision="float32")
+    model, host, first = GPT(HALF), GPT(wide), GPT(wide)
+    states = [new_state(HALF, TOKENS, True, model), new_state(wide, TOKENS, False, host)]
+    for state in states:
+        state.optimiser = Optimiser(HALF.max_learning_rate, Trace())
+    states[0].loss_scaling[0] = 2.0**40
+    train_step(states[0])
+    next(states[1].dataset)
+    states[0].loss_scaling[0] = 2.0**10
+    losses = [read_steps(state, [train_step(state) for _ in range(3)]) for state in states]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)
+    for mine, theirs, before in zip(model.parameters(), host.parameters(), first.parameters(), strict=True):
+        moved, expected = mine.numpy() - before.array, theirs.array - before.array
+        np.testing.assert_allclose(moved, expected, atol=0.02 * abs(expected).max())
+
+
+def test_labels_on_the_device_are_counted_there(device):
+    """Uneven batches with padding, as one big one, and nothing is read."""
+    rng = np.random.default_rng(0)
+    labels, inputs = rng.integers(1, 64, (2, 3, 5)), rng.integers(0, 64, (2, 3, 5))
+    labels[1, :, 1:] = 0
+    found = []
+    for batches in (zip(inputs, labels), [(inputs.reshape(6, 5), labels.reshape(6, 5))]):
+        model = GPT(replace(STEADY, n_layers=1)).to_gpu()
+        placed = [tuple(model.place(ids) for ids in pair) for pair in batches]
+        counts = [training.count_labels(pair[1], 0) for pair in placed]
+        found.append(training.gradients(model, training.labelled(model, CrossEntropy(0)), placed, counts))
+    assert fake_device.reads == []
+    assert found[0].n_labels.item() == found[1].n_labels.item() == 18
+    assert found[0].loss.item() == pytest.approx(found[1].loss.item(), rel=1e-5)
+    for mine, theirs in zip(found[0].parameters, found[1].parameters, strict=True):
+        np.testing.assert_allclose(mine.grad.numpy(), theirs.grad.numpy(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: StochasticGradientDescent(0.1, 0.9, 0.01), AdamW, Muon, Lion, lambda: Optimiser(0.1, Trace())],
+    ids=["sgd", "adamw", "muon", "lion", "own"],
+)
+@pytest.mark.parametrize(
+    "where", [float, lambda factor: fake_module.asarray(factor, np.float32)], ids=["host", "device"]
+)
+def test_updates_with_a_factor_from_anywhere(device, make, where):
     """0.5 is as if the gradients were half as large; 0 and NaN change nothing at all."""
     found = []
     for factors in ([0.5, 0.0, math.nan, 0.5], [None, None]):
@@ -368,7 +440,7 @@ def test_updates_with_a_factor_from_the_device(device, make):
         for factor in factors:
             grad = np.ones((4, 4)) if factor == 0 or factor != factor else rng.standard_normal((4, 4))
             weights.grad = to_tensor(grad if factor is not None else grad / 2).to_gpu()
-            given = [] if factor is None else [fake_module.asarray(factor, np.float32)]
+            given = [] if factor is None else [where(factor)]
             n_before = optimiser.memory_of(weights)[0]
             optimiser.update([("weights", weights)], *given)
             if factor == 0 or (factor is not None and factor != factor):  # the caller says which were left out

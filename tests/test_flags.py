@@ -45,6 +45,7 @@ class Needs:
 
 @pytest.fixture(autouse=True)
 def program(monkeypatch):
+    monkeypatch.setenv("TRICYCLE_TUNE_HOST", "0")  # of the process of these tests
     monkeypatch.setattr(sys, "argv", ["some/folder/program.py", "--size", "7"])
 
 

@@ -5,22 +5,9 @@ import pytest
 from tables import bad_input
 
 from tricycle import to_tensor
-from tricycle.functions import (
-    SOFTMAXES,
-    AdaptiveSoftmax,
-    BlockSoftmax,
-    LogSoftmax,
-    RowSoftmax,
-    Sigmoid,
-    Softmax,
-    Softmax1,
-    Tanh,
-    linear,
-    new_softmax,
-    shared_backward,
-)
-from tricycle.kernels import use_reference
-from tricycle.tensor import record
+from tricycle.functions import LogSoftmax, RowSoftmax, Sigmoid, Softmax, Softmax1, Tanh, linear
+from tricycle.kernels import Scoring, attention_scores, use_reference
+from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, new_softmax
 
 INF = np.inf
 
@@ -171,6 +158,43 @@ def test_a_hidden_block_gives_zeros(correction):
 
 
 # -------------------------------------------------------------------- names
+# offsets, windows and caps of 11 queries and 17 keys
+SCORINGS = [Scoring(0.5), Scoring(0.5, 6, None, 2.0), Scoring(0.5, 6, 5), Scoring(0.5, 12, 3, 2.0), Scoring(0.5, -4, 2)]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS, ids=str)
+@pytest.mark.parametrize(
+    "softmax",
+    [Softmax(), Softmax1(), AdaptiveSoftmax(), BlockSoftmax(3, "exact"), BlockSoftmax(3, "none"), BlockSoftmax(3)],
+    ids=str,
+)
+def test_attention_of_every_softmax_is_its_rows_of_scores(softmax, scoring, rng):
+    """Values, and gradients along a direction; six query heads share two key heads, values have another size."""
+    q, k, v = (rng.standard_normal(shape) for shape in ((2, 11, 6, 4), (2, 17, 2, 4), (2, 17, 2, 3)))
+    mask = np.where(rng.random((2, 1, 11, 17)) < 0.2, -np.inf, 0)
+    scales = rng.random((3, 40)) if softmax.name == "block_softmax" and softmax.correction == "learned" else None
+    start = scoring.offset or 0
+    if scales is not None and start < 0:
+        pytest.skip("scales belong to positions from 0 on")
+    parameters = () if scales is None else (scales,)
+
+    def rows(q, k, v):
+        scores = attention_scores(q, k, scoring, mask)
+        weights = softmax.rows(scores, *(scale[:, start : start + 11] for scale in parameters))
+        return np.einsum("bhts,bshe->bthe", weights, v.repeat(3, axis=2))
+
+    expected = rows(q, k, v)
+    out, backward = softmax.attend(q, k, v, scoring, mask, *parameters)
+    np.testing.assert_allclose(out, expected, 1e-9, 1e-12)
+    grad, slopes = rng.standard_normal(out.shape), [np.full(array.shape, np.nan) for array in (q, k, v)]
+    backward(grad, *slopes)
+    ways = [1e-6 * rng.standard_normal(array.shape) for array in (q, k, v)]
+    ahead = rows(*(array + way for array, way in zip((q, k, v), ways)))
+    behind = rows(*(array - way for array, way in zip((q, k, v), ways)))
+    change = sum((slope * way).sum() for slope, way in zip(slopes, ways))
+    np.testing.assert_allclose(change, ((ahead - behind) * grad).sum() / 2, 1e-5, 1e-11)
+
+
 def test_softmaxes_by_name():
     assert [type(new_softmax(name)) for name in SOFTMAXES] == [Softmax, Softmax1, AdaptiveSoftmax, BlockSoftmax]
     assert new_softmax("blocks", 7).n_blocks == 7
@@ -266,19 +290,3 @@ def test_linear_refuses(x, weights, bias, message):
     with pytest.raises(ValueError, match=message) as caught:
         linear(*(None if shape is None else to_tensor(np.ones(shape)) for shape in (x, weights, bias)))
     assert "\n" not in str(caught.value)
-
-
-def test_shared_backward_computes_once_a_pass():
-    calls = []
-
-    def compute(grad):
-        calls.append(grad)
-        return grad * 2, grad * 3
-
-    a, b = to_tensor([1, 2]), to_tensor([3, 4])
-    y = record(a.array + b.array, (a, b), shared_backward(compute, 2), "both")
-    y.backward(retain_graph=True)
-    assert len(calls) == 1
-    y.backward()
-    assert len(calls) == 2
-    assert a.grad.array.tolist() == [4, 4] and b.grad.array.tolist() == [6, 6]

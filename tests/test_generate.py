@@ -217,7 +217,10 @@ def test_how_often_tokens_are_drawn(settings, expected):
 
 @given(
     st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=20),
-    st.floats(0, 1e6), st.integers(0, 25), st.floats(0, 1, exclude_min=True), st.floats(0, 1),
+    st.floats(0, 1e6),
+    st.integers(0, 25),
+    st.floats(0, 1, exclude_min=True),
+    st.floats(0, 1),
 )
 def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, top_k, top_p, min_p):
     logits = np.array(logits, np.float32)
@@ -238,11 +241,18 @@ def test_logits_that_are_not_finite_are_refused(bad):
 @pytest.mark.parametrize(
     ("tokens", "size", "expected"),
     [
-        ([], 3, []), ([1, 2], 3, []), ([1, 2, 3, 1, 2], 0, []),
-        ([1, 2, 3, 1, 2], 3, [3]), ([1, 2, 3, 1, 2, 4, 1, 2], 3, [3, 4]), ([1, 2, 3, 2, 1], 3, []),
-        ([1, 1], 3, []), ([1, 1, 1], 3, [1]), ([5, 6, 5], 1, [5, 6, 5]), ([5, 6, 5], 2, [6]),
+        ([], 3, []),
+        ([1, 2], 3, []),
+        ([1, 2, 3, 1, 2], 0, []),
+        ([1, 2, 3, 1, 2], 3, [3]),
+        ([1, 2, 3, 1, 2, 4, 1, 2], 3, [3, 4]),
+        ([1, 2, 3, 2, 1], 3, []),
+        ([1, 1], 3, []),
+        ([1, 1, 1], 3, [1]),
+        ([5, 6, 5], 1, [5, 6, 5]),
+        ([5, 6, 5], 2, [6]),
     ],
-)  # fmt: skip
+)
 def test_tokens_that_would_repeat_a_run(tokens, size, expected):
     assert repeats(tokens, size) == repeats(tuple(tokens), size) == expected
 

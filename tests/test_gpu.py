@@ -18,22 +18,33 @@ import test_seq2seq
 from test_fake_device import VARIANTS, train_both
 from test_registry import assert_same, every_sample, gradients
 
-from tricycle import backend, kernels
-from tricycle.backend import to_cpu
+from tricycle import devices, kernels
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.generate import beam_search, generate
+from tricycle.devices import to_cpu
+from tricycle.evaluation import evaluate
+from tricycle.generate import generate
 from tricycle.kernels import use_reference
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
+from tricycle.sequences.beam_search import beam_search
 from tricycle.tensor import to_tensor
-from tricycle.training import NonFiniteError, evaluate, new_state, read_steps, resume_state, train_step
+from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_step
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[1]
 SMALL = GPTConfig(
-    vocab_size=256, context_window=128, embedding_dim=128, n_heads=2, n_layers=2, batch_size=8, steps=200,
-    warmup_steps=20, max_learning_rate=3e-3, min_learning_rate=3e-4, beta2=0.99,
-)  # fmt: skip
+    vocab_size=256,
+    context_window=128,
+    embedding_dim=128,
+    n_heads=2,
+    n_layers=2,
+    batch_size=8,
+    steps=200,
+    warmup_steps=20,
+    max_learning_rate=3e-3,
+    min_learning_rate=3e-4,
+    beta2=0.99,
+)
 # How far a loss, and a gradient in its norm, may be from float32's on the CPU.
 TOLERANCES = {"float32": (1e-5, 1e-4), "tf32": (1e-3, 1e-2), "bfloat16": (1e-2, 5e-2), "float16": (2e-3, 2e-2)}
 
@@ -162,8 +173,8 @@ def test_checkpoints_cross_devices(tmp_path, devices, precision):
 
 def test_too_little_memory_is_an_error_that_names_it():
     with pytest.raises(MemoryError, match="Out of memory allocating"):
-        backend.to_gpu(np.zeros(1, np.float32)).repeat(2**42)
-    free, total = backend.gpu_memory()
+        devices.to_gpu(np.zeros(1, np.float32)).repeat(2**42)
+    free, total = devices.gpu_memory()
     assert 0 < free <= total
 
 
@@ -250,6 +261,6 @@ def test_the_fast_kernels_are_in_use():
     import cupy
 
     kernels.gelu(cupy.ones(3, cupy.float32))
-    table = kernels.FASTER[cupy.ndarray]
-    assert table.__name__ == "tricycle_accelerators.cuda.kernels"
+    (version,) = kernels.gelu.versions[cupy.ndarray]
+    assert version.__module__ == "tricycle_accelerators.cuda.elementwise"
     assert DebugConfig().precision == "float32"

@@ -158,6 +158,58 @@ def test_update_changes_a_shared_parameter_once(optimiser: Any) -> None:
     assert not np.array_equal(shared.weights.array, Dense(2, 2, generator=0).weights.array)
 
 
+# -------------------------------------------------------------------- modes
+def test_evaluating_leaves_each_layer_in_its_mode() -> None:
+    dropped, kept = Dropout(0.5), Dropout(0.5)
+    model = Sequential(dropped, Sequential(kept))
+    kept.eval()
+    with pytest.raises(KeyError), model.evaluating():
+        assert not any(layer.training for layer in model.layers())
+        raise KeyError
+    assert model.training and dropped.training and model.steps[1].training
+    assert not kept.training
+
+
+# -------------------------------------------------------------------- layers that hold each other
+def in_a_circle() -> tuple[Sequential, Dense]:
+    """A layer whose part holds it."""
+    part = Dense(2, 3, generator=0)
+    whole = Sequential(part)
+    part.owner = whole
+    return whole, part
+
+
+def test_layers_that_hold_each_other_have_each_parameter_once() -> None:
+    whole, part = in_a_circle()
+    assert [name for name, _ in whole.named_parameters()] == ["steps.0.weights", "steps.0.bias"]
+    assert [name for name, _ in part.named_parameters()] == ["weights", "bias"]
+    assert whole.n_parameters == part.n_parameters == 9
+    assert set(whole.state_dict()) == {"steps.0.weights", "steps.0.bias"}
+
+
+def test_layers_that_hold_each_other_are_printed() -> None:
+    whole, part = in_a_circle()
+    assert repr(whole).splitlines() == [
+        "Sequential: 9 parameters",
+        "  steps.0 Dense: 9 parameters",
+        "    weights (2, 3)",
+        "    bias (3,)",
+        "    owner Sequential: see above",
+    ]
+    assert repr(part).splitlines()[-2:] == ["  owner Sequential: 9 parameters", "    steps.0 Dense: see above"]
+
+
+def test_layers_that_hold_each_other_train_and_are_copied() -> None:
+    whole, part = in_a_circle()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(whole)))
+    assert twin.steps[0].owner is twin
+    for parameter in whole.parameters():
+        parameter.grad = to_tensor(np.ones(parameter.shape))
+    whole.update(StochasticGradientDescent(1.0))
+    np.testing.assert_allclose(part.bias.array, -1)
+    np.testing.assert_allclose(twin.steps[0].bias.array, 0)
+
+
 # -------------------------------------------------------------------- freezing
 def test_a_frozen_layer_keeps_every_byte_and_passes_the_gradient_on(rng: np.random.Generator) -> None:
     first, frozen, last = Dense(3, 3), Dense(3, 3), Dense(3, 2)

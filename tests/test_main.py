@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from test_programs import call, good
 
 from tricycle_cli import machine
 
-ROWS = "Tricycle Python arrays GPU CPU BLAS threads matmul packages missing".split()
+ROWS = "Tricycle Python arrays GPU CPU BLAS threads host matmul packages missing".split()
 NUMPY_ALONE = """
 import runpy, sys
 from importlib.machinery import PathFinder
@@ -73,6 +74,22 @@ def test_a_wrong_number_of_threads_is_one_line(monkeypatch):
 
 
 # -------------------------------------------------------------------- its rows
+def test_what_it_changes_of_its_process_is_told(monkeypatch):
+    monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TRICYCLE_TUNE_HOST", raising=False)
+    told = host_row()
+    assert ("helper threads stay on processors" in told) == (sys.platform == "linux")
+    assert sys.platform != "linux" or "BLAS computes in one thread" in told
+    monkeypatch.setenv("TRICYCLE_TUNE_HOST", "0")
+    assert host_row() == "left alone, by TRICYCLE_TUNE_HOST=0"
+
+
+def host_row() -> str:
+    """Of another process, for it changes that."""
+    program = "from tricycle_cli.machine import host_report; print(host_report())"
+    return good(call("-c", program)).strip()
+
+
 def test_instructions_from_linux():
     text = "".join(f"processor\t: {i}\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f amx_bf16\n\n" for i in (0, 1))
     assert machine.processor(text).startswith("A CPU, ")
@@ -94,7 +111,7 @@ def test_a_pin_is_told(monkeypatch, no_variables):
 
 def test_which_variable_sets_the_threads(monkeypatch, no_variables):
     assert machine.setter() is None
-    assert "no variable sets them" in machine.threads()
+    assert "no variable sets them" in machine.thread_report()
     monkeypatch.setenv("OMP_NUM_THREADS", "all")  # no number: nobody heeds it
     assert machine.setter() is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
@@ -105,7 +122,7 @@ def test_which_variable_sets_the_threads(monkeypatch, no_variables):
 
 def test_idle_cores_are_told(monkeypatch, no_variables):
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(machine.backend, "n_threads", lambda: 2)
+    monkeypatch.setattr(machine.threads, "n_threads", lambda: 2)
     assert not any("64" in line for line in machine.advice([], None))  # without a variable it was the BLAS's choice
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "unset OMP_NUM_THREADS: 2 of 64 logical cores are in use" in machine.advice([], None)
@@ -135,13 +152,13 @@ def test_gpus_that_the_driver_shows(monkeypatch):
 
 
 def test_a_gpu_in_use_is_told(monkeypatch):
-    monkeypatch.setattr(machine.backend, "gpu_problem", lambda: None)
+    monkeypatch.setattr(machine.devices, "gpu_problem", lambda: None)
     monkeypatch.setattr(machine, "gpus", lambda: ["GPU 0: H200"])
     monkeypatch.setattr(machine, "matmul_rate", lambda: 1234.5)
     monkeypatch.setattr(machine, "nvidia_smi", lambda *words: ["580.159.03"])
     monkeypatch.setattr(machine.gemm, "problem", lambda: None)
     monkeypatch.setattr(machine.gemm, "version", lambda: "cuBLASLt 13.0.2")
-    monkeypatch.setattr(machine.attention, "problem", lambda: "no cuDNN")
+    monkeypatch.setattr(machine.cudnn, "problem", lambda: "no cuDNN")
     rows = rows_of(machine.report())
     shown = machine.report().partition("\nGPU")[2].partition("\nCPU")[0].split()
     wanted = "GPU 0: H200, in use after .to_gpu(); driver 580.159.03; cuBLASLt 13.0.2; no cuDNN"

@@ -35,7 +35,58 @@ KINDS: dict[str, GPTConfig] = {
     ),
     "rotary, untied, relu": replace(TINY, positions="rotary", tied=False, activation="relu"),
 }
+LLAMA = replace(
+    TINY,
+    embedding_dim=12,
+    n_heads=6,
+    n_key_heads=2,
+    positions="rotary",
+    rotary_base=500.0,
+    norm="rms_norm",
+    gated=True,
+    activation="swish",
+    hidden_size=20,
+    bias=False,
+)
+GEMMA = replace(
+    LLAMA,
+    head_size=4,
+    n_key_heads=3,
+    activation="gelu",
+    norm_placement="both",
+    norm_unit_offset=True,
+    score_cap=3.0,
+    logit_cap=5.0,
+    score_scale=0.4,
+    window=4,
+    full_layers=(1,),
+    embedding_scale=3.0,
+)
+FAMILIES: dict[str, GPTConfig] = {
+    "llama": LLAMA,
+    "llama 3": replace(LLAMA, rotary_scaling="llama3", rotary_factor=4.0, rotary_original_window=16, tied=False),
+    "mistral": replace(LLAMA, window=5),
+    "mistral, softmax1": replace(LLAMA, window=5, softmax="softmax1"),
+    "mistral, adaptive": replace(LLAMA, window=5, softmax="adaptive"),
+    "mistral, blocks": replace(LLAMA, window=5, softmax="blocks", softmax_blocks=3),
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen3": replace(LLAMA, qk_norm=True, qk_norm_gain=True, head_size=4),
+    "gemma 2": GEMMA,
+    "gemma 2, softmax1": replace(GEMMA, softmax="softmax1"),
+    "gemma 2, blocks": replace(GEMMA, softmax="blocks", softmax_blocks=2),
+    "gemma 3": replace(GEMMA, qk_norm=True, qk_norm_gain=True, rotary_local_base=50.0, score_cap=0.0, logit_cap=0.0),
+    "neox": replace(TINY, positions="rotary", rotary_fraction=0.5, parallel=True, activation="gelu_exact", tied=False),
+    "phi": replace(
+        TINY, positions="rotary", rotary_fraction=0.5, parallel=True, shared_norm=True, tied=False, head_bias=True
+    ),
+    "opt": replace(TINY, position_offset=2, activation="relu"),
+    "opt, norms after": replace(
+        TINY, position_offset=2, activation="relu", norm_placement="after", embedding_size=6, mlp_bias=False
+    ),
+    "no positions": replace(TINY, positions="none", output_bias=False),
+}
 each_kind = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+each_family = pytest.mark.parametrize("config", (KINDS | FAMILIES).values(), ids=KINDS | FAMILIES)
 
 
 def lively(config: GPTConfig) -> GPT:
@@ -52,7 +103,7 @@ def tokens(rng: np.random.Generator) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- shapes and inputs
-@each_kind
+@each_family
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 7), (1, 19), (2, 20), (5,), (20,)], ids=str)
 def test_any_batch_and_any_length_up_to_the_window(config: GPTConfig, shape: tuple, rng: np.random.Generator) -> None:
     model, tokens = GPT(config), rng.integers(0, config.vocab_size, shape)
@@ -62,7 +113,7 @@ def test_any_batch_and_any_length_up_to_the_window(config: GPTConfig, shape: tup
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
-@each_kind
+@each_family
 def test_items_of_a_batch_do_not_meet(config: GPTConfig, tokens: np.ndarray) -> None:
     model = lively(config)
     together = model(tokens).array
@@ -124,7 +175,8 @@ def test_the_size_of_the_presets(config: GPTConfig, lowest: int, highest: int, m
 @each_kind
 def test_the_norms_are_those_of_the_config(config: GPTConfig) -> None:
     norms = [layer for layer in GPT(config).layers() if isinstance(layer, (LayerNorm, RMSNorm))]
-    assert len(norms) == 2 * config.n_layers + 1
+    per_block = 4 if config.qk_norm else 2
+    assert len(norms) == per_block * config.n_layers + 1
     assert {type(norm) for norm in norms} == {LayerNorm if config.norm == "layer_norm" else RMSNorm}
 
 
@@ -168,7 +220,7 @@ def test_the_first_weights_are_gpt2s(n_layers: int) -> None:
     assert residual == 2 * n_layers
 
 
-@each_kind
+@each_family
 def test_weights_are_decided_by_the_seed(config: GPTConfig) -> None:
     states = [GPT(replace(config, seed=seed)).state_dict() for seed in (1, 1, 2)]
     for name, array in states[0].items():
@@ -176,14 +228,14 @@ def test_weights_are_decided_by_the_seed(config: GPTConfig) -> None:
         assert array.ndim == 1 or "scales" in name or not np.array_equal(array, states[2][name])
 
 
-@each_kind
+@each_family
 def test_a_fresh_model_is_undecided(config: GPTConfig, tokens: np.ndarray) -> None:
     loss = CrossEntropy()(np.roll(tokens, 7), GPT(config)(tokens))
     assert loss.item() == pytest.approx(math.log(config.vocab_size), abs=0.1)
 
 
 # -------------------------------------------------------------------- causality
-@each_kind
+@each_family
 def test_a_later_token_changes_no_earlier_logit(config: GPTConfig, tokens: np.ndarray) -> None:
     model = lively(config)
     before = model(tokens).array
@@ -192,7 +244,16 @@ def test_a_later_token_changes_no_earlier_logit(config: GPTConfig, tokens: np.nd
         changed[:, place] = (changed[:, place] + 1) % config.vocab_size
         after = model(changed).array
         np.testing.assert_allclose(after[:, :place], before[:, :place], rtol=1e-4, atol=1e-5)
-        assert (abs(after - before)[:, place:].max(axis=(0, 2)) > 1e-4).all()
+        reached = abs(after - before)[:, place : place + reach(config)]
+        assert (reached.max(axis=(0, 2)) > 1e-4).all()
+        assert abs(after - before)[:, place + reach(config) :].max(initial=0) < 1e-5
+
+
+def reach(config: GPTConfig) -> int:
+    """How many logits a token can change, its own included."""
+    if not config.window or config.full_layers:
+        return config.context_window
+    return config.n_layers * (config.window - 1) + 1
 
 
 def test_a_logit_sends_no_gradient_to_later_positions(tokens: np.ndarray) -> None:
@@ -203,9 +264,10 @@ def test_a_logit_sends_no_gradient_to_later_positions(tokens: np.ndarray) -> Non
 
 
 # -------------------------------------------------------------------- gradients
-@each_kind
+@each_family
 def test_gradients(config: GPTConfig, rng: np.random.Generator) -> None:
-    model = GPT(replace(config, n_layers=1, embedding_dim=4, vocab_size=5, context_window=4))
+    width = config.embedding_dim if config.n_key_heads or config.rotary_fraction < 1 else 4
+    model = GPT(replace(config, n_layers=1, full_layers=(), embedding_dim=width, vocab_size=5, context_window=4))
     check_layer_gradients(model, rng.integers(0, 5, (2, 3)))
 
 
@@ -240,7 +302,7 @@ def test_gradients_of_two_batches_add_up(tokens: np.ndarray) -> None:
 
 
 # -------------------------------------------------------------------- generation
-@each_kind
+@each_family
 @pytest.mark.parametrize("pieces", [[1] * 20, [6, 1, 1, 12], [19, 1], [20]], ids=str)
 def test_caches_change_nothing(config: GPTConfig, pieces: list[int], tokens: np.ndarray) -> None:
     model, parts, start = lively(config).eval(), [], 0
@@ -282,7 +344,7 @@ def test_dropout_stands_after_the_embedding_too(tokens: np.ndarray) -> None:
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
 )
-@each_kind
+@each_family
 def test_a_copy_learns_the_same_and_is_independent(config: GPTConfig, duplicate: Callable, tokens: np.ndarray) -> None:
     model = GPT(replace(config, dropout=0.2))
     CrossEntropy()(tokens, model(tokens)).backward()  # a gradient is there, which stays behind
@@ -301,7 +363,7 @@ def test_a_copy_learns_the_same_and_is_independent(config: GPTConfig, duplicate:
         assert np.array_equal(p.array, q.array) and not np.shares_memory(p.array, q.array)
 
 
-@each_kind
+@each_family
 def test_state_moves_to_a_fresh_model(config: GPTConfig, tokens: np.ndarray) -> None:
     model, fresh = lively(config), GPT(replace(config, seed=9))
     fresh.load_state_dict(model.state_dict())
@@ -356,11 +418,11 @@ def test_the_printed_tree() -> None:
     lines = repr(GPT(DebugConfig())).splitlines()
     assert lines[0] == f"GPT: {count_by_formula(DebugConfig()):,} parameters"
     assert lines[1:3] == ["  token_embedding Embedding: 9,600 parameters", "    weights (300, 32)"]
-    assert "  blocks.1 GPT2TransformerBlock: 12,704 parameters" in lines
+    assert "  blocks.1 TransformerBlock: 12,704 parameters" in lines
     assert "      qkv Dense: 3,168 parameters" in lines
 
 
-@each_kind
+@each_family
 def test_a_small_text_is_learned_by_heart(config: GPTConfig) -> None:
     model, optimiser = GPT(config), AdamW(0.02, weight_decay=0.0)
     text = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]])
@@ -418,4 +480,4 @@ def test_tokens_that_no_longer_fit_after_those_in_the_caches(tokens: np.ndarray)
 def test_only_a_config_makes_a_model(config: Any) -> None:
     with pytest.raises(TypeError) as caught:
         GPT(config)
-    assert str(caught.value) == f"GPT: expected a GPTConfig, got {config!r}"
+    assert str(caught.value) == f"GPT: expected a ModelConfig, got {config!r}"

@@ -5,16 +5,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from attention_cases import Sizes
 from test_programs import call, good
+from versions import offer, registered_by
 
 from tricycle import kernels
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.kernels import reference
+from tricycle.kernels import Scoring
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import cpu, onednn
+from tricycle_accelerators import cpu, pieces, threads
+from tricycle_accelerators import onednn as table
+from tricycle_accelerators.onednn import attention as onednn_attention
+from tricycle_accelerators.onednn import library as onednn
 
 USABLE = pytest.mark.skipif(onednn.problem() is not None, reason=str(onednn.problem()))
 
@@ -32,14 +37,12 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.fixture
 def many_threads(monkeypatch):
     """Three threads, whatever this machine has, and small pieces."""
-    from tricycle import backend
 
-    for module in (backend, cpu):
-        monkeypatch.setattr(module, "n_threads", lambda: 3)
-    monkeypatch.setattr(cpu, "PIECE", 1024)
-    backend._helpers.cache_clear()
+    monkeypatch.setattr(threads, "n_threads", lambda: 3)
+    monkeypatch.setattr(pieces, "PIECE", 1024)
+    threads._helpers.cache_clear()
     yield
-    backend._helpers.cache_clear()
+    threads._helpers.cache_clear()
 
 
 # -------------------------------------------------------------------- conversion
@@ -178,25 +181,29 @@ def test_errors_of_the_library_are_named():
 def test_gelu_and_its_slope(many_threads, shape):
     x = np.random.default_rng(3).standard_normal(shape) * 4
     small = x.astype(np.float32)
-    np.testing.assert_allclose(kernels.gelu(small), reference.gelu(x), 1e-5, 2e-6)
+    np.testing.assert_allclose(kernels.gelu(small), kernels.gelu.plain(x), 1e-5, 2e-6)
     assert kernels.gelu_with_slope(small)[1] is None
-    y, slope = reference.gelu_with_slope(x)
+    y, slope = kernels.gelu_with_slope.plain(x)
     np.testing.assert_allclose(kernels.gelu_with_slope(small)[0], y, 1e-5, 2e-6)
     np.testing.assert_allclose(kernels.gelu_backward(np.ones_like(small), small, None), slope, 1e-5, 2e-6)
 
 
 @USABLE
-def test_numpys_versions_agree_where_onednn_is_used(monkeypatch):
+def test_numpys_versions_agree_where_onednn_is_used():
     """The tests of the kernels see the faster ones here: these are the others, in float32."""
     rng = np.random.default_rng(4)
     x, grad, gain, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, 40), (9, 40), 40, 40))
     calls = {
-        "gelu": (x,), "gelu_backward": (grad, x, None), "layer_norm": (x, gain, bias, 1e-5, True),
-        "layer_norm_backward": (grad, x, gain, *reference.layer_norm(x, gain, bias, 1e-5, True)[1:], True),
+        "gelu": (x,),
+        "gelu_backward": (grad, x, None),
+        "layer_norm": (x, gain, bias, 1e-5, True),
+        "layer_norm_backward": (grad, x, gain, *kernels.layer_norm.plain(x, gain, bias, 1e-5, True)[1:], True),
     }
+    offered = registered_by(cpu.register)
     for name, arguments in calls.items():
-        fast, plain = getattr(cpu, name), getattr(cpu, name).__wrapped__
-        results = [found if isinstance(found, tuple) else (found,) for found in (fast(*arguments), plain(*arguments))]
+        results = [version(*arguments) for version in offered[name]]
+        assert len(results) == 2
+        results = [found if isinstance(found, tuple) else (found,) for found in results]
         for first, second in zip(*results):
             np.testing.assert_allclose(first, second, 1e-5, 1e-5)
 
@@ -206,59 +213,88 @@ def test_numpys_versions_agree_where_onednn_is_used(monkeypatch):
 def test_orthogonal_matrices(many_threads, shape):
     """Near the exact iteration, nowhere above it, and float32 is left to NumPy."""
     x = np.random.default_rng(11).standard_normal(shape)
-    small, expected = x.astype(np.float32), reference.orthogonalise(x)
-    found = cpu.orthogonalise(small, "bfloat16")
+    small, expected = x.astype(np.float32), kernels.orthogonalise.plain(x)
+    found = kernels.orthogonalise(small, "bfloat16")
     assert found.dtype == np.float32
     assert (found * expected).sum() > 0.99 * np.linalg.norm(found) * np.linalg.norm(expected)
     assert np.linalg.norm(found, 2, axis=(1, 2)).max() < 1.14
-    np.testing.assert_allclose(cpu.orthogonalise(small, "float32"), expected, 1e-3, 1e-3)
+    np.testing.assert_allclose(kernels.orthogonalise(small, "float32"), expected, 1e-3, 1e-3)
 
 
 # -------------------------------------------------------------------- attention
-# items, queries, keys, heads, head size, offset, whether there is nothing to attend to
+# items, queries, keys, heads, key heads, head size; how it is scored; whether there is nothing to attend to
 ATTENTION = [
-    (2, 256, 256, 3, 64, 0, False), (1, 200, 333, 2, 32, 133, True), (1, 40, 40, 2, 48, 0, False),
-    (2, 300, 100, 1, 16, None, False), (1, 130, 400, 2, 64, 20, False), (3, 16, 16, 1, 8, 0, True),
-    (1, 5, 9, 2, 16, 4, False), (1, 128, 129, 1, 64, 0, False),
+    (Sizes(2, 256, 256, 3, 3, 64), Scoring(0.125, 0), False),
+    (Sizes(1, 200, 333, 2, 2, 32), Scoring(0.2, 133), True),
+    (Sizes(1, 40, 40, 2, 2, 48), Scoring(0.15, 0), False),
+    (Sizes(2, 300, 100, 1, 1, 16), Scoring(0.25), False),
+    (Sizes(1, 130, 400, 2, 2, 64), Scoring(0.125, 20), False),
+    (Sizes(3, 16, 16, 1, 1, 8), Scoring(0.3, 0), True),
+    (Sizes(1, 5, 9, 2, 2, 16), Scoring(0.25, 4), False),
+    (Sizes(1, 128, 129, 1, 1, 64), Scoring(0.125, 0), False),
+    (Sizes(2, 200, 200, 6, 2, 32), Scoring(0.2, 0), False),
+    (Sizes(1, 150, 150, 8, 1, 16), Scoring(0.25), True),
+    (Sizes(1, 300, 300, 2, 2, 16), Scoring(0.25, 0, 40), False),
+    (Sizes(1, 300, 500, 4, 2, 16), Scoring(0.25, 200, 300), True),
+    (Sizes(2, 130, 130, 3, 1, 16), Scoring(0.25, 0, 2), False),
+    (Sizes(1, 40, 300, 2, 1, 16), Scoring(0.25, 100, 1000), False),
+]
+LEFT_TO_OTHERS = [
+    (Sizes(1, 40, 40, 2, 1, 16), Scoring(0.25, 0, None, 2.0), False),
+    (Sizes(1, 40, 40, 2, 2, 16), Scoring(0.25, -3), False),
+    (Sizes(1, 40, 20, 2, 2, 16), Scoring(0.25, 0, 5), False),
+    (Sizes(1, 3, 400, 4, 2, 16), Scoring(0.25, 300, 16, 2.0), True),
 ]
 
 
-def heads(rng, sizes, scale: float = 1.0) -> list[np.ndarray]:
-    """q, k and v (B, T, H, D), bfloat16, as slices of one packed array."""
-    n_items, n_queries, n_keys, n_heads, size = sizes
-    packed = (rng.standard_normal((n_items, max(n_queries, n_keys), 3, n_heads, size)) * scale).astype(np.float32)
-    packed = kernels.operand(packed, "bfloat16")
-    return [packed[:, :n_queries, 0], packed[:, :n_keys, 1], packed[:, :n_keys, 2]]
+def heads(rng, sizes: Sizes, scale: float = 1.0) -> list[np.ndarray]:
+    """q, k and v, bfloat16, as slices of one packed array."""
+    items, queries, keys, n_heads, key_heads, size = sizes
+    packed = rng.standard_normal((items, max(queries, keys), n_heads + 2 * key_heads, size)) * scale
+    packed = kernels.operand(packed.astype(np.float32), "bfloat16")
+    k, v = packed[:, :keys, n_heads : n_heads + key_heads], packed[:, :keys, n_heads + key_heads :]
+    return [packed[:, :queries, :n_heads], k, v]
 
 
-def attend_both(qkv, offset, nothing, mask=None):
+def attend_both(qkv, scoring, nothing, mask=None):
     """Results, logs and gradients of ours and of the reference in float64."""
     grad = np.random.default_rng(5).standard_normal(qkv[0].shape)
     exact = [array.astype(np.float64) for array in qkv]
-    found = kernels.attention(*qkv, offset, nothing, mask)
-    expected = reference.attention(*exact, offset, nothing, mask)
+    found = kernels.attention(*qkv, scoring, nothing, mask)
+    expected = kernels.attention.plain(*exact, scoring, nothing, mask)
     poisoned = [np.full(array.shape, np.nan, np.float32) for array in qkv]
-    kernels.attention_backward(grad.astype(np.float32), *qkv, *found, offset, *poisoned, mask)
+    kernels.attention_backward(grad.astype(np.float32), *qkv, *found, scoring, *poisoned, mask)
     wanted = [np.full(array.shape, np.nan) for array in qkv]
-    reference.attention_backward(grad, *exact, *expected, offset, *wanted, mask)
+    kernels.attention_backward.plain(grad, *exact, *expected, scoring, *wanted, mask)
     return [*found, *poisoned], [*expected, *wanted]
 
 
 @USABLE
-@pytest.mark.parametrize("sizes", ATTENTION, ids=str)
-def test_attention(many_threads, sizes):
-    *sizes, offset, nothing = sizes
-    found, expected = attend_both(heads(np.random.default_rng(6), sizes), offset, nothing)
+@pytest.mark.parametrize(("sizes", "scoring", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
+def test_attention(many_threads, sizes, scoring, nothing):
+    found, expected = attend_both(heads(np.random.default_rng(6), sizes), scoring, nothing)
     for mine, theirs in zip(found, expected):
         assert mine.dtype == np.float32
-        assert distance(mine, theirs) < 5e-3
+        seen = np.isfinite(theirs)
+        assert (np.isneginf(mine) == ~seen).all()
+        assert distance(mine[seen], theirs[seen]) < 5e-3
+
+
+@USABLE
+def test_which_attention_is_taken():
+    """So that the test above tests what it should."""
+    for taken, cases in ((True, [case for case in ATTENTION if case[0].queries >= 16]), (False, LEFT_TO_OTHERS)):
+        for sizes, scoring, _ in cases:
+            assert onednn_attention._takes(*heads(np.random.default_rng(6), sizes), scoring, None) is taken
 
 
 @USABLE
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
-def test_attention_with_scores_of_any_size(scale):
+@pytest.mark.parametrize(("n_key_heads", "window"), [(4, None), (1, 20)])
+def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
     """Sums of exponentials that leave float32 are NumPy's business."""
-    found, expected = attend_both(heads(np.random.default_rng(7), (1, 150, 150, 2, 16), scale), 0, False)
+    qkv = heads(np.random.default_rng(7), Sizes(1, 150, 150, 4, n_key_heads, 16), scale)
+    found, expected = attend_both(qkv, Scoring(0.25, 0, window), False)
     for mine, theirs in zip(found, expected):
         assert np.isfinite(mine).all()
         assert distance(mine, theirs) < 5e-3 or np.abs(theirs).max() < 1e-6
@@ -268,16 +304,18 @@ def test_attention_with_scores_of_any_size(scale):
 def test_attention_with_a_mask():
     rng = np.random.default_rng(8)
     mask = np.where(rng.random((2, 1, 1, 40)) < 0.5, 0, -np.inf)
-    found, expected = attend_both(heads(rng, (2, 40, 40, 2, 16)), None, False, mask.astype(np.float32))
+    found, expected = attend_both(heads(rng, Sizes(2, 40, 40, 2, 1, 16)), Scoring(0.25), False, mask.astype(np.float32))
     for mine, theirs in zip(found, expected):
         assert distance(mine, theirs) < 5e-3
 
 
 @USABLE
 def test_keys_that_no_query_sees_have_no_gradient():
-    found, _ = attend_both(heads(np.random.default_rng(9), (1, 50, 90, 2, 16)), 0, False)
+    found, _ = attend_both(heads(np.random.default_rng(9), Sizes(1, 50, 90, 2, 1, 16)), Scoring(0.25, 20, 5), False)
     for gradient in found[3:]:
-        np.testing.assert_array_equal(gradient[:, 50:], 0)
+        np.testing.assert_array_equal(gradient[:, :16], 0)
+        np.testing.assert_array_equal(gradient[:, 70:], 0)
+        assert gradient[:, 16:70].all()
 
 
 # -------------------------------------------------------------------- models
@@ -324,6 +362,7 @@ def test_a_step_of_a_gpt(tied):
 
 
 @USABLE
+@pytest.mark.slow
 def test_training_loses_as_much_as_in_float32():
     config = {"vocab_size": 64, "context_window": 32, "embedding_dim": 64, "n_heads": 2, "n_layers": 2}
     curves = {precision: losses(new_model(precision, **config), 300, 1e-3) for precision in ("float32", "bfloat16")}
@@ -337,10 +376,12 @@ def test_training_loses_as_much_as_in_float32():
 def unusable(monkeypatch):
     """As where nothing is installed."""
     found = onednn.DISTRIBUTION
-    caches = (onednn._loaded, onednn._this_thread, cpu.onednn, cpu._say_why)
+    caches = (onednn._loaded, onednn._this_thread, cpu.matrices._say_why)
     monkeypatch.setattr(onednn, "DISTRIBUTION", "no-such-distribution")
     for cached in caches:
         cached.cache_clear()
+    offer(monkeypatch, np.ndarray, registered_by(cpu.register))
+    onednn._loaded.cache_clear()
     yield
     monkeypatch.setattr(onednn, "DISTRIBUTION", found)
     for cached in caches:
@@ -359,6 +400,17 @@ def test_without_it_one_warning_and_float32(unusable, monkeypatch):
     assert first == losses(new_model("float32"), 1, 1e-3)
 
 
+def test_without_it_nothing_of_it_is_asked(unusable):
+    assert registered_by(table.register) == {}
+
+
+@USABLE
+def test_it_is_asked_before_the_threads():
+    offered = registered_by(cpu.register)
+    for name, (version,) in registered_by(table.register).items():
+        assert offered[name][0] is version and len(offered[name]) == 2
+
+
 def test_other_systems_are_told(unusable, monkeypatch):
     monkeypatch.setattr(onednn.sys, "platform", "darwin")
     monkeypatch.setattr(onednn.platform, "machine", lambda: "arm64")
@@ -366,11 +418,11 @@ def test_other_systems_are_told(unusable, monkeypatch):
 
 
 def test_half_precision_is_for_other_devices(monkeypatch):
-    cpu._say_why.cache_clear()
+    cpu.matrices._say_why.cache_clear()
     x = np.ones((2, 2), np.float32)
     with pytest.warns(UserWarning, match="precision float16: .* float32 .*bfloat16"):
         assert kernels.operand(x, "float16") is x
-    cpu._say_why.cache_clear()
+    cpu.matrices._say_why.cache_clear()
 
 
 def test_asking_for_it_without_it_is_an_error(unusable):

@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +19,32 @@ from tricycle.layers import Dense, Layer, LayerNorm, Sequential
 from tricycle.models import GPT
 from tricycle.optimisers import (
     AdamW,
+    AdamWRule,
+    Lion,
     Muon,
     Optimiser,
+    Rule,
+    State,
+    Step,
     StochasticGradientDescent,
+    anything,
     clip_gradients,
     decays,
     gradient_norm,
     is_hidden_matrix,
-)  # fmt: skip
+    role_of,
+)
 from tricycle.scheduler import WarmupCosine
-from tricycle.tensor import Tensor, to_tensor
+from tricycle.sequences.classifiers import AttentionPooling
+from tricycle.sequences.seq2seq import LearnedPositions
+from tricycle.tensor import ROLES, Parameter, Tensor, to_tensor
 
 OPTIMISERS: dict[str, Callable[..., Optimiser]] = {
     "sgd": StochasticGradientDescent,
     "momentum": lambda *args, **kwargs: StochasticGradientDescent(*args, momentum=0.9, **kwargs),
     "adamw": AdamW,
     "muon": Muon,
+    "lion": Lion,
 }
 each_optimiser = pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS)
 
@@ -79,6 +90,17 @@ def test_adamw_follows_algorithm_2() -> None:
         m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad**2
         expected *= 1 - rate * decay
         expected -= rate * (m / (1 - beta1**t)) / (math.sqrt(v / (1 - beta2**t)) + eps)
+        np.testing.assert_allclose(model.matrix.array, expected, rtol=1e-5)
+
+
+def test_lion_follows_algorithm_2() -> None:
+    rate, beta1, beta2, decay = 0.1, 0.7, 0.9, 0.05
+    model, optimiser = Weights(), Lion(rate, (beta1, beta2), decay)
+    expected, m = Weights().matrix.array.astype(np.float64), 0.0
+    for grad in (1.0, -0.3, -0.3, -0.3, 0.0):
+        model.receive(grad).update(optimiser)
+        expected -= rate * (math.copysign(1, beta1 * m + (1 - beta1) * grad) + decay * expected)
+        m = beta2 * m + (1 - beta2) * grad
         np.testing.assert_allclose(model.matrix.array, expected, rtol=1e-5)
 
 
@@ -155,7 +177,7 @@ def test_a_rate_set_by_hand_holds_until_changed() -> None:
 # -------------------------------------------------------------------- weight decay
 def test_which_parameters_of_a_gpt_decay() -> None:
     model = GPT(DebugConfig(tied=False, n_layers=1))
-    assert {name for name, p in model.named_parameters() if decays(name, p)} == {
+    assert {name for name, p in model.named_parameters() if decays(p)} == {
         "token_embedding.weights",
         "blocks.0.attention.qkv.weights",
         "blocks.0.attention.projection.weights",
@@ -176,9 +198,137 @@ def test_decay_multiplies_what_decays_and_leaves_the_rest(make: Callable) -> Non
 @each_optimiser
 def test_a_rule_of_ones_own(make: Callable) -> None:
     model = Weights().receive(0.0, 0.0)
-    model.update(make(0.5, weight_decay=0.2, decays=lambda name, parameter: name == "vector"))
+    model.update(make(0.5, weight_decay=0.2, decays=lambda parameter: parameter.ndim == 1))
     np.testing.assert_allclose(model.vector.array, 0.9 * Weights().vector.array, rtol=1e-6)
     assert np.array_equal(model.matrix.array, Weights().matrix.array)
+
+
+# -------------------------------------------------------------------- what a parameter is
+def test_the_roles_of_a_gpt() -> None:
+    changes: dict[str, Any] = {"tied": False, "n_layers": 1, "softmax": "blocks"}
+    roles = {name: role_of(p) for name, p in GPT(DebugConfig(**changes)).named_parameters()}
+    assert roles["token_embedding.weights"] == "embedding"
+    assert roles["position_embedding.weights"] == "position"
+    assert roles["head.weights"] == "head"
+    assert roles["blocks.0.attention.softmax_scales"] == "scale"
+    assert roles["norm.gain"] == "gain"
+    assert roles["norm.bias"] == roles["blocks.0.mlp.up.bias"] == "bias"
+    assert roles["blocks.0.mlp.up.weights"] == roles["blocks.0.attention.qkv.weights"] == "matrix"
+
+
+class Named(Layer):
+    """Matrices whose names say what they are not."""
+
+    def __init__(self) -> None:
+        self.decomposition = Dense(2, 2, bias=False, generator=0)
+        self.header = Dense(2, 2, bias=False, generator=0)
+        self.table = LearnedPositions(3, 2, generator=0)
+
+
+def test_names_decide_nothing() -> None:
+    model = Named()
+    assert [decays(p) for p in model.parameters()] == [True, True, False]
+    assert [is_hidden_matrix(p) for p in model.parameters()] == [True, True, False]
+
+
+def test_a_plain_tensor_is_judged_by_its_axes() -> None:
+    matrix, vector = Weights().parameters()
+    assert decays(matrix) and is_hidden_matrix(matrix)
+    assert not decays(vector) and not is_hidden_matrix(vector)
+
+
+def test_a_vector_that_is_looked_at_decays_and_is_none_of_muons() -> None:
+    query = AttentionPooling(4, generator=0).query
+    assert decays(query) and not is_hidden_matrix(query)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("role", [None, *ROLES])
+def test_copies_keep_the_role_and_print_as_tensors_do(duplicate: Callable, role: str | None) -> None:
+    parameter = Parameter(np.ones((2, 1)), role)
+    parameter.requires_grad = False
+    twin = duplicate(parameter)
+    assert type(twin) is Parameter and twin.role == role and not twin.requires_grad
+    assert str(twin) == str(to_tensor(np.ones((2, 1))))
+    np.testing.assert_array_equal(twin.array, parameter.array)
+
+
+def test_an_unknown_role_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Parameter: expected role to be one of matrix, .*, got 'weights'$"):
+        Parameter([1.0], "weights")
+
+
+# -------------------------------------------------------------------- rules of one's own, and factors
+class Trace(Rule):
+    """As a user would write it: one array of state, nothing about devices or factors."""
+
+    state_names = ("sum",)
+
+    def update(self, weights: Any, grad: Any, state: State, step: Step) -> None:
+        state["sum"] += grad
+        weights *= step.kept
+        weights -= step.learning_rate / step.number * state["sum"]
+
+
+def test_a_rule_of_a_user() -> None:
+    model, optimiser = Weights(), Optimiser(0.5, Trace(), weight_decay=0.1)
+    model.receive(1.0, 2.0).update(optimiser)
+    model.receive(3.0, 4.0).update(optimiser)
+    once = Weights().matrix.array * 0.95 - 0.5
+    np.testing.assert_allclose(model.matrix.array, once * 0.95 - 0.25 * 4, rtol=1e-6)
+    np.testing.assert_allclose(model.vector.array, Weights().vector.array - 0.5 * 2 - 0.25 * 6, rtol=1e-6)
+
+
+def test_groups_choose_rules() -> None:
+    optimiser = Optimiser(0.5, [(is_hidden_matrix, Trace()), (anything, AdamWRule())])
+    matrix, vector = Weights().parameters()
+    assert list(optimiser.memory_of(matrix)[1]) == ["sum"]
+    assert list(optimiser.memory_of(vector)[1]) == ["first", "second"]
+
+
+def test_muon_holds_one_moment_of_a_matrix_and_ignores_another() -> None:
+    optimiser = Muon()
+    matrix, vector = Weights().parameters()
+    assert list(optimiser.memory_of(matrix)[1]) == ["first"]
+    assert list(optimiser.memory_of(vector)[1]) == ["first", "second"]
+    both = {"first": np.ones((2, 2)), "second": np.zeros((2, 2))}
+    optimiser.remember(matrix, 3, both)
+    assert list(optimiser.memory_of(matrix)[1]) == ["first"]
+
+
+WITH_A_FACTOR: dict[str, Callable[..., Optimiser]] = {**OPTIMISERS, "own": lambda rate: Optimiser(rate, Trace())}
+each_with_a_factor = pytest.mark.parametrize("make", WITH_A_FACTOR.values(), ids=WITH_A_FACTOR)
+
+
+@pytest.mark.parametrize("kind", [float, np.array, np.float32], ids=["number", "array", "scalar"])
+@each_with_a_factor
+def test_a_factor_multiplies_the_gradients(make: Callable, kind: Callable, rng: np.random.Generator) -> None:
+    models = [Weights(), Weights()]
+    optimisers = [make(0.1), make(0.1)]
+    for scale in (0.5, 1.0, 0.25):
+        for model, optimiser, with_factor in zip(models, optimisers, (True, False)):
+            model.receive(*([3.0, -1.0] if with_factor else [3.0 * scale, -scale]))
+            optimiser.update(model.named_parameters(), kind(scale) if with_factor else None)
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
+        assert mine.dtype == np.float32
+        np.testing.assert_allclose(mine.array, theirs.array, rtol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, np.array(0.0), np.array(math.nan)])
+@each_with_a_factor
+def test_with_a_factor_not_above_0_nothing_changes(make: Callable, factor: Any) -> None:
+    model, optimiser = Weights(), make(0.1)
+    model.receive(1.0, 1.0).update(optimiser)
+    weights = [p.array.copy() for p in model.parameters()]
+    memories = [copy.deepcopy(optimiser.memory_of(p)) for p in model.parameters()]
+    model.receive(math.nan, 1.0)
+    optimiser.update(model.named_parameters(), factor)
+    for parameter, before, (n_updates, state) in zip(model.parameters(), weights, memories):
+        assert parameter.array.tobytes() == before.tobytes()
+        assert optimiser.memory_of(parameter)[0] == n_updates == 1
+        assert all(
+            array.tobytes() == state[name].tobytes() for name, array in optimiser.memory_of(parameter)[1].items()
+        )
 
 
 # -------------------------------------------------------------------- what is left alone
@@ -375,9 +525,23 @@ BAD = {
 test_bad_input = bad_input(BAD)
 
 
-def test_an_optimiser_without_a_rule_says_so() -> None:
-    with pytest.raises(NotImplementedError, match=r"^Optimiser defines no update$"):
-        Weights().receive(1.0).update(Optimiser(0.1))
+def test_a_rule_without_an_update_says_so() -> None:
+    with pytest.raises(NotImplementedError, match=r"^Rule defines no update$"):
+        Weights().receive(1.0).update(Optimiser(0.1, Rule()))
+
+
+@pytest.mark.parametrize("rules", [None, [], SGD, [AdamWRule()], [("all", AdamWRule())], [(anything, AdamW())]])
+def test_what_is_no_rule_is_refused(rules: Any) -> None:
+    with pytest.raises(TypeError, match=r"^Optimiser: expected a Rule, or pairs of a predicate and a Rule, got "):
+        Optimiser(0.1, rules)
+
+
+def test_a_parameter_that_no_group_takes_is_named() -> None:
+    optimiser = Optimiser(0.1, [(is_hidden_matrix, AdamWRule())])
+    with pytest.raises(
+        ValueError, match=r"^Optimiser: expected a group that takes vector, a bias of shape \(2,\), got"
+    ):
+        Weights().receive(1.0, 1.0).update(optimiser)
 
 
 # -------------------------------------------------------------------- Muon
@@ -422,20 +586,20 @@ def test_muon_looks_ahead_along_a_mean_of_gradients(rng: np.random.Generator) ->
     mean = 0.2 * 0.8 * grad + 0.2 * other
     np.testing.assert_allclose(optimiser.memory_of(layer.weights)[1]["first"], mean, 1e-5, 1e-6)
     moved = between * (1 - 0.1 * 0.5) - layer.weights.array
-    expected = kernels.reference.orthogonalise((0.2 * other + 0.8 * mean)[None])[0] * 0.1
+    expected = kernels.orthogonalise.plain((0.2 * other + 0.8 * mean)[None])[0] * 0.1
     np.testing.assert_allclose(moved, expected, 1e-3, 1e-5)
 
 
 def test_which_parameters_of_a_gpt_are_muons() -> None:
     model = GPT(replace(DebugConfig(), tied=False, n_layers=1))
-    names = {name for name, parameter in model.named_parameters() if is_hidden_matrix(name, parameter)}
+    names = {name for name, parameter in model.named_parameters() if is_hidden_matrix(parameter)}
     parts = ("attention.qkv", "attention.projection", "mlp.up", "mlp.projection")
     assert names == {f"blocks.0.{part}.weights" for part in parts}
 
 
 def test_muon_leaves_the_others_to_adamw() -> None:
     twins = [Weights().receive(2.0, -4.0) for _ in range(2)]
-    twins[0].update(Muon(0.1, takes=lambda name, parameter: False))
+    twins[0].update(Muon(0.1, takes=lambda parameter: False))
     twins[1].update(AdamW(0.1))
     for mine, theirs in zip(twins[0].parameters(), twins[1].parameters()):
         np.testing.assert_array_equal(mine.array, theirs.array)

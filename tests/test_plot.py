@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from tables import bad_input
 
-from tricycle import backend
+from tricycle import devices
 from tricycle_lab.plot import (
     ATTENTION_PAGE,
     attention_page,
@@ -175,7 +175,7 @@ def test_many_curves_stay_apart(tmp_path, drawn):
 
 
 def test_arrays_on_the_device_are_drawn(tmp_path, monkeypatch):
-    monkeypatch.setitem(backend.ARRAY_MODULES, fake_device.FakeArray, fake_device.fake_module)
+    monkeypatch.setitem(devices.ARRAY_MODULES, fake_device.FakeArray, fake_device.fake_module)
     there = fake_device.FakeArray(causal(2, 4))
     plot_attention({"one": there}, tmp_path / "attention.png")
     plot_distributions({"one": there}, tmp_path / "distributions.png")
@@ -284,38 +284,42 @@ def refused(draw, *args):
     return lambda: draw(args[0], "nowhere/picture", *args[1:])
 
 
-test_bad_input = bad_input({
-    "no layer": (refused(plot_attention, {}), "plot_attention: expected at least one layer"),
-    "a batch of texts": (
-        refused(plot_attention, {"one": np.ones((2, 2, 3, 3))}),
-        "plot_attention: expected one to be finite, of shape (heads, queries, keys), got shape (2, 2, 3, 3)",
-    ),
-    "not finite": (
-        refused(plot_attention, {"one": np.full((2, 3, 3), np.nan)}),
-        "plot_attention: expected one to be finite, of shape (heads, queries, keys), got shape (2, 3, 3)",
-    ),
-    "too few tokens": (
-        refused(plot_attention, {"one": causal(1, 3)}, "", "ab"),
-        "plot_attention: expected 3 tokens for one, got 2",
-    ),
-    "no array": (refused(plot_distributions, {}), "plot_distributions: expected at least one array"),
-    "nothing finite": (
-        refused(plot_distributions, {"one": np.full((2, 3), -np.inf)}),
-        "plot_distributions: expected a finite element in one, got shape (2, 3)",
-    ),
-    "no line": (refused(plot_curves, {"left": {}}, "x", "y"), "plot_curves: expected at least one line"),
-    "a point too many": (
-        refused(plot_curves, {"left": {"one": (X, np.ones((2, 4)))}}, "x", "y"),
-        "plot_curves: expected x (n_points,) and ys (n_seeds, n_points) of one, got (3,) and (2, 4)",
-    ),
-    "no variant": (
-        lambda: attention_page("nowhere/page.html", {}, []), "attention_page: expected at least one variant"
-    ),
-    "a variant without layers": (
-        lambda: attention_page("nowhere/page.html", {"softmax": {}}, []), "attention_page: expected at least one layer"
-    ),
-    "another number of tokens": (
-        lambda: attention_page("nowhere/page.html", {"softmax": {"one": causal(2, 3)}}, list("abcd")),
-        "attention_page: expected one to be of shape (heads, 4, 4), got (2, 3, 3)",
-    ),
-})  # fmt: skip
+test_bad_input = bad_input(
+    {
+        "no layer": (refused(plot_attention, {}), "plot_attention: expected at least one layer"),
+        "a batch of texts": (
+            refused(plot_attention, {"one": np.ones((2, 2, 3, 3))}),
+            "plot_attention: expected one to be finite, of shape (heads, queries, keys), got shape (2, 2, 3, 3)",
+        ),
+        "not finite": (
+            refused(plot_attention, {"one": np.full((2, 3, 3), np.nan)}),
+            "plot_attention: expected one to be finite, of shape (heads, queries, keys), got shape (2, 3, 3)",
+        ),
+        "too few tokens": (
+            refused(plot_attention, {"one": causal(1, 3)}, "", "ab"),
+            "plot_attention: expected 3 tokens for one, got 2",
+        ),
+        "no array": (refused(plot_distributions, {}), "plot_distributions: expected at least one array"),
+        "nothing finite": (
+            refused(plot_distributions, {"one": np.full((2, 3), -np.inf)}),
+            "plot_distributions: expected a finite element in one, got shape (2, 3)",
+        ),
+        "no line": (refused(plot_curves, {"left": {}}, "x", "y"), "plot_curves: expected at least one line"),
+        "a point too many": (
+            refused(plot_curves, {"left": {"one": (X, np.ones((2, 4)))}}, "x", "y"),
+            "plot_curves: expected x (n_points,) and ys (n_seeds, n_points) of one, got (3,) and (2, 4)",
+        ),
+        "no variant": (
+            lambda: attention_page("nowhere/page.html", {}, []),
+            "attention_page: expected at least one variant",
+        ),
+        "a variant without layers": (
+            lambda: attention_page("nowhere/page.html", {"softmax": {}}, []),
+            "attention_page: expected at least one layer",
+        ),
+        "another number of tokens": (
+            lambda: attention_page("nowhere/page.html", {"softmax": {"one": causal(2, 3)}}, list("abcd")),
+            "attention_page: expected one to be of shape (heads, 4, 4), got (2, 3, 3)",
+        ),
+    }
+)

@@ -11,17 +11,18 @@ from typing import Any
 import fake_device
 import numpy as np
 import pytest
+from packed import turn
 from tables import bad_input
 from test_models import TINY, lively
 
-from tricycle import backend
+from tricycle import devices
 from tricycle.blocks import MultiHeadAttention, MultiHeadSelfAttention
-from tricycle.functions import SOFTMAXES, BlockSoftmax
+from tricycle.evaluation import evaluate
 from tricycle.generate import generate
 from tricycle.layers import Dense, Layer, Sequential
 from tricycle.models import GPT
+from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
 from tricycle.tensor import Tensor, no_grad, to_tensor
-from tricycle.training import evaluate
 from tricycle_lab.probe import (
     Probe,
     entropy,
@@ -72,10 +73,10 @@ def test_weights_and_scores_are_those_of_the_formula(softmax: str, positions: st
     with Probe(model, "*.attention", "*.attention.qkv") as probe, no_grad():
         model(IDS)
     assert list(probe.weights) == list(probe.scores) == ATTENTION
-    for i, name in enumerate(ATTENTION):
+    for name in ATTENTION:
         qkv = to_tensor(probe.activations[f"{name}.qkv"])
         if positions == "rotary":
-            qkv = model.blocks[i].attention.rotary(qkv)
+            qkv = turn(qkv, TINY.n_heads)
         scores = plain_scores(qkv.array, TINY.n_heads)
         assert probe.scores[name].shape == (3, TINY.n_heads, 13, 13)
         np.testing.assert_allclose(probe.scores[name], scores, rtol=1e-4, atol=1e-6)
@@ -93,9 +94,11 @@ def test_the_weights_explain_the_output(softmax: str) -> None:
     mixed = np.einsum("bhts,bshd->bthd", weights, values).reshape(3, 13, -1)
     projection = model.blocks[1].attention.projection
     np.testing.assert_allclose(
-        mixed @ projection.weights.array + projection.bias.array, probe.activations["blocks.1.attention"], rtol=1e-3,
+        mixed @ projection.weights.array + projection.bias.array,
+        probe.activations["blocks.1.attention"],
+        rtol=1e-3,
         atol=1e-4,
-    )  # fmt: skip
+    )
     sums = weights.sum(axis=-1)
     if softmax in ("softmax", "adaptive"):
         np.testing.assert_allclose(sums, 1, rtol=1e-5)
@@ -188,9 +191,7 @@ def test_cross_attention(rng: np.random.Generator) -> None:
         with Probe(layer, "", "query", "key", "value") as probe:
             out = layer(query, key)
         q, k, v = (probe.activations[name].reshape(2, -1, 2, 4) for name in ("query", "key", "value"))
-        np.testing.assert_allclose(
-            probe.scores[""], np.einsum("bthd,bshd->bhts", q, k) / 2, rtol=1e-4, atol=1e-5
-        )
+        np.testing.assert_allclose(probe.scores[""], np.einsum("bthd,bshd->bhts", q, k) / 2, rtol=1e-4, atol=1e-5)
         mixed = np.einsum("bhts,bshd->bthd", probe.weights[""], v).reshape(2, 4, 8)
         np.testing.assert_allclose(layer.projection(mixed).array, out.array, rtol=1e-4, atol=1e-5)
 
@@ -359,7 +360,7 @@ def test_numbers_of_a_model_that_ran() -> None:
 
 
 def test_the_device_computes_the_numbers(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    monkeypatch.setitem(backend.ARRAY_MODULES, fake_device.FakeArray, fake_device.fake_module)
+    monkeypatch.setitem(devices.ARRAY_MODULES, fake_device.FakeArray, fake_device.fake_module)
     weights = causal_uniform(5, 5) ** 2
     there = fake_device.FakeArray(weights)
     functions: list[Callable] = [entropy, nothing, lambda w: top_weight(w, 2), spikiness]
@@ -395,37 +396,44 @@ def test_perplexity_is_that_of_the_loss() -> None:
 # -------------------------------------------------------------------- refusals
 LAYER = Sequential(Dense(2, 2), Dense(2, 2))
 
-test_bad_input = bad_input({
-    "a pattern for nothing": (
-        lambda: Probe(LAYER, "steps.0", "blocks.*"), "Probe: no layer fits 'blocks.*'; there are steps.0, steps.1"
-    ),
-    "nothing to choose": (
-        lambda: Probe(Dense(2, 2)), "Probe: expected patterns, for no layer has attention or stands in a list"
-    ),
-    "kurtosis of nothing": (
-        lambda: excess_kurtosis(np.ones((0, 3))), "excess_kurtosis: expected at least one element, got shape (0, 3)"
-    ),
-    "a number": (
-        lambda: entropy(np.array(1.0)), "entropy: expected weights (..., keys) with at least one key, got shape ()"
-    ),
-    "no key": (
-        lambda: nothing(np.ones((3, 0))),
-        "nothing: expected weights (..., keys) with at least one key, got shape (3, 0)",
-    ),
-    "the 0 largest": (
-        lambda: top_weight(np.ones(3), 0), "top_weight: expected k to be a whole number above 0, got 0"
-    ),
-    "not causal": (
-        lambda: spikiness(np.full((2, 2), 0.5)),
-        "spikiness: expected causal weights; give n_visible for rows that see other keys",
-    ),
-    "more queries than keys": (
-        lambda: spikiness(np.full((4, 2), 0.5)),
-        "spikiness: expected causal weights; give n_visible for rows that see other keys",
-    ),
-    "no byte": (
-        lambda: perplexity(GPT(TINY), [1, 2, 3], 0),
-        "perplexity: expected n_bytes to be a whole number above 0, got 0",
-    ),
-    "one token": (lambda: perplexity(GPT(TINY), [1], 5), "evaluate: expected at least 2 tokens, got 1"),
-})  # fmt: skip
+test_bad_input = bad_input(
+    {
+        "a pattern for nothing": (
+            lambda: Probe(LAYER, "steps.0", "blocks.*"),
+            "Probe: no layer fits 'blocks.*'; there are steps.0, steps.1",
+        ),
+        "nothing to choose": (
+            lambda: Probe(Dense(2, 2)),
+            "Probe: expected patterns, for no layer has attention or stands in a list",
+        ),
+        "kurtosis of nothing": (
+            lambda: excess_kurtosis(np.ones((0, 3))),
+            "excess_kurtosis: expected at least one element, got shape (0, 3)",
+        ),
+        "a number": (
+            lambda: entropy(np.array(1.0)),
+            "entropy: expected weights (..., keys) with at least one key, got shape ()",
+        ),
+        "no key": (
+            lambda: nothing(np.ones((3, 0))),
+            "nothing: expected weights (..., keys) with at least one key, got shape (3, 0)",
+        ),
+        "the 0 largest": (
+            lambda: top_weight(np.ones(3), 0),
+            "top_weight: expected k to be a whole number above 0, got 0",
+        ),
+        "not causal": (
+            lambda: spikiness(np.full((2, 2), 0.5)),
+            "spikiness: expected causal weights; give n_visible for rows that see other keys",
+        ),
+        "more queries than keys": (
+            lambda: spikiness(np.full((4, 2), 0.5)),
+            "spikiness: expected causal weights; give n_visible for rows that see other keys",
+        ),
+        "no byte": (
+            lambda: perplexity(GPT(TINY), [1, 2, 3], 0),
+            "perplexity: expected n_bytes to be a whole number above 0, got 0",
+        ),
+        "one token": (lambda: perplexity(GPT(TINY), [1], 5), "evaluate: expected at least 2 tokens, got 1"),
+    }
+)

@@ -41,8 +41,12 @@ def call(*words, folder=ROOT) -> subprocess.CompletedProcess:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return subprocess.run(
         [sys.executable, *map(str, words)],
-        cwd=folder, env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **threads},
-        capture_output=True, text=True, encoding="utf-8", timeout=300,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **threads},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
     )
 
 
@@ -288,7 +292,8 @@ def test_help_lists_every_field_with_its_default(preset):
         assert described, flag
         if preset:
             value = getattr(PRESETS[preset](), field.name)
-            expected = ("True", "--" + field.name) if value is True else (str(value),)
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            expected = ("True", "--" + field.name) if value is True else (shown,)
             assert described[1].startswith(expected), flag
     for flag in ("--preset", "--data", "--files", "--run-folder", "--device"):
         assert flag in words
@@ -408,7 +413,7 @@ TRAIN_WRONG = [
     ("--steps", "--steps"),
     ("--preset large", "'large'"),
     ("--data nonsense", "'nonsense'"),
-    ("--activation tanh", "'tanh'"),
+    ("--activation softplus", "'softplus'"),
     ("--n-heads 5", "expected n_heads to be a divisor of embedding_dim 32, got 5"),
     ("--dropout 1", "expected dropout to be from 0 to below 1, got 1.0"),
     ("--max-learning-rate -1", "expected max_learning_rate to be above 0, got -1.0"),

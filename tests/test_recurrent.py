@@ -11,12 +11,12 @@ import pytest
 from tables import bad_input
 from test_layers import put
 
-from tricycle import backend, kernels, ops
+from tricycle import kernels, ops
 from tricycle.gradcheck import gradcheck
 from tricycle.optimisers import AdamW
-from tricycle.recurrent import CELLS, GRU, LSTM, RNN, Recurrent
+from tricycle.sequences.recurrent import CELLS, GRU, LSTM, RNN, Recurrent
 from tricycle.tensor import Tensor, no_grad, to_tensor
-from tricycle_accelerators import cpu
+from tricycle_accelerators import threads
 
 N_ITEMS, N_STEPS, WIDTH, SIZE = 4, 6, 3, 2
 LENGTHS = [[6, 1, 4, 2], [1, 1, 1, 1], [3, 5, 5, 2]]  # with a full one, with the shortest alone, with neither
@@ -236,13 +236,12 @@ def test_threads_do_not_change_results(monkeypatch) -> None:
         layer, x = new_layer(kind, 1, True), to_tensor(rng.standard_normal((101, 5, WIDTH)), dtype=np.float64)
         found = []
         for n_threads in (1, 3):
-            for module in (backend, cpu):
-                monkeypatch.setattr(module, "n_threads", lambda n=n_threads: n)
-            backend._helpers.cache_clear()
+            monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
+            threads._helpers.cache_clear()
             outputs, final = layer(x)
             found.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
             x.zero_grad()
-        backend._helpers.cache_clear()
+        threads._helpers.cache_clear()
         with kernels.use_reference():
             outputs, final = layer(x)
             found.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
@@ -377,54 +376,56 @@ _layer = LSTM(3, 2, 2, True, generator=0)
 _x = np.zeros((4, 6, 3))
 
 
-test_bad_input_is_refused = bad_input({
-    "a wrong width": (
-        lambda: _layer(np.zeros((4, 6, 2))),
-        "LSTM(input_size=3): expected shape (batch, steps, 3) with a step or more, got (4, 6, 2)",
-    ),
-    "one sequence without a batch": (
-        lambda: GRU(3, 2)(np.zeros((6, 3))),
-        "GRU(input_size=3): expected shape (batch, steps, 3) with a step or more, got (6, 3)",
-    ),
-    "an empty sequence": (
-        lambda: RNN(3, 2)(np.zeros((4, 0, 3))),
-        "RNN(input_size=3): expected shape (batch, steps, 3) with a step or more, got (4, 0, 3)",
-    ),
-    "lengths beyond the array": (
-        lambda: _layer(_x, [6, 7, 1, 1]),
-        "LSTM: expected lengths from 1 to 6, got 1 to 7",
-    ),
-    "a length of 0": (lambda: _layer(_x, [6, 0, 1, 1]), "LSTM: expected lengths from 1 to 6, got 0 to 6"),
-    "a negative length": (lambda: _layer(_x, [-1, 2, 1, 1]), "LSTM: expected lengths from 1 to 6, got -1 to 2"),
-    "lengths for other items": (
-        lambda: _layer(_x, [6, 1, 1]),
-        "LSTM: expected lengths as whole numbers of shape (4,), got int64 of shape (3,)",
-    ),
-    "one length": (
-        lambda: _layer(_x, 3),
-        "LSTM: expected lengths as whole numbers of shape (4,), got int64 of shape ()",
-    ),
-    "lengths with a point": (
-        lambda: _layer(_x, [1.0, 2.0, 3.0, 4.0]),
-        "LSTM: expected lengths as whole numbers of shape (4,), got float32 of shape (4,)",
-    ),
-    "states of a wrong shape": (
-        lambda: _layer(_x, initial=(np.zeros((4, 4, 2)), np.zeros((4, 1, 2)))),
-        "LSTM: expected initial states of shape (4, 4, 2) twice, h and c, got (4, 4, 2) and (4, 1, 2)",
-    ),
-    "one state where there are two": (
-        lambda: _layer(_x, initial=[np.zeros((4, 4, 2))]),
-        "LSTM: expected initial states of shape (4, 4, 2) twice, h and c, got (4, 4, 2)",
-    ),
-    "two states where there is one": (
-        lambda: GRU(3, 2)(_x, initial=np.zeros((2, 1, 4, 2))),
-        "GRU: expected initial states of shape (1, 4, 2), got (2, 1, 4, 2)",
-    ),
-    "an unknown nonlinearity": (
-        lambda: RNN(3, 2, nonlinearity="gelu"),
-        "RNN: expected nonlinearity to be tanh or relu, got 'gelu'",
-    ),
-    "no layer": (lambda: GRU(3, 2, 0), "GRU: expected n_layers to be a whole number above 0, got 0"),
-    "a width of 0": (lambda: GRU(0, 2), "GRU: expected input_size to be a whole number above 0, got 0"),
-    "dropping all": (lambda: GRU(1, 1, dropout=1.0), "Dropout: expected a probability from 0 to below 1, got 1.0"),
-})  # fmt: skip
+test_bad_input_is_refused = bad_input(
+    {
+        "a wrong width": (
+            lambda: _layer(np.zeros((4, 6, 2))),
+            "LSTM(input_size=3): expected shape (batch, steps, 3) with a step or more, got (4, 6, 2)",
+        ),
+        "one sequence without a batch": (
+            lambda: GRU(3, 2)(np.zeros((6, 3))),
+            "GRU(input_size=3): expected shape (batch, steps, 3) with a step or more, got (6, 3)",
+        ),
+        "an empty sequence": (
+            lambda: RNN(3, 2)(np.zeros((4, 0, 3))),
+            "RNN(input_size=3): expected shape (batch, steps, 3) with a step or more, got (4, 0, 3)",
+        ),
+        "lengths beyond the array": (
+            lambda: _layer(_x, [6, 7, 1, 1]),
+            "LSTM: expected lengths from 1 to 6, got 1 to 7",
+        ),
+        "a length of 0": (lambda: _layer(_x, [6, 0, 1, 1]), "LSTM: expected lengths from 1 to 6, got 0 to 6"),
+        "a negative length": (lambda: _layer(_x, [-1, 2, 1, 1]), "LSTM: expected lengths from 1 to 6, got -1 to 2"),
+        "lengths for other items": (
+            lambda: _layer(_x, [6, 1, 1]),
+            "LSTM: expected lengths as whole numbers of shape (4,), got int64 of shape (3,)",
+        ),
+        "one length": (
+            lambda: _layer(_x, 3),
+            "LSTM: expected lengths as whole numbers of shape (4,), got int64 of shape ()",
+        ),
+        "lengths with a point": (
+            lambda: _layer(_x, [1.0, 2.0, 3.0, 4.0]),
+            "LSTM: expected lengths as whole numbers of shape (4,), got float32 of shape (4,)",
+        ),
+        "states of a wrong shape": (
+            lambda: _layer(_x, initial=(np.zeros((4, 4, 2)), np.zeros((4, 1, 2)))),
+            "LSTM: expected initial states of shape (4, 4, 2) twice, h and c, got (4, 4, 2) and (4, 1, 2)",
+        ),
+        "one state where there are two": (
+            lambda: _layer(_x, initial=[np.zeros((4, 4, 2))]),
+            "LSTM: expected initial states of shape (4, 4, 2) twice, h and c, got (4, 4, 2)",
+        ),
+        "two states where there is one": (
+            lambda: GRU(3, 2)(_x, initial=np.zeros((2, 1, 4, 2))),
+            "GRU: expected initial states of shape (1, 4, 2), got (2, 1, 4, 2)",
+        ),
+        "an unknown nonlinearity": (
+            lambda: RNN(3, 2, nonlinearity="gelu"),
+            "RNN: expected nonlinearity to be tanh or relu, got 'gelu'",
+        ),
+        "no layer": (lambda: GRU(3, 2, 0), "GRU: expected n_layers to be a whole number above 0, got 0"),
+        "a width of 0": (lambda: GRU(0, 2), "GRU: expected input_size to be a whole number above 0, got 0"),
+        "dropping all": (lambda: GRU(1, 1, dropout=1.0), "Dropout: expected a probability from 0 to below 1, got 1.0"),
+    }
+)

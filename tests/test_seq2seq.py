@@ -10,12 +10,12 @@ import pytest
 from tables import bad_input
 from test_layers import check_layer_gradients
 
-from tricycle.attention import AdditiveAttention, LuongAttention, ScaledDotProductAttention
-from tricycle.generate import beam_search, select
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
-from tricycle.seq2seq import (
+from tricycle.sequences.attentions import AdditiveAttention, LuongAttention, ScaledDotProductAttention
+from tricycle.sequences.beam_search import beam_search, select
+from tricycle.sequences.seq2seq import (
     EncoderDecoder,
     LearnedPositions,
     Seq2Seq,
@@ -41,9 +41,20 @@ MODELS: dict[str, Callable[[], EncoderDecoder]] = {
     "Bahdanau, two layers": lambda: attending(AdditiveAttention(5, 10, 4, generator=0), n_layers=2, cell="rnn"),
     "Luong": lambda: attending(LuongAttention(5, 10, generator=0), before=False, cell="lstm"),
     "Luong, concat": lambda: attending(LuongAttention(5, 10, "concat", generator=0), before=False),
-    "Transformer": lambda: Transformer(V, V, 8, 2, 2, 12, 0.0, generator=0),
+    "Transformer": lambda: Transformer(V, V, 8, 2, 2, 12, dropout=0.0, generator=0),
     "Transformer, norm first": lambda: Transformer(
-        V, V, 8, 2, 1, 12, 0.0, norm_first=True, learned_positions=True, tied=True, softmax="softmax1", generator=0
+        V,
+        V,
+        8,
+        2,
+        1,
+        12,
+        dropout=0.0,
+        norm_first=True,
+        learned_positions=True,
+        tied=True,
+        softmax="softmax1",
+        generator=0,
     ),
 }
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tricycle.functions import AdaptiveSoftmax, Softmax
+from tricycle.functions import Softmax
+from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle_lab.temperature import fit_adaptive_temperature
 
 

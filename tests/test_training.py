@@ -7,26 +7,28 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from tricycle import training
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
-from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.functions import LogSoftmax
+from tricycle.configs import DebugConfig
+from tricycle.evaluation import HeldOut
+from tricycle.layers import Dense, Embedding, Sequential
+from tricycle.loss import CrossEntropy, MeanSquaredError
 from tricycle.models import GPT
-from tricycle.optimisers import gradient_norm
-from tricycle.tensor import no_grad, to_tensor
+from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training import (
-    ESTIMATE_STEPS,
-    HeldOut,
     NonFiniteError,
-    evaluate,
+    apply,
+    count_labels,
+    gradients,
+    labelled,
+    mean_over_processes,
     new_state,
     read_steps,
     resume_state,
+    train_on_batch,
     train_step,
 )
 from tricycle_cli import run as running
@@ -36,8 +38,19 @@ TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
 TOKENISER = BPETokeniser(257)
 TOKENS = TOKENISER.encode(TEXT)
 CONFIG = DebugConfig(
-    vocab_size=257, context_window=8, embedding_dim=8, n_layers=1, batch_size=2, steps=20, warmup_steps=2, dropout=0.2,
-    accumulation_steps=2, eval_interval=5, eval_batches=3, sample_interval=0, seed=3,
+    vocab_size=257,
+    context_window=8,
+    embedding_dim=8,
+    n_layers=1,
+    batch_size=2,
+    steps=20,
+    warmup_steps=2,
+    dropout=0.2,
+    accumulation_steps=2,
+    eval_interval=5,
+    eval_batches=3,
+    sample_interval=0,
+    seed=3,
 )
 
 
@@ -174,8 +187,16 @@ def test_progress_sets_nothing_but_progress(tmp_path):
 # -------------------------------------------------------------------- the loop
 def test_the_loss_falls_on_a_small_text(tmp_path):
     config = replace(
-        CONFIG, steps=60, dropout=0.0, accumulation_steps=1, context_window=16, embedding_dim=32, batch_size=8,
-        max_learning_rate=1e-2, eval_interval=20, sample_interval=30,
+        CONFIG,
+        steps=60,
+        dropout=0.0,
+        accumulation_steps=1,
+        context_window=16,
+        embedding_dim=32,
+        batch_size=8,
+        max_learning_rate=1e-2,
+        eval_interval=20,
+        sample_interval=30,
     )
     run = new_run(tmp_path)
     said = []
@@ -196,8 +217,10 @@ def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch)
     run = new_run(tmp_path)
     saved = []
     for name in ("estimate", "show_sample"):
+
         def look(state, run, name=name):
             saved.append((name, state.step, load_checkpoint(run.last).about["progress"]["step"]))
+
         monkeypatch.setattr(running, name, look)
     train(new_state(replace(CONFIG, sample_interval=4), TOKENS), run)
     evaluated = [("estimate", step, step) for step in (5, 10, 15)]
@@ -265,7 +288,7 @@ def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
     monkeypatch.setattr(running, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
     config = replace(CONFIG, minutes=minutes, steps=steps, accumulation_steps=1, eval_interval=100)
     state = new_state(config, TOKENS)
-    assert state.total_steps == (steps if 0 < steps <= ESTIMATE_STEPS[0] else 0)
+    assert state.total_steps == (steps if 0 < steps <= running.ESTIMATE_STEPS[0] else 0)
     assert train(state, new_run(tmp_path)) is True
     assert expected[0] <= state.step <= expected[1]
     assert state.step == state.total_steps
@@ -284,6 +307,115 @@ def test_time_spent_before_counts(tmp_path, monkeypatch):
     assert n_steps[0] - n_steps[1] == pytest.approx(120, abs=3)
 
 
+# -------------------------------------------------------------------- the three verbs
+PADDING = 0
+
+
+def small_model(seed: int = 0) -> Sequential:
+    """Tokens to logits, in float64."""
+    model = Sequential(Embedding(7, 4, generator=seed), Dense(4, 7, generator=seed + 1))
+    for parameter in model.parameters():
+        parameter.array = parameter.array.astype(np.float64)
+    return model
+
+
+def uneven_batches(rng) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of one shape, with 6, 1, 3 and 0 labels that are no padding."""
+    batches = []
+    for n in (6, 1, 3, 0):
+        labels = rng.integers(1, 7, (2, 3))
+        labels.reshape(-1)[n:] = PADDING
+        batches.append((rng.integers(0, 7, (2, 3)), labels))
+    return batches
+
+
+def as_one(batches) -> tuple[np.ndarray, np.ndarray]:
+    inputs, labels = zip(*batches)
+    return np.concatenate(inputs), np.concatenate(labels)
+
+
+def test_uneven_batches_count_as_one_big_batch(rng):
+    """Each label counts as much as any other, and a batch that has none counts nothing."""
+    batches = uneven_batches(rng)
+    loss_fn = CrossEntropy(PADDING)
+    counts = [count_labels(labels, PADDING) for _, labels in batches]
+    assert counts == [6, 1, 3, 0]
+    parts, whole = small_model(), small_model()
+    found = gradients(parts, labelled(parts, loss_fn), batches, np.array(counts))
+    expected = gradients(whole, labelled(whole, loss_fn), [as_one(batches)])
+    assert found.n_labels == 10
+    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert found.loss_sum == pytest.approx(10 * expected.loss, rel=1e-12)
+    for mine, theirs in zip(found.parameters, expected.parameters, strict=True):
+        np.testing.assert_allclose(mine.grad.array, theirs.grad.array, rtol=1e-12, atol=1e-14)
+
+
+def test_the_verbs_take_any_model_and_loss(rng):
+    """Here by hand what gradient descent with clipping does."""
+    model = Dense(3, 2, generator=0)
+    x, y = rng.standard_normal((5, 3)), rng.standard_normal((5, 2))
+    before = model.weights.array.copy()
+    error = x @ before - y
+    by_hand = [2 / error.size * x.T @ error, 2 / error.size * error.sum(axis=0)]
+    norm = math.sqrt(sum(float((g**2).sum()) for g in by_hand))
+
+    found = gradients(model, lambda batch, factor: MeanSquaredError()(y, model(batch)) * factor, [x])
+    assert mean_over_processes(found) == found
+    assert found.loss == pytest.approx(float((error**2).mean()), rel=1e-5)
+    assert apply(model, StochasticGradientDescent(0.1), found, max_norm=norm / 4) == pytest.approx(norm, rel=1e-5)
+    np.testing.assert_allclose(model.weights.array, before - 0.1 * by_hand[0] / 4, rtol=1e-4, atol=1e-6)
+    assert model.weights.grad is None
+
+
+def test_an_update_is_the_three_verbs(rng):
+    batch = as_one(uneven_batches(rng))
+    models = [small_model(), small_model()]
+    optimisers = [AdamW(0.1), AdamW(0.1)]
+    losses = []
+    for _ in range(3):
+        loss_of = labelled(models[0], CrossEntropy(PADDING))
+        losses.append(train_on_batch(models[0], optimisers[0], loss_of, batch, max_norm=0.1))
+        found = gradients(models[1], labelled(models[1], CrossEntropy(PADDING)), [batch])
+        apply(models[1], optimisers[1], mean_over_processes(found), 0.1)
+        assert found.loss == losses[-1]
+    assert losses == sorted(losses, reverse=True)
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        np.testing.assert_array_equal(mine.array, theirs.array)
+
+
+def test_the_schedule_of_an_optimiser_holds():
+    model, rates = Dense(1, 1, generator=0), []
+    optimiser = StochasticGradientDescent(lambda step: rates.append(step) or 0.1 * step)
+    for _ in range(2):
+        train_on_batch(model, optimiser, lambda batch, factor: model(batch).sum() * factor, np.ones((1, 1)))
+    assert rates == [1, 1, 2] and optimiser.n_steps == 2
+
+
+def test_a_loss_of_any_kind_that_is_not_finite_is_named():
+    model = Sequential(Dense(2, 2, generator=0))
+    before = model.steps[0].weights.array.copy()
+    with pytest.raises(NonFiniteError, match=r"^the loss is nan; the first bad tensor is the result of / 0\.0 "):
+        train_on_batch(model, AdamW(), lambda batch, factor: ((model(batch) * 0) / 0.0).sum() * factor, np.ones((1, 2)))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    np.testing.assert_array_equal(model.steps[0].weights.array, before)
+
+
+@pytest.mark.parametrize(
+    ("batches", "n_labels", "got"),
+    [
+        ([], None, "expected a batch or more, and n_labels for each of several, got 0 and none"),
+        ([1, 2], None, "expected a batch or more, and n_labels for each of several, got 2 and none"),
+        ([1, 2], [3], "expected a batch or more, and n_labels for each of several, got 2 and 1"),
+        ([1, 2], [0, 0], "expected at least one label to count, got none"),
+    ],
+)
+def test_batches_without_their_numbers_of_labels_are_refused(batches, n_labels, got):
+    model = small_model()
+    with pytest.raises(ValueError) as caught:
+        gradients(model, labelled(model, CrossEntropy()), batches, n_labels)
+    assert str(caught.value) == f"gradients: {got}"
+
+
 # -------------------------------------------------------------------- one update
 def test_accumulated_gradients_equal_those_of_one_big_batch():
     big = new_state(replace(CONFIG, batch_size=6, accumulation_steps=1, dropout=0.0), TOKENS)
@@ -298,14 +430,14 @@ def test_accumulated_gradients_equal_those_of_one_big_batch():
 
 
 @pytest.mark.parametrize(("limit", "clipped"), [(0.0, False), (1e-3, True), (1e6, False)])
-def test_gradients_are_clipped_before_the_update(monkeypatch, limit, clipped):
+def test_gradients_are_clipped_by_the_update(limit, clipped):
+    """The first moment is a tenth of what the optimiser took for the gradient."""
     state = new_state(replace(CONFIG, max_gradient_norm=limit), TOKENS)
-    seen = []
-    update = state.model.update
-    monkeypatch.setattr(state.model, "update", lambda opt: (seen.append(gradient_norm(state.model)), update(opt)))
     _, norm = train_step(state)
     assert norm > 0.01
-    assert seen == [pytest.approx(limit if clipped else norm, rel=1e-4)]
+    moments = [state.optimiser.memory_of(parameter)[1]["first"] for parameter in state.model.parameters()]
+    taken = math.sqrt(sum(float((moment**2).sum()) for moment in moments)) / (1 - CONFIG.beta1)
+    assert taken == pytest.approx(limit if clipped else norm, rel=1e-4)
     assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
@@ -353,13 +485,13 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, spoil, name
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
     state = new_state(replace(CONFIG, accumulation_steps=1), TOKENS)
-    clip = training.clip_gradients
+    plain = training.gradient_norm
 
-    def spoil(model, max_norm):
+    def spoil(model):
         model.norm.gain.grad.array[0] = np.inf
-        return clip(model, max_norm)
+        return plain(model)
 
-    monkeypatch.setattr(training, "clip_gradients", spoil)
+    monkeypatch.setattr(training, "gradient_norm", spoil)
     before = {name: p.array.copy() for name, p in state.model.named_parameters()}
     with pytest.raises(NonFiniteError, match=r"step 1: the norm of the gradients is inf; .* is of norm\.gain"):
         train_step(state)
@@ -378,7 +510,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
     ],
 )
 def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, precision, there, besides):
-    monkeypatch.setattr(running.backend, "gpu_memory", lambda: (1.5e9, 80e9))
+    monkeypatch.setattr(running.devices, "gpu_memory", lambda: (1.5e9, 80e9))
     config, asked = replace(CONFIG, precision=precision), "Unable to allocate 3.00 TiB"
     with pytest.raises(MemoryError) as caught, running.naming_what_to_lower(config, on_gpu):
         raise MemoryError(f"{asked}.")
@@ -411,90 +543,6 @@ def test_on_a_cpu_every_step_is_read(tmp_path):
     results = [train_step(state) for _ in range(2)]
     assert all(type(value) is float for result in results for value in result)
     assert read_steps(state, results) is results and read_steps(state, []) == []
-
-
-# -------------------------------------------------------------------- held-out loss
-def brute_force(model: GPT, tokens: np.ndarray, stride: int) -> float:
-    """The loss of each token alone: after the window that predicts it, and no other."""
-    length = min(model.config.context_window, len(tokens) - 1)
-    stride = min(stride or length, length)
-    total = 0.0
-    for place in range(1, len(tokens)):
-        # the first window ends at `length`, the others move on by the stride, the last one ends with the text
-        end = min(len(tokens) - 1, length if place <= length else length - (length - place) // stride * stride)
-        with no_grad():
-            logits = model(to_tensor(tokens[end - length : place], dtype=int))
-            total -= float(LogSoftmax()(logits).array[-1, int(tokens[place])])
-    return total / (len(tokens) - 1)
-
-
-@settings(max_examples=25)
-@given(st.integers(2, 40), st.integers(0, 9), st.integers(1, 4), st.integers(0, 3))
-def test_every_token_is_predicted_once(n_tokens, stride, batch_size, seed):
-    model = GPT(GPTConfig(vocab_size=11, context_window=6, embedding_dim=4, n_heads=1, n_layers=1, dropout=0.5)).eval()
-    for parameter in model.parameters():
-        parameter.array[...] = np.random.default_rng(seed).normal(0, 1, parameter.shape)
-    tokens = np.random.default_rng(seed).integers(0, 11, n_tokens).astype(np.uint16)
-    model.train()
-    loss, count = evaluate(model, tokens, batch_size, stride=stride)
-    assert count == n_tokens - 1
-    assert model.training
-    assert loss == pytest.approx(brute_force(model.eval(), tokens, stride), rel=1e-4)
-    assert evaluate(model, tokens, batch_size, 0, stride)[0] == loss
-    assert not model.training
-
-
-@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 30))
-def test_windows_cover_each_token_once(n_pairs, length, stride):
-    length = min(length, n_pairs)
-    counted = []
-    for start, n_counted in training._windows(n_pairs, length, min(stride, length)):
-        assert start >= 0
-        counted += range(start + length - n_counted, start + length)
-    assert counted == list(range(n_pairs))
-
-
-def test_an_estimate_reads_a_few_batches_spread_evenly(monkeypatch):
-    model = GPT(replace(CONFIG, dropout=0.0))
-    seen = []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda x: (seen.append(x.array.copy()), forward(x))[1])
-    tokens = np.arange(241) % 257
-    _, count = evaluate(model, tokens, 2, n_batches=3)
-    assert count == 6 * 8
-    assert np.concatenate(seen)[:, 0].tolist() == [0, 40, 88, 136, 184, 232]
-    assert evaluate(model, tokens, 2, n_batches=1000)[1] == 240
-
-
-@pytest.mark.parametrize("tokens", [[], [1]])
-def test_too_few_tokens_to_evaluate(tokens):
-    with pytest.raises(ValueError, match=f"expected at least 2 tokens, got {len(tokens)}"):
-        evaluate(GPT(CONFIG), np.array(tokens, int), 2)
-
-
-def test_ids_outside_the_vocabulary_are_named_and_the_mode_comes_back():
-    model = GPT(CONFIG).train()
-    with pytest.raises(ValueError, match="expected ids from 0 to 256, got 257"):
-        evaluate(model, np.array([1, 257, 1]), 2)
-    assert model.training
-
-
-@pytest.mark.parametrize(
-    ("n_tokens", "n_bytes", "nats", "bits"),
-    [(101, 100, math.log(2), 1.0), (101, 400, math.log(2), 0.25), (51, 100, math.log(256), 4.0), (11, 10, 0.0, 0.0)],
-)
-def test_bits_a_byte(n_tokens, n_bytes, nats, bits):
-    assert HeldOut(np.zeros(n_tokens, int), n_bytes).bits_per_byte(nats) == pytest.approx(bits)
-
-
-def test_bits_a_byte_do_not_depend_on_the_vocabulary():
-    """A uniform model over bytes needs eight bits for each, whatever the text."""
-    model = GPT(replace(CONFIG, vocab_size=256))
-    model.norm.gain.array[...] = 0
-    content = TEXT.encode()[:501]
-    loss, n_tokens = evaluate(model, np.frombuffer(content, np.uint8), 4)
-    assert n_tokens == 500
-    assert HeldOut(content, 500).bits_per_byte(loss) == pytest.approx(8, rel=1e-5)
 
 
 # -------------------------------------------------------------------- metrics and samples

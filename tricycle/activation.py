@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 
 from tricycle import kernels
-from tricycle.backend import Array, array_module
-from tricycle.ops import Op, as_tensor, floating
+from tricycle.devices import Array, array_module
+from tricycle.functions import Sigmoid, Tanh
+from tricycle.ops import Op, Wanted, as_tensor, floating
 from tricycle.tensor import Operand, Tensor, record, remembers
 
 
@@ -19,7 +21,7 @@ class ReLU(Op):
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
         y = x.xp.maximum(x.array, 0)
-        return record(y, (x,), (lambda grad: grad.array * (y > 0),), "> 0")
+        return record(y, (x,), lambda grad, wanted: (grad * (y > 0),), "> 0")
 
 
 class ReLUSquared(Op):
@@ -28,7 +30,7 @@ class ReLUSquared(Op):
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
         y, slope = kernels.relu_squared(floating(x.array))
-        return record(y, (x,), (lambda grad: kernels.multiply(grad.array, slope),), "relu_squared")
+        return record(y, (x,), lambda grad, wanted: (kernels.multiply(grad, slope),), "relu_squared")
 
 
 class GeLU(Op):
@@ -46,18 +48,18 @@ class GeLU(Op):
         array = floating(x.array)
         if self.approximate:
             if not remembers(x):
-                return record(kernels.gelu(array), (x,), (), "gelu")
+                return record(kernels.gelu(array), (x,), None, "gelu")
             y, slope = kernels.gelu_with_slope(array)
             kept = array if slope is None else None
-            return record(y, (x,), (lambda grad: kernels.gelu_backward(grad.array, kept, slope),), "gelu")
+            return record(y, (x,), lambda grad, wanted: (kernels.gelu_backward(grad, kept, slope),), "gelu")
         xp = x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
 
-        def back_fn(grad: Tensor) -> Array:
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
             density = xp.exp(-0.5 * array * array) * (1 / math.sqrt(2 * math.pi))
-            return grad.array * (below + array * density)
+            return (grad * (below + array * density),)
 
-        return record(array * below, (x,), (back_fn,), "gelu")
+        return record(array * below, (x,), backward, "gelu")
 
 
 class Swish(Op):
@@ -68,48 +70,89 @@ class Swish(Op):
         array = floating(x.array)
         gate = kernels.sigmoid(array)
         y = array * gate
-        return record(y, (x,), (lambda grad: grad.array * (gate + y * (1 - gate)),), "swish")
+        return record(y, (x,), lambda grad, wanted: (grad * (gate + y * (1 - gate)),), "swish")
 
 
-class _Gated(Op):
-    """One half of the last axis times an activation of the other."""
+class Gated(Op):
+    """a f(b) for x = [a, b] along the last axis, with any elementwise activation f (Shazeer 2020).
+
+    Args:
+        activation: f, from a Tensor to a Tensor.
+    """
+
+    name = "gated"
+    activation: Callable[[Tensor], Tensor]
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        self.activation = activation
 
     def forward(self, x: Operand) -> Tensor:
+        """(..., 2 C) to (..., C).
+
+        Raises:
+            ValueError: a last axis of odd length.
+        """
         x = as_tensor(x)
         if x.ndim == 0 or x.shape[-1] % 2:
             raise ValueError(f"{type(self).__name__}: expected a last axis of even length, got shape {x.shape}")
         half = x.shape[-1] // 2
         array = floating(x.array)
-        xp, value, gate = x.xp, array[..., :half], array[..., half:]
-        opened, slope = self._gate(gate)
+        value = array[..., :half]
+        opened = self.activation(Tensor(array[..., half:], x.requires_grad))
 
-        def back_fn(grad: Tensor) -> Array:
-            dx = xp.empty_like(array)
-            dx[..., :half] = grad.array * opened
-            dx[..., half:] = grad.array * value * slope
-            return dx
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
+            dx = x.xp.empty_like(array)
+            dx[..., :half] = grad * opened.array
+            (to_gate,) = opened.back_fns
+            dx[..., half:] = to_gate(Tensor(grad * value, False))
+            return (dx,)
 
-        return record(value * opened, (x,), (back_fn,), type(self).__name__.lower())
-
-    def _gate(self, x: Array) -> tuple[Array, Array]:
-        """The activation of the gate and its slope."""
-        raise NotImplementedError
+        return record(value * opened.array, (x,), backward, self.name)
 
 
-class GLU(_Gated):
+class GLU(Gated):
     """a sigmoid(b) for x = [a, b] along the last axis (Dauphin et al. 2016)."""
 
-    def _gate(self, x: Array) -> tuple[Array, Array]:
-        y = kernels.sigmoid(x)
-        return y, y * (1 - y)
+    name = "glu"
+    activation = Sigmoid()
+
+    def __init__(self) -> None:
+        """Nothing to choose."""
 
 
-class SwiGLU(_Gated):
+class SwiGLU(Gated):
     """a swish(b) for x = [a, b] along the last axis (Shazeer 2020)."""
 
-    def _gate(self, x: Array) -> tuple[Array, Array]:
-        s = kernels.sigmoid(x)
-        return x * s, s + x * s * (1 - s)
+    name = "swiglu"
+    activation = Swish()
+
+    def __init__(self) -> None:
+        """Nothing to choose."""
+
+
+# The activations that a config may name.
+ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "gelu": GeLU,
+    "gelu_exact": lambda: GeLU(approximate=False),
+    "relu": ReLU,
+    "relu_squared": ReLUSquared,
+    "swish": Swish,
+    "sigmoid": Sigmoid,
+    "tanh": Tanh,
+    "swiglu": SwiGLU,
+}
+
+
+def new_activation(name: str, gated: bool = False) -> Callable[[Tensor], Tensor]:
+    """An activation by its name in ACTIVATIONS; `gated`: as the gate of `Gated` ("swiglu" is one already).
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"new_activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    activation = ACTIVATIONS[name]()
+    return Gated(activation) if gated and not isinstance(activation, Gated) else activation
 
 
 def erf(x: Array) -> Array:

@@ -6,6 +6,7 @@ metadata. One file, written whole or not at all, so a run can be cut off at any 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import backend
-from tricycle.configs import GPTConfig
+from tricycle import devices
+from tricycle.configs import GPTConfig, ModelConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.files import atomic_write
 from tricycle.models import GPT
@@ -30,8 +31,12 @@ PathLike = str | os.PathLike[str]
 
 
 def save_checkpoint(
-    path: PathLike, model: GPT, tokeniser: BPETokeniser | None = None, optimiser: Optimiser | None = None,
-    dataset: CausalLMDataset | None = None, progress: dict[str, Any] | None = None,
+    path: PathLike,
+    model: GPT,
+    tokeniser: BPETokeniser | None = None,
+    optimiser: Optimiser | None = None,
+    dataset: CausalLMDataset | None = None,
+    progress: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint. A file of that name is replaced only by a whole one.
 
@@ -40,14 +45,13 @@ def save_checkpoint(
         optimiser, dataset, progress: what training needs to go on as if it had not stopped.
 
     Raises:
-        ValueError: a weight is not finite; nothing is written then.
+        ValueError: a weight or a moment is not finite; nothing is written then.
     """
     from safetensors.numpy import save
 
     tensors = {f"model.{name}": array for name, array in model.state_dict().items()}
     for name, array in tensors.items():
-        if not np.isfinite(array).all():
-            raise ValueError(f"save_checkpoint: expected finite weights, {name} has NaN or infinity")
+        _check_finite("save_checkpoint: expected finite weights", name, array)
     about: dict[str, Any] = {
         "format": FORMAT,
         "config": model.config.to_dict(),
@@ -60,7 +64,9 @@ def save_checkpoint(
         for name, parameter in model.named_parameters():
             n_updates[name], moments = optimiser.memory_of(parameter)
             for moment, array in moments.items():
-                tensors[f"optimiser.{moment}.{name}"] = backend.to_cpu(array)
+                key = f"optimiser.{moment}.{name}"
+                tensors[key] = devices.to_cpu(array)
+                _check_finite("save_checkpoint: expected finite moments", key, tensors[key])
         about["optimiser"] = {"n_steps": optimiser.n_steps, "n_updates": n_updates}
     if dataset is not None:
         about["dataset"] = dataset.state()
@@ -68,6 +74,15 @@ def save_checkpoint(
     content = save(tensors, {"tricycle": json.dumps(about)})
     with atomic_write(path) as file:
         file.write(content)
+
+
+def _check_finite(wanted: str, name: str, array: np.ndarray) -> None:
+    """
+    Raises:
+        ValueError: begins with what was wanted.
+    """
+    if not np.isfinite(array).all():
+        raise ValueError(f"{wanted}, {name} has NaN or infinity")
 
 
 @dataclass(frozen=True)
@@ -99,18 +114,36 @@ class Checkpoint:
             return BPETokeniser.from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
 
     def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
-        """Put the optimiser and the dataset where they stood; returns the progress."""
+        """Put the optimiser and the dataset where they stood; returns the progress.
+
+        Raises:
+            ValueError: something is missing or does not fit, or a moment is not finite.
+        """
         with expecting(self.path, A_CHECKPOINT):
             about = self.about["optimiser"]
             optimiser.n_steps = int(about["n_steps"])
             for name, parameter in model.named_parameters():
                 moments = {}
-                for moment in optimiser.moments:
-                    array = self.tensors[f"optimiser.{moment}.{name}"]
+                for moment in optimiser.rule_of(parameter, name).state_names:
+                    key = f"optimiser.{moment}.{name}"
+                    array = self.tensors[key]
+                    _check_finite("expected finite moments", key, array)
                     moments[moment] = parameter.xp.asarray(array, dtype=parameter.dtype)
                 optimiser.remember(parameter, int(about["n_updates"][name]), moments)
             dataset.load_state(self.about["dataset"])
             return dict(self.about["progress"])
+
+
+def least_numbers(config: ModelConfig) -> int:
+    """How many numbers the matrices and tables of a model have, without making it."""
+    width = config.embedding_dim
+    heads = config.n_heads * config.channels_per_head
+    key_heads = config.key_heads * config.channels_per_head
+    attention = width * (2 * heads + 2 * key_heads)
+    mlp = width * config.mlp_width * (3 if config.is_gated else 2)
+    positions = config.context_window * width if config.positions == "learned" else 0
+    tokens = config.vocab_size * (config.embedding_size or width)
+    return tokens + positions + config.n_layers * (attention + mlp)
 
 
 def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
@@ -119,11 +152,10 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
     Raises:
         ValueError: the weights are not those of the config.
     """
-    size, n_numbers = config.embedding_dim, sum(array.size for array in weights.values())
-    positions = config.context_window if config.positions == "learned" else 0
-    least = size * (config.vocab_size + positions + config.n_layers * size * (4 + config.expansion_ratio))
+    n_numbers = sum(array.size for array in weights.values())
+    least = least_numbers(config)
     if least > n_numbers:  # seen before a crafted config asks for more memory than there is
-        raise ValueError(f"expected at least {least:.0f} numbers in its weights, as its config says, got {n_numbers}")
+        raise ValueError(f"expected at least {least} numbers in its weights, as its config says, got {n_numbers}")
     model = GPT(config)
     model.load_state_dict(weights)
     return model
@@ -131,12 +163,17 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 
 @contextmanager
 def expecting(path: Path, what: str) -> Iterator[None]:
-    """Turn the errors of odd content, which can be any, into one line that names the file."""
+    """Turn the errors of odd content, which can be any, into one line that names the file.
+
+    Too little memory says nothing about the content: it stays what it is.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {what}, there is no such file")
     try:
         yield
     except Exception as error:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            raise
         lacking = isinstance(error, KeyError)
         reason = f"it lacks {error.args[0]!r}" if lacking else " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path}: expected {what}: {reason}") from None

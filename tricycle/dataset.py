@@ -25,7 +25,7 @@ class Dataset:
         ValueError: not as many outputs as inputs, or none.
     """
 
-    def __init__(self, inputs: Sequence, outputs: Sequence, seed: int = 0) -> None:
+    def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any], seed: int = 0) -> None:
         self.inputs, self.outputs = np.asarray(inputs), np.asarray(outputs)
         n_inputs, n_outputs = len(self.inputs), len(self.outputs)
         if n_inputs != n_outputs or not n_inputs:
@@ -37,7 +37,7 @@ class Dataset:
         self.n_items, self.batch_size, self.seed = n_items, batch_size, seed
         self.position = 0  # items given so far, in all passes
         self._is_batched = self._is_shuffled = self._as_tensors = False
-        self._latest_order: tuple[int, Sequence] = (-1, ())
+        self._latest_order: tuple[int, Sequence[int]] = (-1, ())
 
     def batch(self, batch_size: int | None = None) -> Self:
         """Give batches of this many items (or as many as said before) instead of single items; returns self."""
@@ -73,7 +73,7 @@ class Dataset:
     def _step(self) -> int:
         return self.batch_size if self._is_batched and self.batch_size else 1
 
-    def _order(self, epoch: int) -> Sequence:
+    def _order(self, epoch: int) -> Sequence[int]:
         if self._latest_order[0] != epoch:
             order: Any = range(self.n_items)
             if self._is_shuffled:
@@ -106,7 +106,7 @@ class InfiniteBatchDataset(Dataset):
         batch_size: items a batch; a batch may span two passes.
     """
 
-    def __init__(self, inputs: Sequence, outputs: Sequence, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, inputs: Sequence[Any], outputs: Sequence[Any], batch_size: int, seed: int = 0) -> None:
         super().__init__(inputs, outputs, seed)
         self.batch(batch_size)
 
@@ -159,7 +159,7 @@ class Buckets:
         ValueError: no items, or one that is longer than a batch may be.
     """
 
-    def __init__(self, lengths: Sequence | np.ndarray, max_tokens: int, seed: int = 0) -> None:
+    def __init__(self, lengths: Sequence[int] | np.ndarray, max_tokens: int, seed: int = 0) -> None:
         self.lengths = np.array(lengths, np.int64, ndmin=2).T if np.ndim(lengths) < 2 else np.asarray(lengths)
         self.max_tokens, self.seed, self.epoch, self.position = max_tokens, seed, 0, 0
         longest = self.lengths.sum(axis=1).max(initial=0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import string
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from tricycle.backend import Array, array_module
+from tricycle import kernels
+from tricycle.devices import Array, array_module
 from tricycle.ops import Op, as_tensors, check_device, common_kind, register
 from tricycle.tensor import Operand, Tensor, record
 
@@ -63,24 +64,21 @@ def matmul(x: Operand, y: Operand) -> Tensor:
     return _record((x, y), labels, resolved, sizes, "matmul")
 
 
-def _record(
-    inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str
-) -> Tensor:
+def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int], name: str) -> Tensor:
     check_device(name, *(t.array for t in inputs))
     arrays = common_kind(*(t.array for t in inputs))
 
-    def back_fn(i: int) -> Any:
-        def gradient(grad: Tensor) -> Array:
-            others = arrays[:i] + (grad.array,) + arrays[i + 1 :]
-            # an axis of length 1 that "..." stretched is summed over, and comes back by the reshape
-            shape = arrays[i].shape
-            wanted = "".join(c for c, n in zip(labels[i], shape) if n == sizes[c])
-            return contract(others, labels[:i] + (out,) + labels[i + 1 :], wanted, sizes).reshape(shape)
+    def gradient(i: int, grad: Array) -> Array:
+        others = arrays[:i] + (grad,) + arrays[i + 1 :]
+        # an axis of length 1 that "..." stretched is summed over, and comes back by the reshape
+        shape = arrays[i].shape
+        kept = "".join(c for c, n in zip(labels[i], shape) if n == sizes[c])
+        return contract(others, labels[:i] + (out,) + labels[i + 1 :], kept, sizes).reshape(shape)
 
-        return gradient
+    def backward(grad: Array, wanted: Sequence[bool]) -> list[Array | None]:
+        return [gradient(i, grad) if wants else None for i, wants in enumerate(wanted)]
 
-    result = contract(arrays, labels, out, sizes)
-    return record(result, inputs, tuple(back_fn(i) for i in range(len(inputs))), name)
+    return record(contract(arrays, labels, out, sizes), inputs, backward, name)
 
 
 # -------------------------------------------------------------------- subscripts
@@ -105,7 +103,9 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
     return inputs, output
 
 
-def _resolve(einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]):
+def _resolve(
+    einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]
+) -> tuple[tuple[str, ...], str, dict[str, int]]:
     """Subscripts with a letter for every axis (batch and "..." too), and the length behind each letter."""
     inputs, out = einsum._terms, einsum._target
     title = f"Einsum({einsum.subscripts!r})"
@@ -119,7 +119,7 @@ def _resolve(einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple
     most = max([n for n, part in zip(n_hidden, inputs) if "..." in part], default=0)
     if most > len(spare):
         raise ValueError(f"{title}: too many axes for one letter each, in shapes {shapes}")
-    ellipsis = "".join(spare[:max(most, 0)])
+    ellipsis = "".join(spare[: max(most, 0)])
     labels = []
     sizes: dict[str, int] = {}
     for part, shape, has_batch, hidden in zip(inputs, shapes, batched, n_hidden):
@@ -207,9 +207,7 @@ def _onto_diagonal(array: Array, out: str) -> Array:
     letters = "".join(dict.fromkeys(out))
     lengths = dict(zip(letters, array.shape))
     full = xp.zeros([lengths[letter] for letter in out], array.dtype)
-    strides = [
-        sum(stride for stride, other in zip(full.strides, out) if other == letter) for letter in letters
-    ]
+    strides = [sum(stride for stride, other in zip(full.strides, out) if other == letter) for letter in letters]
     xp.lib.stride_tricks.as_strided(full, array.shape, strides)[...] = array
     return full
 
@@ -240,7 +238,7 @@ def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str
     lengths = dict(zip(left, a.shape)) | dict(zip(right, b.shape))
     matrix_a = _as_matrix(a, left, batch, rows, inner)
     matrix_b = _as_matrix(b, right, batch, inner, columns)
-    product = array_module(a).matmul(matrix_a, matrix_b)
+    product = kernels.batched_matmul(matrix_a, matrix_b)
     return product.reshape([lengths[c] for c in out]), out
 
 
@@ -263,8 +261,6 @@ def _as_matrix(array: Array, labels: str, batch: str, rows: str, columns: str) -
     if turned:
         return array.reshape([*lead, n_columns, n_rows]).swapaxes(-1, -2)
     return array.reshape([*lead, n_rows, n_columns])
-
-
 
 
 for _name, _method in {

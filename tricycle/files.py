@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[IO]:
+def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[IO[Any]]:
     """Open a temporary file beside `path` that takes its name once the block has ended well.
 
     The bytes are on the disk (fsync) before the rename, so a crash, a full disk or a kill at any
@@ -25,7 +25,7 @@ def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[I
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
-    how: dict = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
+    how: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
     try:
         with temporary.open(**how) as file:
             yield file

@@ -10,8 +10,14 @@ from tricycle.tensor import Operand, Tensor, no_grad, to_tensor
 
 
 def gradcheck(
-    fn: Callable[..., Tensor], *inputs: Operand, eps: float = 1e-6, rtol: float = 1e-5, atol: float = 1e-7,
-    n_directions: int = 4, elementwise_up_to: int = 64, seed: int = 0,
+    fn: Callable[..., Tensor],
+    *inputs: Operand,
+    eps: float = 1e-6,
+    rtol: float = 1e-5,
+    atol: float = 1e-7,
+    n_directions: int = 4,
+    elementwise_up_to: int = 64,
+    seed: int = 0,
 ) -> None:
     """Compare `backward()` with (f(x + eps d) - f(x - eps d)) / (2 eps), in float64.
 

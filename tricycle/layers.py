@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from tricycle import backend, kernels
-from tricycle.backend import Array
-from tricycle.functions import check_precision, linear, shared_backward
+from tricycle import devices, kernels
+from tricycle.devices import Array
+from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, normal, xavier
-from tricycle.ops import as_tensor, check_device, check_range, check_width, floating, positive
-from tricycle.tensor import Operand, Tensor, no_grad, record, to_tensor
+from tricycle.ops import Wanted, as_tensor, check_device, check_range, check_width, floating, positive
+from tricycle.precision import check_precision
+from tricycle.tensor import Operand, Parameter, Tensor, no_grad, record, to_tensor
 
-if TYPE_CHECKING:
-    from tricycle.optimisers import Optimiser
+
+class Updater(Protocol):
+    """What `Layer.update` needs of an optimiser."""
+
+    def update(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Change every parameter that has a gradient."""
 
 
 class Layer:
     """Something with parameters that maps Tensors to Tensors.
 
-    A subclass sets its parameters (Tensors) and inner layers (alone, or in lists, tuples or dicts) as
-    attributes and defines `forward`. One walk over these attributes gives parameters, moves, state and
-    printing.
+    A subclass sets its parameters (Parameters, or plain Tensors) and inner layers (alone, or in lists, tuples or
+    dicts) as attributes and defines `forward`. One walk over these attributes gives parameters, moves, state and
+    printing. Layers may stand in several places, and may hold each other.
     """
 
     training: bool = True
+    precision: str = "float32"  # of matrix products in here, as `use_precision` sets it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # a Tensor, or several
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
@@ -65,12 +71,15 @@ class Layer:
 
         def walk(layer: Layer, prefix: str) -> Iterator[tuple[str, Tensor]]:
             for name, part in layer._parts():
+                if id(part) in seen:
+                    continue
+                seen.add(id(part))
                 if isinstance(part, Layer):
                     yield from walk(part, f"{prefix}{name}.")
-                elif id(part) not in seen:
-                    seen.add(id(part))
+                else:
                     yield prefix + name, part
 
+        seen.add(id(self))
         return walk(self, "")
 
     def parameters(self) -> Iterator[Tensor]:
@@ -101,7 +110,7 @@ class Layer:
         for parameter in self.parameters():
             parameter.zero_grad()
 
-    def update(self, optimiser: Optimiser) -> None:
+    def update(self, optimiser: Updater) -> None:
         """Let the optimiser change every parameter that has a gradient, once, and forget the gradients."""
         optimiser.update(self.named_parameters())
         self.zero_grad()
@@ -122,24 +131,25 @@ class Layer:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within this block dropout is off and nothing is remembered for gradients."""
-        was_training = self.training
+        """Within this block dropout is off and nothing is remembered for gradients; then each layer is as before."""
+        before = [(layer, layer.training) for layer in self.layers()]
         self.eval()
         try:
             with no_grad():
                 yield
         finally:
-            self._set_training(was_training)
+            for layer, was_training in before:
+                layer.training = was_training
 
     def use_precision(self, precision: str) -> Layer:
-        """Let every `Dense` in here multiply at this precision from now on; returns self.
+        """Let every layer in here multiply at this precision from now on; returns self.
 
         Raises:
-            ValueError: not in `functions.PRECISIONS`.
+            ValueError: not in `precision.PRECISIONS`.
         """
+        check_precision(precision)
         for layer in self.layers():
-            if isinstance(layer, Dense):
-                layer.precision = check_precision(precision)
+            layer.precision = precision
         return self
 
     # ---------------------------------------------------------------- moving and state
@@ -175,28 +185,36 @@ class Layer:
         problems += [f"unexpected {name}" for name in state if name not in parameters]
         for name, parameter in parameters.items():
             array = state.get(name, parameter.array)
-            if not backend.is_array(array) or not np.can_cast(array.dtype, parameter.dtype, "same_kind"):
-                got = array.dtype if backend.is_array(array) else type(array).__name__
+            if not devices.is_array(array) or not np.can_cast(array.dtype, parameter.dtype, "same_kind"):
+                got = array.dtype if devices.is_array(array) else type(array).__name__
                 problems.append(f"{name}: expected an array that fits {parameter.dtype}, got {got}")
             elif array.shape != parameter.shape:
                 problems.append(f"{name}: expected shape {parameter.shape}, got {array.shape}")
         if problems:
             raise ValueError(f"{type(self).__name__}.load_state_dict: {'; '.join(problems)}")
         for name, array in state.items():
-            array = backend.to_cpu(array)
+            array = devices.to_cpu(array)
             own = parameters[name].array
             own[...] = array if isinstance(own, np.ndarray) else parameters[name].xp.asarray(array)
 
     # ---------------------------------------------------------------- printing
     def __repr__(self) -> str:
+        return "\n".join(self._tree(()))
+
+    def _tree(self, above: tuple[Layer, ...]) -> list[str]:
+        """Lines about this layer and all inside it, but for the layers that it stands in."""
         lines = [f"{type(self).__name__}: {self.n_parameters:,} parameters"]
+        above = (*above, self)
         for name, part in self._parts():
             if isinstance(part, Tensor):
                 lines.append(f"  {name} {part.shape}")
+            elif any(part is layer for layer in above):
+                lines.append(f"  {name} {type(part).__name__}: see above")
             else:
-                head, *rest = repr(part).splitlines()
-                lines += [f"  {name} {head}", *(f"  {line}" for line in rest)]
-        return "\n".join(lines)
+                head, *rest = part._tree(above)
+                lines.append(f"  {name} {head}")
+                lines += [f"  {line}" for line in rest]
+        return lines
 
 
 def _unpack(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -226,21 +244,22 @@ class Dense(Layer):
         bias: add a vector b, which starts at 0.
         initialiser: first values of W.
         generator: a NumPy generator or a seed.
-
-    Attributes:
-        precision: of the products, as `Layer.use_precision` sets it.
+        role: what W is, one of `tensor.ROLES`: "head" for a layer that gives the output of a model.
     """
 
-    precision = "float32"
-
     def __init__(
-        self, from_size: int, to_size: int, bias: bool = True, initialiser: Initialiser = xavier,
+        self,
+        from_size: int,
+        to_size: int,
+        bias: bool = True,
+        initialiser: Initialiser = xavier,
         generator: np.random.Generator | int | None = None,
+        role: str = "matrix",
     ) -> None:
         positive("Dense", from_size=from_size, to_size=to_size)
         self.from_size, self.to_size = from_size, to_size
-        self.weights = to_tensor(initialiser((from_size, to_size), new_generator(generator)))
-        self.bias = to_tensor(np.zeros(to_size, np.float32)) if bias else None
+        self.weights = Parameter(initialiser((from_size, to_size), new_generator(generator)), role)
+        self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand) -> Tensor:
         """(..., from_size) to (..., to_size)."""
@@ -253,15 +272,21 @@ class Embedding(Layer):
     Args:
         from_size: how many ids there are.
         to_size: length of the vectors.
+        role: what the table is, one of `tensor.ROLES`: "position" where the ids are places.
     """
 
     def __init__(
-        self, from_size: int, to_size: int, initialiser: Initialiser | None = None,
+        self,
+        from_size: int,
+        to_size: int,
+        initialiser: Initialiser | None = None,
         generator: np.random.Generator | int | None = None,
+        role: str = "embedding",
     ) -> None:
         positive("Embedding", from_size=from_size, to_size=to_size)
         self.from_size, self.to_size = from_size, to_size
-        self.weights = to_tensor((initialiser or normal(1.0))((from_size, to_size), new_generator(generator)))
+        draw = initialiser or normal(1.0)
+        self.weights = Parameter(draw((from_size, to_size), new_generator(generator)), role)
 
     def forward(self, ids: Operand) -> Tensor:
         """Whole numbers (...) to vectors (..., to_size).
@@ -276,11 +301,11 @@ class Embedding(Layer):
         check_device("Embedding", table, index)
         check_range(f"Embedding(from_size={self.from_size})", index, self.from_size)
 
-        def back_fn(grad: Tensor) -> Array:
-            rows = grad.array.reshape(-1, self.to_size)
-            return kernels.embedding_backward(rows, index.reshape(-1), self.from_size)
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
+            rows = grad.reshape(-1, self.to_size)
+            return (kernels.embedding_backward(rows, index.reshape(-1), self.from_size),)
 
-        return record(table[index], (self.weights,), (back_fn,), "embedding", ids.is_batched)
+        return record(table[index], (self.weights,), backward, "embedding", ids.is_batched)
 
 
 class LayerNorm(Layer):
@@ -298,34 +323,53 @@ class LayerNorm(Layer):
         if not eps > 0:
             raise ValueError(f"{type(self).__name__}: expected an eps above 0, got {eps!r}")
         self.size, self.eps = size, eps
-        self.gain = to_tensor(np.ones(size, np.float32))
-        self.bias = to_tensor(np.zeros(size, np.float32)) if bias else None
+        self.gain: Parameter | None = Parameter(np.ones(size, np.float32), "gain")
+        self.bias: Parameter | None = Parameter(np.zeros(size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand) -> Tensor:
         """(..., size) to (..., size)."""
         x = as_tensor(x, self.gain)
         check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
-        array, gain, centred = floating(x.array), self.gain.array, self._centred
+        array, gain, centred = floating(x.array), self._gains(x), self._centred
         check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
         y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred)
-        args = (x, self.gain) if self.bias is None else (x, self.gain, self.bias)
-        back_fns = shared_backward(
-            lambda grad: kernels.layer_norm_backward(grad, array, gain, mean, scale, centred), len(args)
-        )
-        return record(y, args, back_fns, self._name)
+        args = tuple(arg for arg in (x, self.gain, self.bias) if arg is not None)
+
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array, ...]:
+            return kernels.layer_norm_backward(grad, array, gain, mean, scale, centred)[: len(args)]
+
+        return record(y, args, backward, self._name)
+
+    def _gains(self, x: Tensor) -> Array:
+        """What each channel is multiplied by, (C,)."""
+        return x.xp.ones(self.size, np.float32) if self.gain is None else self.gain.array
 
 
 class RMSNorm(LayerNorm):
     """x / sqrt(mean square + eps) * gain over the last axis: a layer norm that neither centres nor shifts.
 
     Source: Zhang and Sennrich 2019.
+
+    Args:
+        size: length of the last axis.
+        gain: learn the gain; without, it is 1.
+        unit_offset: multiply by 1 + gain, where the gain starts at 0 (as Gemma does).
     """
 
     _centred, _name = False, "rms_norm"
 
-    def __init__(self, size: int, eps: float = 1e-5) -> None:
+    def __init__(self, size: int, eps: float = 1e-5, gain: bool = True, unit_offset: bool = False) -> None:
         super().__init__(size, False, eps)
+        self.unit_offset = unit_offset
+        if not gain:
+            self.gain = None
+        elif unit_offset:
+            self.gain = Parameter(np.zeros(size, np.float32), "gain")
+
+    def _gains(self, x: Tensor) -> Array:
+        gains = super()._gains(x)
+        return 1 + gains if self.unit_offset and self.gain is not None else gains
 
 
 class Dropout(Layer):
@@ -348,7 +392,7 @@ class Dropout(Layer):
             return x
         array = floating(x.array)
         mask = kernels.random_mask(array, x.shape, 1 - self.probability, self.generator)
-        return record(array * mask, (x,), (lambda grad: grad.array * mask,), "dropout")
+        return record(array * mask, (x,), lambda grad, wanted: (grad * mask,), "dropout")
 
 
 class Sequential(Layer):

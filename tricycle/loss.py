@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from tricycle import kernels
-from tricycle.backend import Array, on_gpu
-from tricycle.ops import Op, as_tensor, check_device, check_range, floating
-from tricycle.tensor import ONES, Operand, Tensor, record, remembers
+from tricycle.devices import Array, on_gpu
+from tricycle.ops import Op, Wanted, as_tensor, check_device, check_range, floating
+from tricycle.tensor import Operand, Tensor, record, remembers
 
 
 class CrossEntropy(Op):
@@ -56,16 +56,18 @@ class CrossEntropy(Op):
             raise ValueError(f"CrossEntropy: expected at least one label to count, got none of shape {labels.shape}")
         wide = np.float32 if rows.dtype.itemsize == 2 else rows.dtype  # 16 bits cannot count far
         weights = counted.astype(wide) * (scale / n_counted.astype(wide))
-        given = rows, ids, weights, self.label_smoothing
+        arguments = rows, ids, weights, self.label_smoothing
         if not remembers(logits):
-            return record(kernels.cross_entropy(*given), (logits,), (), "cross_entropy", False)
-        loss, slope = kernels.cross_entropy_with_slope(*given)
+            return record(kernels.cross_entropy(*arguments), (logits,), None, "cross_entropy", False)
+        loss, slope = kernels.cross_entropy_with_slope(*arguments)
 
-        def back_fn(grad: Tensor) -> Array:
-            # the usual 1 needs no pass over a large array
-            return (slope if grad.name == ONES else kernels.multiply(slope, grad.array)).reshape(logits.shape)
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
+            # the usual 1 needs no pass over a large array; on a GPU to look would wait for it
+            is_one = not on_gpu(grad) and grad == 1
+            dlogits = slope if is_one else kernels.multiply(slope, grad)
+            return (dlogits.reshape(logits.shape),)
 
-        return record(loss, (logits,), (back_fn,), "cross_entropy", False)
+        return record(loss, (logits,), backward, "cross_entropy", False)
 
 
 class MeanSquaredError(Op):
@@ -87,5 +89,9 @@ class MeanSquaredError(Op):
         difference = floating(y_pred.array) - floating(y_true.array)
         loss = (difference * difference).mean()
         scale = 2 / difference.size
-        back_fns = (lambda grad: -scale * grad.array * difference, lambda grad: scale * grad.array * difference)
-        return record(loss, (y_true, y_pred), back_fns, "mean_squared_error", False)
+
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array]:
+            to_pred = scale * grad * difference
+            return (-to_pred if wanted[0] else None), to_pred
+
+        return record(loss, (y_true, y_pred), backward, "mean_squared_error", False)

@@ -7,49 +7,57 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from tricycle.attention import KeyValueCache
-from tricycle.blocks import GPT2TransformerBlock, new_norm
-from tricycle.configs import GPTConfig
-from tricycle.functions import linear, new_softmax, to_activations
+from tricycle.blocks import TransformerBlock, new_norm
+from tricycle.configs.model import ModelConfig
+from tricycle.functions import linear, soft_cap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.ops import as_tensor
-from tricycle.tensor import Operand, Tensor
+from tricycle.softmaxes import new_softmax
+from tricycle.tensor import Operand, Parameter, Tensor
+
+DRAWN = ("matrix", "embedding", "position", "head")  # roles of what does not start at 0 or 1
 
 
 class GPT(Layer):
     """A decoder-only transformer that gives logits for the next token at every position (Radford et al. 2019).
 
+    Its config decides which: GPT-2, Llama, Gemma, OPT, Pythia and others differ by fields.
+
     Args:
-        config: its fields under "the model" decide the shape, `seed` the weights.
+        config: the shape; `seed` decides the weights.
     """
 
-    def __init__(self, config: GPTConfig) -> None:
-        if not isinstance(config, GPTConfig):
-            raise TypeError(f"GPT: expected a GPTConfig, got {config!r}")
+    def __init__(self, config: ModelConfig) -> None:
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"GPT: expected a ModelConfig, got {config!r}")
         self.config = config
         # one generator draws the weights and then every dropout mask, so a checkpoint has one to save
         self.generator = np.random.default_rng(config.seed)
-        size, learned = config.embedding_dim, config.positions == "learned"
-        self.token_embedding = Embedding(config.vocab_size, size, zeros)
-        self.position_embedding = Embedding(config.context_window, size, zeros) if learned else None
+        width = config.embedding_dim
+        narrow = config.embedding_size or width
+        self.token_embedding = Embedding(config.vocab_size, narrow, zeros)
+        self.embedding_projection = Dense(narrow, width, False, zeros) if narrow != width else None
+        self.position_embedding = None
+        if config.positions == "learned":
+            rows = config.context_window + config.position_offset
+            self.position_embedding = Embedding(rows, width, zeros, role="position")
         self.dropout = Dropout(config.dropout, self.generator)
         self.blocks = [
-            GPT2TransformerBlock(
-                size, config.n_heads, config.context_window, config.expansion_ratio, config.activation, config.norm,
-                config.bias, config.dropout, rotary=not learned, initialiser=zeros, generator=self.generator,
-                softmax=new_softmax(config.softmax, config.softmax_blocks), qk_norm=config.qk_norm,
-                token_shift=config.token_shift,
-            )
-            for _ in range(config.n_layers)
+            TransformerBlock(config, layer, initialiser=zeros, generator=self.generator)
+            for layer in range(config.n_layers)
         ]
-        self.norm = new_norm(config.norm, size, config.bias)
-        self.head = None if config.tied else Dense(size, config.vocab_size, bias=False, initialiser=zeros)
-        _initialise(self, config.n_layers, self.generator, config.zero_projections)
+        self.norm = new_norm(config) if config.norm_placement != "after" else None
+        self.head_projection = Dense(width, narrow, False, zeros) if narrow != width else None
+        self.head = None
+        if not config.tied:
+            self.head = Dense(narrow, config.vocab_size, config.head_bias, zeros, role="head")
+        _initialise(self)
         self.use_precision(config.precision)
 
     def forward(self, tokens: Operand, caches: list[KeyValueCache] | None = None) -> Tensor:
@@ -68,6 +76,13 @@ class GPT(Layer):
         if caches and len(caches) != len(self.blocks):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
         seen = caches[0].length if caches else 0
+        self._check(tokens, seen)
+        x = self.dropout(to_compute_dtype(self._embed(tokens, seen), self.precision))
+        for i, block in enumerate(self.blocks):
+            x = block(x, caches[i] if caches else None)
+        return self._logits(x if self.norm is None else self.norm(x))
+
+    def _check(self, tokens: Tensor, seen: int) -> None:
         window = self.config.context_window
         if tokens.ndim not in (1, 2) or not 0 < seen + tokens.shape[-1] <= window or tokens.size == 0:
             earlier = f" after {seen} earlier ones" if seen else ""
@@ -75,33 +90,43 @@ class GPT(Layer):
                 f"GPT(context_window={window}): expected shape (batch, tokens) with 1 to {window} tokens, "
                 f"got {tokens.shape}{earlier}"
             )
-        x = self.token_embedding(tokens)
-        if self.position_embedding is not None:
-            x = x + self.position_embedding.weights[seen : seen + tokens.shape[-1]]
-        x = self.dropout(to_activations(x, self.config.precision))
-        for i, block in enumerate(self.blocks):
-            x = block(x, caches[i] if caches else None)
-        x = self.norm(x)
-        if self.head is not None:
-            return self.head(x)
-        return linear(x, self.token_embedding.weights.transpose(), precision=self.config.precision)
 
-    def use_precision(self, precision: str) -> Layer:
-        """As of every layer; it holds for a tied output layer and for activations too, and stands in the config."""
+    def _embed(self, tokens: Tensor, seen: int) -> Tensor:
+        """(B, T) to (B, T, C)."""
+        x = self.token_embedding(tokens)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
+        if self.embedding_projection is not None:
+            x = self.embedding_projection(x)
+        if self.position_embedding is not None:
+            first = seen + self.config.position_offset
+            x = x + self.position_embedding.weights[first : first + tokens.shape[-1]]
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, V)."""
+        if self.head_projection is not None:
+            x = self.head_projection(x)
+        if self.head is None:
+            logits = linear(x, self.token_embedding.weights.transpose(), precision=self.precision)
+        else:
+            logits = self.head(x)
+        return soft_cap(logits, self.config.logit_cap) if self.config.logit_cap else logits
+
+    def use_precision(self, precision: str) -> Self:
+        """As of every layer; it stands in the config, too."""
         super().use_precision(precision)
-        if precision != self.config.precision:
-            changed: Any = {"precision": precision}
-            self.config = replace(self.config, **changed)
+        self.config = _changed(self.config, precision=precision)
         return self
 
     def use_softmax(self, name: str, n_blocks: int = 2) -> None:
         """Let attention weigh keys in another way from now on, in every block and in the config.
 
         Args:
-            name: in `functions.SOFTMAXES`.
+            name: in `softmaxes.SOFTMAXES`.
             n_blocks: for "blocks", whose scales begin at 1.
         """
-        self.config = replace(self.config, softmax=name, softmax_blocks=n_blocks)
+        self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
         for block in self.blocks:
             block.attention.use_softmax(new_softmax(name, n_blocks))
 
@@ -110,13 +135,21 @@ class GPT(Layer):
         return [KeyValueCache(self.config.context_window) for _ in self.blocks]
 
 
-def _initialise(model: Layer, n_layers: int, generator: np.random.Generator, zero_projections: bool) -> None:
+def _changed(config: ModelConfig, **values: Any) -> ModelConfig:
+    """The config with other values; the same object where they are its own already."""
+    same = all(getattr(config, name) == value for name, value in values.items())
+    return config if same else replace(config, **values)
+
+
+def _initialise(model: GPT) -> None:
     """GPT-2's first weights: normal(0.02); projections that end in the residual stream, of which there are
     two a block, smaller by 1 / sqrt(2 n_layers), so that the stream keeps its size; biases 0 and gains 1.
     With `zero_projections` a block adds nothing at first (Zhang et al. 2019, "Fixup").
     """
-    last = 0 if zero_projections else 0.02 / math.sqrt(2 * n_layers)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and not name.endswith("softmax_scales"):
-            std = last if name.endswith("projection.weights") else 0.02
-            parameter.array[...] = normal(std)(parameter.shape, generator)
+    config = model.config
+    last = 0 if config.zero_projections else 0.02 / math.sqrt(2 * config.n_layers)
+    into_stream = {id(part.projection.weights) for block in model.blocks for part in (block.attention, block.mlp)}
+    for parameter in model.parameters():
+        if isinstance(parameter, Parameter) and parameter.role in DRAWN:
+            std = last if id(parameter) in into_stream else 0.02
+            parameter.array[...] = normal(std)(parameter.shape, model.generator)

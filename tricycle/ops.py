@@ -1,8 +1,8 @@
 """Elementwise operations, reductions, shapes and indexing: each forward with its gradient beside it.
 
 Every function takes Tensors (numbers and arrays where a Tensor stands beside them), asks its arrays for
-the module `xp` that computes on them, and returns a Tensor whose `back_fns` are closures over local
-variables, or functions of what they saved. The last lines make them the operators and methods of `Tensor`.
+the module `xp` that computes on them, and returns a Tensor with the function that gives its gradients: a closure over
+local variables, or a function of what was saved. The last lines make them the operators and methods of `Tensor`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
-from types import EllipsisType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from tricycle import kernels
-from tricycle.backend import Array, array_module, is_array, on_gpu
-from tricycle.tensor import Axis, Operand, Tensor, record, to_tensor
+from tricycle.devices import Array, array_module, is_array, on_gpu
+from tricycle.tensor import Axis, Operand, Part, Tensor, record, to_tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Wanted: TypeAlias = Sequence[bool]  # which args of an operation want a gradient
 
 # Every operation with a gradient, by name. A test fails when one of them has no gradient check.
-OPS: dict[str, Callable] = {}
+OPS: dict[str, Callable[..., Any]] = {}
 
 
-def register(op: Callable) -> Callable:
+def register(op: Function) -> Function:
     """Enter a function in the registry of operations."""
     OPS[op.__name__] = op
     return op
@@ -140,14 +142,17 @@ def positive(layer: str, **sizes: int) -> None:
 
 
 # -------------------------------------------------------------------- elementwise, one input
-def unary(name: str, forward: Callable, gradient: Callable) -> Callable[[Operand], Tensor]:
+def unary(name: str, forward: Callable[..., Array], gradient: Callable[..., Array]) -> Callable[[Operand], Tensor]:
     """An elementwise op. `forward(xp, x)` gives y; `gradient(xp, g, x, y)` gives the gradient of x."""
 
     def op(x: Operand) -> Tensor:
         x = as_tensor(x)
-        array, xp = floating(x.array), x.xp
-        y = forward(xp, array)
-        return record(y, (x,), (lambda grad: gradient(xp, grad.array, array, y),), name)
+        array = floating(x.array)
+        y = forward(x.xp, array)
+        return record(y, (x,), backward, name, None, (array, y))
+
+    def backward(grad: Array, wanted: Wanted, x: Array, y: Array) -> tuple[Array]:
+        return (gradient(array_module(x), grad, x, y),)
 
     op.__name__ = name
     return register(op)
@@ -166,11 +171,17 @@ sigmoid = unary("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x, y:
 @register
 def negative(x: Operand) -> Tensor:
     x = as_tensor(x)
-    return record(-x.array, (x,), (lambda grad: -grad.array,), "negative")
+    return record(-x.array, (x,), lambda grad, wanted: (-grad,), "negative")
 
 
 # -------------------------------------------------------------------- elementwise, two inputs
-def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Callable) -> Callable[..., Tensor]:
+def binary(
+    name: str,
+    symbol: str,
+    forward: Callable[..., Array],
+    left: Callable[..., Array],
+    right: Callable[..., Array],
+) -> Callable[..., Tensor]:
     """An elementwise op with broadcasting. `forward(x, y)` gives z; `left(g, x, y, z)` and
     `right(g, x, y, z)` give the gradients of x and y before un-broadcasting.
 
@@ -195,26 +206,25 @@ def binary(name: str, symbol: str, forward: Callable, left: Callable, right: Cal
             z = forward(a, b)
         except ValueError as error:
             raise refusal(name, error, a, b) from None
-        return record(z, (x, y), back_fns, result_name, saved=(a, b, z))
+        return record(z, (x, y), backward, result_name, None, (a, b, z))
 
-    def to_left(x: Array, y: Array, z: Array, grad: Tensor) -> Array:
-        return unbroadcast(left(grad.array, x, y, z), x.shape)
+    def backward(grad: Array, wanted: Wanted, x: Array, y: Array, z: Array) -> tuple[Array | None, Array | None]:
+        to_left = unbroadcast(left(grad, x, y, z), x.shape) if wanted[0] else None
+        to_right = unbroadcast(right(grad, x, y, z), y.shape) if wanted[1] else None
+        return to_left, to_right
 
-    def to_right(x: Array, y: Array, z: Array, grad: Tensor) -> Array:
-        return unbroadcast(right(grad.array, x, y, z), y.shape)
-
-    back_fns, result_name = (to_left, to_right), "b" + name
+    result_name = "b" + name
 
     def with_number_right(x: Tensor, y: float) -> Tensor:
         a = _ready_for(x.array, y)
         z = forward(a, y)
-        return record(z, (x,), (lambda grad: left(grad.array, a, y, z),), f"{symbol} {y}")
+        return record(z, (x,), lambda grad, wanted: (left(grad, a, y, z),), f"{symbol} {y}")
 
     def with_number_left(x: float, y: Tensor) -> Tensor:
         b = _ready_for(y.array, x)
         z = forward(x, b)
         name = f"{symbol} {x}" if symbol in "+*" else f"{x} {symbol}"
-        return record(z, (y,), (lambda grad: right(grad.array, x, b, z),), name)
+        return record(z, (y,), lambda grad, wanted: (right(grad, x, b, z),), name)
 
     op.__name__ = name
     return register(op)
@@ -269,7 +279,7 @@ maximum = binary("maximum", "max", lambda x, y: _module(x, y).maximum(x, y), *_e
 minimum = binary("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *_extremes)
 
 
-def comparison(name: str, compare: Callable) -> Callable[[Operand, Operand], Tensor]:
+def comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:
     """A comparison: a Tensor of booleans, through which no gradient flows."""
 
     def op(x: Operand, y: Operand) -> Tensor:
@@ -299,11 +309,13 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
         z = xp.where(chosen, *common_kind(x.array, y.array))
     except ValueError as error:
         raise refusal("where", error, chosen, x.array, y.array) from None
-    back_fns = (
-        lambda grad: unbroadcast(xp.where(chosen, grad.array, 0), x.shape),
-        lambda grad: unbroadcast(xp.where(chosen, 0, grad.array), y.shape),
-    )
-    return record(z, (x, y), back_fns, "where")
+
+    def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array | None]:
+        to_x = unbroadcast(xp.where(chosen, grad, 0), x.shape) if wanted[0] else None
+        to_y = unbroadcast(xp.where(chosen, 0, grad), y.shape) if wanted[1] else None
+        return to_x, to_y
+
+    return record(z, (x, y), backward, "where")
 
 
 def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:
@@ -323,12 +335,13 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
         z = xp.concatenate(arrays, axis=axis)
     except ValueError as error:
         raise refusal("concatenate", error, *arrays) from None
-    back_fns, start = [], 0
+    indices = []
+    start = 0
     for t in tensors:
-        index = (slice(None),) * (axis % z.ndim) + (slice(start, start + t.shape[axis]),)
-        back_fns.append(lambda grad, index=index: grad.array[index])
-        start += t.shape[axis]
-    return record(z, tensors, tuple(back_fns), "concatenate")
+        stop = start + t.shape[axis]
+        indices.append((slice(None),) * (axis % z.ndim) + (slice(start, stop),))
+        start = stop
+    return record(z, tensors, lambda grad, wanted: [grad[index] for index in indices], "concatenate")
 
 
 @register
@@ -339,9 +352,13 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
         z = xp.stack(arrays, axis=axis)
     except ValueError as error:
         raise refusal("stack", error, *arrays) from None
-    back_fns = tuple(lambda grad, i=i: xp.take(grad.array, i, axis=axis) for i in range(len(tensors)))
     batched = any(t.is_batched for t in tensors) and axis % z.ndim != 0
-    return record(z, tensors, back_fns, "stack", batched)
+
+    def backward(grad: Array, wanted: Wanted) -> list[Array]:
+        parts = xp.moveaxis(grad, axis, 0)
+        return [parts[i] for i in range(len(tensors))]
+
+    return record(z, tensors, backward, "stack", batched)
 
 
 # -------------------------------------------------------------------- reductions
@@ -368,8 +385,8 @@ def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     x = as_tensor(x)
     axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
     y = x.array.sum(axis=axes, keepdims=keepdims)
-    back_fn = lambda grad: xp.broadcast_to(_kept(grad.array, shape, axes), shape)
-    return record(y, (x,), (back_fn,), "sum", x.is_batched and 0 not in axes)
+    backward = lambda grad, wanted: (xp.broadcast_to(_kept(grad, shape, axes), shape),)
+    return record(y, (x,), backward, "sum", x.is_batched and 0 not in axes)
 
 
 @register
@@ -381,8 +398,8 @@ def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
     if count == 0:
         raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
     y = floating(x.array).mean(axis=axes, keepdims=keepdims)
-    back_fn = lambda grad: xp.broadcast_to(_kept(grad.array / count, shape, axes), shape)
-    return record(y, (x,), (back_fn,), "mean", x.is_batched and 0 not in axes)
+    backward = lambda grad, wanted: (xp.broadcast_to(_kept(grad / count, shape, axes), shape),)
+    return record(y, (x,), backward, "mean", x.is_batched and 0 not in axes)
 
 
 def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
@@ -393,12 +410,12 @@ def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
         raise ValueError(f"{name}: expected at least one element along axes {axes}, got shape {x.shape}")
     y = getattr(array, name)(axis=axes, keepdims=True)
 
-    def back_fn(grad: Tensor) -> Array:
+    def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
         chosen = array == y
-        return chosen * (_kept(grad.array, array.shape, axes) / chosen.sum(axis=axes, keepdims=True))
+        return (chosen * (_kept(grad, array.shape, axes) / chosen.sum(axis=axes, keepdims=True)),)
 
     shape = y.shape if keepdims else tuple(n for i, n in enumerate(y.shape) if i not in axes)
-    return record(y.reshape(shape), (x,), (back_fn,), name, x.is_batched and 0 not in axes)
+    return record(y.reshape(shape), (x,), backward, name, x.is_batched and 0 not in axes)
 
 
 @register
@@ -414,7 +431,7 @@ def min(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 # -------------------------------------------------------------------- shapes and indexing
-def _flat(args: tuple) -> tuple[int, ...]:
+def _flat(args: tuple[Any, ...]) -> tuple[int, ...]:
     """`f(2, 3)` and `f((2, 3))` alike."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], Sequence) else args
 
@@ -428,7 +445,8 @@ def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
     except ValueError:
         raise ValueError(f"reshape: {x.size} elements of shape {x.shape} do not fit {_flat(shape)}") from None
     batched = x.is_batched and y.shape[:1] == x.shape[:1]
-    return record(y, (x,), (lambda grad: grad.array.reshape(x.shape),), "reshape", batched)
+    shape_before = x.shape
+    return record(y, (x,), lambda grad, wanted: (grad.reshape(shape_before),), "reshape", batched)
 
 
 @register
@@ -440,7 +458,7 @@ def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
         raise ValueError(f"transpose: expected an order of {x.ndim} axes, got {_flat(axes)} for shape {x.shape}")
     back = tuple(order.index(i) for i in range(x.ndim))
     batched = x.is_batched and order[:1] == (0,)
-    return record(x.array.transpose(order), (x,), (lambda grad: grad.array.transpose(back),), "transpose", batched)
+    return record(x.array.transpose(order), (x,), lambda grad, wanted: (grad.transpose(back),), "transpose", batched)
 
 
 def _array_index(index: Any, xp: Any) -> Any:
@@ -456,24 +474,13 @@ def getitem(x: Operand, index: Any) -> Tensor:
     """NumPy's indexing: numbers, slices, None, Ellipsis, arrays or Tensors of whole numbers or booleans."""
     x = as_tensor(x)
     index = _array_index(index, x.xp)
-    parts = index if isinstance(index, tuple) else (index,)
-    basic = all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts)
     try:
         y = x.array[index]
     except IndexError as error:
         raise IndexError(f"getitem: {error}, for a Tensor of shape {x.shape}") from None
-    xp, shape = x.xp, x.shape
-
-    def back_fn(grad: Tensor) -> Array:
-        full = xp.zeros(shape, grad.dtype)
-        if basic:
-            full[index] = grad.array
-        else:
-            xp.add.at(full, index, grad.array)  # an element taken twice gets both gradients
-        return full
-
-    batched = x.is_batched and not isinstance(next(iter(parts), ...), (int, np.integer, type(None)))
-    return record(y, (x,), (back_fn,), "getitem", batched)
+    first = index[:1] if isinstance(index, tuple) else (index,)
+    batched = x.is_batched and not isinstance(first[0] if first else ..., (int, np.integer, type(None)))
+    return record(y, (x,), lambda grad, wanted: (Part(grad, index),), "getitem", batched)
 
 
 def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
@@ -482,9 +489,19 @@ def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
     (axis,) = _axes("split", x, axis)
     if n_splits < 1 or x.shape[axis] % n_splits:
         raise ValueError(f"split: {n_splits} equal parts do not fit axis {axis} of shape {x.shape}")
-    size = x.shape[axis] // n_splits
-    before = (slice(None),) * axis
-    return [getitem(x, (*before, slice(i * size, (i + 1) * size))) for i in range(n_splits)]
+    return split_sizes(x, [x.shape[axis] // n_splits] * n_splits, axis)
+
+
+def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]:
+    """Parts of these lengths along an axis, one after another; views of the same memory."""
+    index: list[Any] = [slice(None)] * x.ndim
+    parts = []
+    start = 0
+    for size in sizes:
+        index[axis] = slice(start, start + size)
+        parts.append(getitem(x, tuple(index)))
+        start += size
+    return parts
 
 
 def _iterate(x: Tensor) -> Iterator[Tensor]:
@@ -492,7 +509,7 @@ def _iterate(x: Tensor) -> Iterator[Tensor]:
 
 
 # -------------------------------------------------------------------- the operators and methods of Tensor
-def _reflected(op: Callable) -> Callable:
+def _reflected(op: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     return lambda x, y: op(y, x)
 
 
@@ -500,12 +517,27 @@ for _name, _op in {"add": add, "sub": subtract, "mul": multiply, "truediv": divi
     setattr(Tensor, f"__{_name}__", _op)
     setattr(Tensor, f"__r{_name}__", _reflected(_op))
 for _name, _compare in {
-    "less": operator.lt, "less_equal": operator.le, "greater": operator.gt, "greater_equal": operator.ge,
-    "equal": operator.eq, "not_equal": operator.ne,
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "greater": operator.gt,
+    "greater_equal": operator.ge,
+    "equal": operator.eq,
+    "not_equal": operator.ne,
 }.items():
     setattr(Tensor, f"__{_compare.__name__}__", comparison(_name, _compare))
 for _name, _method in {
-    "__neg__": negative, "__getitem__": getitem, "__iter__": _iterate, "reshape": reshape, "transpose": transpose,
-    "split": split, "sum": sum, "mean": mean, "max": max, "min": min, "exp": exp, "log": log, "sqrt": sqrt,
+    "__neg__": negative,
+    "__getitem__": getitem,
+    "__iter__": _iterate,
+    "reshape": reshape,
+    "transpose": transpose,
+    "split": split,
+    "sum": sum,
+    "mean": mean,
+    "max": max,
+    "min": min,
+    "exp": exp,
+    "log": log,
+    "sqrt": sqrt,
 }.items():
     setattr(Tensor, _name, _method)

@@ -1,54 +1,271 @@
-"""Optimisers: they change parameters in place, given their gradients."""
+"""Optimisers: they change parameters in place, given their gradients.
+
+How one parameter changes is a `Rule`; an `Optimiser` chooses the rule of each parameter, remembers its state and knows
+the learning rate. A rule of one's own is a class with an `update`:
+
+    class SignDescent(Rule):
+        def update(self, weights, grad, state, step):
+            weights -= step.learning_rate * array_module(grad).sign(grad)
+
+    optimiser = Optimiser(1e-3, SignDescent())
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from tricycle import backend, kernels
-from tricycle.backend import Array, array_module
+from tricycle import devices, kernels
+from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.tensor import Tensor
 
 Schedule = Callable[[int], float]
-Rule = Callable[[str, Tensor], bool]
-Update = Callable[..., None]  # takes weights, gradient, moments, number of updates, decay and perhaps a factor
+Predicate = Callable[[Tensor], bool]
+State = dict[str, Array]
+
+DECAYING = ("matrix", "embedding", "head")
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay shrinks a parameter: matrices yes; gains, biases, scales, embeddings of position no."""
-    return parameter.ndim >= 2 and "position" not in name and "scales" not in name
+def role_of(parameter: Tensor) -> str:
+    """What a parameter says it is; where it says nothing, "matrix" with two axes or more, else "bias"."""
+    return getattr(parameter, "role", None) or ("matrix" if parameter.ndim >= 2 else "bias")
+
+
+def decays(parameter: Tensor) -> bool:
+    """Whether weight decay shrinks a parameter: matrices, embeddings and heads; no positions, gains, biases, scales."""
+    return role_of(parameter) in DECAYING
+
+
+def is_hidden_matrix(parameter: Tensor) -> bool:
+    """Whether Muon takes a parameter: matrices between hidden layers."""
+    return role_of(parameter) == "matrix" and parameter.ndim == 2
+
+
+# -------------------------------------------------------------------- rules
+class Step(NamedTuple):
+    """What a rule needs to know of an update besides the parameter itself.
+
+    Attributes:
+        number: how many updates the parameter will have had, this one included; a number, or a 0-d array.
+        learning_rate: of this update.
+        weight_decay: weights shrink by `learning_rate * weight_decay`; 0 for a parameter that does not decay.
+    """
+
+    number: Any
+    learning_rate: float
+    weight_decay: float
+
+    @property
+    def kept(self) -> float:
+        """What decay leaves of the weights: they are multiplied by it."""
+        return 1 - self.learning_rate * self.weight_decay
+
+
+class Rule:
+    """How one parameter changes. A subclass defines `update`.
+
+    Attributes:
+        state_names: the arrays that it remembers of a parameter. They have its shape and begin as zeros.
+        on_one_thread: an update keeps no more than one thread busy, so that several parameters are updated at once.
+    """
+
+    state_names: tuple[str, ...] = ()
+    on_one_thread = False
+
+    def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        """Change weights and state in place. The gradient stays as it is."""
+        raise NotImplementedError(f"{type(self).__name__} defines no update")
+
+    def scaled_update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any) -> None:
+        """The update with `factor` times the gradient; where that is not above 0, nothing changes.
+
+        Args:
+            factor: a number, or a 0-d array on the device of the weights, which is not read.
+        """
+        if not _is_on_device(factor):
+            if factor > 0:
+                self.update(weights, grad * float(factor), state, step)
+            return
+        changed = (weights, *state.values())
+        before = [array.copy() for array in changed]
+        self.update(weights, grad * factor, state, step)
+        for array, old in zip(changed, before):
+            array[...] = array_module(array).where(factor > 0, array, old)
+
+
+class GradientRule(Rule):
+    """weights -= learning_rate * velocity, where velocity = momentum * velocity + gradient.
+
+    Args:
+        momentum: from 0 to below 1.
+    """
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"StochasticGradientDescent: expected a momentum from 0 to below 1, got {momentum!r}")
+        self.momentum = momentum
+        self.state_names = ("velocity",) if momentum else ()
+
+    def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        if step.weight_decay:
+            weights *= step.kept
+        if self.momentum:
+            velocity = state["velocity"]
+            velocity *= self.momentum
+            velocity += grad
+            grad = velocity
+        weights -= step.learning_rate * grad
+
+
+class AdamWRule(Rule):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
+
+    Args:
+        betas: how much of the mean of gradients, and of their squares, each step keeps.
+        eps: added to the root of the mean square.
+    """
+
+    state_names = ("first", "second")
+
+    def __init__(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
+        self.betas = _two_betas("AdamW", betas)
+        if not eps > 0:
+            raise ValueError(f"AdamW: expected an eps above 0, got {eps!r}")
+        self.eps = eps
+
+    def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        self.scaled_update(weights, grad, state, step, None)
+
+    def scaled_update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any) -> None:
+        first, second = state["first"], state["second"]
+        rate, decay = step.learning_rate, step.weight_decay
+        kernels.adamw(weights, grad, first, second, step.number, rate, self.betas, self.eps, decay, factor)
+
+
+class LionRule(Rule):
+    """The sign of a mean of gradients (Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2).
+
+    Args:
+        betas: how much of the mean counts in the sign, and how much of it a step keeps.
+    """
+
+    state_names = ("first",)
+
+    def __init__(self, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        self.betas = _two_betas("Lion", betas)
+
+    def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        mean = state["first"]
+        beta1, beta2 = self.betas
+        direction = array_module(grad).sign(beta1 * mean + (1 - beta1) * grad)
+        weights *= step.kept
+        weights -= step.learning_rate * direction
+        mean *= beta2
+        mean += (1 - beta2) * grad
+
+
+class MuonRule(Rule):
+    """Momentum whose singular values are all brought to 1. For matrices.
+
+    A matrix that is a whole number of times wider than tall, or taller than wide, is taken as so many square ones:
+    the queries, keys and values of attention are.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; its weights of the iteration
+    are those of `kernels.reference.optimisers.POLAR`.
+
+    Args:
+        rate: the learning rate is multiplied by it.
+        momentum: how much of the mean gradient a step keeps.
+        precision: of the products by which singular values are brought there, in `functions.PRECISIONS`.
+    """
+
+    state_names = ("first",)
+    on_one_thread = True
+
+    def __init__(self, rate: float = 5.0, momentum: float = 0.95, precision: str = "float32") -> None:
+        if not 0 <= rate < math.inf or not 0 <= momentum < 1:
+            got = f"{rate!r} and {momentum!r}"
+            raise ValueError(f"Muon: expected a matrix_rate of 0 or more and a momentum from 0 to below 1, got {got}")
+        self.rate = rate
+        self.momentum = momentum
+        self.precision = precision
+
+    def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        mean = state["first"]
+        mean *= self.momentum
+        mean += (1 - self.momentum) * grad
+        ahead = (1 - self.momentum) * grad + self.momentum * mean  # as Nesterov does
+        ahead = array_module(ahead).ascontiguousarray(ahead)  # so that its blocks are views
+        if step.weight_decay:
+            weights *= step.kept
+        blocks = _blocks(ahead)
+        blocks[...] = kernels.orthogonalise(blocks, self.precision)
+        n_rows, n_columns = weights.shape
+        ahead *= step.learning_rate * self.rate * math.sqrt(max(1, n_columns / n_rows) / len(blocks))
+        weights -= ahead
+
+
+def _two_betas(title: str, betas: Any) -> tuple[float, float]:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{title}: expected two betas from 0 to below 1, got {betas!r}")
+    return betas[0], betas[1]
+
+
+def _blocks(matrix: Array) -> Array:
+    """(N, R, C): the square parts of a matrix, a view; the matrix itself if it has none."""
+    n_rows, n_columns = matrix.shape
+    if n_columns % n_rows == 0:
+        return matrix.reshape(n_rows, -1, n_rows).swapaxes(0, 1)
+    if n_rows % n_columns == 0:
+        return matrix.reshape(-1, n_columns, n_columns)
+    return matrix[None]
+
+
+# -------------------------------------------------------------------- optimisers
+def anything(parameter: Tensor) -> bool:
+    """The predicate of a group that takes every parameter."""
+    return True
 
 
 class Optimiser:
-    """Holds what it remembers of each parameter, such as moments.
+    """Chooses the rule of each parameter, and holds what rules remember: their state, such as moments.
 
     Args:
         learning_rate: a number, or a schedule: a function from the number of the step (1, 2, ...) to a number.
+        rules: a rule, or groups: pairs of a predicate on parameters and a rule. The first group that takes a parameter
+            has it.
         weight_decay: each step multiplies the weights that decay by 1 - learning_rate * weight_decay.
-        decays: the rule that says which, from name and parameter.
+        decays: a predicate that says which parameters decay.
+
+    Raises:
+        TypeError: something else for rules.
+        ValueError: a rate or a decay that is negative or not finite.
     """
 
-    moments: tuple[str, ...] = ()
-
     def __init__(
-        self, learning_rate: float | Schedule, weight_decay: float = 0.0, decays: Rule = decays,
+        self,
+        learning_rate: float | Schedule,
+        rules: Rule | Sequence[tuple[Predicate, Rule]],
+        weight_decay: float = 0.0,
+        decays: Predicate = decays,
     ) -> None:
         kind = type(self).__name__
         if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
             raise ValueError(f"{kind}: expected a learning_rate of 0 or more, got {learning_rate!r}")
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"{kind}: expected a weight_decay of 0 or more, got {weight_decay!r}")
+        self.groups = [(anything, rules)] if isinstance(rules, Rule) else _checked_groups(kind, rules)
         self.schedule = learning_rate if callable(learning_rate) else None
         self.learning_rate = learning_rate(1) if callable(learning_rate) else learning_rate
         self.weight_decay = weight_decay
         self.decays = decays
         self.n_steps = 0
         self._step_is_open = False
-        # how many updates each parameter had, and its moments (a Tensor is a key by identity)
-        self._memory: dict[Tensor, tuple[int, dict[str, Array]]] = {}
+        # how many updates each parameter had, and its state (a Tensor is a key by identity)
+        self._memory: dict[Tensor, tuple[int, State]] = {}
 
     def step(self) -> None:
         """Open a step: count it and set the learning rate of the schedule. `update` opens one if none is open."""
@@ -58,196 +275,197 @@ class Optimiser:
             self.learning_rate = self.schedule(self.n_steps)
 
     def update(
-        self, named_parameters: Iterable[tuple[str, Tensor]], factor: Array | None = None, n_skipped: Any = 0
+        self, named_parameters: Iterable[tuple[str, Tensor]], factor: Array | float | None = None, n_skipped: Any = 0
     ) -> None:
         """Change every parameter that has a gradient. Called by `Layer.update`.
 
         Args:
-            factor: all gradients are multiplied by it, a 0-d array on their device; where it is not above 0, nothing
-                changes. So an update can depend on what the device found without a wait for it.
-            n_skipped: how many updates have changed nothing so far; a number, or a 0-d array.
+            factor: all gradients are multiplied by it, a number or a 0-d array; where it is not above 0, nothing
+                changes. One on a device is not read: so an update can depend on what the device found without a wait.
+            n_skipped: how many updates were left out so far because a factor on a device was not above 0, which nobody
+                here knows; a number, or a 0-d array.
+
+        Raises:
+            ValueError: no group takes a parameter.
         """
         if not self._step_is_open:
             self.step()
-        calls: list[partial] = []
-        for name, parameter in named_parameters:
-            if parameter.grad is not None and parameter.requires_grad:
-                n_updates, moments = self.memory_of(parameter)
-                self._memory[parameter] = n_updates + 1, moments
-                decay = self.weight_decay if self.decays(name, parameter) else 0.0
-                given = parameter.array, parameter.grad.array, moments, n_updates + 1 - n_skipped, decay
-                calls.append(partial(self._way(name, parameter), *given, *([] if factor is None else [factor])))
-        self._make(calls)
+        if factor is not None and not _is_on_device(factor):
+            factor = float(factor)
+        if not isinstance(factor, float) or factor > 0:
+            chosen = [(name, p) for name, p in named_parameters if p.grad is not None and p.requires_grad]
+            rules = [self.rule_of(parameter, name) for name, parameter in chosen]
+            updates = [self._update_of(p, rule, factor, n_skipped) for (_, p), rule in zip(chosen, rules)]
+            _make([update for update, rule in zip(updates, rules) if not rule.on_one_thread])
+            _make_together([update for update, rule in zip(updates, rules) if rule.on_one_thread])
         self._step_is_open = False
 
-    def memory_of(self, parameter: Tensor) -> tuple[int, dict[str, Array]]:
-        """How many updates a parameter had, and its moments; fresh ones where there are none or it has moved."""
-        n_updates, moments = self._memory.get(parameter, (0, {}))
-        for name in self.moments:
-            if type(moments.get(name)) is not type(parameter.array):
-                held = moments.get(name)
-                zeros = parameter.xp.zeros_like(parameter.array)
-                moments[name] = zeros if held is None else parameter.xp.asarray(backend.to_cpu(held))
-        return n_updates, moments
+    def rule_of(self, parameter: Tensor, name: str = "a parameter") -> Rule:
+        """The rule of the first group that takes a parameter.
 
-    def remember(self, parameter: Tensor, n_updates: int, moments: dict[str, Array]) -> None:
-        """Set what is remembered of a parameter, as a checkpoint does."""
-        for name in self.moments:
-            if name not in moments or moments[name].shape != parameter.shape:
-                got = moments[name].shape if name in moments else "none"
+        Raises:
+            ValueError: none does.
+        """
+        for takes, rule in self.groups:
+            if takes(parameter):
+                return rule
+        what = f"{name}, a {role_of(parameter)} of shape {parameter.shape}"
+        raise ValueError(f"{type(self).__name__}: expected a group that takes {what}, got none")
+
+    def _update_of(self, parameter: Tensor, rule: Rule, factor: Any, n_skipped: Any) -> partial[None]:
+        """The update of a parameter, which is counted, ready to be called."""
+        n_updates, state = self.memory_of(parameter)
+        self._memory[parameter] = n_updates + 1, state
+        decay = self.weight_decay if self.decays(parameter) else 0.0
+        step = Step(n_updates + 1 - n_skipped, self.learning_rate, decay)
+        grad: Any = parameter.grad
+        given = parameter.array, grad.array, state, step
+        if factor is None or (isinstance(factor, float) and factor == 1):
+            return partial(rule.update, *given)
+        return partial(rule.scaled_update, *given, factor)
+
+    def memory_of(self, parameter: Tensor) -> tuple[int, State]:
+        """How many updates a parameter had, and its state; fresh arrays where there are none.
+
+        Arrays follow a parameter that has moved to another device.
+        """
+        n_updates, state = self._memory.get(parameter, (0, {}))
+        for name in self.rule_of(parameter).state_names:
+            held = state.get(name)
+            if held is None:
+                state[name] = parameter.xp.zeros_like(parameter.array)
+            elif not _together(held, parameter.array):
+                state[name] = _moved(held, parameter.array)
+        return n_updates, state
+
+    def remember(self, parameter: Tensor, n_updates: int, state: State) -> None:
+        """Set what is remembered of a parameter, as a checkpoint does. What its rule has no use for is left out.
+
+        Raises:
+            ValueError: an array is missing or has another shape.
+        """
+        needed = {}
+        for name in self.rule_of(parameter).state_names:
+            if name not in state or state[name].shape != parameter.shape:
+                got = state[name].shape if name in state else "none"
                 kind = type(self).__name__
                 raise ValueError(f"{kind}: expected {name} moments of shape {parameter.shape}, got {got}")
-        self._memory[parameter] = n_updates, moments
-
-    def _way(self, name: str, parameter: Tensor) -> Update:
-        """How a parameter is updated, where not all are alike."""
-        return self._update_one
-
-    def _make(self, calls: list[partial]) -> None:
-        """Make all updates of a step."""
-        for call in calls:
-            call()
-
-    def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
-        raise NotImplementedError(f"{type(self).__name__} defines no update")
+            needed[name] = state[name]
+        self._memory[parameter] = n_updates, needed
 
 
-def _guarded(update: Update) -> Update:
-    """An update that knows nothing of a factor, as one that takes it as its last argument."""
+def _checked_groups(kind: str, groups: Any) -> list[tuple[Predicate, Rule]]:
+    """
+    Raises:
+        TypeError: something that is no list of pairs of a predicate and a rule.
+    """
+    wanted = f"{kind}: expected a Rule, or pairs of a predicate and a Rule"
+    if not isinstance(groups, (list, tuple)) or not groups:
+        raise TypeError(f"{wanted}, got {groups!r}")
+    for pair in groups:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not callable(pair[0]) or not isinstance(pair[1], Rule):
+            raise TypeError(f"{wanted}, got {pair!r} among them")
+    return list(groups)
 
-    @wraps(update)
-    def run(self: Optimiser, weights: Array, grad: Array, moments: dict[str, Array], n_updates: Any, decay: float,
-            factor: Any = None) -> None:  # fmt: skip
-        changed = (weights, *moments.values())
-        before = [array.copy() for array in changed if factor is not None]
-        update(self, weights, grad if factor is None else grad * factor, moments, n_updates, decay)
-        for array, old in zip(changed, before):
-            array[...] = array_module(array).where(factor > 0, array, old)
 
-    return run
+def _is_on_device(value: Any) -> bool:
+    return devices.is_array(value) and devices.on_gpu(value)
+
+
+def _together(a: Array, b: Array) -> bool:
+    """Whether two arrays lie in the memory of one device."""
+    if type(a) is not type(b):
+        return False
+    return not devices.on_gpu(a) or a.device.id == b.device.id
+
+
+def _moved(array: Array, like: Array) -> Array:
+    """An array where another one lies."""
+    host = devices.to_cpu(array)
+    return devices.to_gpu(host, like.device.id) if devices.on_gpu(like) else host
+
+
+def _make(updates: list[partial[None]]) -> None:
+    for update in updates:
+        update()
+
+
+def _make_together(updates: list[partial[None]]) -> None:
+    """Large ones first, each by the first thread that is free."""
+    if updates:
+        updates = sorted(updates, key=lambda update: -update.args[0].size)
+        kernels.each(updates[0].args[0], updates)
 
 
 class StochasticGradientDescent(Optimiser):
-    """weights -= learning_rate * velocity, where velocity = momentum * velocity + gradient."""
+    """`GradientRule` for every parameter."""
 
     def __init__(
-        self, learning_rate: float | Schedule, momentum: float = 0.0, weight_decay: float = 0.0,
-        decays: Rule = decays,
+        self,
+        learning_rate: float | Schedule,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        decays: Predicate = decays,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, decays)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"StochasticGradientDescent: expected a momentum from 0 to below 1, got {momentum!r}")
-        self.momentum = momentum
-        self.moments = ("velocity",) if momentum else ()
-
-    @_guarded
-    def _update_one(self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float) -> None:
-        if decay:
-            weights *= 1 - self.learning_rate * decay
-        if self.momentum:
-            velocity = moments["velocity"]
-            velocity *= self.momentum
-            velocity += grad
-            grad = velocity
-        weights -= self.learning_rate * grad
+        super().__init__(learning_rate, GradientRule(momentum), weight_decay, decays)
 
 
 class AdamW(Optimiser):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
-
-    Args:
-        betas: how much of the mean of gradients, and of their squares, each step keeps.
-        eps: added to the root of the mean square.
-    """
-
-    moments = ("first", "second")
+    """`AdamWRule` for every parameter."""
 
     def __init__(
-        self, learning_rate: float | Schedule = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.01, decays: Rule = decays,
+        self,
+        learning_rate: float | Schedule = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        decays: Predicate = decays,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, decays)
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"AdamW: expected two betas from 0 to below 1, got {betas!r}")
-        if not eps > 0:
-            raise ValueError(f"AdamW: expected an eps above 0, got {eps!r}")
-        self.betas, self.eps = (betas[0], betas[1]), eps
+        super().__init__(learning_rate, AdamWRule(betas, eps), weight_decay, decays)
 
-    def _update_one(
-        self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float, *factor: Array
+
+class Lion(Optimiser):
+    """`LionRule` for every parameter. Its rates are a third to a tenth of AdamW's, and its decays so much larger."""
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.1,
+        decays: Predicate = decays,
     ) -> None:
-        first, second = moments["first"], moments["second"]
-        kernels.adamw(weights, grad, first, second, n_updates, self.learning_rate, self.betas, self.eps, decay, *factor)
+        super().__init__(learning_rate, LionRule(betas), weight_decay, decays)
 
 
-def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon takes a parameter: matrices between hidden layers; not embeddings, the output layer, or tables."""
-    return parameter.ndim == 2 and not any(part in name for part in ("embedding", "head", "scales"))
-
-
-class Muon(AdamW):
-    """Momentum whose singular values are all brought to 1, for matrices between hidden layers; AdamW for the rest.
-
-    A matrix that is a whole number of times wider than tall, or taller than wide, is taken as so many square ones:
-    the queries, keys and values of attention are.
-
-    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; its weights of the iteration
-    are those of `kernels.reference.POLAR`.
+class Muon(Optimiser):
+    """`MuonRule` for matrices between hidden layers, `AdamWRule` for the rest.
 
     Args:
         learning_rate, betas, eps, weight_decay: of AdamW.
         matrix_rate: the learning rate of the matrices, as a multiple of `learning_rate`.
         momentum: how much of the mean gradient a step keeps, of the matrices.
-        takes: the rule that says which parameters are matrices, from name and parameter.
-        precision: of the products by which matrices are brought there, in `functions.PRECISIONS`.
+        takes: a predicate that says which parameters are such matrices.
+        precision: of the products by which matrices are brought there, in `precision.PRECISIONS`.
     """
 
     def __init__(
-        self, learning_rate: float | Schedule = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.01, decays: Rule = decays, matrix_rate: float = 5.0, momentum: float = 0.95,
-        takes: Rule = is_hidden_matrix, precision: str = "float32",
+        self,
+        learning_rate: float | Schedule = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        decays: Predicate = decays,
+        matrix_rate: float = 5.0,
+        momentum: float = 0.95,
+        takes: Predicate = is_hidden_matrix,
+        precision: str = "float32",
     ) -> None:
-        super().__init__(learning_rate, betas, eps, weight_decay, decays)
-        if not 0 <= matrix_rate < math.inf or not 0 <= momentum < 1:
-            got = f"{matrix_rate!r} and {momentum!r}"
-            raise ValueError(f"Muon: expected a matrix_rate of 0 or more and a momentum from 0 to below 1, got {got}")
-        self.matrix_rate, self.momentum, self.takes, self.precision = matrix_rate, momentum, takes, precision
-
-    def _way(self, name: str, parameter: Tensor) -> Update:
-        return self._update_matrix if self.takes(name, parameter) else self._update_one
-
-    def _make(self, calls: list[partial]) -> None:
-        matrices = [call for call in calls if call.func == self._update_matrix]
-        super()._make([call for call in calls if call not in matrices])
-        if matrices:
-            matrices.sort(key=lambda call: -call.args[0].size)
-            kernels.each(matrices[0].args[0], matrices)
-
-    @_guarded
-    def _update_matrix(
-        self, weights: Array, grad: Array, moments: dict[str, Array], n_updates: int, decay: float
-    ) -> None:
-        rate, velocity = self.learning_rate * self.matrix_rate, moments["first"]  # the second moment stays 0
-        velocity *= self.momentum
-        velocity += (1 - self.momentum) * grad
-        ahead = (1 - self.momentum) * grad + self.momentum * velocity  # as Nesterov does
-        ahead = array_module(ahead).ascontiguousarray(ahead)  # so that its blocks are views
-        if decay:
-            weights *= 1 - self.learning_rate * decay
-        blocks, (n_rows, n_columns) = _blocks(ahead), weights.shape
-        blocks[...] = kernels.orthogonalise(blocks, self.precision)
-        ahead *= rate * math.sqrt(max(1, n_columns / n_rows) / len(blocks))
-        weights -= ahead
+        matrices = takes, MuonRule(matrix_rate, momentum, precision)
+        others = anything, AdamWRule(betas, eps)
+        super().__init__(learning_rate, [matrices, others], weight_decay, decays)
 
 
-def _blocks(matrix: Array) -> Array:
-    """(N, R, C): the square parts of a matrix, a view; the matrix itself if it has none."""
-    n_rows, n_columns = matrix.shape
-    if n_columns % n_rows == 0:
-        return matrix.reshape(n_rows, -1, n_rows).swapaxes(0, 1)
-    return matrix.reshape(-1, n_columns, n_columns) if n_rows % n_columns == 0 else matrix[None]
-
-
+# -------------------------------------------------------------------- clipping
 def gradient_norm(model: Layer) -> Any:
     """The root of the sum of squares of all gradients; infinite where squares leave the range of their dtype.
 
@@ -256,7 +474,7 @@ def gradient_norm(model: Layer) -> Any:
     """
     grads: list[Array] = [p.grad.array for p in model.parameters() if p.grad is not None]
     squares = [kernels.sum_squares(grad) for grad in grads]
-    if not squares or not backend.on_gpu(squares[0]):
+    if not squares or not devices.on_gpu(squares[0]):
         return math.sqrt(sum(square.item() for square in squares))
     xp = array_module(squares[0])
     return xp.sqrt(xp.stack(squares).sum())

@@ -1,8 +1,8 @@
 """`Tensor`: an array that remembers how it was made, and automatic differentiation over such arrays.
 
-A Tensor that an operation returned knows its inputs (`args`) and, for each of them, a function that
-turns the gradient of the output into the gradient of that input (`back_fns`). `backward` visits every
-Tensor behind a result once, each after everything that was computed from it, and applies the chain rule.
+A Tensor that an operation returned knows its inputs (`args`) and one function that turns the gradient of the
+output into the gradients of those inputs that want one. `backward` visits every Tensor behind a result once,
+each after everything that was computed from it, and applies the chain rule.
 Nothing here knows what any operation computes: `ops.py` and `einsum.py` add the operators and methods.
 """
 
@@ -12,20 +12,21 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import EllipsisType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tricycle import backend
-from tricycle.backend import Array, array_module
+from tricycle import devices
+from tricycle.devices import Array, array_module, side_by_side
 
 BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
-Operand: TypeAlias = "Tensor | Array | int | float | Sequence"
+# backward(grad, wanted, *saved): from the gradient of the output, an array, to those of the inputs, one for each;
+# anything, such as None, in the place of an input that does not want one (`wanted` says which do).
+Backward: TypeAlias = Callable[..., Sequence[Any]]
+Operand: TypeAlias = "Tensor | Array | int | float | Sequence[Any]"
 Axis: TypeAlias = int | tuple[int, ...] | None
 
-ONES = "ones"  # the name of the gradient that a backward pass starts with
 _grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
 
 
@@ -48,27 +49,42 @@ class Tensor:
             and dtype. Only Tensors that no operation made (inputs and parameters) keep one.
         args: the Tensors that the operation behind this one took; () for inputs and parameters.
         back_fns: one function per arg. It gets the gradient of this Tensor (a Tensor) and returns the
-            gradient of that arg (an array or a Tensor).
+            gradient of that arg (an array or a Tensor). They can be set, too.
         requires_grad: whether gradients flow to this Tensor.
         is_batched: whether axis 0 is the batch. Only `Einsum` reads it.
         name: what made this Tensor, shown when it is printed.
     """
 
     __slots__ = (
-        "array", "grad", "args", "_back_fns", "_saved", "requires_grad", "is_batched", "name", "_freed", "__weakref__"
+        "array",
+        "grad",
+        "args",
+        "_backward",
+        "_saved",
+        "requires_grad",
+        "is_batched",
+        "name",
+        "_freed",
+        "__weakref__",
     )
     # NumPy then leaves `array + tensor` to Tensor.__radd__ instead of looping over elements
     __array_ufunc__ = None
 
     def __init__(
-        self, array: Array, requires_grad: bool = True, is_batched: bool = False, name: str | None = None,
-        args: tuple[Tensor, ...] = (), back_fns: tuple[Callable, ...] = (), saved: tuple[Array, ...] = (),
+        self,
+        array: Array,
+        requires_grad: bool = True,
+        is_batched: bool = False,
+        name: str | None = None,
+        args: tuple[Tensor, ...] = (),
+        backward: Backward | None = None,
+        saved: tuple[Array, ...] = (),
     ) -> None:
         # an operation on a 0-d array gives a NumPy scalar, which is no array
         self.array: Array = np.asarray(array) if isinstance(array, np.generic) else array
         self.grad: Tensor | None = None
         self.args = args
-        self._back_fns = back_fns
+        self._backward = backward
         self._saved = saved
         self.requires_grad = requires_grad
         self.is_batched = is_batched
@@ -78,11 +94,12 @@ class Tensor:
     # ---------------------------------------------------------------- what it holds
     @property
     def back_fns(self) -> tuple[BackFn, ...]:
-        return tuple(partial(back_fn, *self._saved) for back_fn in self._back_fns) if self._saved else self._back_fns
+        return tuple(_back_fn(self, i) for i in range(len(self.args)))
 
     @back_fns.setter
     def back_fns(self, back_fns: tuple[BackFn, ...]) -> None:
-        self._back_fns, self._saved = back_fns, ()
+        self._backward = _separately(back_fns)
+        self._saved = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,11 +124,11 @@ class Tensor:
 
     @property
     def on_gpu(self) -> bool:
-        return backend.on_gpu(self.array)
+        return devices.on_gpu(self.array)
 
     def numpy(self) -> np.ndarray:
         """The values as a NumPy array (the array itself where it is one already)."""
-        return backend.to_cpu(self.array)
+        return devices.to_cpu(self.array)
 
     def item(self) -> Any:
         """The value of a one-element Tensor as a Python number."""
@@ -144,8 +161,8 @@ class Tensor:
     def close_to(self, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
         """Whether all values are within `atol + rtol * |other|` of a Tensor's, an array's or a number's."""
         array = other.array if isinstance(other, Tensor) else other
-        if backend.is_array(array):
-            array = backend.to_cpu(array)
+        if devices.is_array(array):
+            array = devices.to_cpu(array)
         return bool(np.allclose(self.numpy(), array, rtol=rtol, atol=atol, equal_nan=equal_nan))
 
     # ---------------------------------------------------------------- printing
@@ -159,15 +176,22 @@ class Tensor:
 
     # ---------------------------------------------------------------- devices, flags, copies
     def to_gpu(self, device: int = 0) -> Tensor:
-        """Move the array (and gradient) to a GPU, in place; returns self."""
-        self.array = backend.to_gpu(self.array, device)
+        """Move the array (and gradient) to a GPU, in place; returns self.
+
+        Raises:
+            RuntimeError: this is the result of an operation, whose inputs would stay where they are.
+        """
+        if self.args:
+            came = f"the result of {self.name or 'an operation'}, whose gradient goes back to where its inputs lie"
+            raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {came}; move detach() or its inputs")
+        self.array = devices.to_gpu(self.array, device)
         if self.grad is not None:
             self.grad.to_gpu(device)
         return self
 
     def from_gpu(self) -> Tensor:
         """Move the array (and gradient) to host memory, in place; returns self."""
-        self.array = backend.to_cpu(self.array)
+        self.array = devices.to_cpu(self.array)
         if self.grad is not None:
             self.grad.from_gpu()
         return self
@@ -196,7 +220,7 @@ class Tensor:
         state = {key: getattr(self, key) for key in ("requires_grad", "is_batched", "name")}
         return {"array": self.numpy(), **state}
 
-    def __deepcopy__(self, memo: dict) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return Tensor(self.array.copy(), self.requires_grad, self.is_batched, self.name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -222,21 +246,26 @@ class Tensor:
         sums.add(self, self.xp.ones_like(self.array))
         while order:  # popped, so that a node's array can go as soon as nothing needs it
             node = order.pop()
-            grad = sums.arrays.pop(id(node), None)
-            if not node.args:
+            grad = sums.take(node)
+            args = node.args
+            if not args:
                 if grad is not None:
                     _accumulate(node, grad, sums)
                 continue
             if grad is not None:
-                # one for all args: shared_backward goes by identity
-                incoming = Tensor(grad, False, node.is_batched, ONES if node is self else None)
-                for arg, back_fn in zip(node.args, node._back_fns, strict=True):
-                    if arg.requires_grad:
-                        sums.add(arg, back_fn(*node._saved, incoming))
+                wanted = [arg.requires_grad for arg in args]
+                gradients = node._backward(grad, wanted, *node._saved)  # type: ignore[misc]
+                for arg, wants, gradient in zip(args, wanted, gradients, strict=True):
+                    if wants:
+                        sums.add(arg, gradient)
             if not retain_graph:
-                node.args, node.back_fns, node._freed = (), (), True
+                node.args = ()
+                node._backward = None
+                node._saved = ()
+                node._freed = True
 
     if TYPE_CHECKING:  # ops.py and einsum.py attach these: here stand only their types
+
         def _arithmetic(self, other: Operand) -> Tensor: ...
 
         __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = _arithmetic
@@ -270,15 +299,24 @@ def remembers(*args: Tensor) -> bool:
     return False
 
 
-def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[Callable, ...], name: str | None,
-           is_batched: bool | None = None, saved: tuple[Array, ...] = ()) -> Tensor:
+def record(
+    array: Array,
+    args: tuple[Tensor, ...],
+    backward: Backward | tuple[BackFn, ...] | None,
+    name: str | None,
+    is_batched: bool | None = None,
+    saved: tuple[Array, ...] = (),
+) -> Tensor:
     """The result of an operation: `array`, with its history where a gradient can flow.
 
     Args:
+        backward: backward(grad, wanted) gives the gradients of all args, as arrays (or a `Part` of one), from that of
+            the result. `wanted` has a boolean for each arg; in the place of one that does not want a gradient
+            anything may stand. Or a tuple with a function for each arg, as `Tensor.back_fns` has them.
         is_batched: as any of the args is, unless given.
-        saved: what each of the back_fns takes before the gradient. All results of an op then share its back_fns,
-            and each keeps one tuple where closures would be nine objects: Python's garbage collector walks over
-            every one, again and again while a graph grows, which costs more than a small operation itself.
+        saved: what `backward` takes after `wanted`. All results of an op can then share one function, and each keeps
+            one tuple where a closure would be several objects: Python's garbage collector walks over every one, again
+            and again while a graph grows, which costs more than a small operation itself.
     """
     requires_grad = any_batched = False
     for arg in args:
@@ -287,12 +325,41 @@ def record(array: Array, args: tuple[Tensor, ...], back_fns: tuple[Callable, ...
     if is_batched is None:
         is_batched = any_batched
     if requires_grad and _grad_enabled.get():
-        return Tensor(array, True, is_batched, name, args, back_fns, saved)
+        if isinstance(backward, tuple):
+            backward = _separately(backward)
+        return Tensor(array, True, is_batched, name, args, backward, saved)
     return Tensor(array, False, is_batched, name)
 
 
+def _separately(back_fns: tuple[BackFn, ...]) -> Backward:
+    """One backward of a function for each arg."""
+
+    def backward(grad: Array, wanted: Sequence[bool]) -> list[Any]:
+        incoming = Tensor(grad, False)
+        return [back_fn(incoming) if wants else None for back_fn, wants in zip(back_fns, wanted, strict=True)]
+
+    return backward
+
+
+def _back_fn(node: Tensor, i: int) -> BackFn:
+    """The gradient of one arg of a node by itself, for who looks at the graph from outside."""
+    arg, backward, saved = node.args[i], node._backward, node._saved
+    wanted = [place == i for place in range(len(node.args))]
+
+    def back_fn(grad: Tensor) -> Array | Tensor:
+        gradient = backward(grad.array, wanted, *saved)[i]  # type: ignore[misc]
+        return _assembled([gradient], arg.array) if type(gradient) is Part else gradient
+
+    return back_fn
+
+
 def to_tensor(
-    x: Operand, *, dtype: Any = None, requires_grad: bool = True, is_batched: bool = False, name: str | None = None,
+    x: Operand,
+    *,
+    dtype: Any = None,
+    requires_grad: bool = True,
+    is_batched: bool = False,
+    name: str | None = None,
 ) -> Tensor:
     """Make a Tensor of a number, a (nested) list, a NumPy or CuPy array, or another Tensor's values.
 
@@ -309,16 +376,16 @@ def to_tensor(
         ValueError: a list of uneven rows.
     """
     array: Array = x.array if isinstance(x, Tensor) else x
-    if not backend.is_array(array) or array_module(array) is np:
+    if not devices.is_array(array) or array_module(array) is np:
         try:
             array = np.asarray(array)  # scalars, memory maps and other subclasses become plain arrays too
         except ValueError:
             raise ValueError("to_tensor: expected numbers in rows of equal length, got an uneven list") from None
     if dtype is None:
         dtype = np.float32 if array.dtype.kind != "b" else bool
-    for found in (array.dtype, np.dtype(dtype)):
-        if found.kind not in "biuf" and found.name != "bfloat16":
-            raise TypeError(f"to_tensor: expected numbers, got dtype {found}")
+    for kind in (array.dtype, np.dtype(dtype)):
+        if kind.kind not in "biuf" and kind.name != "bfloat16":
+            raise TypeError(f"to_tensor: expected numbers, got dtype {kind}")
     array = array.astype(dtype, copy=False)
     differentiable = array.dtype.kind not in "biu"
     return Tensor(array, requires_grad and differentiable, is_batched, name)
@@ -361,6 +428,17 @@ def topological_order(root: Tensor) -> list[Tensor]:
     return order
 
 
+class Part(NamedTuple):
+    """The gradient of an arg that is 0 outside of one part of it: `whole[index] = array`.
+
+    An op that takes a part of its arg gives this instead of an array full of zeros. All parts of one arg are put
+    together when its turn comes: a sequence that is taken apart step by step costs no more than its length.
+    """
+
+    array: Array
+    index: Any
+
+
 class _GradientSums:
     """Gradients that have arrived at Tensors whose turn has not come yet.
 
@@ -372,11 +450,15 @@ class _GradientSums:
 
     def __init__(self) -> None:
         self.arrays: dict[int, Array] = {}
+        self.parts: dict[int, list[Part]] = {}
         self.ours: set[int] = set()
         self.handed_out: dict[int, Array] = {}
 
-    def add(self, node: Tensor, grad: Array | Tensor) -> None:
-        array = grad.array if isinstance(grad, Tensor) else grad
+    def add(self, node: Tensor, grad: Array | Tensor | Part) -> None:
+        if type(grad) is Part:
+            self.parts.setdefault(id(node), []).append(grad)
+            return
+        array: Array = grad.array if isinstance(grad, Tensor) else grad
         if array.dtype != node.array.dtype:
             array = array.astype(node.array.dtype)
         key = id(node)
@@ -390,6 +472,60 @@ class _GradientSums:
             if total.size > 1:
                 self.ours.add(key)
 
+    def take(self, node: Tensor) -> Array | None:
+        """The whole gradient of a Tensor whose turn has come; None where none has arrived."""
+        if self.parts and id(node) in self.parts:
+            self.add(node, _assembled(self.parts.pop(id(node)), node.array))
+        return self.arrays.pop(id(node), None)
+
+
+def _assembled(parts: list[Part], like: Array) -> Array:
+    """An array of that shape and dtype, 0 but for its parts; where they overlap they are summed.
+
+    Parts that follow one another without gaps along the last axis are only put side by side; and if they lie so in
+    memory already, that memory is the result.
+    """
+    xp = array_module(like)
+    neighbours = _tiles(parts, like.shape)
+    if neighbours:
+        whole = side_by_side(neighbours)
+        return xp.concatenate(neighbours, axis=-1) if whole is None else whole
+    total = xp.zeros(like.shape, like.dtype)
+    for array, index in parts:
+        if is_basic(index):
+            total[index] += array
+        else:
+            xp.add.at(total, index, array)  # an element taken twice gets both gradients
+    return total
+
+
+def is_basic(index: Any) -> bool:
+    """Whether no element can be taken twice by an index: numbers, slices, None and Ellipsis alone."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts)
+
+
+def _tiles(parts: list[Part], shape: tuple[int, ...]) -> list[Array]:
+    """The arrays of parts that make up a whole along its last axis, in order; none if they do not."""
+    placed: list[tuple[int, int, Array]] = []
+    for array, index in parts:
+        if not (shape and isinstance(index, tuple) and len(index) == len(shape)):
+            return []
+        *before, last = index
+        if not isinstance(last, slice) or any(place != slice(None) for place in before):
+            return []
+        start, stop, step = last.indices(shape[-1])
+        if step != 1:
+            return []
+        placed.append((start, stop, array))
+    placed.sort(key=lambda part: part[0])
+    reached = 0
+    for start, stop, _ in placed:
+        if start != reached:
+            return []
+        reached = stop
+    return [array for _, _, array in placed] if reached == shape[-1] else []
+
 
 def _accumulate(leaf: Tensor, grad: Array, sums: _GradientSums) -> None:
     """Add to the gradient of an input. It becomes the user's, so it shares memory with nothing else."""
@@ -402,3 +538,41 @@ def _accumulate(leaf: Tensor, grad: Array, sums: _GradientSums) -> None:
         grad = grad.copy()
     sums.handed_out[id(grad)] = grad
     leaf.grad = Tensor(grad, False, leaf.is_batched)
+
+
+# What a parameter can be: a matrix between hidden layers, a table of vectors for ids, a table for places, a factor or a
+# summand for each channel, any other factors, and the matrix that gives the output.
+ROLES = ("matrix", "embedding", "position", "gain", "bias", "scale", "head")
+
+
+class Parameter(Tensor):
+    """A Tensor that a model learns and that says what it is, so that an optimiser need not guess.
+
+    Args:
+        values: as `to_tensor` takes them.
+        role: one of ROLES; None leaves it to the number of axes.
+
+    Raises:
+        ValueError: an unknown role.
+    """
+
+    __slots__ = ("role",)
+
+    def __init__(self, values: Operand, role: str | None = None) -> None:
+        if role is not None and role not in ROLES:
+            raise ValueError(f"Parameter: expected role to be one of {', '.join(ROLES)}, got {role!r}")
+        super().__init__(to_tensor(values).array)
+        self.role = role
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "role": self.role}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.role = state["role"]
+        super().__setstate__({name: value for name, value in state.items() if name != "role"})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        twin = Parameter.__new__(Parameter)
+        Tensor.__init__(twin, self.array.copy(), self.requires_grad, self.is_batched, self.name)
+        twin.role = self.role
+        return twin

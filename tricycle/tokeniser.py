@@ -310,78 +310,113 @@ def _chunks(text: str) -> Iterator[str]:
         yield text[start:]
 
 
-def _learn_merges(counts: Counter[str], n_merges: int, progress: bool) -> list[tuple[int, int]]:
-    """The pairs of ids to merge, in order; pair i makes id 256 + i.
+_EDGE, _MERGED_AWAY = -1, -2  # no symbols: the ends of pieces, and right halves of merged pairs
 
-    All different pieces lie one after the other in one line of symbols, each piece weighted by how
-    often it occurs. Merged symbols are linked out of the line, so a merge costs what the pair occurs,
-    not what the text is long, and only counts of neighbouring pairs change. The heap may hold counts
-    that have fallen since; those are put back with today's count when they surface.
-    """
+
+def _learn_merges(counts: Counter[str], n_merges: int, progress: bool) -> list[tuple[int, int]]:
+    """The pairs of ids to merge, in order; pair i makes id 256 + i."""
     from tqdm import tqdm
 
-    n_ids = 256 + n_merges  # a pair (a, b) is kept as the number a * n_ids + b
-    edge, merged_away = -1, -2  # no symbols: the ends of pieces, and right halves of merged pairs
+    line = _Line(counts, 256 + n_merges)
+    merges: list[tuple[int, int]] = []
+    with tqdm(total=n_merges, desc="Training tokeniser", unit=" merges", disable=not progress) as bar:
+        while len(merges) < n_merges:
+            pair = line.most_frequent()
+            if pair is None:
+                break
+            line.merge(pair, 256 + len(merges))
+            merges.append(divmod(pair, line.n_ids))
+            bar.update()
+    return merges
 
-    # lay the pieces out with an edge before, between and after them
+
+class _Line:
+    """All different pieces of a text, one after the other in one line of symbols, with an edge around each.
+
+    Each piece is weighted by how often it occurs. Merged symbols are linked out of the line, so a merge costs what the
+    pair occurs, not what the text is long, and only counts of neighbouring pairs change. The heap may hold counts that
+    have fallen since; those are put back with today's count when they surface.
+
+    Attributes:
+        n_ids: a pair (a, b) is kept as the number a * n_ids + b.
+        symbol, weight: by the place in the line (single items of lists are read faster than of arrays).
+        before, after: the places of the neighbours.
+        count: of each pair, weighted.
+        where: the places at which a pair began when it was found, in ascending order.
+        heap: (-count, pair).
+    """
+
+    def __init__(self, counts: Counter[str], n_ids: int) -> None:
+        self.n_ids = n_ids
+        line, weights = _laid_out(counts)
+        starts = np.flatnonzero((line[:-1] != _EDGE) & (line[1:] != _EDGE))
+        pairs = line[starts] * n_ids + line[starts + 1]
+        order = np.argsort(pairs, kind="stable")
+        different, first = np.unique(pairs[order], return_index=True)
+        keys = different.tolist()
+        groups = np.split(starts[order], first[1:])
+        # a text of one-byte pieces has no pairs; np.split gives one (empty) group even then
+        self.where: dict[int, list[int]] = {pair: group.tolist() for pair, group in zip(keys, groups)}
+        self.count: dict[int, int] = {pair: int(weights[group].sum()) for pair, group in zip(keys, groups)}
+        self.heap = [(-times, pair) for pair, times in self.count.items()]
+        heapq.heapify(self.heap)
+        self.symbol: list[int] = line.tolist()
+        self.weight: list[int] = weights.tolist()
+        self.before = list(range(-1, len(line) - 1))
+        self.after = list(range(1, len(line) + 1))
+
+    def most_frequent(self) -> int | None:
+        """The pair that occurs most often, the first of equals; None where nothing is left that occurs twice."""
+        while self.heap:
+            times, pair = heapq.heappop(self.heap)
+            today = self.count[pair]
+            if today != -times:
+                if today > 1:
+                    heapq.heappush(self.heap, (-today, pair))
+            elif today < 2:
+                return None
+            else:
+                return pair
+        return None
+
+    def merge(self, pair: int, new: int) -> None:
+        """Put a new symbol in the place of each occurrence of a pair."""
+        symbol, weight, before, after = self.symbol, self.weight, self.before, self.after
+        n_ids, count = self.n_ids, self.count
+        a, b = divmod(pair, n_ids)
+        new_count: defaultdict[int, int] = defaultdict(int)
+        new_where: defaultdict[int, list[int]] = defaultdict(list)
+        for i in self.where.pop(pair):
+            j = after[i]
+            if symbol[i] != a or symbol[j] != b:
+                continue  # an earlier merge took one of them
+            left, right = before[i], after[j]
+            symbol[i], symbol[j] = new, _MERGED_AWAY
+            after[i], before[right] = right, i
+            if symbol[left] != _EDGE:
+                # where the left neighbour was itself just merged, (new, a) is one of the new pairs
+                (new_count if symbol[left] == new else count)[symbol[left] * n_ids + a] -= weight[i]
+                new_count[symbol[left] * n_ids + new] += weight[i]
+                new_where[symbol[left] * n_ids + new].append(left)
+            if symbol[right] != _EDGE:
+                count[b * n_ids + symbol[right]] -= weight[i]
+                new_count[new * n_ids + symbol[right]] += weight[i]
+                new_where[new * n_ids + symbol[right]].append(i)
+        for found, times in new_count.items():
+            count[found] = times
+            if times > 1:
+                self.where[found] = new_where[found]
+                heapq.heappush(self.heap, (-times, found))
+
+
+def _laid_out(counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of all pieces with an edge before, between and after them; and the weight of each byte."""
     pieces = [piece.encode("utf-8") for piece in counts]
     lengths = np.fromiter(map(len, pieces), np.int64)
     piece_of = np.repeat(np.arange(len(pieces)), lengths)
     places = np.arange(len(piece_of)) + piece_of + 1
-    line = np.full(len(piece_of) + len(pieces) + 1, edge, np.int64)
+    line = np.full(len(piece_of) + len(pieces) + 1, _EDGE, np.int64)
     line[places] = np.frombuffer(b"".join(pieces), np.uint8)
     weights = np.zeros_like(line)
     weights[places] = np.fromiter(counts.values(), np.int64)[piece_of]
-
-    # count the pairs of bytes, and note where each begins, in ascending order
-    starts = np.flatnonzero((line[:-1] != edge) & (line[1:] != edge))
-    pairs = line[starts] * n_ids + line[starts + 1]
-    order = np.argsort(pairs, kind="stable")
-    different, first = np.unique(pairs[order], return_index=True)
-    keys, groups = different.tolist(), np.split(starts[order], first[1:])
-    # a text of one-byte pieces has no pairs; np.split gives one (empty) group even then
-    where = {pair: group.tolist() for pair, group in zip(keys, groups)}
-    count = {pair: int(weights[group].sum()) for pair, group in zip(keys, groups)}
-    heap = [(-times, pair) for pair, times in count.items()]
-    heapq.heapify(heap)
-
-    symbol, weight = line.tolist(), weights.tolist()  # single items of lists are read faster than of arrays
-    before, after = list(range(-1, len(symbol) - 1)), list(range(1, len(symbol) + 1))
-    merges: list[tuple[int, int]] = []
-    with tqdm(total=n_merges, desc="Training tokeniser", unit=" merges", disable=not progress) as bar:
-        while heap and len(merges) < n_merges:
-            times, pair = heapq.heappop(heap)
-            if count[pair] != -times:
-                if count[pair] > 1:
-                    heapq.heappush(heap, (-count[pair], pair))
-                continue
-            if times > -2:
-                break  # nothing is left that occurs twice
-            a, b = divmod(pair, n_ids)
-            new = 256 + len(merges)
-            merges.append((a, b))
-            bar.update()
-            new_count: defaultdict[int, int] = defaultdict(int)
-            new_where: defaultdict[int, list[int]] = defaultdict(list)
-            for i in where.pop(pair):
-                j = after[i]
-                if symbol[i] != a or symbol[j] != b:
-                    continue  # an earlier merge took one of them
-                left, right = before[i], after[j]
-                symbol[i], symbol[j] = new, merged_away
-                after[i], before[right] = right, i
-                if symbol[left] != edge:
-                    # where the left neighbour was itself just merged, (new, a) is one of the new pairs
-                    (new_count if symbol[left] == new else count)[symbol[left] * n_ids + a] -= weight[i]
-                    new_count[symbol[left] * n_ids + new] += weight[i]
-                    new_where[symbol[left] * n_ids + new].append(left)
-                if symbol[right] != edge:
-                    count[b * n_ids + symbol[right]] -= weight[i]
-                    new_count[new * n_ids + symbol[right]] += weight[i]
-                    new_where[new * n_ids + symbol[right]].append(i)
-            for pair, times in new_count.items():
-                count[pair] = times
-                if times > 1:
-                    where[pair] = new_where[pair]
-                    heapq.heappush(heap, (-times, pair))
-    return merges
+    return line, weights

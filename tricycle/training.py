@@ -1,47 +1,281 @@
-"""Training: all that it is made of, one update of it, and the loss on text that it has not seen.
+"""Training in three verbs: the gradients of a batch, their mean over processes, and the update.
 
-State in, state out; the model sees none of it. The loop with its folder and its clock is `tricycle_cli.run`.
+    found = gradients(model, loss_of, batches)
+    found = mean_over_processes(found)
+    norm = apply(model, optimiser, found)
+
+They are the same on a CPU and on a GPU, and for any model and loss. Below them stands what a GPT's training is made of:
+state in, state out; the model sees none of it. Loops with their folders and clocks belong to programs, such as
+`tricycle_cli.run`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle import backend
-from tricycle.backend import Array, array_module
+from tricycle import devices
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
+from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.ops import check_range
-from tricycle.optimisers import AdamW, Muon, clip_gradients, gradient_norm
+from tricycle.optimisers import AdamW, Muon, Optimiser, gradient_norm
 from tricycle.scheduler import SCHEDULES
 from tricycle.tensor import Tensor, topological_order
 from tricycle.tokeniser import BPETokeniser
 
-# With a limit in minutes, the number of updates is estimated after these, while less than a quarter of the
-# time is over; then it stays, and so does everything that depends on it.
-ESTIMATE_STEPS = tuple(24 * 2**doubling for doubling in range(16))
-IGNORED = -1
+# How many updates a run is taken to have at least while its number of updates is not known, because it is limited in
+# minutes and nothing has been timed.
+LEAST_STEPS = 24
 
 # float16 reaches from 6e-8 to 65,504, so the loss is multiplied by a scale that brings its gradients there, which are
 # divided by it afterwards. It is halved when they leave the range, and doubled after so many updates that went well
 # (Micikevicius et al. 2018, section 3.2).
 FIRST_SCALE, GROWTH_STEPS = 2.0**16, 2000
 
+# From a batch and a factor to the mean loss over the batch's labels, multiplied by the factor: a number, or a 0-d array
+# on the model's device. `CrossEntropy` takes it as its third argument.
+LossOf = Callable[[Any, Any], Tensor]
+
 
 class NonFiniteError(ArithmeticError):
     """Training met NaN or infinity. The update that met it changed no weights."""
 
 
+# -------------------------------------------------------------------- the first verb
+class Gradients(NamedTuple):
+    """What a batch gave.
+
+    Attributes:
+        loss: the mean over its labels: a number, or of a model on a GPU a 0-d array there, which nobody has read.
+        n_labels: how many labels counted; 1 where nobody said.
+        parameters: each with the gradient of that loss as its `grad`, if it has one.
+    """
+
+    loss: Any
+    n_labels: Any
+    parameters: list[Tensor]
+
+    @property
+    def loss_sum(self) -> Any:
+        """Over the labels."""
+        return self.loss * self.n_labels
+
+
+def labelled(model: Layer, loss_fn: CrossEntropy) -> LossOf:
+    """The loss of batches that are pairs of inputs and labels, which are whole numbers."""
+
+    def loss_of(batch: Any, factor: Any) -> Tensor:
+        inputs, labels = batch
+        return loss_fn(model.place(labels), model(model.place(inputs)), factor)
+
+    return loss_of
+
+
+def count_labels(labels: Any, ignore_index: int | None = None) -> Any:
+    """How many labels count, an array's or a Tensor's; a 0-d array where they lie on a GPU and some may be ignored."""
+    array = labels.array if isinstance(labels, Tensor) else labels
+    if ignore_index is None:
+        return array.size
+    return _number((array != ignore_index).sum())
+
+
+def _number(count: Any) -> Any:
+    """As a whole number, unless it lies on a GPU."""
+    return count if devices.is_array(count) and devices.on_gpu(count) else int(count)
+
+
+@np.errstate(all="ignore")  # what overflows is looked for, and named
+def gradients(
+    model: Layer,
+    loss_of: LossOf,
+    batches: Sequence[Any],
+    n_labels: Sequence[Any] | None = None,
+    scale: Array | None = None,
+) -> Gradients:
+    """Forward and backward passes over batches, one after another: as one over all of them at once.
+
+    Each label counts as much as any other, in whichever batch it stands. Gradients are added to those that are there.
+
+    Args:
+        batches: what `loss_of` takes, one or more.
+        n_labels: of how many labels each batch's loss is the mean, as `count_labels` says; needed for several batches.
+        scale: the losses are multiplied by it, and so the gradients are; a 0-d array on the model's device.
+
+    Raises:
+        ValueError: no batch, several and no number of labels for each, or no label at all.
+        NonFiniteError: a loss is NaN or infinite; there are no gradients then. (On a GPU nobody has looked.)
+    """
+    counts = _counts(batches, n_labels)
+    total = sum(counts)
+    mean: Any = 0.0
+    for batch, count in zip(batches, counts):
+        if isinstance(count, int) and count == 0:
+            continue  # a mean over nothing, which would count nothing
+        share = count / total
+        loss = loss_of(batch, share if scale is None else share * scale)
+        mean = mean + _value(loss, model)
+        loss.backward()
+    if scale is not None:
+        mean = mean / scale
+    return Gradients(mean, total, list(model.parameters()))
+
+
+def _counts(batches: Sequence[Any], n_labels: Sequence[Any] | None) -> list[Any]:
+    """How many labels of each batch count.
+
+    Raises:
+        ValueError: as of `gradients`.
+    """
+    if n_labels is None and len(batches) == 1:
+        return [1]
+    if not batches or n_labels is None or len(n_labels) != len(batches):
+        got = f"{len(batches)} and {'none' if n_labels is None else len(n_labels)}"
+        raise ValueError(f"gradients: expected a batch or more, and n_labels for each of several, got {got}")
+    counts = [_number(count) for count in n_labels]
+    if all(isinstance(count, int) and count == 0 for count in counts):
+        raise ValueError("gradients: expected at least one label to count, got none")
+    return counts
+
+
+def _value(loss: Tensor, model: Layer) -> Any:
+    """A loss as a number; on a GPU as it is.
+
+    Raises:
+        NonFiniteError: it is NaN or infinite.
+    """
+    if loss.on_gpu:
+        return loss.array
+    value = float(loss)
+    if not math.isfinite(value):
+        bad_name = _first_bad(loss, model)
+        model.zero_grad()
+        raise NonFiniteError(f"the loss is {value}; the first bad tensor is {bad_name}")
+    return value
+
+
+def _first_bad(loss: Tensor, model: Layer) -> str:
+    """The name of the first Tensor, in the order of computation, that is not finite."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if not _all_finite(parameter):
+            return f"the parameter {name}"
+    for place, tensor in enumerate(topological_order(loss)):
+        if not _all_finite(tensor):
+            users = [names[id(arg)] for arg in tensor.args if id(arg) in names]
+            of = f" with {', '.join(users)}" if users else ""
+            return f"the result of {tensor.name}{of} (operation {place}, shape {tensor.shape})"
+    return "none but the loss"
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    return bool(tensor.xp.isfinite(tensor.array).all())
+
+
+# -------------------------------------------------------------------- the second verb
+def mean_over_processes(found: Gradients) -> Gradients:
+    """What all processes found together. There is one process, so that is what it found itself.
+
+    With several, loss sums and numbers of labels are added up, and each gradient becomes the mean of all processes'
+    gradients, weighed by their numbers of labels.
+    """
+    return found
+
+
+# -------------------------------------------------------------------- the third verb
+@np.errstate(all="ignore")
+def apply(
+    model: Layer, optimiser: Optimiser, found: Gradients, max_norm: float = 0.0, loss_scaling: Array | None = None
+) -> Any:
+    """One update of the optimiser, with gradients scaled down to a common norm; they are forgotten afterwards.
+
+    Args:
+        max_norm: the most that the norm of all gradients together may be; 0 leaves them.
+        loss_scaling: as of `TrainingState`, on the model's device; its first number is the scale that `gradients` had.
+            It is adapted, in place.
+
+    Returns:
+        the norm before: a number, or of a model on a GPU a 0-d array there. Nothing here waits for the device.
+
+    Raises:
+        NonFiniteError: a gradient is NaN or infinite; the weights are as before. (On a GPU they are too, but nobody has
+            looked: see `read_steps`.)
+    """
+    scale = 1.0 if loss_scaling is None else loss_scaling[0]
+    norm = gradient_norm(model) / scale
+    fine = _is_finite(norm, found.loss)
+    if isinstance(norm, float) and not fine:
+        raise _bad_gradient(norm, model)
+    factor = _where(fine, _share_kept(norm, max_norm) / scale)
+    n_skipped = 0 if loss_scaling is None else loss_scaling[2]
+    optimiser.update(model.named_parameters(), factor, n_skipped)
+    model.zero_grad()
+    if loss_scaling is not None:
+        _adapt(loss_scaling, fine)
+    return norm
+
+
+def _bad_gradient(norm: float, model: Layer) -> NonFiniteError:
+    """The error that names the first gradient that is not finite, which is forgotten with all others."""
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
+    model.zero_grad()
+    first = bad[0] if bad else "none: their squares are too large"
+    return NonFiniteError(f"the norm of the gradients is {norm}; the first bad one is of {first}")
+
+
+def _is_finite(norm: Any, loss: Any) -> Any:
+    """Whether both are: True or False, or of a norm on a GPU a 0-d array there."""
+    if isinstance(norm, float):
+        return math.isfinite(norm)  # the loss has been looked at
+    return array_module(norm).isfinite(norm + loss)
+
+
+def _where(fine: Any, factor: Any) -> Any:
+    """The factor, or 0 where something was not finite, so that the optimiser changes nothing."""
+    return factor if fine is True else array_module(fine).where(fine, factor, 0)
+
+
+def _share_kept(norm: Any, max_norm: float) -> Any:
+    """What gradients of a norm are multiplied by, so that their norm is at most another one."""
+    if not max_norm:
+        return 1.0
+    if isinstance(norm, float):
+        return min(1.0, max_norm / norm) if norm else 1.0
+    xp = array_module(norm)
+    return max_norm / xp.maximum(norm, max_norm)
+
+
+def _adapt(loss_scaling: Array, fine: Array) -> None:
+    """The scale after an update, in place: halved where a gradient left the range, doubled after many that did not."""
+    xp = array_module(loss_scaling)
+    scale, n_fine, n_skipped = loss_scaling[0], loss_scaling[1] + 1, loss_scaling[2]
+    grown = xp.where(n_fine < GROWTH_STEPS, scale, 2 * scale)
+    went_well = xp.stack([grown, n_fine % GROWTH_STEPS, n_skipped])
+    left_out = xp.stack([xp.maximum(scale / 2, 1), xp.zeros_like(scale), n_skipped + 1])
+    loss_scaling[...] = xp.where(fine, went_well, left_out)
+
+
+# -------------------------------------------------------------------- the three together
+def train_on_batch(model: Layer, optimiser: Optimiser, loss_of: LossOf, batch: Any, max_norm: float = 0.0) -> Any:
+    """The three verbs for one batch. Returns the mean loss, as `Gradients.loss` gives it.
+
+    Raises:
+        NonFiniteError: as of `gradients` and `apply`.
+    """
+    found = mean_over_processes(gradients(model, loss_of, [batch]))
+    apply(model, optimiser, found, max_norm)
+    return found.loss
+
+
+# -------------------------------------------------------------------- a GPT's training
 @dataclass
 class TrainingState:
     """All that training is made of: what a checkpoint must hold to go on bit for bit.
@@ -57,7 +291,7 @@ class TrainingState:
 
     config: GPTConfig
     model: GPT
-    optimiser: AdamW
+    optimiser: Optimiser
     dataset: CausalLMDataset
     step: int = 0
     total_steps: int = 0
@@ -70,16 +304,30 @@ class TrainingState:
 
     def save(self, path: Path, tokeniser: BPETokeniser | None) -> None:
         progress = {name: getattr(self, name) for name in self.PROGRESS}
-        progress["loss_scaling"] = backend.to_cpu(self.loss_scaling).tolist()
+        progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
         save_checkpoint(path, self.model, tokeniser, self.optimiser, self.dataset, progress)
 
     def learning_rate(self, step: int) -> float:
         """The rate of an update, numbered from 1."""
         config = self.config
         # while the number of updates is not known yet, they are few: the warm-up is long enough
-        total = self.total_steps or max(10 * config.warmup_steps, ESTIMATE_STEPS[0])
+        total = self.total_steps or max(10 * config.warmup_steps, LEAST_STEPS)
         warmup = min(config.warmup_steps, total // 10)
         return SCHEDULES[config.schedule](config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
+
+
+def new_optimiser(config: GPTConfig) -> Optimiser:
+    """The optimiser that a config asks for."""
+    betas = config.beta1, config.beta2
+    if config.optimiser == "muon":
+        return Muon(
+            config.max_learning_rate,
+            betas,
+            weight_decay=config.weight_decay,
+            matrix_rate=config.matrix_rate,
+            precision=config.precision,
+        )
+    return AdamW(config.max_learning_rate, betas, weight_decay=config.weight_decay)
 
 
 def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT | None = None) -> TrainingState:
@@ -87,17 +335,9 @@ def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT |
     model = model or GPT(config)
     if on_gpu:
         model.to_gpu()
-    moments, decay = (config.beta1, config.beta2), config.weight_decay
-    if config.optimiser == "muon":
-        optimiser: AdamW = Muon(
-            config.max_learning_rate, moments, weight_decay=decay, matrix_rate=config.matrix_rate,
-            precision=config.precision,
-        )
-    else:
-        optimiser = AdamW(config.max_learning_rate, moments, weight_decay=decay)
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)
-    state = TrainingState(config, model, optimiser, dataset.batch().shuffle().to_tensor())
-    if not config.minutes or 0 < config.steps <= ESTIMATE_STEPS[0]:
+    state = TrainingState(config, model, new_optimiser(config), dataset.batch().shuffle().to_tensor())
+    if not config.minutes or 0 < config.steps <= LEAST_STEPS:
         state.total_steps = config.steps
     return state
 
@@ -119,10 +359,8 @@ def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState
     return state
 
 
-# -------------------------------------------------------------------- one update
-@np.errstate(all="ignore")  # what overflows is looked for below, and named
 def train_step(state: TrainingState) -> tuple[Any, Any]:
-    """One update: batches, losses, gradients, clipping, the optimiser.
+    """One update of a GPT: the three verbs with the batches, the learning rate and the limits of its config.
 
     Returns:
         the mean loss in nats a token, and the norm of the gradients before clipping: numbers, or of a model on a GPU
@@ -132,65 +370,29 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
         NonFiniteError: a loss or a gradient is NaN or infinite; the weights are as before. (On a GPU they are too, but
             `read_steps` says so.)
     """
-    config, model = state.config, state.model
-    on_gpu, loss_fn, scale = next(model.parameters()).on_gpu, CrossEntropy(), _loss_scale(state)
-    step, share = state.step + 1, 1 / config.accumulation_steps
-    total: Any = 0.0
-    for _ in range(config.accumulation_steps):
-        inputs, outputs = (model.place(ids) for ids in next(state.dataset))
-        loss = loss_fn(outputs, model(inputs), share if scale is None else scale * share)
-        value = loss.array if on_gpu else float(loss)
-        if not on_gpu and not math.isfinite(value):
-            bad_name = _first_bad(loss, model)
-            model.zero_grad()
-            raise NonFiniteError(f"step {step}: the loss is {value}; the first bad tensor is {bad_name}")
-        total += value
-        loss.backward()
-    if on_gpu:
-        total = total if scale is None else total / scale
-        return total, _update_unread(state, total, scale)
-    norm = clip_gradients(model, config.max_gradient_norm) if config.max_gradient_norm else gradient_norm(model)
-    if not math.isfinite(norm):
-        bad = [name for name, p in model.named_parameters() if p.grad is not None and not _all_finite(p.grad)]
-        model.zero_grad()
-        first = bad[0] if bad else "none: their squares are too large"
-        raise NonFiniteError(f"step {step}: the norm of the gradients is {norm}; the first bad one is of {first}")
-    state.optimiser.learning_rate = state.learning_rate(step)
-    state.optimiser.step()
-    model.update(state.optimiser)
-    state.step = step
-    return total, norm
+    config, model, optimiser = state.config, state.model, state.optimiser
+    batches = [next(state.dataset) for _ in range(config.accumulation_steps)]
+    n_labels = [count_labels(labels) for _, labels in batches]
+    loss_scaling = _loss_scaling(state)
+    scale = None if loss_scaling is None else loss_scaling[0]
+    try:
+        found = gradients(model, labelled(model, CrossEntropy()), batches, n_labels, scale)
+        found = mean_over_processes(found)
+        optimiser.learning_rate = state.learning_rate(state.step + 1)
+        norm = apply(model, optimiser, found, config.max_gradient_norm, loss_scaling)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"step {state.step + 1}: {error}") from None
+    state.step += 1
+    return found.loss, norm
 
 
-def _loss_scale(state: TrainingState) -> Array | None:
-    """The scale, a 0-d array on the device, where one is needed."""
+def _loss_scaling(state: TrainingState) -> Array | None:
+    """The state's numbers of loss scaling, brought to the device, where they are needed."""
     like = next(state.model.parameters())
     if not like.on_gpu or state.config.precision != "float16":
         return None
     state.loss_scaling = like.xp.asarray(state.loss_scaling)
-    return state.loss_scaling[0]
-
-
-def _update_unread(state: TrainingState, loss: Array, scale: Array | None) -> Array:
-    """Clip and update without a look at any value: where one is not finite, weights and moments stay as they are.
-
-    Returns:
-        the norm of the gradients.
-    """
-    model, optimiser, xp, n_skipped = state.model, state.optimiser, array_module(loss), 0
-    norm: Array = gradient_norm(model) / (1 if scale is None else scale)
-    fine, factor = xp.isfinite(loss + norm), xp.minimum((state.config.max_gradient_norm or math.inf) / norm, 1)
-    if scale is not None:
-        factor, n_fine, n_skipped = factor / scale, state.loss_scaling[1] + 1, state.loss_scaling[2]
-        grown = xp.where(n_fine < GROWTH_STEPS, scale, 2 * scale), n_fine % GROWTH_STEPS, n_skipped
-        shrunk = xp.maximum(scale / 2, 1), xp.zeros_like(scale), n_skipped + 1
-        state.loss_scaling = xp.where(fine, xp.stack(grown), xp.stack(shrunk))
-    optimiser.learning_rate = state.learning_rate(state.step + 1)
-    optimiser.step()
-    optimiser.update(model.named_parameters(), xp.where(fine, factor, 0), n_skipped)
-    model.zero_grad()
-    state.step += 1
-    return norm
+    return state.loss_scaling
 
 
 def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tuple[float, float]]:
@@ -201,94 +403,11 @@ def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tup
     """
     if not results or isinstance(results[0][0], float):
         return results
-    values = backend.to_cpu(array_module(results[0][0]).stack([value for result in results for value in result]))
-    found = [(loss, norm) for loss, norm in values.reshape(-1, 2).tolist()]
-    for step, (loss, norm) in enumerate(found, state.step + 1 - len(found)):
+    values = devices.to_cpu(array_module(results[0][0]).stack([value for result in results for value in result]))
+    read = [(loss, norm) for loss, norm in values.reshape(-1, 2).tolist()]
+    for step, (loss, norm) in enumerate(read, state.step + 1 - len(read)):
         by_scale = state.config.precision == "float16" and not math.isfinite(norm) and state.loss_scaling[0].item() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or by_scale):
             said = f"the loss is {loss} and the norm of the gradients {norm}, so its update changed nothing"
             raise NonFiniteError(f"step {step}: {said} (on a CPU the first bad tensor is named)")
-    return found
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    return bool(tensor.xp.isfinite(tensor.array).all())
-
-
-def _first_bad(loss: Tensor, model: Layer) -> str:
-    """The name of the first Tensor, in the order of computation, that is not finite."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        if not _all_finite(parameter):
-            return f"the parameter {name}"
-    for place, tensor in enumerate(topological_order(loss)):
-        if not _all_finite(tensor):
-            users = [names[id(arg)] for arg in tensor.args if id(arg) in names]
-            of = f" with {', '.join(users)}" if users else ""
-            return f"the result of {tensor.name}{of} (operation {place}, shape {tensor.shape})"
-    return "none but the loss"
-
-
-# -------------------------------------------------------------------- held-out loss
-def evaluate(model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, stride: int = 0) -> tuple[float, int]:
-    """The loss on a run of tokens, each predicted once (the first one is only read).
-
-    Args:
-        tokens: at least two ids.
-        n_batches: look only at so many batches, spread evenly; 0 for all.
-        stride: how far windows move on; a smaller one than the context window gives each token more context
-            and costs more. 0 for the context window.
-
-    Returns:
-        the mean loss in nats a token, and how many tokens were predicted.
-
-    Raises:
-        ValueError: fewer than two tokens.
-    """
-    if len(tokens) < 2:
-        raise ValueError(f"evaluate: expected at least 2 tokens, got {len(tokens)}")
-    length = min(model.config.context_window, len(tokens) - 1)
-    windows = list(_windows(len(tokens) - 1, length, min(stride or length, length)))
-    if n_batches and n_batches * batch_size < len(windows):
-        chosen = np.linspace(0, len(windows) - 1, n_batches * batch_size).astype(int)
-        windows = [windows[i] for i in chosen]
-    loss_fn = CrossEntropy(ignore_index=IGNORED)
-    losses: list[tuple[Tensor, int]] = []  # read at the end: until then a GPU need not be waited for
-    with model.evaluating():
-        for first in range(0, len(windows), batch_size):
-            batch = windows[first : first + batch_size]
-            rows = np.stack([np.asarray(tokens[start : start + length + 1], np.int64) for start, _ in batch])
-            check_range("evaluate: tokens", rows, model.config.vocab_size)  # on a GPU nobody would notice
-            labels = rows[:, 1:].copy()
-            for row, (_, n_new) in zip(labels, batch):
-                row[: length - n_new] = IGNORED
-            n_labels = sum(n_new for _, n_new in batch)
-            losses.append((loss_fn(model.place(labels), model(model.place(rows[:, :-1]))), n_labels))
-    count = sum(n_labels for _, n_labels in losses)
-    return sum(float(loss) * n_labels for loss, n_labels in losses) / count, count
-
-
-def _windows(n_pairs: int, length: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Where windows of a length start, and how many of each one's last labels no earlier window had."""
-    covered = 0
-    while covered < n_pairs:
-        end = min(n_pairs, covered + (length if covered == 0 else stride))
-        yield end - length, end - covered
-        covered = end
-
-
-@dataclass
-class HeldOut:
-    """Held-out text, as tokens and as the bytes that losses in bits a byte refer to.
-
-    Attributes:
-        tokens: the first is only read, so it should be the end of some text.
-        n_bytes: how many bytes the tokens stand for.
-    """
-
-    tokens: Any
-    n_bytes: int
-
-    def bits_per_byte(self, nats_per_token: float) -> float:
-        """What a loss means for the text itself, whatever the vocabulary."""
-        return nats_per_token * (len(self.tokens) - 1) / math.log(2) / max(1, self.n_bytes)
+    return read

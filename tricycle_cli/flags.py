@@ -44,10 +44,14 @@ def fail(message: str, status: int = 1) -> NoReturn:
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a program. Errors become one line, or a trace where TRICYCLE_TRACEBACK is set."""
+    """Run a program, in a process that `tune_host` made fit for it.
+
+    Errors become one line, or a trace where TRICYCLE_TRACEBACK is set.
+    """
     for stream in (sys.stdout, sys.stderr):  # some terminals cannot show all that a model may say
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
+        _tune_host()
         raise SystemExit(main())
     except (ValueError, OSError, ArithmeticError, ImportError, MemoryError, RuntimeError) as error:
         if os.environ.get("TRICYCLE_TRACEBACK"):
@@ -55,6 +59,15 @@ def run_main(main: Callable[[], int | None]) -> None:
         fail(str(error) or type(error).__name__)
     except KeyboardInterrupt:
         fail("interrupted", status=130)
+
+
+def _tune_host() -> None:
+    """Make the process fit for training, where the accelerators are installed that know how."""
+    try:
+        from tricycle_accelerators.host import tune_host
+    except ModuleNotFoundError:
+        return
+    tune_host()
 
 
 def _program() -> str:

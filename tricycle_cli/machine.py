@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 import tricycle
-from tricycle import backend
-from tricycle_accelerators import cpu
-from tricycle_accelerators.cuda import attention, gemm
+from tricycle import devices
+from tricycle_accelerators import host, threads
+from tricycle_accelerators.cuda import cudnn, gemm
+from tricycle_accelerators.onednn import library as onednn
 
 # What Linux calls the instructions that matter for speed.
 INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 bf16": "avx512_bf16", "AMX bf16": "amx_bf16"}
@@ -61,7 +62,7 @@ def blas() -> str:
     pins = [f"pinned by {name}={os.environ[name]}" for name in PINS if os.environ.get(name)]
     found = [
         f"{library.internal_api} {library.version or ''}, {getattr(library, 'architecture', None) or 'unknown'} kernels"
-        for library in backend.blas_libraries()
+        for library in threads.blas_libraries()
     ]
     if not found:
         built = (np.show_config(mode="dicts") or {}).get("Build Dependencies", {}).get("blas", {})
@@ -72,16 +73,30 @@ def blas() -> str:
 def setter() -> str | None:
     """The variable that says how many threads there are."""
     names = ["TRICYCLE_NUM_THREADS", "OMP_NUM_THREADS"]
-    names += [f"{library.internal_api.upper()}_NUM_THREADS" for library in backend.blas_libraries()]
+    names += [f"{library.internal_api.upper()}_NUM_THREADS" for library in threads.blas_libraries()]
     return next((name for name in names if os.environ.get(name, "").split(",")[0].isdecimal()), None)
 
 
-def threads() -> str:
-    number = backend.n_threads()
+def thread_report() -> str:
+    number = threads.n_threads()
     name = setter()
     why = f"set by {name}={os.environ[name]}" if name else "no variable sets them (TRICYCLE_NUM_THREADS would)"
-    of_blas = "/".join(str(library.num_threads) for library in backend.blas_libraries()) or "unknown"
+    of_blas = "/".join(str(library.num_threads) for library in threads.blas_libraries()) or "unknown"
     return f"{number}, {why}; of BLAS: {of_blas}"
+
+
+def host_report() -> str:
+    """What Tricycle's programs, of which this is one, change of their own process."""
+    done = host.tune_host()
+    changes = [
+        "freed memory stays with the process, in huge pages" if done.keeps_memory else "",
+        "BLAS computes in one thread, and Tricycle's threads share its work" if done.holds_blas else "",
+        "helper threads stay on processors that no other program claimed" if done.pins_helpers else "",
+    ]
+    told = "; ".join(change for change in changes if change)
+    if not told:
+        return f"left alone, by {host.SWITCH}=0" if os.environ.get(host.SWITCH) == "0" else "left alone"
+    return f"programs tune it: {told} ({host.SWITCH}=0 switches this off)"
 
 
 def nvidia_smi(*words: str) -> list[str]:
@@ -109,7 +124,7 @@ def driver() -> str:
 def gpu_libraries() -> dict[str, str | None]:
     """What makes a GPU's matrix products and attention, or why it cannot."""
     found: dict[str, str | None] = {}
-    for module in (gemm, attention):
+    for module in (gemm, cudnn):
         problem = module.problem()
         found[problem or module.version()] = problem
     return found
@@ -128,7 +143,7 @@ def matmul_rate(n: int = 1024, seconds: float = 0.3) -> float:
 
 def bfloat16() -> str:
     """What makes matrix products of 16-bit operands on this CPU, or why nothing does."""
-    problem = cpu.onednn()[1]
+    problem = onednn.problem()
     return f"no bfloat16: {problem}" if problem else "bfloat16 by oneDNN"
 
 
@@ -137,8 +152,8 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
     pins = [name for name in PINS if os.environ.get(name)]
     found = [f"unset {name}: it may keep NumPy from the best kernels for this processor" for name in pins]
     cores, name = os.cpu_count() or 1, setter()
-    if name and backend.n_threads() < cores:
-        found.append(f"unset {name}: {backend.n_threads()} of {cores} logical cores are in use")
+    if name and threads.n_threads() < cores:
+        found.append(f"unset {name}: {threads.n_threads()} of {cores} logical cores are in use")
     if not installed("threadpoolctl"):
         found.append("pip install threadpoolctl: Tricycle can then share all of its work between the cores")
     if shown and problem:
@@ -149,12 +164,11 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
 
 
 def report() -> str:
-    cpuinfo, shown, problem = Path("/proc/cpuinfo"), gpus(), backend.gpu_problem()
+    cpuinfo, shown, problem = Path("/proc/cpuinfo"), gpus(), devices.gpu_problem()
     cupy = ", ".join(installed(*CUPY))
     in_use = [f"{', '.join(shown) or 'there'}, in use after .to_gpu()"]
     in_use += [driver(), *gpu_libraries()] if not problem else []
-    # asked for first: where TRICYCLE_NUM_THREADS is set, this is what sets the threads of BLAS
-    n_threads = threads()
+    tuned = host_report()  # first, for it may set the threads of BLAS
     rows = {
         "Tricycle": f"{tricycle.__version__}, in {Path(tricycle.__file__).parent}",
         "Python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
@@ -162,15 +176,20 @@ def report() -> str:
         "GPU": f"none in use: {problem}" if problem else "; ".join(in_use),
         "CPU": processor(cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""),
         "BLAS": blas(),
-        "threads": n_threads,
+        "threads": thread_report(),
+        "host": tuned,
         "matmul": f"{matmul_rate():,.0f} GFLOP/s in float32 on the CPU; {bfloat16()}",
         "packages": ", ".join(installed(*OPTIONAL)) or "none",
         "missing": ", ".join(name for name in OPTIONAL if not installed(name)) or "none",
     }
     lines = [
         textwrap.fill(
-            value, WIDTH, initial_indent=f"{name:<{INDENT}}", subsequent_indent=" " * INDENT,
-            break_long_words=False, break_on_hyphens=False,
+            value,
+            WIDTH,
+            initial_indent=f"{name:<{INDENT}}",
+            subsequent_indent=" " * INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
         for name, value in rows.items()
     ]

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tricycle.attention import RotaryScaling
 from tricycle.checkpoint import build_model, expecting
-from tricycle.configs import GPTConfig
+from tricycle.configs import GPTConfig, ModelConfig
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.ops import Op
@@ -26,7 +27,19 @@ _NUMPY_NAMES = set(
     """.split()
 )
 
+# Classes of earlier versions, which may stand in files that these wrote. Nothing of them is used but what they hold.
+_FORMER_NAMES = set(
+    """
+    tricycle.attention.SelfAttention tricycle.attention.CrossAttention
+    tricycle.functions.AdaptiveSoftmax tricycle.functions.BlockSoftmax
+    """.split()
+)
+
 _Unpickler: Any = pickle._Unpickler  # the one in Python: its steps can be overridden
+
+
+class _Former(Op):
+    """Stands for an object of a class that is no more."""
 
 
 class _ModelUnpickler(_Unpickler):
@@ -45,9 +58,11 @@ class _ModelUnpickler(_Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module.replace('numpy.core.', 'numpy._core.')}.{name}" in _NUMPY_NAMES and "." not in name:
             return super().find_class(module, name)
+        if f"{module}.{name}" in _FORMER_NAMES:
+            return _Former
         if module.startswith("tricycle.") and module in sys.modules:
             found = getattr(sys.modules[module], name, None)
-            if isinstance(found, type) and issubclass(found, (Layer, Op, Tensor, GPTConfig)):
+            if isinstance(found, type) and issubclass(found, (Layer, Op, Tensor, ModelConfig, RotaryScaling)):
                 return found
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no model needs")
 

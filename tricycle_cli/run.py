@@ -16,13 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import backend
+from tricycle import devices
 from tricycle.configs import GPTConfig
+from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write
 from tricycle.generate import generate
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import ESTIMATE_STEPS, HeldOut, TrainingState, evaluate, read_steps, train_step
+from tricycle.training import LEAST_STEPS, TrainingState, read_steps, train_step
 
+# With a limit in minutes, the number of updates is estimated after these, while less than a quarter of the
+# time is over; then it stays, and so does everything that depends on it.
+ESTIMATE_STEPS = tuple(LEAST_STEPS * 2**doubling for doubling in range(16))
 UNTIMED_STEPS = 4  # the first few are slow
 UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses are read, which waits for all of them
 SAMPLE_TOKENS = 160
@@ -109,7 +113,7 @@ def naming_what_to_lower(config: GPTConfig, on_gpu: bool) -> Iterator[None]:
     except MemoryError as error:
         there = ""
         if on_gpu:
-            free, total = backend.gpu_memory()
+            free, total = devices.gpu_memory()
             there = f"; {free / 1e9:.1f} GB of the GPU's {total / 1e9:.1f} GB are free"
         advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
         advice += f" or --context-window (now {config.context_window})"
@@ -121,51 +125,93 @@ def naming_what_to_lower(config: GPTConfig, on_gpu: bool) -> Iterator[None]:
 def _train(state: TrainingState, run: Run) -> bool:
     from tqdm import tqdm
 
-    config = state.config
     run.forget_after(state.step)
     if not run.last.exists():
         _save(state, run)  # a folder that cannot be written says so now, not after hours
     _pause(state, run)  # where the run was left before what was due
-    tokens_per_step = config.batch_size * config.context_window * config.accumulation_steps
-    times: list[float] = []
-    waiting: list[tuple[Any, Any]] = []  # what updates gave that have not been read
-    rates: list[float] = []
-    limit = UNREAD_STEPS if next(state.model.parameters()).on_gpu else 1
-    with tqdm(total=state.total_steps or None, initial=state.step, unit="step", disable=not run.show_progress,
-              dynamic_ncols=True, mininterval=0.5, smoothing=0.05) as bar:
+    updates = _Updates(state, run)
+    with tqdm(
+        total=state.total_steps or None,
+        initial=state.step,
+        unit="step",
+        disable=not run.show_progress,
+        dynamic_ncols=True,
+        mininterval=0.5,
+        smoothing=0.05,
+    ) as bar:
         while not state.total_steps or state.step < state.total_steps:
-            if not waiting:
-                started = time.perf_counter()
-            waiting.append(train_step(state))
-            rates.append(state.optimiser.learning_rate)
-            stopping = limit > 1 and run.stop()
-            early = len(times) + len(waiting) == UNTIMED_STEPS or state.step in (*ESTIMATE_STEPS, state.total_steps)
-            if len(waiting) < limit and not (stopping or early or _is_due(state)):
-                bar.update()
-                continue
-            results = read_steps(state, waiting)
-            seconds = (time.perf_counter() - started) / len(results)
-            state.seconds += seconds * len(results)
-            times += [seconds] * len(results)
-            speed = tokens_per_step / seconds
-            for step, (loss, norm), rate in zip(range(state.step + 1 - len(results), state.step + 1), results, rates):
-                run.record(step=step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
-            waiting.clear()
-            rates.clear()
-            if config.minutes and len(times) > UNTIMED_STEPS:
-                used = (run.spent + state.seconds) / (config.minutes * 60)
-                young = state.step in ESTIMATE_STEPS and used < 1 / 4
-                if young or (not state.total_steps and (used > 1 / 8 or state.step == ESTIMATE_STEPS[0])):
-                    state.total_steps = _affordable_steps(state, run, float(np.mean(times[UNTIMED_STEPS:])))
-                bar.total = state.total_steps
-            bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s", refresh=False)
+            updates.make()
+            stopping = updates.limit > 1 and run.stop()
+            if stopping or updates.must_be_read():
+                said = updates.read()
+                bar.total = state.total_steps or None
+                bar.set_postfix_str(said, refresh=False)
             bar.update()
+            if updates.waiting:
+                continue
             if (stopping or run.stop()) and state.step != state.total_steps:
                 _save(state, run)
                 return False
             _pause(state, run)
     _save(state, run)
     return True
+
+
+class _Updates:
+    """Makes updates, and reads, times and records what they gave: each by itself on a CPU, many at once on a GPU.
+
+    Attributes:
+        limit: the most updates that are made before they are read.
+        waiting: what those gave that have not been read.
+    """
+
+    def __init__(self, state: TrainingState, run: Run) -> None:
+        self.state, self.run = state, run
+        self.limit = UNREAD_STEPS if next(state.model.parameters()).on_gpu else 1
+        self.waiting: list[tuple[Any, Any]] = []
+        self._rates: list[float] = []
+        self._times: list[float] = []  # of all updates that have been read
+        self._started = 0.0
+
+    def make(self) -> None:
+        """One more."""
+        if not self.waiting:
+            self._started = time.perf_counter()
+        self.waiting.append(train_step(self.state))
+        self._rates.append(self.state.optimiser.learning_rate)
+
+    def must_be_read(self) -> bool:
+        """Whether there are enough of them, or something hangs on them."""
+        state = self.state
+        slow_ones_are_over = len(self._times) + len(self.waiting) == UNTIMED_STEPS
+        estimates_hang_on_them = state.step in (*ESTIMATE_STEPS, state.total_steps)
+        return len(self.waiting) >= self.limit or slow_ones_are_over or estimates_hang_on_them or _is_due(state)
+
+    def read(self) -> str:
+        """Record those that were waiting; returns a line about the last."""
+        state, config = self.state, self.state.config
+        results = read_steps(state, self.waiting)
+        seconds = (time.perf_counter() - self._started) / len(results)
+        state.seconds += seconds * len(results)
+        self._times += [seconds] * len(results)
+        speed = config.batch_size * config.context_window * config.accumulation_steps / seconds
+        first = state.step + 1 - len(results)
+        for step, (loss, norm), rate in zip(range(first, state.step + 1), results, self._rates):
+            self.run.record(step=step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
+        self.waiting, self._rates = [], []
+        if config.minutes and len(self._times) > UNTIMED_STEPS:
+            self._plan()
+        return f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s"
+
+    def _plan(self) -> None:
+        """Set the number of updates by the clock, where it is time for that."""
+        state, config = self.state, self.state.config
+        used = (self.run.spent + state.seconds) / (config.minutes * 60)
+        young = state.step in ESTIMATE_STEPS and used < 1 / 4
+        due = used > 1 / 8 or state.step == ESTIMATE_STEPS[0]
+        if young or (not state.total_steps and due):
+            seconds = float(np.mean(self._times[UNTIMED_STEPS:]))
+            state.total_steps = _affordable_steps(state, self.run, seconds)
 
 
 def _pause(state: TrainingState, run: Run) -> None:

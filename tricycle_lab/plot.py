@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.backend import Array, to_cpu
+from tricycle.devices import Array, to_cpu
 from tricycle.files import atomic_write
 from tricycle_lab.probe import excess_kurtosis
 
@@ -149,8 +149,14 @@ def plot_distributions(
 
 
 def plot_curves(
-    curves: Mapping[str, Mapping[str, tuple[Any, Any]]], path: Path, xlabel: str, ylabel: str, title: str = "",
-    log: str = "", share_y: bool = True, n_columns: int = 3,
+    curves: Mapping[str, Mapping[str, tuple[Any, Any]]],
+    path: Path,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    log: str = "",
+    share_y: bool = True,
+    n_columns: int = 3,
 ) -> None:
     """Draw lines in panels, so many in a row, as a PNG; a label has the same colour in all of them.
 
@@ -167,44 +173,66 @@ def plot_curves(
     labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
     if not labels:
         raise ValueError("plot_curves: expected at least one line")
-    legend_rows = math.ceil(len(labels) / 4)
     n_columns = min(n_columns, len(curves))
     n_rows = math.ceil(len(curves) / n_columns)
+    legend_rows = math.ceil(len(labels) / 4)
     size = max(6, 3.7 * n_columns + 0.6), 0.6 + 3 * n_rows + 0.25 * legend_rows
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(n_rows, n_columns, squeeze=False, sharey=share_y).flat
-    for axes in panels[len(curves) :]:
-        axes.set_axis_off()
+    panels = list(figure.subplots(n_rows, n_columns, squeeze=False, sharey=share_y).flat)
     drawn: dict[str, Any] = {}
     for axes, (panel, lines) in zip(panels, curves.items()):
         for label, (x, ys) in lines.items():
-            x, ys = np.asarray(x), np.atleast_2d(ys)
-            if x.ndim != 1 or ys.shape[1:] != x.shape:
-                wanted = f"x (n_points,) and ys (n_seeds, n_points) of {label}"
-                raise ValueError(f"plot_curves: expected {wanted}, got {x.shape} and {ys.shape}")
-            n = labels.index(label)
-            colour, marker = COLOURS[n % len(COLOURS)], "o" if len(x) <= 20 else None
-            stroke = STROKES[n // len(COLOURS) % len(STROKES)]
-            (drawn[label],) = axes.plot(x, ys.mean(axis=0), stroke, color=colour, marker=marker, markersize=4)
-            if len(ys) > 1:
-                axes.fill_between(x, ys.min(axis=0), ys.max(axis=0), color=colour, alpha=0.2, linewidth=0)
-        if "x" in log:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:.7g}")
-        if "y" in log:
-            axes.set_yscale("log")
+            drawn[label] = _draw_line(axes, label, x, ys, labels.index(label))
+        _scale(axes, log)
         axes.set_title(panel, fontsize=10)
         axes.set_xlabel(xlabel)
         axes.grid(alpha=0.25)
+    for axes in panels[len(curves) :]:
+        axes.set_axis_off()
     for axes in panels[::n_columns]:
         axes.set_ylabel(ylabel)
     figure.suptitle(title, fontsize=11)
     seeds = any(np.ndim(ys) > 1 and len(ys) > 1 for lines in curves.values() for _, ys in lines.values())
     figure.legend(
-        [drawn[label] for label in labels], labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9,
-        title="mean, and lowest to highest of the seeds" if seeds else None, title_fontsize=8,
-    )  # fmt: skip
+        [drawn[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+        title="mean, and lowest to highest of the seeds" if seeds else None,
+        title_fontsize=8,
+    )
     save_figure(figure, path)
+
+
+def _draw_line(axes: Any, label: str, x: Any, ys: Any, number: int) -> Any:
+    """A line in the colour and stroke of its number, over a band where there are several seeds; what was drawn.
+
+    Raises:
+        ValueError: x and ys that do not belong together.
+    """
+    x = np.asarray(x)
+    ys = np.atleast_2d(ys)
+    if x.ndim != 1 or ys.shape[1:] != x.shape:
+        wanted = f"x (n_points,) and ys (n_seeds, n_points) of {label}"
+        raise ValueError(f"plot_curves: expected {wanted}, got {x.shape} and {ys.shape}")
+    colour = COLOURS[number % len(COLOURS)]
+    stroke = STROKES[number // len(COLOURS) % len(STROKES)]
+    marker = "o" if len(x) <= 20 else None
+    (line,) = axes.plot(x, ys.mean(axis=0), stroke, color=colour, marker=marker, markersize=4)
+    if len(ys) > 1:
+        axes.fill_between(x, ys.min(axis=0), ys.max(axis=0), color=colour, alpha=0.2, linewidth=0)
+    return line
+
+
+def _scale(axes: Any, log: str) -> None:
+    """Logarithmic scales: "x", "y", "xy" or ""."""
+    if "x" in log:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.7g}")
+    if "y" in log:
+        axes.set_yscale("log")
 
 
 # -------------------------------------------------------------------- the page

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.backend import Array, array_module
+from tricycle.devices import Array, array_module
+from tricycle.evaluation import HeldOut, evaluate
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.ops import positive
 from tricycle.tensor import Tensor
-from tricycle.training import HeldOut, evaluate
 
 
 class Probe:
@@ -232,7 +232,7 @@ def perplexity(
     Args:
         tokens: at least two ids; the first is only read.
         n_bytes: of the text that all tokens but the first stand for.
-        batch_size, n_batches, stride: as of `training.evaluate`.
+        batch_size, n_batches, stride: as of `evaluation.evaluate`.
 
     Raises:
         ValueError: fewer than two tokens, ids outside the vocabulary, or sizes below 1.

@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tricycle import kernels
-from tricycle.backend import Array
-from tricycle.functions import AdaptiveSoftmax
+from tricycle.devices import Array
+from tricycle.softmaxes import AdaptiveSoftmax
 
 
 def fit_adaptive_temperature(
-    scores: Sequence[Array], costs: Callable[[int, Array], Array], betas: Sequence[float] | None = None,
-    degree: int = 4, n_bins: int = 20, threshold: float = 0.5,
+    scores: Sequence[Array],
+    costs: Callable[[int, Array], Array],
+    betas: Sequence[float] | None = None,
+    degree: int = 4,
+    n_bins: int = 20,
+    threshold: float = 0.5,
 ) -> tuple[float, ...]:
     """Coefficients for `AdaptiveSoftmax`, from data: the polynomial from a row's entropy to the best beta.
 

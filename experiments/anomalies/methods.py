@@ -11,13 +11,15 @@ from collections.abc import Callable
 import numpy as np
 from tqdm import tqdm
 
-from tricycle.autoencoders import Autoencoder, RecurrentAutoencoder
-from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
-from tricycle.tensor import no_grad
+from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder
+from tricycle.tensor import Tensor, no_grad
+from tricycle.training import NonFiniteError, train_on_batch
 
 Expect = Callable[[np.ndarray], np.ndarray]  # windows (N, T) to what was to be expected, (N, T)
 CHECKS = 20  # looks at validation windows in a training; the weights of the best one are kept
+NOT_FINITE = "the loss is not finite; try a lower learning rate"
 CHUNK = 500  # windows at once
 AVERAGED = 33  # samples of a moving average: one more than a beat
 PAST = 16  # samples from which a linear prediction is made
@@ -90,8 +92,14 @@ def restored(model: Autoencoder) -> Expect:
 
 
 def train(
-    model: Autoencoder, windows: np.ndarray, validation: np.ndarray, steps: int, batch_size: int, rate: float,
-    generator: np.random.Generator, name: str,
+    model: Autoencoder,
+    windows: np.ndarray,
+    validation: np.ndarray,
+    steps: int,
+    batch_size: int,
+    rate: float,
+    generator: np.random.Generator,
+    name: str,
 ) -> Autoencoder:
     """Keeps the weights with the lowest error on the (normal) validation windows among those at the checks."""
     shaped = (..., None) if isinstance(model, RecurrentAutoencoder) else (...,)
@@ -99,12 +107,17 @@ def train(
     optimiser = AdamW(WarmupCosine(rate, 0, min(100, steps), steps), weight_decay=0)
     best, kept = math.inf, model.state_dict()
     every = max(1, steps // CHECKS)
+
+    def loss_of(batch: np.ndarray, factor: float) -> Tensor:
+        return model.loss(batch) * factor
+
     with tqdm(range(1, steps + 1), desc=name, unit="step", leave=False) as bar:
         for step in bar:
-            loss = model.train().loss(windows[generator.integers(0, len(windows), batch_size)])
-            loss.backward()
-            clip_gradients(model, 1.0)
-            model.update(optimiser)
+            batch = windows[generator.integers(0, len(windows), batch_size)]
+            try:
+                train_on_batch(model.train(), optimiser, loss_of, batch, max_norm=1.0)
+            except NonFiniteError as error:
+                raise ArithmeticError(f"{name}: {NOT_FINITE} than {rate:g}") from error
             if step % every == 0 or step == steps:
                 with model.evaluating():
                     error = float(model.loss(validation))
@@ -112,6 +125,6 @@ def train(
                 if error < best:
                     best, kept = error, {key: array.copy() for key, array in model.state_dict().items()}
     if not math.isfinite(best):
-        raise ArithmeticError(f"{name}: the loss is not finite; try a lower learning rate than {rate:g}")
+        raise ArithmeticError(f"{name}: {NOT_FINITE} than {rate:g}")
     model.load_state_dict(kept)
     return model

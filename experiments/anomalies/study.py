@@ -15,7 +15,7 @@ import numpy as np
 from experiments.anomalies import methods
 from experiments.anomalies.data import KINDS, Series, labels_of, normal_series, series_with_events, windows_of
 from experiments.anomalies.methods import Expect
-from tricycle.autoencoders import Autoencoder, RecurrentAutoencoder
+from tricycle.sequences.autoencoders import Autoencoder, RecurrentAutoencoder
 
 DATA, TRAINING = 1, 2  # streams that share no number
 RATES = np.linspace(0, 0.3, 61)  # shares of false alarms at which curves are kept; beyond, nobody would want them
@@ -96,9 +96,7 @@ def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, E
     def learned(model: Autoencoder, steps: int, rate: float, name: str) -> Expect:
         generator = stream(TRAINING, seed, 1)
         batch = settings.batch_size
-        model = methods.train(
-            model, train, windows.validation, steps, batch, rate, generator, f"seed {seed}, {name}"
-        )
+        model = methods.train(model, train, windows.validation, steps, batch, rate, generator, f"seed {seed}, {name}")
         return methods.restored(model)
 
     def dense() -> Expect:
@@ -110,11 +108,15 @@ def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, E
         return learned(model, settings.steps, settings.rate, "recurrent autoencoder")
 
     makers = {
-        "mean": lambda: methods.mean(train), "moving average": lambda: methods.moving_average(train),
-        "linear prediction": lambda: methods.linear_prediction(train), "PCA": lambda: methods.pca(train, code),
-        "PCA, twice the code": lambda: methods.pca(train, 2 * code), "nearest window": lambda: methods.nearest(train),
-        "dense autoencoder": dense, "recurrent autoencoder": recurrent,
-    }  # fmt: skip
+        "mean": lambda: methods.mean(train),
+        "moving average": lambda: methods.moving_average(train),
+        "linear prediction": lambda: methods.linear_prediction(train),
+        "PCA": lambda: methods.pca(train, code),
+        "PCA, twice the code": lambda: methods.pca(train, 2 * code),
+        "nearest window": lambda: methods.nearest(train),
+        "dense autoencoder": dense,
+        "recurrent autoencoder": recurrent,
+    }
     found, seconds = {}, {}
     for name, make in makers.items():
         started = time.perf_counter()
@@ -158,5 +160,7 @@ def measure(expect: Expect, windows: Windows, quantile: float) -> dict[str, Any]
         "area": {kind: area(given[np.isin(labels, group)], normal) for kind, group in groups.items()},
         "curve": {kind: curve(given[np.isin(labels, group)], normal).tolist() for kind, group in groups.items()},
         "found": {kind: float((best[group] > threshold).mean()) for kind, group in groups.items()},
-        "false_alarms": float((normal > threshold).mean()), "threshold": threshold, "error": float(known.mean()),
-    }  # fmt: skip
+        "false_alarms": float((normal > threshold).mean()),
+        "threshold": threshold,
+        "error": float(known.mean()),
+    }

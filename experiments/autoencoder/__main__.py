@@ -23,9 +23,13 @@ from experiments.settings import at_least, save
 from tricycle_cli.flags import parse, run_main
 
 QUICK: dict[str, Any] = {
-    "code_sizes": (2, 8, 32), "noises": (0.5,), "deviations": (0.1, 0.2), "variational_size": 8, "seeds": 1,
+    "code_sizes": (2, 8, 32),
+    "noises": (0.5,),
+    "deviations": (0.1, 0.2),
+    "variational_size": 8,
+    "seeds": 1,
     "steps": 500,
-}  # fmt: skip
+}
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ class PCA:
         self.mean, covariance = moments(images)
         variances, directions = np.linalg.eigh(covariance)  # from the smallest
         self.noise = float(variances[:-code_size].mean())
-        self.variances, self.directions = variances[:-code_size - 1:-1], directions[:, :-code_size - 1:-1].T
+        self.variances, self.directions = variances[: -code_size - 1 : -1], directions[:, : -code_size - 1 : -1].T
 
     def encode(self, images: np.ndarray) -> np.ndarray:
         """(N, Z)."""

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from tricycle.autoencoders import Autoencoder, Reshape, VariationalAutoencoder
 from tricycle.layers import Sequential
+from tricycle.sequences.autoencoders import Autoencoder, Reshape, VariationalAutoencoder
 
 # Hidden layers by the number of an image's pixels: of dense models their widths, of convolutional ones the channels.
 WIDTHS = {64: (128, 64), 784: (256, 128)}
@@ -15,7 +15,10 @@ CHANNELS = {64: (16, 32), 784: (16, 32)}
 
 
 def new_model(
-    kind: str, shape: tuple[int, int, int], code_size: int, generator: np.random.Generator,
+    kind: str,
+    shape: tuple[int, int, int],
+    code_size: int,
+    generator: np.random.Generator,
     deviation: float | None = None,
 ) -> Autoencoder:
     """

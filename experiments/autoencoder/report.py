@@ -39,7 +39,7 @@ def tables(runs: Runs, settings: dict[str, Any]) -> dict[str, str]:
             runs, settings
         ),
         f"New digits from codes of {size}; surprise and divergence in nats an image": drawing_table(runs),
-    }  # fmt: skip
+    }
 
 
 def reconstruction_table(runs: Runs, settings: dict[str, Any]) -> str:

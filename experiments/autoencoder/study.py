@@ -17,16 +17,18 @@ from tqdm import tqdm
 from experiments.autoencoder.data import Data, Part
 from experiments.autoencoder.linear import PCA, LinearFilter
 from experiments.autoencoder.models import new_model
-from tricycle.autoencoders import Autoencoder, VariationalAutoencoder
 from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
-from tricycle.tensor import no_grad
+from tricycle.sequences.autoencoders import Autoencoder, VariationalAutoencoder
+from tricycle.tensor import Tensor, no_grad
+from tricycle.training import NonFiniteError, train_on_batch
 
 TRAINING, LABELS, NOISE, DRAWING, BOUND = range(1, 6)  # streams that share no number
 KINDS = ("dense", "convolutional")
 CHECKS = 20  # looks at validation images in a training; the weights of the best one are kept
+NOT_FINITE = "the loss is not finite; try a --learning-rate"
 CHUNK = 1000  # images that go through a model at once when it is measured
 DECAYS = (0.0, 0.3, 3.0)  # weight decays that a classifier is tried with
 CLASSIFIER_STEPS, CLASSIFIER_RATE, CLASSIFIER_BATCH = 400, 0.01, 512
@@ -101,12 +103,18 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
     optimiser = AdamW(WarmupCosine(settings.learning_rate, 0, min(100, settings.steps), settings.steps), weight_decay=0)
     best, kept = math.inf, model.state_dict()
     every = max(1, settings.steps // CHECKS)
+
+    def loss_of(batch: Any, factor: Any) -> Tensor:
+        shown, clean = batch
+        return model.loss(shown, clean) * factor
+
     with tqdm(range(1, settings.steps + 1), desc=f"seed {seed}, {name}", unit="step", leave=False) as bar:
         for step in bar:
             clean = images[generator.integers(0, len(images), settings.batch_size)]
-            loss = model.train().loss(with_noise(clean, noise, generator), clean)
-            loss.backward()
-            model.update(optimiser)
+            try:
+                train_on_batch(model.train(), optimiser, loss_of, (with_noise(clean, noise, generator), clean))
+            except NonFiniteError as error:
+                raise ArithmeticError(f"{name}: {NOT_FINITE} below {settings.learning_rate:g}") from error
             if step % every == 0 or step == settings.steps:
                 with model.evaluating():
                     error = float(model.loss(seen, data.validation.images))
@@ -114,7 +122,7 @@ def train(model: Autoencoder, data: Data, settings: Settings, seed: int, name: s
                 if error < best:
                     best, kept = error, {name: array.copy() for name, array in model.state_dict().items()}
     if not math.isfinite(best):
-        raise ArithmeticError(f"{name}: the loss is not finite; try a --learning-rate below {settings.learning_rate:g}")
+        raise ArithmeticError(f"{name}: {NOT_FINITE} below {settings.learning_rate:g}")
     model.load_state_dict(kept)
     return model
 
@@ -148,11 +156,13 @@ def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> fl
         generator = stream(TRAINING, seed, 2)
         layer = Dense(x.shape[1], 10, generator=generator)
         optimiser = AdamW(WarmupCosine(CLASSIFIER_RATE, 0, 0, CLASSIFIER_STEPS), weight_decay=decay)
+
+        def loss_of(rows: Any, factor: Any, layer: Dense = layer) -> Tensor:
+            return CrossEntropy()(labels[rows], layer(x[rows]), factor)
+
         for _ in range(CLASSIFIER_STEPS):
             rows = generator.permutation(len(x))[:CLASSIFIER_BATCH] if len(x) > CLASSIFIER_BATCH else slice(None)
-            loss = CrossEntropy()(labels[rows], layer(x[rows]))
-            loss.backward()
-            layer.update(optimiser)
+            train_on_batch(layer, optimiser, loss_of, rows)
         with layer.evaluating():
             cost = float(CrossEntropy()(chosen_by[1], layer(seen)))
             right = float((layer(wanted).array.argmax(axis=1) == asked[1]).mean())
@@ -272,9 +282,11 @@ class Study:
         projections = [self.restorers_of_pca(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
         best = min(projections, key=lambda make: missed(make(seen), clean, self.data))
         found: dict[str, Make] = {
-            "as it is": lambda images: images, "PCA": best, "linear filter": LinearFilter(train_images, noise),
+            "as it is": lambda images: images,
+            "PCA": best,
+            "linear filter": LinearFilter(train_images, noise),
             "dense, not trained for it": self.restorers(size)["dense"],
-        }  # fmt: skip
+        }
         for kind in KINDS:
             model = self.trained(kind, size, noise)
             found[kind] = lambda images, model=model: restore(model, images)
@@ -312,8 +324,9 @@ class Study:
         rows = few_of(self.data.train, self.settings.few_labels, self.seed)
         few = tuple(array[rows] for array in train_part)
         return {
-            "few": classify(few, chosen_by, asked, self.seed), "all": classify(train_part, chosen_by, asked, self.seed)
-        }  # fmt: skip
+            "few": classify(few, chosen_by, asked, self.seed),
+            "all": classify(train_part, chosen_by, asked, self.seed),
+        }
 
     # ---------------------------------------------------------------- new digits
     def chosen_deviation(self, kind: str) -> float:
@@ -351,17 +364,19 @@ class Study:
         """By model: the bound on images asked for and on those for validation, its divergence, and what is missed."""
         asked, size = self.asked.images, self.settings.variational_size
         pca = self.pca(size)
-        found: Found = {"PCA": {
-            "bound": pca.surprise(asked), "missed": missed(pca.decode(pca.encode(asked)), asked, self.data)
-        }}  # fmt: skip
+        found: Found = {
+            "PCA": {"bound": pca.surprise(asked), "missed": missed(pca.decode(pca.encode(asked)), asked, self.data)}
+        }
         for kind in KINDS:
             found[kind] = {"missed": missed(restore(self.trained(kind, size), asked), asked, self.data)}
         for name, model in self.variational_models().items():
             whole, divergence = bound(model, asked)
             found[name] = {
-                "validation": bound(model, self.data.validation.images)[0], "bound": whole, "divergence": divergence,
+                "validation": bound(model, self.data.validation.images)[0],
+                "bound": whole,
+                "divergence": divergence,
                 "missed": missed(restore(model, asked), asked, self.data),
-            }  # fmt: skip
+            }
         return found
 
     def drawing(self) -> Found:
@@ -375,6 +390,10 @@ class Study:
 
     def everything(self) -> Found:
         return {
-            "seed": self.seed, "reconstruction": self.reconstruction(), "denoising": self.denoising(),
-            "classification": self.classification(), "variational": self.variational(), "drawing": self.drawing(),
-        }  # fmt: skip
+            "seed": self.seed,
+            "reconstruction": self.reconstruction(),
+            "denoising": self.denoising(),
+            "classification": self.classification(),
+            "variational": self.variational(),
+            "drawing": self.drawing(),
+        }

@@ -18,8 +18,14 @@ from experiments.settings import at_least, save
 from tricycle_cli.flags import parse, run_main
 
 QUICK: dict[str, Any] = {
-    "longest": 1024, "rounds": 3, "farthest": 32, "updates": 200, "rates": (3e-3,), "seeds": 1, "tested": 500,
-}  # fmt: skip
+    "longest": 1024,
+    "rounds": 3,
+    "farthest": 32,
+    "updates": 200,
+    "rates": (3e-3,),
+    "seeds": 1,
+    "tested": 500,
+}
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.backend import ARRAY_MODULES
+from tricycle.devices import ARRAY_MODULES
 from tricycle.layers import Layer
 from tricycle.tensor import Tensor, no_grad
 
@@ -84,18 +84,20 @@ def _library() -> ModuleType:
     known = lambda x: x if isinstance(x, Chains) else _rule.get().nothing
     own = {
         "__getattr__": lambda name: getattr(np, name),
-        "empty": of_nothing, "zeros": of_nothing, "ones": of_nothing,
+        "empty": of_nothing,
+        "zeros": of_nothing,
+        "ones": of_nothing,
         "where": lambda which, a, b: np.where(which, known(a), known(b)).view(Chains),
         "isneginf": lambda x: np.zeros(x.shape, bool),
         "ascontiguousarray": lambda x: np.ascontiguousarray(x).view(Chains),
         "concatenate": lambda parts, **options: np.concatenate(parts, **options).view(Chains),
         "pad": lambda x, widths: np.pad(np.asarray(x), widths, constant_values=_rule.get().nothing).view(Chains),
         "lib": ModuleType("lib"),
-    }  # fmt: skip
+    }
     vars(library).update(own)
     library.lib.stride_tricks = ModuleType("stride_tricks")
-    library.lib.stride_tricks.as_strided = (
-        lambda x, shape, strides: np.lib.stride_tricks.as_strided(x, shape, strides, subok=True)
+    library.lib.stride_tricks.as_strided = lambda x, shape, strides: np.lib.stride_tricks.as_strided(
+        x, shape, strides, subok=True
     )
     return library
 

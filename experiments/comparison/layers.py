@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.attention import ScaledDotProductAttention
 from tricycle.blocks import MultiHeadSelfAttention
-from tricycle.convolution import Conv1d
 from tricycle.layers import Dense, Layer
 from tricycle.ops import concatenate
-from tricycle.recurrent import new_recurrent
+from tricycle.sequences.attentions import ScaledDotProductAttention
+from tricycle.sequences.convolution import Conv1d
+from tricycle.sequences.recurrent import new_recurrent
 from tricycle.tensor import Tensor
 
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from experiments.comparison.layers import CausalConvolution, Recurrence
 from tricycle.blocks import TransformerBlock
+from tricycle.configs import ModelConfig
 from tricycle.initialisers import normal, xavier
 from tricycle.layers import Dense, Embedding, Layer, LayerNorm, Sequential
 from tricycle.ops import maximum
-from tricycle.seq2seq import SinusoidalPositions
+from tricycle.sequences.seq2seq import SinusoidalPositions
 from tricycle.tensor import Operand, Tensor
 
 N_CLASSES = 10  # tokens 0 to 9 are those to remember
@@ -79,7 +80,8 @@ def recurrent(cell: str, initialiser: Callable = xavier, forget: float = 0.0) ->
 
 def attention(size: int, window: int, generator: np.random.Generator) -> Layer:
     """One block of a Transformer's encoder: every token sees all."""
-    block = TransformerBlock(size, N_HEADS, window, generator=generator, causal=False)
+    config = ModelConfig(embedding_dim=size, n_heads=N_HEADS, context_window=window)
+    block = TransformerBlock(config, causal=False, generator=generator)
     return Sequential(SinusoidalPositions(window, size), block, LayerNorm(size))
 
 

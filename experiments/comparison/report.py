@@ -45,9 +45,15 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Found, paths: F
     """The lecture's three columns, each beside what was measured at the most tokens."""
     n, far = sizes[-1], distances[-1]
     titles = [
-        "", "work", f"multiplications, n = {n:,}", "sequential", f"products in a row, n = {n:,}", "path",
-        f"layers from token to token, {far} apart", f"products on the path, {far} apart",
-    ]  # fmt: skip
+        "",
+        "work",
+        f"multiplications, n = {n:,}",
+        "sequential",
+        f"products in a row, n = {n:,}",
+        "path",
+        f"layers from token to token, {far} apart",
+        f"products on the path, {far} apart",
+    ]
     rows = []
     for kind, found in costs.items():
         work, sequential, path = theirs(kind)

@@ -11,9 +11,10 @@ from tqdm import tqdm
 from experiments.comparison.recall import MOST_BEFORE, Recaller, new_batch, new_model
 from experiments.comparison.settings import GRADIENTS, TEST, TRAINING, VALIDATION, WEIGHTS, Settings, stream
 from tricycle.loss import CrossEntropy
-from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import Tensor
+from tricycle.training import labelled, train_on_batch
 
 MAX_NORM = 1.0  # of all gradients together
 CHUNK = 250  # sequences that are read at once
@@ -29,18 +30,16 @@ def train(kind: str, distance: int, rate: float, settings: Settings, seed: int) 
     All kinds see the same sequences, and weights are drawn anew for each distance.
     """
     model = new_recaller(kind, settings, seed, distance)
-    generator, loss_fn = stream(TRAINING, seed, distance), CrossEntropy()
+    generator = stream(TRAINING, seed, distance)
     schedule = WarmupCosine(rate, 0.0, settings.updates // 20, settings.updates)
     optimiser, learned = AdamW(schedule, weight_decay=0.0), None
     interval = max(1, settings.updates // CHECKS)
-    for update in range(1, settings.updates + 1):
-        tokens, targets = new_batch(distance, settings.batch_size, generator)
-        loss_fn(targets, model(tokens)).backward()
-        clip_gradients(model, MAX_NORM)
-        model.update(optimiser)
-        if learned is None and update % interval == 0:
+    for step in range(1, settings.updates + 1):
+        batch = new_batch(distance, settings.batch_size, generator)
+        train_on_batch(model, optimiser, labelled(model, CrossEntropy()), batch, MAX_NORM)
+        if learned is None and step % interval == 0:
             accuracy, _ = examine(model, distance, VALIDATION, CHECKED)
-            learned = update if accuracy >= LEARNED else None
+            learned = step if accuracy >= LEARNED else None
     return model, learned
 
 
@@ -78,9 +77,12 @@ def best_of(kind: str, distance: int, settings: Settings, seed: int, bar: tqdm) 
     loss, rate, model, learned, _ = min(tried, key=lambda found: found[:2])
     accuracy, test_loss = examine(model, distance, TEST, settings.tested)
     return model, {
-        "accuracy": accuracy, "loss": rounded(test_loss), "rate": rate, "learned": learned,
+        "accuracy": accuracy,
+        "loss": rounded(test_loss),
+        "rate": rate,
+        "learned": learned,
         "seconds": rounded(sum(found[-1] for found in tried)),
-    }  # fmt: skip
+    }
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:

@@ -22,9 +22,13 @@ from experiments.settings import at_least, save
 from tricycle_cli.flags import parse, run_main
 
 QUICK: dict[str, Any] = {
-    "models": ("fixed context", "additive", "Luong general", "hard", "Transformer"), "seeds": 1, "steps": 500,
-    "examples": 20_000, "validated": 100, "tested": 100,
-}  # fmt: skip
+    "models": ("fixed context", "additive", "Luong general", "hard", "Transformer"),
+    "seeds": 1,
+    "steps": 500,
+    "examples": 20_000,
+    "validated": 100,
+    "tested": 100,
+}
 SEVERAL: dict[str, Any] = {"models": ("Luong general", "fixed context"), "steps": 1000, "max_tokens": 4096}
 POINTS = 60  # of a loss curve
 
@@ -108,10 +112,12 @@ def told(history: dict[str, Any]) -> dict[str, Any]:
     parts = np.array_split(np.array(history["losses"]), min(POINTS, len(history["losses"])))
     steps = np.cumsum([len(part) for part in parts])
     return {
-        "seconds": round(history["seconds"], 1), "steps": len(history["losses"]), "loss_steps": steps.tolist(),
+        "seconds": round(history["seconds"], 1),
+        "steps": len(history["losses"]),
+        "loss_steps": steps.tolist(),
         "losses": [float(f"{part.mean():.4g}") for part in parts],
         "checks": [(step, rounded(value)) for step, value in history["checks"]],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -64,11 +64,23 @@ LANGUAGES = {
         "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
         "Mon Tue Wed Thu Fri Sat Sun".split(),
         [
-            "{d} {month} {yyyy}", "{month} {d}, {yyyy}", "{month} {ordinal}, {yyyy}", "{weekday}, {d} {month} {yyyy}",
-            "{weekday}, the {ordinal} of {month}, {yyyy}", "the {ordinal} of {month} {yyyy}",
-            "{weekday} {month} {d} {yyyy}", "{short} {d}, {yyyy}", "{wd} {d} {short} {yyyy}", "{d}-{short}-{yy}",
-            "{d} {month} '{yy}", "{short} {d} '{yy}", "{yyyy} {month} {d}",
-            "{dd} {short} {yy}", "{mm}_{dd}_{yyyy}", "{m}_{d}_{yyyy}", "{mm}_{dd}_{yy}",
+            "{d} {month} {yyyy}",
+            "{month} {d}, {yyyy}",
+            "{month} {ordinal}, {yyyy}",
+            "{weekday}, {d} {month} {yyyy}",
+            "{weekday}, the {ordinal} of {month}, {yyyy}",
+            "the {ordinal} of {month} {yyyy}",
+            "{weekday} {month} {d} {yyyy}",
+            "{short} {d}, {yyyy}",
+            "{wd} {d} {short} {yyyy}",
+            "{d}-{short}-{yy}",
+            "{d} {month} '{yy}",
+            "{short} {d} '{yy}",
+            "{yyyy} {month} {d}",
+            "{dd} {short} {yy}",
+            "{mm}_{dd}_{yyyy}",
+            "{m}_{d}_{yyyy}",
+            "{mm}_{dd}_{yy}",
         ],
         "we wrote to you about the house near the old bridge and the garden behind it when rain was falling again "
         "please bring your letter with the keys so that all of us can leave early there will be tea bread and good "
@@ -80,10 +92,17 @@ LANGUAGES = {
         "Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag".split(),
         "Mo Di Mi Do Fr Sa So".split(),
         [
-            "{d}. {month} {yyyy}", "der {d}. {month} {yyyy}", "am {d}. {month} {yyyy}",
+            "{d}. {month} {yyyy}",
+            "der {d}. {month} {yyyy}",
+            "am {d}. {month} {yyyy}",
             "{weekday}, {d}. {month} {yyyy}",
-            "{weekday}, den {d}. {month} {yyyy}", "am {weekday}, dem {d}. {month} {yyyy}", "{wd}, {d}. {short} {yyyy}",
-            "{d}. {short} {yyyy}", "{dd}. {month} {yy}", "{d}. {month} '{yy}", "{wd} {d}. {short} '{yy}",
+            "{weekday}, den {d}. {month} {yyyy}",
+            "am {weekday}, dem {d}. {month} {yyyy}",
+            "{wd}, {d}. {short} {yyyy}",
+            "{d}. {short} {yyyy}",
+            "{dd}. {month} {yy}",
+            "{d}. {month} '{yy}",
+            "{wd} {d}. {short} '{yy}",
         ],
         "wir haben lange nach dem alten Haus hinter der Kirche gesucht und doch nur den Garten gefunden weil es "
         "regnete bitte bringt eure Briefe mit damit alle zusammen essen können dann gehen sie wieder fort über die "
@@ -95,9 +114,15 @@ LANGUAGES = {
         "lundi mardi mercredi jeudi vendredi samedi dimanche".split(),
         [],  # "mar." would be Tuesday as well as a month
         [
-            "{ordinal} {month} {yyyy}", "le {ordinal} {month} {yyyy}", "{weekday} {ordinal} {month} {yyyy}",
-            "le {weekday} {ordinal} {month} {yyyy}", "{d} {short} {yyyy}", "{weekday}, {d} {short} {yyyy}",
-            "{dd} {month} {yy}", "le {ordinal} {month} '{yy}", "{d} {short} '{yy}",
+            "{ordinal} {month} {yyyy}",
+            "le {ordinal} {month} {yyyy}",
+            "{weekday} {ordinal} {month} {yyyy}",
+            "le {weekday} {ordinal} {month} {yyyy}",
+            "{d} {short} {yyyy}",
+            "{weekday}, {d} {short} {yyyy}",
+            "{dd} {month} {yy}",
+            "le {ordinal} {month} '{yy}",
+            "{d} {short} '{yy}",
             "en date du {ordinal} {month} {yyyy}",
         ],
         "nous avons cherché longtemps la vieille demeure derrière le pont et le jardin sous la pluie puis ils sont "
@@ -110,18 +135,29 @@ LANGUAGES = {
         "lunes martes miércoles jueves viernes sábado domingo".split(),
         [],
         [
-            "{ordinal} de {month} de {yyyy}", "el {ordinal} de {month} de {yyyy}", "{d} de {month} del {yyyy}",
-            "{weekday} {ordinal} de {month} de {yyyy}", "el {weekday}, {d} de {month} de {yyyy}", "{d} {short} {yyyy}",
-            "{d}-{short}-{yy}", "a {d} de {month} de '{yy}", "{dd} {month} {yy}", "{weekday}, {d} de {short} de {yyyy}",
+            "{ordinal} de {month} de {yyyy}",
+            "el {ordinal} de {month} de {yyyy}",
+            "{d} de {month} del {yyyy}",
+            "{weekday} {ordinal} de {month} de {yyyy}",
+            "el {weekday}, {d} de {month} de {yyyy}",
+            "{d} {short} {yyyy}",
+            "{d}-{short}-{yy}",
+            "a {d} de {month} de '{yy}",
+            "{dd} {month} {yy}",
+            "{weekday}, {d} de {short} de {yyyy}",
         ],
         "hemos buscado la casa vieja detrás del puente y el huerto bajo la lluvia pero nadie nos vio llegar con las "
         "cartas para comer unidos habrá pan caliente una buena sopa y después ellos se van otra vez por la "
         "calle".split(),
     ),
-}  # fmt: skip
+}
 NUMBERS = [  # in every language; "_" stands for a separator
-    "{dd}_{mm}_{yyyy}", "{d}_{m}_{yyyy}", "{dd}_{mm}_{yy}", "{yyyy}_{mm}_{dd}", "{yyyy}-{mm}-{dd}",
-]  # fmt: skip
+    "{dd}_{mm}_{yyyy}",
+    "{d}_{m}_{yyyy}",
+    "{dd}_{mm}_{yy}",
+    "{yyyy}_{mm}_{dd}",
+    "{yyyy}-{mm}-{dd}",
+]
 
 
 class Example(NamedTuple):
@@ -173,14 +209,25 @@ def is_clear(form: str, day: date) -> bool:
 
 def numbers(day: date) -> dict[str, str]:
     return {
-        "d": f"{day.day}", "dd": f"{day.day:02}", "m": f"{day.month}", "mm": f"{day.month:02}",
-        "yy": f"{day.year % 100:02}", "yyyy": f"{day.year}",
-    }  # fmt: skip
+        "d": f"{day.day}",
+        "dd": f"{day.day:02}",
+        "m": f"{day.month}",
+        "mm": f"{day.month:02}",
+        "yy": f"{day.year % 100:02}",
+        "yyyy": f"{day.year}",
+    }
 
 
-PARTS = {name: field for field, names in {
-    DAY: "d dd ordinal", MONTH: "m mm month short", YEAR: "yy yyyy", NOTHING: "weekday wd",
-}.items() for name in names.split()}  # fmt: skip
+PARTS = {
+    name: field
+    for field, names in {
+        DAY: "d dd ordinal",
+        MONTH: "m mm month short",
+        YEAR: "yy yyyy",
+        NOTHING: "weekday wd",
+    }.items()
+    for name in names.split()
+}
 
 
 def ordinal(language: str, day: int) -> str:
@@ -317,5 +364,3 @@ def words_of_dates() -> set[str]:
     """Names of months and days in all languages, in small letters, without dots."""
     lists = [part for language in LANGUAGES.values() for part in language[:4]]
     return {word.lower().strip(".") for words in lists for word in words}
-
-

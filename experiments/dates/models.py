@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from experiments.dates.data import SOURCE_VOCAB, TARGET_VOCAB
-from tricycle.attention import AdditiveAttention, HardAttention, LuongAttention, ScaledDotProductAttention
 from tricycle.layers import Dense
-from tricycle.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, State, Transformer
+from tricycle.sequences.attentions import AdditiveAttention, HardAttention, LuongAttention, ScaledDotProductAttention
+from tricycle.sequences.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, State, Transformer
 from tricycle.tensor import Tensor
 
 EMBEDDING = 32  # of characters, in recurrent models

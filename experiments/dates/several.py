@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.dates import data as dates
 from experiments.dates.study import Settings, Texts, answers, rounded, texts, train
-from tricycle.seq2seq import EncoderDecoder
+from tricycle.sequences.seq2seq import EncoderDecoder
 
 TRAINED = 4  # the most dates of a text in training
 COUNTS = (1, 2, 3, 4, 5, 6, 8)  # in the test

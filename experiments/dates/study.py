@@ -18,14 +18,15 @@ from tqdm import tqdm
 from experiments.dates import data as dates
 from experiments.dates.data import BEGIN, END, FIELDS, IGNORED, ISO_FIELDS, LANGUAGES, MONTH, Example, examples
 from experiments.dates.models import MODELS, Seq2SeqHard, new_model
-from tricycle.attention import reinforce
 from tricycle.dataset import Buckets, pad
-from tricycle.generate import beam_search
 from tricycle.loss import CrossEntropy
-from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
-from tricycle.seq2seq import EncoderDecoder, Transformer
+from tricycle.sequences.attentions import reinforce
+from tricycle.sequences.beam_search import beam_search
+from tricycle.sequences.seq2seq import EncoderDecoder, Transformer
 from tricycle.tensor import Tensor, no_grad
+from tricycle.training import train_on_batch
 from tricycle_lab.probe import Probe
 
 POOL, WEIGHTS, VALIDATION, TEST = range(1, 5)  # streams that share no number
@@ -104,9 +105,7 @@ def batches(sources: list[list[int]]) -> Iterator[np.ndarray]:
 
 
 # -------------------------------------------------------------------- training
-def train(
-    name: str, settings: Settings, seed: int, data: Texts, seen: Texts
-) -> tuple[EncoderDecoder, dict[str, Any]]:
+def train(name: str, settings: Settings, seed: int, data: Texts, seen: Texts) -> tuple[EncoderDecoder, dict[str, Any]]:
     """A trained model and how it went.
 
     Args:
@@ -124,21 +123,24 @@ def train(
     n_steps = settings.steps * SLOW.get(name, 1)
     schedule = WarmupCosine(rate, rate / 100, min(100, n_steps), n_steps)
     optimiser, critic = AdamW(schedule, betas=(0.9, 0.98), weight_decay=0.01), Critic()
-    losses, checks, seconds = [], [], 0.0
+    losses: list[float] = []
+    checks, seconds = [], 0.0
+
+    def weighed(chosen: Any, factor: Any) -> Tensor:
+        source, lengths = pad([data.sources[i] for i in chosen])
+        loss, told = loss_of(model, source, data.targets[chosen], lengths, critic)
+        losses.append(told)
+        return loss * factor
+
     with tqdm(range(1, n_steps + 1), desc=f"{name}, seed {seed}", unit="step") as bar:
         for step in bar:
             started = time.process_time()
             chosen = next(order)
-            source, lengths = pad([data.sources[i] for i in chosen])
-            loss, told = loss_of(model, source, data.targets[chosen], lengths, critic)
-            loss.backward()
-            clip_gradients(model, 1.0)
-            model.update(optimiser)
-            losses.append(told)
+            train_on_batch(model, optimiser, weighed, chosen, max_norm=1.0)
             seconds += time.process_time() - started
             if step % (n_steps // CHECKS) == 0:
                 checks.append((step, exact(model, seen)))
-                bar.set_postfix(loss=f"{told:.3f}", exact=f"{checks[-1][1]:.1%}")
+                bar.set_postfix(loss=f"{losses[-1]:.3f}", exact=f"{checks[-1][1]:.1%}")
     return model, {"losses": losses, "checks": checks, "seconds": seconds}
 
 

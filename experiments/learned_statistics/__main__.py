@@ -21,9 +21,15 @@ from experiments.settings import at_least
 from tricycle_cli.flags import parse, run_main
 
 QUICK: dict[str, Any] = {
-    "blocks": (2, 4), "seeds": 1, "width": 64, "layers": 3, "context_window": 128, "steps": 2000, "scale_steps": 300,
+    "blocks": (2, 4),
+    "seeds": 1,
+    "width": 64,
+    "layers": 3,
+    "context_window": 128,
+    "steps": 2000,
+    "scale_steps": 300,
     "windows": 128,
-}  # fmt: skip
+}
 
 
 def main() -> int:

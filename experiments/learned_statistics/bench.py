@@ -105,9 +105,12 @@ class Record:
         fixed = {name: value for name, value in dataclasses.asdict(settings).items() if name not in FREE}
         fixed |= {"model": settings.model and str(settings.model), "files": list(map(str, settings.files))}
         self.results: dict[str, Any] = {
-            "settings": fixed, "date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "rows": [], "attention": {},
-        }  # fmt: skip
+            "settings": fixed,
+            "date": str(date.today()),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "rows": [],
+            "attention": {},
+        }
         if self.path.exists():
             self.results = json.loads(self.path.read_text(encoding="utf-8"))
             if self.results["settings"] != fixed:
@@ -130,6 +133,7 @@ class Record:
         """Those that the settings ask for."""
         jobs = all_jobs(settings)
         return [
-            row for row in self.results["rows"]
+            row
+            for row in self.results["rows"]
             if row["model"] < settings.models and Job(row["kind"], row["blocks"], row["seed"]) in jobs
-        ]  # fmt: skip
+        ]

@@ -20,8 +20,11 @@ SEED_TABLE = {"OPT-125M": (26, 22.36), "OPT-350M": (16.84, 17.81), "OPT-1.3B": (
 TABLE = ("none", "1 / k", "measured", "measured per head", "learned", "learned per head", "exact")
 # Whose attention is looked at beside the whole softmax's, its name in tables and pictures, and what is drawn as maps.
 SHOWN = {
-    "none": "no correction", "measured": "measured", "learned": "learned", "learned per head": "learned per head",
-}  # fmt: skip
+    "none": "no correction",
+    "measured": "measured",
+    "learned": "learned",
+    "learned per head": "learned per head",
+}
 DRAWN = ("none", "learned")
 PAGE_BYTES = 1_400_000  # of weights on the page; as many layers as fit
 
@@ -64,8 +67,10 @@ def won_back_table(rows: Rows) -> str:
 
 def seed_table(rows: Rows) -> str:
     """The seed document's figures beside ours, for two blocks with one scale a layer, block and position."""
-    lines = [[name, f"{whole:.2f}", f"{ours:.2f}", f"{100 * (ours / whole - 1):+.1f}%"]
-             for name, (whole, ours) in SEED_TABLE.items()]  # fmt: skip
+    lines = [
+        [name, f"{whole:.2f}", f"{ours:.2f}", f"{100 * (ours / whole - 1):+.1f}%"]
+        for name, (whole, ours) in SEED_TABLE.items()
+    ]
     for model, blocks in cases(rows):
         if blocks == 2:
             (whole,), learned = find(rows, "whole", 1, model), find(rows, "learned", 2, model)

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from tricycle import backend
-from tricycle.backend import to_cpu
+from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
-from tricycle.functions import BlockSoftmax
+from tricycle.devices import to_cpu
+from tricycle.evaluation import HeldOut, evaluate
 from tricycle.models import GPT
+from tricycle.softmaxes import BlockSoftmax
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import HeldOut, evaluate, new_state, resume_state, train_step
+from tricycle.training import new_state, resume_state, train_step
 from tricycle_datasets.corpus import Corpus
 from tricycle_datasets.shakespeare import Shakespeare
 from tricycle_datasets.text import TextFiles
@@ -97,7 +98,7 @@ def new_subject(settings: Settings, seed: int) -> Subject:
     Raises:
         ValueError: a model that learned with another softmax, or a tokeniser that does not fit.
     """
-    on_gpu = settings.device != "cpu" and backend.gpu_available()
+    on_gpu = settings.device != "cpu" and devices.gpu_available()
     checkpoint = load_checkpoint(find_checkpoint(settings.model)) if settings.model else None
     tokeniser = checkpoint.tokeniser() if checkpoint else None
     words = (None if tokeniser else BYTES, tokeniser)
@@ -126,10 +127,20 @@ def find_checkpoint(path: Path) -> Path:
 
 def new_config(settings: Settings, seed: int) -> GPTConfig:
     return GPTConfig(
-        vocab_size=BYTES, context_window=settings.context_window, embedding_dim=settings.width,
-        n_heads=settings.heads, n_layers=settings.layers, bias=False, batch_size=settings.batch_size,
-        steps=settings.steps, max_learning_rate=3e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99, seed=seed,
-    )  # fmt: skip
+        vocab_size=BYTES,
+        context_window=settings.context_window,
+        embedding_dim=settings.width,
+        n_heads=settings.heads,
+        n_layers=settings.layers,
+        bias=False,
+        batch_size=settings.batch_size,
+        steps=settings.steps,
+        max_learning_rate=3e-3,
+        min_learning_rate=1e-4,
+        warmup_steps=100,
+        beta2=0.99,
+        seed=seed,
+    )
 
 
 def train_model(config: GPTConfig, corpus: Corpus, path: Path, on_gpu: bool) -> GPT:
@@ -177,10 +188,20 @@ def learn(subject: Subject, n_blocks: int, per_head: bool, seed: int, settings: 
     if settings.equal_start:
         set_scales(scales, [equal_shares(n_blocks, subject.window)] * len(scales))
     config = dataclasses.replace(
-        subject.model.config, batch_size=settings.batch_size, accumulation_steps=1, steps=settings.scale_steps,
-        minutes=0.0, max_learning_rate=settings.scale_rate, min_learning_rate=0.0, warmup_steps=0, weight_decay=0.0,
-        beta1=0.9, beta2=0.999, max_gradient_norm=0.0, seed=seed,
-    )  # fmt: skip
+        subject.model.config,
+        batch_size=settings.batch_size,
+        accumulation_steps=1,
+        steps=settings.scale_steps,
+        minutes=0.0,
+        max_learning_rate=settings.scale_rate,
+        min_learning_rate=0.0,
+        warmup_steps=0,
+        weight_decay=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        max_gradient_norm=0.0,
+        seed=seed,
+    )
     state = new_state(config, subject.train, model=subject.model)
     title = f"{n_blocks} blocks, scales {'per head' if per_head else 'per layer'}, seed {seed}"
     with tqdm(total=config.steps, desc=title, unit="step", position=1, leave=False, dynamic_ncols=True) as bar:

@@ -19,7 +19,7 @@ from typing import Any
 from experiments.max_retrieval import report
 from experiments.max_retrieval.study import Settings, measure, study, top_weights
 from experiments.settings import at_least, save
-from tricycle.functions import AdaptiveSoftmax
+from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle_cli.flags import parse, run_main
 
 PRESETS: dict[str, dict[str, Any]] = {

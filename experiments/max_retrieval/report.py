@@ -16,9 +16,12 @@ NOTEBOOK = {
 }
 NOTEBOOK_EXAMPLES = 352
 COLOURS = {
-    "plain": "#3182bd", "adaptive": "#e6550d", "fit to loss": "#756bb1", "fit to errors": "#31a354",
+    "plain": "#3182bd",
+    "adaptive": "#e6550d",
+    "fit to loss": "#756bb1",
+    "fit to errors": "#31a354",
     "constant": "#969696",
-}  # fmt: skip
+}
 
 
 def gather(runs: list[dict], key: str, name: str | None = None) -> np.ndarray:

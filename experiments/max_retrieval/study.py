@@ -14,12 +14,14 @@ from tqdm import tqdm
 
 from experiments.max_retrieval.task import Batch, MaxRetrieval, loss_of, new_batch
 from tricycle import kernels
-from tricycle.attention import CrossAttention
-from tricycle.backend import parallel
-from tricycle.functions import AdaptiveSoftmax, RowSoftmax, Softmax
+from tricycle.attention import Attention
+from tricycle.functions import RowSoftmax, Softmax
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
+from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.tensor import Tensor, no_grad
+from tricycle.training import train_on_batch
+from tricycle_accelerators.threads import parallel
 from tricycle_lab.temperature import fit_adaptive_temperature
 
 TRAINING, FITTING, EVALUATION, PICTURES = 1, 2, 3, 4  # streams that share no number
@@ -80,14 +82,13 @@ def train(settings: Settings, seed: int) -> tuple[MaxRetrieval, float]:
     model = MaxRetrieval(generator, settings.width)
     falling = WarmupCosine(settings.learning_rate, 0.0, 0, settings.steps)
     optimiser = AdamW(falling if settings.decay else settings.learning_rate, weight_decay=0)  # without decay: Adam
+    weighed = lambda batch, factor: loss_of(model, batch, settings.l2) * factor
     losses = []
     with tqdm(range(settings.steps), desc=f"seed {seed}: training", unit="step") as bar:
         for step in bar:
             n_items = int(generator.integers(FEWEST, MOST + 1))
-            loss = loss_of(model, new_batch(n_items, settings.batch_size, generator), settings.l2)
-            loss.backward()
-            model.update(optimiser)
-            losses.append(float(loss))
+            batch = new_batch(n_items, settings.batch_size, generator)
+            losses.append(train_on_batch(model, optimiser, weighed, batch))
             if step % 100 == 0:
                 bar.set_postfix(loss=f"{losses[-1]:.3f}")
     return model, float(np.mean(losses[-100:]))
@@ -145,7 +146,12 @@ def split(n_items: int, size: int) -> list[tuple[int, int]]:
 
 def scores_of(query: Tensor, keys: Tensor) -> np.ndarray:
     """What the softmax of one head turns into weights: (B, N)."""
-    return CrossAttention(1).look(query, keys)[0][:, 0, 0]
+    return Attention(causal=False).look(one_head(query), one_head(keys))[0][:, 0, 0]
+
+
+def one_head(x: Tensor) -> Tensor:
+    """(B, N, C) to (B, N, 1, C)."""
+    return x[:, :, None]
 
 
 def entropy_of(scores: np.ndarray) -> np.ndarray:
@@ -199,7 +205,9 @@ def examine(model: MaxRetrieval, batch: Batch, softmaxes: dict[str, RowSoftmax])
     """For each example of a batch what `measure` gives the mean of; "wrong" and "loss" for each softmax."""
     with no_grad():  # here, as it holds in one thread
         query, keys, values = model.project(batch)
-        logits = [model.finish(CrossAttention(1, softmax)(query, keys, values)) for softmax in softmaxes.values()]
+        parts = [one_head(part) for part in (query, keys, values)]
+        mixed = [Attention(softmax, causal=False)(*parts)[:, :, 0] for softmax in softmaxes.values()]
+        logits = [model.finish(mixture) for mixture in mixed]
         scores = scores_of(query, keys)
     best = batch.items[np.arange(len(scores)), scores.argmax(axis=1), 1:].argmax(axis=1)
     wrong, loss = (np.stack([cost(found, batch.targets) for found in logits]) for cost in (errors, cross_entropy))

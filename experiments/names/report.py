@@ -94,8 +94,11 @@ def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]
 def write(problem: Problem, found: Found, runs: Runs, matrices: Matrices, settings: Settings) -> list[str]:
     """Everything but results.json; returns the files' names."""
     folder, best = settings.output, best_model(runs)
-    values = {f"{name}{end}": [100 * run[kind]["balanced"] for run in of(runs, name)]
-              for kind, end in (("plain", ""), ("even", ", even")) for name in names_of(runs)}  # fmt: skip
+    values = {
+        f"{name}{end}": [100 * run[kind]["balanced"] for run in of(runs, name)]
+        for kind, end in (("plain", ""), ("even", ", even"))
+        for name in names_of(runs)
+    }
     plot_folds(values, folder / "balanced.png", "mean recall of the languages, %", "Surnames, a point for each fold")
     plot_confusion(problem.classes, matrices[best], best, folder / "confusion.png")
     plot_training(runs, folder / "training.png")

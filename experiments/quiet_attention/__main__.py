@@ -19,10 +19,11 @@ from tqdm import tqdm
 
 from experiments.quiet_attention.report import report
 from experiments.settings import at_least
-from tricycle import backend
+from tricycle import devices
 from tricycle.configs import GPTConfig
+from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write
-from tricycle.training import HeldOut, TrainingState, evaluate, new_state, resume_state, train_step
+from tricycle.training import TrainingState, new_state, resume_state, train_step
 from tricycle_cli.flags import parse, run_main
 from tricycle_datasets.shakespeare import Shakespeare
 from tricycle_lab.probe import Probe, excess_kurtosis, nothing, weight_kurtosis
@@ -54,7 +55,7 @@ class Arguments:
 def main() -> None:
     arguments = parse(Arguments, description=__doc__ or "")
     at_least(arguments, seeds=1, measurements=1, steps=0, batch_size=0)
-    on_gpu = arguments.device != "cpu" and backend.gpu_available()
+    on_gpu = arguments.device != "cpu" and devices.gpu_available()
     corpus = Shakespeare(BYTES)
     tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
     held_out = HeldOut(tokens, len(corpus.validation_bytes))
@@ -69,11 +70,22 @@ def new_config(arguments: Arguments, on_gpu: bool, seed: int, variant: str) -> G
     """Seed document 000 takes nanoGPT's settings for characters; "quick" is a third as deep and wide."""
     width, depth = (128, 2) if arguments.quick else (384, 6)
     return GPTConfig(
-        vocab_size=BYTES, context_window=256, embedding_dim=width, n_heads=depth, n_layers=depth, bias=False,
-        dropout=0.2, softmax=variant, batch_size=arguments.batch_size or (64 if on_gpu else 6),
+        vocab_size=BYTES,
+        context_window=256,
+        embedding_dim=width,
+        n_heads=depth,
+        n_layers=depth,
+        bias=False,
+        dropout=0.2,
+        softmax=variant,
+        batch_size=arguments.batch_size or (64 if on_gpu else 6),
         steps=arguments.steps or (200 if arguments.quick else 5000 if on_gpu else 1000),
-        max_learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, beta2=0.99, seed=seed,
-    )  # fmt: skip
+        max_learning_rate=1e-3,
+        min_learning_rate=1e-4,
+        warmup_steps=100,
+        beta2=0.99,
+        seed=seed,
+    )
 
 
 def run(config: GPTConfig, tokens: Any, held_out: HeldOut, folder: Path, n_measurements: int, on_gpu: bool) -> None:

@@ -43,8 +43,9 @@ def hidden_table(runs: Runs) -> str:
     kinds = {"most": "most looked at", "random": "at random", "least": "least looked at"}
     rows = [
         [name, *(cell([run[kind] for run in of(runs, name)], 1, 100) for kind in kinds)]
-        for name in names_of(runs) if name in MODELS
-    ]  # fmt: skip
+        for name in names_of(runs)
+        if name in MODELS
+    ]
     return markdown(["", *kinds.values()], rows)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments import classification as shared
 from experiments.classification import MODELS, Found, Parts, Predicted, Problem, Recipe, Runs
-from tricycle.classifiers import Classifier
+from tricycle.sequences.classifiers import Classifier
 
 PLACES = 6  # a stream of random numbers, beside those of classification.py
 TOGETHER = "all together"

@@ -36,13 +36,34 @@ class Variant:
 
 # The preset before this recipe: GPT-2's model and training, with rates and a size that were chosen for ten minutes.
 PLAIN: dict[str, Any] = {
-    "vocab_size": 1024, "context_window": 256, "embedding_dim": 192, "n_heads": 3, "n_layers": 4,
-    "expansion_ratio": 4.0, "activation": "gelu", "norm": "layer_norm", "positions": "learned", "qk_norm": False,
-    "bias": True, "tied": True, "softmax": "softmax", "zero_projections": False, "token_shift": False,
-    "precision": "float32", "batch_size": 6, "accumulation_steps": 1, "optimiser": "adamw", "schedule": "cosine",
-    "max_learning_rate": 4e-3, "min_learning_rate": 2e-4, "warmup_steps": 100, "weight_decay": 0.1, "beta1": 0.9,
-    "beta2": 0.99, "max_gradient_norm": 1.0,
-}  # fmt: skip
+    "vocab_size": 1024,
+    "context_window": 256,
+    "embedding_dim": 192,
+    "n_heads": 3,
+    "n_layers": 4,
+    "expansion_ratio": 4.0,
+    "activation": "gelu",
+    "norm": "layer_norm",
+    "positions": "learned",
+    "qk_norm": False,
+    "bias": True,
+    "tied": True,
+    "softmax": "softmax",
+    "zero_projections": False,
+    "token_shift": False,
+    "precision": "float32",
+    "batch_size": 6,
+    "accumulation_steps": 1,
+    "optimiser": "adamw",
+    "schedule": "cosine",
+    "max_learning_rate": 4e-3,
+    "min_learning_rate": 2e-4,
+    "warmup_steps": 100,
+    "weight_decay": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "max_gradient_norm": 1.0,
+}
 LEARNED = {"positions": "learned", "qk_norm": False}  # the norm of queries and keys needs rotary positions
 # What was chosen for AdamW by itself, in the plain preset.
 ADAMW = {name: PLAIN[name] for name in ("optimiser", "max_learning_rate", "warmup_steps", "max_gradient_norm")}
@@ -120,10 +141,13 @@ VARIANTS: dict[str, Variant] = {
     "batch-double": Variant("batch twice as large", _at_least_one("batch_size", 2)),
     "batch-half": Variant("batch half as large", _at_least_one("batch_size", 0.5)),
     "rate-high": Variant("rates 1.5 times as high", _times("max_learning_rate", 1.5)),
-    "rate-low": Variant("rates 2/3 as high", {
-        "max_learning_rate": lambda recipe: recipe.max_learning_rate / 1.5,
-        "min_learning_rate": lambda recipe: recipe.min_learning_rate / 1.5,
-    }),
+    "rate-low": Variant(
+        "rates 2/3 as high",
+        {
+            "max_learning_rate": lambda recipe: recipe.max_learning_rate / 1.5,
+            "min_learning_rate": lambda recipe: recipe.min_learning_rate / 1.5,
+        },
+    ),
     "matrix-rate-high": Variant("Muon's rate 1.5 times as high", _times("matrix_rate", 1.5)),
     "matrix-rate-low": Variant("Muon's rate 2/3 as high", _times("matrix_rate", 1 / 1.5)),
     "deeper": Variant("two layers more, one head narrower", _layers(2, 1)),
@@ -133,7 +157,7 @@ VARIANTS: dict[str, Variant] = {
     "more-layers": Variant("a layer more", {"n_layers": lambda recipe: recipe.n_layers + 1}),
     "softmax1": Variant("softmax1 in attention", {"softmax": "softmax1"}),
     "dropout": Variant("dropout of 0.1", {"dropout": 0.1}),
-}  # fmt: skip
+}
 
 
 def all_variants(also: Sequence[str] = ()) -> dict[str, Variant]:

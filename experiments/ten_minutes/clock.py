@@ -19,7 +19,11 @@ class Budget:
     """
 
     def __init__(
-        self, seconds: float, clock: Callable[[], float] = time.process_time, spent: float = 0.0, reserve: float = 0.0,
+        self,
+        seconds: float,
+        clock: Callable[[], float] = time.process_time,
+        spent: float = 0.0,
+        reserve: float = 0.0,
     ) -> None:
         self.seconds, self.clock, self.reserve, self.step = seconds, clock, reserve, 0
         self._started = clock() - spent

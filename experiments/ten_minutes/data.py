@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tricycle.training import HeldOut
+from tricycle.evaluation import HeldOut
 from tricycle_datasets.corpus import Corpus, Document, is_held_out
 from tricycle_datasets.download import fetch
 from tricycle_datasets.python_code import SKIPPED_FOLDERS, PythonCode

@@ -26,8 +26,9 @@ from experiments.settings import at_least, save
 from experiments.ten_minutes.data import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
-from tricycle.generate import check_sampling, repeats, sample, select
+from tricycle.generate import check_sampling, repeats, sample
 from tricycle.models import GPT
+from tricycle.sequences.beam_search import select
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.run import SAMPLING
@@ -131,9 +132,12 @@ def counted(found: Sequence[tuple[str, bool]]) -> dict[str, Any]:
     finished = [text for text, ended in found if ended]
     examples = [{"text": text, "parses": is_python(text)} for text in finished[:SHOWN]]
     return {
-        "samples": len(found), "distinct": len({text for text, _ in found}), "finished": len(finished),
-        "parsed": sum(map(is_python, finished)), "examples": examples,
-    }  # fmt: skip
+        "samples": len(found),
+        "distinct": len({text for text, _ in found}),
+        "finished": len(finished),
+        "parsed": sum(map(is_python, finished)),
+        "examples": examples,
+    }
 
 
 def is_python(text: str) -> bool:
@@ -188,7 +192,11 @@ def beginnings(source: bytes) -> Iterator[bytes]:
 
 # -------------------------------------------------------------------- sampling
 def write(
-    model: GPT, tokeniser: BPETokeniser, prompts: Sequence[bytes], settings: Settings, temperature: float,
+    model: GPT,
+    tokeniser: BPETokeniser,
+    prompts: Sequence[bytes],
+    settings: Settings,
+    temperature: float,
     generator: np.random.Generator,
 ) -> list[tuple[str, bool]]:
     """Functions that begin with some prompts, all written at a time, a token of each in one pass.

@@ -27,9 +27,10 @@ from experiments.ten_minutes.clock import Budget
 from experiments.ten_minutes.data import held_out, load
 from train_smol_gpt import compressed_bits
 from tricycle.configs import PRESETS, GPTConfig
+from tricycle.evaluation import evaluate
 from tricycle.optimisers import decays, is_hidden_matrix
 from tricycle.tensor import Tensor, no_grad, to_tensor
-from tricycle.training import TrainingState, evaluate, new_state
+from tricycle.training import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.run import FINAL_OVERLAP
 
@@ -133,12 +134,14 @@ class Trainer:
         self.model.load_state_dict({name: torch.tensor(p.array) for name, p in ours.items()})
         self.run: Any = torch.compile(self.model) if compiled else self.model
         theirs = dict(self.model.named_parameters())
-        matrices = [name for name, p in ours.items() if config.optimiser == "muon" and is_hidden_matrix(name, p)]
+        matrices = [name for name, p in ours.items() if config.optimiser == "muon" and is_hidden_matrix(p)]
         groups = [
-            {"params": [theirs[name] for name in ours if name not in matrices and decays(name, ours[name]) == decayed],
-             "weight_decay": decay}
+            {
+                "params": [theirs[name] for name in ours if name not in matrices and decays(ours[name]) == decayed],
+                "weight_decay": decay,
+            }
             for decayed, decay in ((True, config.weight_decay), (False, 0.0))
-        ]  # fmt: skip
+        ]
         betas = (config.beta1, config.beta2)
         self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], 0.0, betas, 1e-8, fused=True)
         low = config.precision == "bfloat16"
@@ -186,7 +189,7 @@ class Trainer:
 
 
 class Scored:
-    """A model of PyTorch as `tricycle.training.evaluate` takes one."""
+    """A model of PyTorch as `tricycle.evaluation.evaluate` takes one."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.config = trainer, trainer.config
@@ -239,11 +242,15 @@ def measure(settings: Settings, started: float) -> dict[str, Any]:
     scored: Any = Scored(trainer)
     loss, _ = evaluate(scored, text.tokens, config.batch_size, stride=max(1, config.context_window // FINAL_OVERLAP))
     return {
-        "bits": text.bits_per_byte(loss), "loss": loss, "steps": state.step,
-        "tokens_per_second": round(n_tokens * state.step / trained), "parameters": state.model.n_parameters,
-        "minutes": (time.perf_counter() - started) / 60, "training_minutes": trained / 60,
+        "bits": text.bits_per_byte(loss),
+        "loss": loss,
+        "steps": state.step,
+        "tokens_per_second": round(n_tokens * state.step / trained),
+        "parameters": state.model.n_parameters,
+        "minutes": (time.perf_counter() - started) / 60,
+        "training_minutes": trained / 60,
         "compressed": compressed_bits(corpus.validation_bytes),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -125,10 +125,15 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     labels = {name: variant.label for name, variant in all_variants(settings.also).items()}
     minutes, failures = settings.config.minutes, []
     with (
-        tqdm(total=1e-9 + len(trials) * minutes, unit="min", desc=f"{len(trials)} training(s)", dynamic_ncols=True,
-             bar_format=BAR) as bar,
+        tqdm(
+            total=1e-9 + len(trials) * minutes,
+            unit="min",
+            desc=f"{len(trials)} training(s)",
+            dynamic_ncols=True,
+            bar_format=BAR,
+        ) as bar,
         ThreadPoolExecutor(settings.jobs) as pool,
-    ):  # fmt: skip
+    ):
         waiting = {pool.submit(run_trial, settings, config, cores, bar): (name, config) for name, config in trials}
         try:
             for done in as_completed(waiting):
@@ -161,16 +166,26 @@ def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | No
     """A training in a process of its own."""
     core = cores.get()
     task = {
-        "config": config.to_dict(), "seconds": 60 * config.minutes, "data": settings.data, "part": settings.part,
-        "files": list(settings.files), "batches": settings.batches, "core": core,
-    }  # fmt: skip
+        "config": config.to_dict(),
+        "seconds": 60 * config.minutes,
+        "data": settings.data,
+        "part": settings.part,
+        "files": list(settings.files),
+        "batches": settings.batches,
+        "core": core,
+    }
     words = [sys.executable, "-m", "experiments.ten_minutes.trial", json.dumps(task)]
     used, result, other = 0.0, None, ""
     try:
         process = subprocess.Popen(
-            words, cwd=ROOT, env={**os.environ, **ONE_THREAD}, encoding="utf-8", errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            words,
+            cwd=ROOT,
+            env={**os.environ, **ONE_THREAD},
+            encoding="utf-8",
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         with process:
             try:
                 for line in process.stdout or []:

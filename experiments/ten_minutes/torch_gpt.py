@@ -176,7 +176,11 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], lr: float, weight_decay: float, momentum: float = 0.95,
+        self,
+        parameters: Iterable[torch.Tensor],
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
         low: bool = False,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "decay_rate": lr})

@@ -13,6 +13,8 @@ import sys
 import time
 from typing import Any
 
+from tricycle_accelerators.host import tune_host
+
 LINES = 200  # how often to say how far it is
 
 
@@ -20,6 +22,7 @@ def main() -> int:
     task = json.loads(sys.argv[1])
     if task["core"] is not None and hasattr(os, "sched_setaffinity"):  # Linux
         os.sched_setaffinity(0, {task["core"]})
+    tune_host()
     print(json.dumps({"result": run(task, lambda **values: print(json.dumps(values), flush=True))}), flush=True)
     return 0
 
@@ -41,7 +44,8 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     from experiments.ten_minutes.data import held_out, load
     from train_smol_gpt import compressed_bits
     from tricycle.configs import GPTConfig
-    from tricycle.training import evaluate, new_state, train_step
+    from tricycle.evaluation import evaluate
+    from tricycle.training import new_state, train_step
     from tricycle_cli.run import FINAL_OVERLAP
 
     config = GPTConfig.from_dict(task["config"])
@@ -64,10 +68,15 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     lately = float(np.mean(losses[-max(1, len(losses) // 10) :]))
     n_tokens = config.batch_size * config.accumulation_steps * config.context_window * state.step
     return {
-        "bits": rounded(text.bits_per_byte(loss)), "loss": rounded(loss), "train_loss": rounded(lately),
-        "steps": state.step, "tokens_per_second": round(n_tokens / used), "seconds": rounded(used),
-        "parameters": state.model.n_parameters, "compressed": compressed_bits(corpus.validation_bytes),
-    }  # fmt: skip
+        "bits": rounded(text.bits_per_byte(loss)),
+        "loss": rounded(loss),
+        "train_loss": rounded(lately),
+        "steps": state.step,
+        "tokens_per_second": round(n_tokens / used),
+        "seconds": rounded(used),
+        "parameters": state.model.n_parameters,
+        "compressed": compressed_bits(corpus.validation_bytes),
+    }
 
 
 def rounded(value: float) -> float:

@@ -31,8 +31,8 @@ from experiments.translation.alignment import SHOWN, align
 from experiments.translation.data import Pairs, Vocabulary, bleu, bleu_metric
 from experiments.translation.models import CONTEXT_WINDOW, RECIPES, Recipe
 from experiments.translation.study import Plan, Training, load_model, mean_loss, translate
-from tricycle.backend import n_threads
 from tricycle.files import atomic_write
+from tricycle_accelerators.threads import n_threads
 from tricycle_cli.flags import parse, run_main
 from tricycle_datasets.multi30k import LANGUAGES, multi30k
 
@@ -155,9 +155,12 @@ def path_of(settings: Settings, name: str, ending: str) -> Path:
 
 def recipe_of(settings: Settings, name: str) -> Recipe:
     given = {
-        "width": settings.width, "n_layers": settings.layers, "learning_rate": settings.learning_rate,
-        "dropout": settings.dropout, "max_tokens": settings.max_tokens,
-    }  # fmt: skip
+        "width": settings.width,
+        "n_layers": settings.layers,
+        "learning_rate": settings.learning_rate,
+        "dropout": settings.dropout,
+        "max_tokens": settings.max_tokens,
+    }
     return dataclasses.replace(RECIPES[name], **{key: value for key, value in given.items() if value is not None})
 
 
@@ -187,8 +190,9 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
         texts = held_out.texts[: settings.tested or None]
         said = translate(model, pairs.vocabulary, [source for source, _ in texts])
         validation = {
-            "loss": mean_loss(model, held_out), "greedy": bleu(said, [target for _, target in texts])[0],
-        }  # fmt: skip
+            "loss": mean_loss(model, held_out),
+            "greedy": bleu(said, [target for _, target in texts])[0],
+        }
         greedy = translate(model, pairs.vocabulary, sources)
         beam = translate(model, pairs.vocabulary, sources, settings.beam, settings.length_penalty)
         shown = [held_out.texts[i][0] for i in SHOWN if i < len(held_out)]
@@ -196,12 +200,17 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
     score, signature = bleu(beam, references)
     result = {
         "settings": {key: value for key, value in vars(settings).items() if key not in ("output", "translate")},
-        "recipe": vars(training.recipe), "date": str(date.today()),
+        "recipe": vars(training.recipe),
+        "date": str(date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {n_threads()} threads",
-        "vocabulary": len(pairs.vocabulary), "parameters": training.model.n_parameters,
-        "steps": training.step, "passes": round(training.step / len(training.buckets.batches(0)), 2),
-        "seconds": round(training.seconds, 1), "seconds_of_evaluation": round(time.perf_counter() - started, 1),
-        "curve": training.curve, "validation": validation,
+        "vocabulary": len(pairs.vocabulary),
+        "parameters": training.model.n_parameters,
+        "steps": training.step,
+        "passes": round(training.step / len(training.buckets.batches(0)), 2),
+        "seconds": round(training.seconds, 1),
+        "seconds_of_evaluation": round(time.perf_counter() - started, 1),
+        "curve": training.curve,
+        "validation": validation,
         "test": {"greedy": bleu(greedy, references)[0], "beam": score, "signature": signature},
         "by_length": by_length(sources, references, beam),
         "examples": [
@@ -209,7 +218,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
             for i in np.linspace(0, len(test) - 1, min(8, len(test))).astype(int)
         ],
         "alignments": alignments,
-    }  # fmt: skip
+    }
     with atomic_write(path_of(settings, name, "json"), text=True) as file:
         json.dump(_rounded(result), file, ensure_ascii=False)
         file.write("\n")

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.translation.data import Vocabulary
 from experiments.translation.study import translate
-from tricycle.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
 from tricycle.tensor import no_grad
 from tricycle_lab.probe import Probe
 
@@ -34,7 +34,9 @@ def align(model: EncoderDecoder, vocabulary: Vocabulary, sentence: str, beam_siz
             model.decode(batch.target, state)
             weights = {"attention": state["weights"].array[0]}
     return {
-        "sentence": sentence, "translation": said,
-        "source": vocabulary.texts(batch.source[0]), "target": [*vocabulary.texts(batch.labels[0][:-1]), "<end>"],
+        "sentence": sentence,
+        "translation": said,
+        "source": vocabulary.texts(batch.source[0]),
+        "target": [*vocabulary.texts(batch.labels[0][:-1]), "<end>"],
         "weights": {name: [[round(float(x), 3) for x in row] for row in array] for name, array in weights.items()},
-    }  # fmt: skip
+    }

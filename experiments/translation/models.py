@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tricycle.attention import AdditiveAttention, LuongAttention
-from tricycle.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, Transformer
+from tricycle.sequences.attentions import AdditiveAttention, LuongAttention
+from tricycle.sequences.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, Transformer
 
 CONTEXT_WINDOW = 128  # tokens of a sentence, more than any in the data
 
@@ -48,9 +48,18 @@ def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Gene
     width, layers, dropout = recipe.width, recipe.n_layers, recipe.dropout
     if name == "transformer":
         return Transformer(
-            n_vocab, n_vocab, width, recipe.n_heads, layers, CONTEXT_WINDOW, dropout=dropout,
-            norm_first=recipe.norm_first, expansion_ratio=recipe.expansion, tied=True, generator=generator,
-        )  # fmt: skip
+            n_vocab,
+            n_vocab,
+            width,
+            recipe.n_heads,
+            layers,
+            CONTEXT_WINDOW,
+            dropout=dropout,
+            norm_first=recipe.norm_first,
+            expansion_ratio=recipe.expansion,
+            tied=True,
+            generator=generator,
+        )
     sizes = n_vocab, n_vocab, width, width, layers
     more = {"cell": "gru", "dropout": dropout, "generator": generator}
     if name == "fixed":

@@ -45,11 +45,18 @@ def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
     for (language, name), found in runs.items():
         if language == target:
             of = lambda *keys: [_dig(run, keys) for run in found]  # noqa: B023 (called in this round)
-            rows.append([
-                RECIPES[name].title, f"{found[0]['parameters'] / 1e6:.1f} M", cell(of("seconds"), 1, 1 / 60),
-                cell(of("passes"), 0), cell(of("validation", "loss"), 3), cell(of("validation", "greedy"), 1),
-                cell(of("test", "greedy"), 1), cell(of("test", "beam"), 1),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    RECIPES[name].title,
+                    f"{found[0]['parameters'] / 1e6:.1f} M",
+                    cell(of("seconds"), 1, 1 / 60),
+                    cell(of("passes"), 0),
+                    cell(of("validation", "loss"), 3),
+                    cell(of("validation", "greedy"), 1),
+                    cell(of("test", "greedy"), 1),
+                    cell(of("test", "beam"), 1),
+                ]
+            )
     return markdown(TITLES, rows)
 
 

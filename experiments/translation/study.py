@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.translation.data import Pairs, Vocabulary, bleu
+from experiments.translation.data import Batch, Pairs, Vocabulary, bleu
 from experiments.translation.models import CONTEXT_WINDOW, Recipe, new_model
 from tricycle.checkpoint import expecting
 from tricycle.dataset import Buckets
 from tricycle.files import atomic_write
-from tricycle.generate import beam_search
 from tricycle.loss import CrossEntropy
-from tricycle.optimisers import AdamW, clip_gradients
-from tricycle.seq2seq import EncoderDecoder
-from tricycle.tensor import no_grad
+from tricycle.optimisers import AdamW
+from tricycle.sequences.beam_search import beam_search
+from tricycle.sequences.seq2seq import EncoderDecoder
+from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import BPETokeniser
+from tricycle.training import train_on_batch
 
 A_RUN = "a trained model of this experiment"
 
@@ -64,7 +65,12 @@ class Training:
     """
 
     def __init__(
-        self, name: str, recipe: Recipe, plan: Plan, pairs: Pairs, held_out: Pairs,
+        self,
+        name: str,
+        recipe: Recipe,
+        plan: Plan,
+        pairs: Pairs,
+        held_out: Pairs,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name, self.recipe, self.plan, self.pairs, self.held_out = name, recipe, plan, pairs, held_out
@@ -117,16 +123,16 @@ class Training:
 
     def train_step(self) -> float:
         batch = self.pairs.batch(next(self.buckets))
-        loss = self.loss(batch.labels, self.model(batch.source, batch.target, batch.lengths))
-        loss.backward()
-        clip_gradients(self.model, 1.0)
-        self.model.update(self.optimiser)
+        loss = train_on_batch(self.model, self.optimiser, self.loss_of, batch, max_norm=1.0)
         self.step += 1
         share = 1 - min(self.plan.average, self.step / (self.step + 10))
         for name, array in self.model.state_dict().items():
             mean = self.mean[name]
             mean += share * (array - mean)
-        return float(loss)
+        return loss
+
+    def loss_of(self, batch: Batch, factor: Any) -> Tensor:
+        return self.loss(batch.labels, self.model(batch.source, batch.target, batch.lengths), factor)
 
     # ---------------------------------------------------------------- measuring
     @contextmanager
@@ -161,10 +167,17 @@ class Training:
             n_updates[name], moments = self.optimiser.memory_of(parameter)
             tensors |= {f"{moment}.{name}": array for moment, array in moments.items()}
         about = {
-            "name": self.name, "recipe": vars(self.recipe), "plan": vars(self.plan), "seconds": self.seconds,
-            "step": self.step, "curve": self.curve, "buckets": self.buckets.state(), "n_updates": n_updates,
-            "generator": self.generator.bit_generator.state, "tokeniser": self.vocabulary.tokeniser.to_dict(),
-        }  # fmt: skip
+            "name": self.name,
+            "recipe": vars(self.recipe),
+            "plan": vars(self.plan),
+            "seconds": self.seconds,
+            "step": self.step,
+            "curve": self.curve,
+            "buckets": self.buckets.state(),
+            "n_updates": n_updates,
+            "generator": self.generator.bit_generator.state,
+            "tokeniser": self.vocabulary.tokeniser.to_dict(),
+        }
         content = save(tensors, {"translation": json.dumps(about)})
         with atomic_write(path) as file:
             file.write(content)
@@ -185,7 +198,7 @@ class Training:
         self.model.load_state_dict(part(tensors, "model"))
         self.mean = part(tensors, "mean")
         for name, parameter in self.model.named_parameters():
-            moments = {moment: tensors[f"{moment}.{name}"] for moment in self.optimiser.moments}
+            moments = {moment: tensors[f"{moment}.{name}"] for moment in self.optimiser.rule_of(parameter).state_names}
             self.optimiser.remember(parameter, about["n_updates"][name], moments)
         self.optimiser.n_steps = self.step = about["step"]
         self.generator.bit_generator.state = about["generator"]
@@ -235,8 +248,13 @@ def mean_loss(model: EncoderDecoder, pairs: Pairs, max_tokens: int = 8192) -> fl
 
 
 def translate(
-    model: EncoderDecoder, vocabulary: Vocabulary, sentences: list[str], beam_size: int = 1,
-    length_penalty: float = 1.0, rows: int = 256, progress: bool = True,
+    model: EncoderDecoder,
+    vocabulary: Vocabulary,
+    sentences: list[str],
+    beam_size: int = 1,
+    length_penalty: float = 1.0,
+    rows: int = 256,
+    progress: bool = True,
 ) -> list[str]:
     """Translations in the order of the sentences.
 
@@ -261,9 +279,15 @@ def translate(
             batch = vocabulary.batch([numbers[i] for i in chosen], [[]] * len(chosen))
             longest = min(CONTEXT_WINDOW, 2 * batch.source.shape[1] + 10)
             outputs = beam_search(
-                model, batch.source, batch.lengths, begin=vocabulary.begin, end=vocabulary.end,
-                max_length=longest, beam_size=beam_size, length_penalty=length_penalty,
-            )  # fmt: skip
+                model,
+                batch.source,
+                batch.lengths,
+                begin=vocabulary.begin,
+                end=vocabulary.end,
+                max_length=longest,
+                beam_size=beam_size,
+                length_penalty=length_penalty,
+            )
             for i, ids in zip(chosen, outputs):
                 found[i] = vocabulary.decode(ids)
             bar.update(len(chosen))

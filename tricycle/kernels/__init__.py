@@ -1,58 +1,98 @@
 """Fused array functions: arrays in, arrays out, no Tensor.
 
-`reference.py` is plain and always right; `tricycle_accelerators` holds faster versions under the same names, for
-NumPy and for CuPy. An op calls `kernels.gelu(x)` and does not know which one ran: the type of the first array
-decides, and a name that has no faster version falls back to the reference.
+Each is a plain function in `reference/`, always right, made a `Kernel` (`dispatch.py`): calling it runs a faster
+version where one is registered for the type of its first array. `tricycle.kernels.gelu.plain` is the plain one.
 """
 
-from __future__ import annotations
+from tricycle.kernels.dispatch import KERNELS, Kernel, use_reference
+from tricycle.kernels.reference.attention import (
+    Scoring,
+    attention,
+    attention_backward,
+    attention_scores,
+    for_items,
+    row_attention,
+    row_attention_backward,
+)
+from tricycle.kernels.reference.elementwise import (
+    gelu,
+    gelu_backward,
+    gelu_with_slope,
+    multiply,
+    random_mask,
+    relu_squared,
+    rotate,
+    sigmoid,
+)
+from tricycle.kernels.reference.losses import cross_entropy, cross_entropy_with_slope
+from tricycle.kernels.reference.matrices import (
+    batched_matmul,
+    matmul,
+    operand,
+    operand_and_sums,
+    sum_rows,
+    sum_squares,
+    to_compute_dtype,
+)
+from tricycle.kernels.reference.normalisation import layer_norm, layer_norm_backward
+from tricycle.kernels.reference.optimisers import adamw, each, orthogonalise
+from tricycle.kernels.reference.recurrence import (
+    gru,
+    gru_backward,
+    lstm,
+    lstm_backward,
+    pipeline,
+    repeated,
+    rnn,
+    rnn_backward,
+)
+from tricycle.kernels.reference.softmax import log_softmax, softmax, softmax1, softmax_backward
+from tricycle.kernels.reference.tables import embedding_backward
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import wraps
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-from tricycle.kernels import reference
-
-# Where to look for a faster version, by the type of the first array: imported when the first such array comes.
-ACCELERATORS = {"numpy.ndarray": "tricycle_accelerators.cpu", "cupy.ndarray": "tricycle_accelerators.cuda.kernels"}
-FASTER: dict[type, ModuleType] = {}
-
-_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
-
-
-@contextmanager
-def use_reference() -> Iterator[None]:
-    """Within this block every kernel is the plain one: a second opinion when a result looks wrong."""
-    token = _reference_only.set(True)
-    try:
-        yield
-    finally:
-        _reference_only.reset(token)
-
-
-def _faster(kind: type) -> ModuleType:
-    if kind not in FASTER:
-        name = ACCELERATORS.get(f"{kind.__module__.split('.')[0]}.{kind.__name__}")
-        FASTER[kind] = import_module(name) if name else reference
-    return FASTER[kind]
-
-
-def _pick(plain: Callable) -> Callable:
-    name = plain.__name__
-
-    @wraps(plain)
-    def run(array: Any, *args: Any, **options: Any) -> Any:
-        module = reference if _reference_only.get() else _faster(type(array))
-        return getattr(module, name, plain)(array, *args, **options)
-
-    return run
-
-
-if TYPE_CHECKING:
-    from tricycle.kernels.reference import *  # noqa: F403
-else:
-    globals().update({name: _pick(getattr(reference, name)) for name in reference.__all__})
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Scoring",
+    "use_reference",
+    "softmax",
+    "softmax1",
+    "softmax_backward",
+    "log_softmax",
+    "gelu",
+    "gelu_with_slope",
+    "gelu_backward",
+    "relu_squared",
+    "sigmoid",
+    "multiply",
+    "operand",
+    "operand_and_sums",
+    "to_compute_dtype",
+    "matmul",
+    "batched_matmul",
+    "sum_rows",
+    "sum_squares",
+    "random_mask",
+    "layer_norm",
+    "layer_norm_backward",
+    "embedding_backward",
+    "cross_entropy",
+    "cross_entropy_with_slope",
+    "for_items",
+    "attention_scores",
+    "attention",
+    "attention_backward",
+    "row_attention",
+    "row_attention_backward",
+    "rotate",
+    "adamw",
+    "orthogonalise",
+    "each",
+    "repeated",
+    "pipeline",
+    "rnn",
+    "rnn_backward",
+    "gru",
+    "gru_backward",
+    "lstm",
+    "lstm_backward",
+]

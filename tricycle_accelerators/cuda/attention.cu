@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention(
     float *queries = shared, *keys = queries + TILE * (D + 1), *weights = keys + TILE * (D + 1);
     const Place at((s.n_queries + TILE - 1) / TILE, s.n_heads, s.causal);
     const int first = at.tile * TILE, y = threadIdx.x / SIDE, x = threadIdx.x % SIDE;
-    const float *k_start = k_steps.start(k, at.item, at.head), *v_start = v_steps.start(v, at.item, at.head);
+    const int key_head = at.head / s.heads_per_key();
+    const float *k_start = k_steps.start(k, at.item, key_head), *v_start = v_steps.start(v, at.item, key_head);
     const Mask hidden = mask.at(at.item, at.head);
     load_tile<D, TILE>(queries, q_steps.start(q, at.item, at.head), q_steps.token, first, s.n_queries, s.size);
     float largest[PER], total[PER], sums[PER][D / SIDE] = {};
@@ -98,12 +99,13 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention(
         total[i] = s.nothing && x == 0 ? 1.0f : 0.0f;  // each thread its own part; the sum comes at the end
     }
     const int n_seen = s.seen_by(first + TILE < s.n_queries ? first + TILE - 1 : s.n_queries - 1);
-    for (int start = 0; start < n_seen; start += TILE) {
+    for (int start = s.seen_from(first) / TILE * TILE; start < n_seen; start += TILE) {
         __syncthreads();  // the values of the tile before have been read
         load_tile<D, TILE>(keys, k_start, k_steps.token, start, s.n_keys, s.size);
         __syncthreads();
         float scores[PER][PER];
         products<D>(scores, queries, keys, y, x);
+        if (s.cap != 0.0f) cap_products(scores, s);
 #pragma unroll
         for (int i = 0; i < PER; ++i) {
             const int query = first + y + SIDE * i;
@@ -170,19 +172,27 @@ __device__ inline void slopes(
 #pragma unroll
     for (int i = 0; i < PER; ++i) {
         const int query = first_query + y + SIDE * i;
+        const float shared_part = query < s.n_queries ? inner[query] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < PER; ++j) dweights[i][j] -= shared_part;
+    }
+    if (s.cap != 0.0f) cap_products(weights, dweights, s);
+#pragma unroll
+    for (int i = 0; i < PER; ++i) {
+        const int query = first_query + y + SIDE * i;
         const float total = query < s.n_queries ? log_total[query] : -INFINITY;
-        const float by = total == -INFINITY ? 0.0f : total, shared_part = query < s.n_queries ? inner[query] : 0.0f;
+        const float by = total == -INFINITY ? 0.0f : total;
 #pragma unroll
         for (int j = 0; j < PER; ++j) {
             const int key = first_key + x + SIDE * j;
             const bool seen = !s.hides(query, key);
             weights[i][j] = seen ? __expf(weights[i][j] * s.scale + hidden.of(query, key) - by) : 0.0f;
-            dweights[i][j] = weights[i][j] * (dweights[i][j] - shared_part) * s.scale;
+            dweights[i][j] *= weights[i][j] * s.scale;
         }
     }
 }
 
-// dk and dv of a tile of keys. Dynamic shared memory: 4 TILE (D + 1) + 2 TILE (TILE + 1) floats.
+// dk and dv of a tile of keys, which query heads that share them add to one after another. Dynamic shared memory: 4 TILE (D + 1) + 2 TILE (TILE + 1) floats.
 template <int D, int TILE>
 __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
     const float* grad, const float* q, const float* k, const float* v, const float* log_total, const float* inner,
@@ -193,33 +203,37 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
     extern __shared__ float shared[];
     float *keys = shared, *values = keys + ROWS, *queries = values + ROWS, *grads = queries + ROWS;
     float *weights = grads + ROWS, *dscores = weights + SQUARE;
-    const Place at((s.n_keys + TILE - 1) / TILE, s.n_heads, false);
+    const Place at((s.n_keys + TILE - 1) / TILE, s.n_key_heads, false);
     const int first = at.tile * TILE, y = threadIdx.x / SIDE, x = threadIdx.x % SIDE;
-    const i64 row = ((i64)at.item * s.n_heads + at.head) * s.n_queries;
-    const Mask hidden = mask.at(at.item, at.head);
     load_tile<D, TILE>(keys, k_steps.start(k, at.item, at.head), k_steps.token, first, s.n_keys, s.size);
     load_tile<D, TILE>(values, v_steps.start(v, at.item, at.head), v_steps.token, first, s.n_keys, s.size);
-    const float *q_start = q_steps.start(q, at.item, at.head), *grad_start = grad_steps.start(grad, at.item, at.head);
     float key_sums[PER][D / SIDE] = {}, value_sums[PER][D / SIDE] = {};
-    for (int start = s.first_to_see(first) / TILE * TILE; start < s.n_queries; start += TILE) {
-        __syncthreads();  // the tile before has been read
-        load_tile<D, TILE>(queries, q_start, q_steps.token, start, s.n_queries, s.size);
-        load_tile<D, TILE>(grads, grad_start, grad_steps.token, start, s.n_queries, s.size);
-        __syncthreads();
-        float p[PER][PER], dp[PER][PER];
-        products<D>(p, queries, keys, y, x);
-        products<D>(dp, grads, values, y, x);
-        slopes(p, dp, log_total + row, inner + row, s, hidden, start, first, y, x);
+    const int begin = s.first_to_see(first) / TILE * TILE, end = s.end_of_seeing(first + TILE - 1);
+    const int first_head = at.head * s.heads_per_key();
+    for (int head = first_head; head < first_head + s.heads_per_key(); ++head) {
+        const i64 row = ((i64)at.item * s.n_heads + head) * s.n_queries;
+        const Mask hidden = mask.at(at.item, head);
+        const float *q_start = q_steps.start(q, at.item, head), *grad_start = grad_steps.start(grad, at.item, head);
+        for (int start = begin; start < end; start += TILE) {
+            __syncthreads();  // the tile before has been read
+            load_tile<D, TILE>(queries, q_start, q_steps.token, start, s.n_queries, s.size);
+            load_tile<D, TILE>(grads, grad_start, grad_steps.token, start, s.n_queries, s.size);
+            __syncthreads();
+            float p[PER][PER], dp[PER][PER];
+            products<D>(p, queries, keys, y, x);
+            products<D>(dp, grads, values, y, x);
+            slopes(p, dp, log_total + row, inner + row, s, hidden, start, first, y, x);
 #pragma unroll
-        for (int i = 0; i < PER; ++i)
+            for (int i = 0; i < PER; ++i)
 #pragma unroll
-            for (int j = 0; j < PER; ++j) {
-                weights[(y + SIDE * i) * (TILE + 1) + x + SIDE * j] = p[i][j];
-                dscores[(y + SIDE * i) * (TILE + 1) + x + SIDE * j] = dp[i][j];
-            }
-        __syncthreads();
-        mix<D, TILE, true>(value_sums, weights, grads, y, x);
-        mix<D, TILE, true>(key_sums, dscores, queries, y, x);
+                for (int j = 0; j < PER; ++j) {
+                    weights[(y + SIDE * i) * (TILE + 1) + x + SIDE * j] = p[i][j];
+                    dscores[(y + SIDE * i) * (TILE + 1) + x + SIDE * j] = dp[i][j];
+                }
+            __syncthreads();
+            mix<D, TILE, true>(value_sums, weights, grads, y, x);
+            mix<D, TILE, true>(key_sums, dscores, queries, y, x);
+        }
     }
     write_rows<D>(key_sums, dk_steps.start(dk, at.item, at.head), dk_steps.token, first, s.n_keys, s.size, y, x);
     write_rows<D>(value_sums, dv_steps.start(dv, at.item, at.head), dv_steps.token, first, s.n_keys, s.size, y, x);
@@ -242,10 +256,11 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_queries(
     const Mask hidden = mask.at(at.item, at.head);
     load_tile<D, TILE>(queries, q_steps.start(q, at.item, at.head), q_steps.token, first, s.n_queries, s.size);
     load_tile<D, TILE>(grads, grad_steps.start(grad, at.item, at.head), grad_steps.token, first, s.n_queries, s.size);
-    const float *k_start = k_steps.start(k, at.item, at.head), *v_start = v_steps.start(v, at.item, at.head);
+    const int key_head = at.head / s.heads_per_key();
+    const float *k_start = k_steps.start(k, at.item, key_head), *v_start = v_steps.start(v, at.item, key_head);
     float sums[PER][D / SIDE] = {};
     const int n_seen = s.seen_by(first + TILE < s.n_queries ? first + TILE - 1 : s.n_queries - 1);
-    for (int start = 0; start < n_seen; start += TILE) {
+    for (int start = s.seen_from(first) / TILE * TILE; start < n_seen; start += TILE) {
         __syncthreads();
         load_tile<D, TILE>(keys, k_start, k_steps.token, start, s.n_keys, s.size);
         load_tile<D, TILE>(values, v_start, v_steps.token, start, s.n_keys, s.size);

@@ -1,252 +1,143 @@
-"""Attention on a GPU through cuDNN, over queries, keys and values that lie in one packed array: nothing is copied.
-
-cuDNN's kernels keep no matrix of scores (Dao et al. 2022, "FlashAttention"). They take floats of 16 bits, plain softmax
-and softmax1 (whose "nothing" is put in afterwards), causal or not. What they do not take is left to the caller.
-
-Needs the packages nvidia-cudnn-frontend and nvidia-cudnn-cu12 or -cu13 (the extras cudnn12 and cudnn13).
-"""
+"""Attention through cuDNN, on tensor cores or in float32, whichever takes the arrays."""
 
 from __future__ import annotations
 
-import math
-import threading
-import warnings
-from functools import cache
-from typing import Any, NamedTuple
+from types import NotImplementedType, SimpleNamespace
 
-from tricycle.backend import Array
+import numpy as np
 
-KINDS = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # names of dtypes, and what cuDNN calls them
-TOKENS = 64  # sequences of multiples of it: each length needs a graph of its own, which takes a while to build
-ALIGNED = 16  # bytes, of addresses and steps
-MOST_GRAPHS = 64
-# Sums of dq in a fixed order, so that training gives the same bits in every run; without it the backward is faster.
-DETERMINISTIC = True
+from tricycle.devices import Array, array_module
+from tricycle.kernels import Scoring
+from tricycle_accelerators.cuda import arrays, cudnn, launch
+from tricycle_accelerators.cuda.arrays import f32
 
 
-@cache
-def problem() -> str | None:
-    """Why cuDNN's attention cannot be used here, in one line; None when it can (on a GPU)."""
-    try:
-        import cudnn
-    except ImportError:
-        return "cuDNN's frontend is not installed (pip install 'tricycle-gpt[cudnn13]', or [cudnn12])"
-    except (OSError, RuntimeError) as error:
-        return f"cuDNN cannot be loaded: {' '.join(str(error).split())}"
-    try:
-        cudnn.backend_version()
-    except RuntimeError as error:
-        return f"cuDNN's library is not installed (pip install nvidia-cudnn-cu13, or -cu12): {error}"
+def _steps(x: Array) -> np.ndarray:
+    """Of (B, T, H, D), in elements."""
+    return launch.struct(launch.STEPS, *(step // x.dtype.itemsize for step in x.strides[:3]))
+
+
+def _rows_lie_apart(x: Array, bytes_: int) -> bool:
+    """Whether each (D,) lies in one piece that starts at a multiple of so many bytes."""
+    places = (launch.address(x), *(step for step, n in zip(x.strides[:3], x.shape) if n > 1))
+    return (x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1) and all(place % bytes_ == 0 for place in places)
+
+
+def _in_rows(x: Array, bytes_: int) -> Array:
+    return x if _rows_lie_apart(x, bytes_) else array_module(x).array(x, order="C")
+
+
+def _sizes(q: Array, k: Array, scoring: Scoring, nothing: bool) -> np.ndarray:
+    n_items, n_queries, n_heads, size = q.shape
+    lengths = n_items, n_queries, k.shape[1], n_heads, k.shape[2], size
+    offset, window = scoring.offset or 0, scoring.window or 0
+    if window >= n_queries + abs(offset):  # it hides nothing, and may be too large for the kernels' arithmetic
+        window = 0
+    seen = scoring.offset is not None, offset, window
+    return launch.struct(launch.SIZES, *lengths, *seen, nothing, scoring.scale, scoring.cap or 0)
+
+
+def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
+    """The argument, and the array that it points into."""
+    if mask is None:
+        return launch.struct(launch.MASK, 0, 0, 0, 0), None
+    mask = arrays.floats(mask)
+    steps = (step // 4 if n > 1 else 0 for step, n in zip(mask.strides[:3], mask.shape))
+    return launch.struct(launch.MASK, launch.address(mask), *steps), mask
+
+
+def _way(q: Array, k: Array, v: Array, *others: Array) -> SimpleNamespace | None:
+    """Which kernels take arrays (B, T, H, D) like these: on tensor cores or in float32; None: none do."""
+    kind, size = arrays.kind(q, k, v, *others), q.shape[-1]
+    if kind is None or not q.size or not k.size or size > 128 or k.shape != v.shape:
+        return None
+    if kind != "float" and size in launch.HEAD_SIZES and launch.has_tensor_cores():
+        tile = launch.columns_tile(size)
+        return SimpleNamespace(
+            name="attention_mma",
+            dtype=q.dtype,
+            bytes=16,
+            threads=128,
+            rows=64,
+            backward_rows=64,
+            forward=(kind, str(size), str(tile)),
+            backward=(kind, str(size), str(launch.backward_columns_tile(size))),
+            shared=launch.tensor_core_shared(size),
+        )
+    padded = next(each for each in launch.PADDED_SIZES if each >= size)
+    forward, backward = launch.forward_tile(padded), launch.backward_tile(padded)
+    return SimpleNamespace(
+        name="attention",
+        dtype=np.dtype(f32),
+        bytes=4,
+        threads=256,
+        rows=forward,
+        backward_rows=backward,
+        forward=(str(padded), str(forward)),
+        backward=(str(padded), str(backward)),
+        shared=launch.float_shared(padded),
+    )
+
+
+def attention(
+    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None
+) -> tuple[Array, Array] | NotImplementedType:
+    found = cudnn.forward(q, k, v, scoring, nothing, mask)
+    way = _way(q, k, v) if found is None else None
+    if way is None:
+        return NotImplemented if found is None else found
+    (n_items, n_queries, n_heads, _), dtype = q.shape, q.dtype
+    q, k, v = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (q, k, v))
+    out, log_total = arrays.empty(q, q.shape), arrays.empty(q, (n_items, n_heads, n_queries), f32)
+    at, kept = _mask(mask)
+    arguments = q, k, v, out, log_total, _sizes(q, k, scoring, nothing), *map(_steps, (q, k, v, out)), at
+    plan = launch.attention_tiles(n_queries, n_items * n_heads, way.rows, way.threads, way.shared.forward)
+    launch.launch(way.name, way.name, way.forward, plan, *arguments)
+    del kept  # it had to live until here
+    return arrays.cast(out, dtype), log_total
+
+
+def attention_backward(
+    grad: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    log_total: Array,
+    scoring: Scoring,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    mask: Array | None = None,
+) -> NotImplementedType | None:
+    if cudnn.backward(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask):
+        return None
+    way = _way(q, k, v, grad, out)
+    if way is None:
+        return NotImplemented
+    n_items, n_queries, n_heads, _ = q.shape
+    grad, q, k, v, out = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (grad, q, k, v, out))
+    log_total, inner = arrays.floats(log_total), arrays.empty(q, (n_items, n_heads, n_queries), f32)
+    sizes, (at, kept) = _sizes(q, k, scoring, False), _mask(mask)
+    plan = launch.teams(inner.size, 1, 4)
+    kind = launch.TYPES[way.dtype.name]
+    launch.launch("attention", "attention_inner", (kind,), plan, grad, out, inner, sizes, _steps(grad), _steps(out))
+    # gradients go straight to where they are wanted, if that lies as the kernels write
+    wanted = dq, dk, dv
+    fits = [x.dtype == way.dtype and _rows_lie_apart(x, way.bytes) for x in wanted]
+    dq, dk, dv = (x if fit else arrays.empty(q, x.shape, way.dtype) for x, fit in zip(wanted, fits))
+    given, steps = (grad, q, k, v, log_total, inner), tuple(map(_steps, (grad, q, k, v)))
+    n_keys, n_key_heads = k.shape[1:3]
+    for part, n_tokens, n_tiled, results in (
+        ("queries", n_queries, n_heads, (dq,)),
+        ("keys", n_keys, n_key_heads, (dk, dv)),
+    ):
+        shared = getattr(way.shared, part)
+        plan = launch.attention_tiles(n_tokens, n_items * n_tiled, way.backward_rows, way.threads, shared)
+        arguments = *given, *results, sizes, *steps, *map(_steps, results), at
+        launch.launch(way.name, f"{way.name}_backward_{part}", way.backward, plan, *arguments)
+    for x, fit, result in zip(wanted, fits, (dq, dk, dv)):
+        if not fit:
+            x[...] = result
+    del kept
     return None
-
-
-def version() -> str:
-    """Of cuDNN and its frontend."""
-    import cudnn
-
-    return f"cuDNN {cudnn.backend_version()}, frontend {cudnn.__version__}"
-
-
-# -------------------------------------------------------------------- what is asked for: pure, without a GPU
-Steps = tuple[int, int, int, int]
-
-
-class Shape(NamedTuple):
-    """Everything that decides a graph: sizes (B, T, H, D), and the steps in elements along B, H, T and D of each array.
-
-    Attributes:
-        dtype: its name.
-        steps: of q, k and v; in the backward also of out, its gradient, dq, dk and dv.
-    """
-
-    n_items: int
-    n_tokens: int
-    n_heads: int
-    size: int
-    causal: bool
-    dtype: str
-    steps: tuple[Steps, ...]
-
-
-def steps_of(x: Array) -> Steps:
-    """Of an array (B, T, H, D), in cuDNN's order of axes: B, H, T, D."""
-    b, t, h, d = (step // x.dtype.itemsize for step in x.strides)
-    return b, h, t, d
-
-
-def shape_of(q: Array, offset: int | None, *others: Array) -> Shape | None:
-    """The shape of attention over these arrays (B, T, H, D); None where cuDNN does not take them."""
-    n_items, n_tokens, n_heads, size = q.shape
-    arrays = (q, *others)
-    fits = q.dtype.name in KINDS and size % 8 == 0 and size <= 128 and n_tokens % TOKENS == 0
-    fits = fits and offset in (0, None) and 0 not in q.shape
-    fits = fits and all(x.shape == q.shape and x.dtype == q.dtype for x in others)
-    if not fits or not all(_aligned(x) for x in arrays):
-        return None
-    steps = tuple(steps_of(x) for x in arrays)
-    return Shape(n_items, n_tokens, n_heads, size, offset is not None, q.dtype.name, steps)
-
-
-def _aligned(x: Array) -> bool:
-    whole = x.strides[-1] == x.dtype.itemsize and all(step % ALIGNED == 0 for step in x.strides[:-1])
-    return whole and x.data.ptr % ALIGNED == 0
-
-
-# -------------------------------------------------------------------- graphs
-class Graph(NamedTuple):
-    """One of cuDNN's graphs, and its arrays in the order in which `run` takes them."""
-
-    graph: Any
-    arrays: tuple[Any, ...]
-
-
-def forward_graph(shape: Shape, **target: Any) -> Graph:
-    """q, k and v to the output, contiguous (B, T, H, D), and the log of each row's sum of exponentials (B, H, T).
-
-    Args:
-        target: what `cudnn.pygraph` must be told of the GPU, if there is none (sm_version), or its handle.
-    """
-    graph, arrays, kind = _new_graph(shape, ("q", "k", "v"), **target)
-    out, totals = graph.sdpa(*arrays, generate_stats=True, name="attention", **_how(shape))
-    _is_result(out, shape, contiguous(shape), kind)
-    _is_result(totals, shape._replace(size=1), _steps_of_totals(shape), _data_type("FLOAT"))
-    return Graph(graph, (*arrays, out, totals))
-
-
-def backward_graph(shape: Shape, **target: Any) -> Graph:
-    """q, k, v, the output, its gradient and the logs to dq, dk and dv."""
-    graph, arrays, kind = _new_graph(shape, ("q", "k", "v", "out", "grad"), **target)
-    sizes, steps = _sizes(shape._replace(size=1)), _steps_of_totals(shape)
-    totals = graph.tensor(name="totals", dim=sizes, stride=steps, data_type=_data_type("FLOAT"))
-    how = {**_how(shape), "use_deterministic_algorithm": DETERMINISTIC}
-    results = graph.sdpa_backward(*arrays, totals, name="attention_backward", **how)
-    for result, place in zip(results, shape.steps[5:]):
-        _is_result(result, shape, place, kind)
-    return Graph(graph, (*arrays, totals, *results))
-
-
-def _new_graph(shape: Shape, names: tuple[str, ...], **target: Any) -> tuple[Any, list, Any]:
-    import cudnn
-
-    kind, wide = _data_type(KINDS[shape.dtype]), _data_type("FLOAT")
-    graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, **target)
-    sizes = _sizes(shape)
-    arrays = [
-        graph.tensor(name=name, dim=sizes, stride=steps, data_type=kind) for name, steps in zip(names, shape.steps)
-    ]
-    return graph, arrays, kind
-
-
-def _how(shape: Shape) -> dict[str, Any]:
-    return {"attn_scale": 1 / math.sqrt(shape.size), "use_causal_mask": shape.causal}
-
-
-def _data_type(name: str) -> Any:
-    import cudnn
-
-    return getattr(cudnn.data_type, name)
-
-
-def _sizes(shape: Shape) -> Steps:
-    return shape.n_items, shape.n_heads, shape.n_tokens, shape.size
-
-
-def contiguous(shape: Shape) -> Steps:
-    """The steps of an array (B, T, H, D) without gaps."""
-    return shape.n_tokens * shape.n_heads * shape.size, shape.size, shape.n_heads * shape.size, 1
-
-
-def _steps_of_totals(shape: Shape) -> Steps:
-    return shape.n_heads * shape.n_tokens, shape.n_tokens, 1, 1
-
-
-def _is_result(tensor: Any, shape: Shape, steps: Steps, kind: Any) -> None:
-    tensor.set_output(True).set_data_type(kind).set_dim(_sizes(shape)).set_stride(steps)
-
-
-# -------------------------------------------------------------------- on a device
-_graphs: dict[tuple, Graph | None] = {}
-_here = threading.local()  # a handle belongs to one thread
-
-
-def _handle() -> Any:
-    """cuDNN's handle of this thread and device, on CuPy's current stream."""
-    import cudnn
-    import cupy
-
-    device = cupy.cuda.runtime.getDevice()
-    handles = vars(_here).setdefault("handles", {})
-    if device not in handles:
-        handles[device] = cudnn.create_handle()
-    cudnn.set_stream(handle=handles[device], stream=cupy.cuda.get_current_stream().ptr)
-    return handles[device]
-
-
-def _ready(make: Any, shape: Shape) -> Graph | None:
-    """The graph for a shape, built at most once in each thread; None where cuDNN knows no way."""
-    import cudnn
-    import cupy
-
-    key = make.__name__, shape, cupy.cuda.runtime.getDevice(), threading.get_ident()
-    if key not in _graphs:
-        if len(_graphs) >= MOST_GRAPHS:
-            _graphs.clear()
-        try:
-            found = make(shape, handle=_handle())
-            found.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        except cudnn.cudnnGraphNotSupportedError:
-            found = None
-        except RuntimeError as error:  # a library that is broken or too old: slower, but nobody need stop
-            said = " ".join(str(error).split())
-            warnings.warn(f"cuDNN's attention failed, so another kernel is used: {said}", stacklevel=2)
-            found = None
-        _graphs[key] = found
-    return _graphs[key]
-
-
-def _run(ready: Graph, arrays: tuple[Array, ...]) -> None:
-    import cupy
-
-    # on one stream memory that is given back serves whatever comes later
-    workspace = cupy.empty(max(1, ready.graph.get_workspace_size()), cupy.uint8)
-    addresses = {tensor: array.data.ptr for tensor, array in zip(ready.arrays, arrays)}
-    ready.graph.execute(addresses, workspace.data.ptr, handle=_handle())
-
-
-def forward(
-    q: Array, k: Array, v: Array, offset: int | None, nothing: bool, mask: Array | None
-) -> tuple[Array, Array] | None:
-    """As `tricycle.kernels.reference.attention`; None where cuDNN does not take it."""
-    import cupy
-
-    shape = None if mask is not None or problem() else shape_of(q, offset, k, v)
-    ready = None if shape is None else _ready(forward_graph, shape)
-    if ready is None:
-        return None
-    out, totals = cupy.empty(q.shape, q.dtype), cupy.empty((len(q), q.shape[2], q.shape[1]), cupy.float32)
-    _run(ready, (q, k, v, out, totals))
-    if not nothing:
-        return out, totals
-    # beside sums e^t of exponentials there is a 1: each weight becomes e^t / (e^t + 1) of what it was
-    whole = cupy.logaddexp(totals, cupy.float32(0))
-    share = cupy.exp(totals - whole).transpose(0, 2, 1)[..., None]
-    return (out.astype(cupy.float32) * share).astype(q.dtype), whole
-
-
-def backward(
-    grad: Array, q: Array, k: Array, v: Array, out: Array, log_total: Array, offset: int | None, dq: Array, dk: Array,
-    dv: Array, mask: Array | None,
-) -> bool:
-    """As `tricycle.kernels.reference.attention_backward`; whether cuDNN took it: if not, nothing is written.
-
-    The gradient is right for softmax1 too, whose weights are e^(score - log_total) as well.
-    """
-    import cupy
-
-    shape = None if mask is not None or problem() else shape_of(q, offset, k, v, out, grad, dq, dk, dv)
-    ready = None if shape is None else _ready(backward_graph, shape)
-    if ready is None:
-        return False
-    totals = cupy.ascontiguousarray(log_total.astype(cupy.float32, copy=False))
-    _run(ready, (q, k, v, out, grad, totals, dq, dk, dv))
-    return True

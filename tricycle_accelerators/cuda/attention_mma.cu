@@ -119,27 +119,30 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
     const Place at((s.n_queries + ROWS - 1) / ROWS, s.n_heads, s.causal);
     const int first = at.tile * ROWS, lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
     const int row = own + lane / 4, column = lane % 4 * 2;  // of the first of this lane's four sums
-    const T *k_start = k_steps.start(k, at.item, at.head), *v_start = v_steps.start(v, at.item, at.head);
+    const int key_head = at.head / s.heads_per_key();
+    const T *k_start = k_steps.start(k, at.item, key_head), *v_start = v_steps.start(v, at.item, key_head);
     const Mask hidden = mask.at(at.item, at.head);
     const int last = first + ROWS < s.n_queries ? first + ROWS - 1 : s.n_queries - 1, n_seen = s.seen_by(last);
-    const int n_free = s.causal ? s.seen_by(first) : s.n_keys;  // so many keys no query of the tile may not see
+    // every query of the tile sees the keys from `free_from` to `free_to`
+    const int begin = s.seen_from(first) / KEYS * KEYS, free_from = s.seen_from(last), free_to = s.seen_by(first);
     const float to_base_2 = s.scale * LOG2_E;
     float sums[D / 8][4] = {}, largest[2], total[2];
-    int ends[2];  // the first keys that the two queries do not see
+    int begins[2], ends[2];  // the first keys that the two queries see, and the first after them
     const float* masked[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int query = first + row + 8 * half;
+        begins[half] = s.seen_from(query);
         ends[half] = query < s.n_queries ? s.seen_by(query) : 0;
         masked[half] = hidden.values + query * hidden.query;
         largest[half] = s.nothing ? 0.0f : -INFINITY;
         total[half] = s.nothing && lane % 4 == 0 ? 1.0f : 0.0f;  // each lane its own part until the end
     }
     fetch<D, ROWS>(queries, q_steps.start(q, at.item, at.head), q_steps.token, first, s.n_queries);
-    fetch<D, KEYS>(keys, k_start, k_steps.token, 0, s.n_keys);
-    fetch<D, KEYS>(values, v_start, v_steps.token, 0, s.n_keys);
+    fetch<D, KEYS>(keys, k_start, k_steps.token, begin, s.n_keys);
+    fetch<D, KEYS>(values, v_start, v_steps.token, begin, s.n_keys);
     end_group();
-    for (int start = 0, now = 0; start < n_seen; start += KEYS, now ^= 1) {
+    for (int start = begin, now = 0; start < n_seen; start += KEYS, now ^= 1) {
         if (start + KEYS < n_seen) {
             fetch<D, KEYS>(keys + (now ^ 1) * TILE, k_start, k_steps.token, start + KEYS, s.n_keys);
             fetch<D, KEYS>(values + (now ^ 1) * TILE, v_start, v_steps.token, start + KEYS, s.n_keys);
@@ -149,13 +152,15 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
         __syncthreads();  // what every thread asked for is there
         float scores[KEYS / 8][4];
         scores_of<D, KEYS>(scores, queries, own, keys + now * TILE);
-        const bool whole = start + KEYS <= n_free;
+        if (s.cap != 0.0f) cap_products(scores, s);
+        const bool whole = start >= free_from && start + KEYS <= free_to;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int half = i / 2, key = start + 8 * n + column + i % 2;
-                scores[n][i] = whole || key < ends[half] ? scores[n][i] * to_base_2 : -INFINITY;
+                const bool seen = whole || (key >= begins[half] && key < ends[half]);
+                scores[n][i] = seen ? scores[n][i] * to_base_2 : -INFINITY;
             }
         if (mask.values != nullptr) add_mask(scores, masked, ends, start + column);
 #pragma unroll
@@ -197,8 +202,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
     write_rows<D>(sums, shares, to, out_steps.token, row, s.n_queries - first);
 }
 
-// dk and dv of a tile of 64 keys: scores are made turned, keys down and queries across, so that weights and their
-// gradients are left matrices again. Dynamic shared memory: (2 ROWS + 4 QUERIES) WIDTH numbers and 4 QUERIES floats.
+// dk and dv of a tile of 64 keys, which query heads that share them add to one after another: scores are made turned,
+// keys down and queries across, so that weights and their gradients are left matrices again.
+// Dynamic shared memory: (2 ROWS + 4 QUERIES) WIDTH numbers and 4 QUERIES floats.
 template <class T, int D, int QUERIES>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
     const T* grad, const T* q, const T* k, const T* v, const float* log_total, const float* inner, T* dk, T* dv,
@@ -210,72 +216,67 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
     T *keys = reinterpret_cast<T*>(shared), *values = keys + ROWS * WIDTH<D>, *queries = values + ROWS * WIDTH<D>;
     T* grads = queries + 2 * TILE;
     float *totals = reinterpret_cast<float*>(grads + 2 * TILE), *inners = totals + 2 * QUERIES;
-    const Place at((s.n_keys + ROWS - 1) / ROWS, s.n_heads, false);
+    const Place at((s.n_keys + ROWS - 1) / ROWS, s.n_key_heads, false);
     const int first = at.tile * ROWS, lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
     const int row = own + lane / 4, column = lane % 4 * 2;
-    const T *q_start = q_steps.start(q, at.item, at.head), *grad_start = grad_steps.start(grad, at.item, at.head);
-    const i64 rows = ((i64)at.item * s.n_heads + at.head) * s.n_queries;
-    const Mask hidden = mask.at(at.item, at.head);
     const float to_base_2 = s.scale * LOG2_E;
-    int begins[2];  // the first queries that see the two keys
-    const float* masked[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int key = first + row + 8 * half;
-        begins[half] = key < s.n_keys ? s.first_to_see(key) : s.n_queries + QUERIES;
-        masked[half] = hidden.values + (key < s.n_keys ? key : 0);
-    }
     float dkeys[D / 8][4] = {}, dvalues[D / 8][4] = {};
-    const int begin = s.first_to_see(first) / QUERIES * QUERIES;
-    auto fetch_queries = [&](int start, int where) {
-        fetch<D, QUERIES>(queries + where * TILE, q_start, q_steps.token, start, s.n_queries);
-        fetch<D, QUERIES>(grads + where * TILE, grad_start, grad_steps.token, start, s.n_queries);
-        for (int i = threadIdx.x; i < QUERIES; i += WARPS * 32) {
-            const bool there = start + i < s.n_queries;
-            const float total = there ? log_total[rows + start + i] : -INFINITY;
-            totals[where * QUERIES + i] = total == -INFINITY ? 0.0f : total * LOG2_E;
-            inners[where * QUERIES + i] = there ? inner[rows + start + i] : 0.0f;
-        }
-    };
+    const int begin = s.first_to_see(first) / QUERIES * QUERIES, end = s.end_of_seeing(first + ROWS - 1);
     fetch<D, ROWS>(keys, k_steps.start(k, at.item, at.head), k_steps.token, first, s.n_keys);
     fetch<D, ROWS>(values, v_steps.start(v, at.item, at.head), v_steps.token, first, s.n_keys);
-    if (begin < s.n_queries) fetch_queries(begin, 0);
-    end_group();
-    for (int start = begin, now = 0; start < s.n_queries; start += QUERIES, now ^= 1) {
-        if (start + QUERIES < s.n_queries) fetch_queries(start + QUERIES, now ^ 1);
-        end_group();
-        wait_for_groups<1>();
-        __syncthreads();
-        float weights[QUERIES / 8][4], slopes[QUERIES / 8][4];
-        scores_of<D, QUERIES>(weights, keys, own, queries + now * TILE);
-        scores_of<D, QUERIES>(slopes, values, own, grads + now * TILE);
-        const bool whole = first + ROWS <= s.seen_by(start);  // every query of the tile sees all of the keys
-#pragma unroll
-        for (int n = 0; n < QUERIES / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int place = 8 * n + column + i % 2;
-                const bool seen = whole || start + place >= begins[i / 2];
-                weights[n][i] = seen ? weights[n][i] * to_base_2 - totals[now * QUERIES + place] : -INFINITY;
+    const int first_head = at.head * s.heads_per_key();
+    for (int head = first_head; head < first_head + s.heads_per_key(); ++head) {
+        const T *q_start = q_steps.start(q, at.item, head), *grad_start = grad_steps.start(grad, at.item, head);
+        const i64 rows = ((i64)at.item * s.n_heads + head) * s.n_queries;
+        auto fetch_queries = [&](int start, int where) {
+            fetch<D, QUERIES>(queries + where * TILE, q_start, q_steps.token, start, s.n_queries);
+            fetch<D, QUERIES>(grads + where * TILE, grad_start, grad_steps.token, start, s.n_queries);
+            for (int i = threadIdx.x; i < QUERIES; i += WARPS * 32) {
+                const bool there = start + i < s.n_queries;
+                const float total = there ? log_total[rows + start + i] : -INFINITY;
+                totals[where * QUERIES + i] = total == -INFINITY ? 0.0f : total * LOG2_E;
+                inners[where * QUERIES + i] = there ? inner[rows + start + i] : 0.0f;
             }
-        if (mask.values != nullptr)
+        };
+        if (begin < end) fetch_queries(begin, 0);
+        end_group();
+        for (int start = begin, now = 0; start < end; start += QUERIES, now ^= 1) {
+            if (start + QUERIES < end) fetch_queries(start + QUERIES, now ^ 1);
+            end_group();
+            wait_for_groups<1>();
+            __syncthreads();
+            float weights[QUERIES / 8][4], slopes[QUERIES / 8][4];
+            scores_of<D, QUERIES>(weights, keys, own, queries + now * TILE);
+            scores_of<D, QUERIES>(slopes, values, own, grads + now * TILE);
+#pragma unroll
+            for (int n = 0; n < QUERIES / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) slopes[n][i] -= inners[now * QUERIES + 8 * n + column + i % 2];
+            if (s.cap != 0.0f) cap_products(weights, slopes, s);
+            // every query of the tile sees all of the keys
+            const bool whole = first + ROWS <= s.seen_by(start) && s.seen_from(start + QUERIES - 1) <= first;
+            const float* hidden = mask.at(at.item, head).values;
 #pragma unroll
             for (int n = 0; n < QUERIES / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int query = start + 8 * n + column + i % 2;
-                    if (query < s.n_queries) weights[n][i] += masked[i / 2][query * mask.query] * LOG2_E;
+                    const int place = 8 * n + column + i % 2, query = start + place, key = first + row + i / 2 * 8;
+                    weights[n][i] = weights[n][i] * to_base_2 - totals[now * QUERIES + place];
+                    if (!whole && s.hides(query, key)) weights[n][i] = -INFINITY;
+                    if (hidden != nullptr && query < s.n_queries && key < s.n_keys)
+                        weights[n][i] += hidden[query * mask.query + key] * LOG2_E;
                 }
 #pragma unroll
-        for (int n = 0; n < QUERIES / 8; ++n)
+            for (int n = 0; n < QUERIES / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                weights[n][i] = exp2f(weights[n][i]);
-                slopes[n][i] = weights[n][i] * (slopes[n][i] - inners[now * QUERIES + 8 * n + column + i % 2]);
-            }
-        mix<D, QUERIES>(dvalues, weights, grads + now * TILE);
-        mix<D, QUERIES>(dkeys, slopes, queries + now * TILE);
-        __syncthreads();
+                for (int i = 0; i < 4; ++i) {
+                    weights[n][i] = exp2f(weights[n][i]);
+                    slopes[n][i] *= weights[n][i];
+                }
+            mix<D, QUERIES>(dvalues, weights, grads + now * TILE);
+            mix<D, QUERIES>(dkeys, slopes, queries + now * TILE);
+            __syncthreads();
+        }
     }
     wait_for_groups<0>();
     const float ones[2] = {1.0f, 1.0f}, scales[2] = {s.scale, s.scale};
@@ -299,19 +300,21 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
     const Place at((s.n_queries + ROWS - 1) / ROWS, s.n_heads, s.causal);
     const int first = at.tile * ROWS, lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
     const int row = own + lane / 4, column = lane % 4 * 2;
-    const T *k_start = k_steps.start(k, at.item, at.head), *v_start = v_steps.start(v, at.item, at.head);
+    const int key_head = at.head / s.heads_per_key();
+    const T *k_start = k_steps.start(k, at.item, key_head), *v_start = v_steps.start(v, at.item, key_head);
     const i64 rows = ((i64)at.item * s.n_heads + at.head) * s.n_queries + first;
     const Mask hidden = mask.at(at.item, at.head);
     const int last = first + ROWS < s.n_queries ? first + ROWS - 1 : s.n_queries - 1, n_seen = s.seen_by(last);
-    const int n_free = s.causal ? s.seen_by(first) : s.n_keys;
+    const int begin = s.seen_from(first) / KEYS * KEYS, free_from = s.seen_from(last), free_to = s.seen_by(first);
     const float to_base_2 = s.scale * LOG2_E;
     float sums[D / 8][4] = {}, by[2], inners[2];
-    int ends[2];
+    int begins[2], ends[2];
     const float* masked[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int query = first + row + 8 * half;
         const bool there = query < s.n_queries;
+        begins[half] = s.seen_from(query);
         ends[half] = there ? s.seen_by(query) : 0;
         masked[half] = hidden.values + query * hidden.query;
         const float total = there ? log_total[rows + row + 8 * half] : -INFINITY;
@@ -320,10 +323,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
     }
     fetch<D, ROWS>(queries, q_steps.start(q, at.item, at.head), q_steps.token, first, s.n_queries);
     fetch<D, ROWS>(grads, grad_steps.start(grad, at.item, at.head), grad_steps.token, first, s.n_queries);
-    fetch<D, KEYS>(keys, k_start, k_steps.token, 0, s.n_keys);
-    fetch<D, KEYS>(values, v_start, v_steps.token, 0, s.n_keys);
+    fetch<D, KEYS>(keys, k_start, k_steps.token, begin, s.n_keys);
+    fetch<D, KEYS>(values, v_start, v_steps.token, begin, s.n_keys);
     end_group();
-    for (int start = 0, now = 0; start < n_seen; start += KEYS, now ^= 1) {
+    for (int start = begin, now = 0; start < n_seen; start += KEYS, now ^= 1) {
         if (start + KEYS < n_seen) {
             fetch<D, KEYS>(keys + (now ^ 1) * TILE, k_start, k_steps.token, start + KEYS, s.n_keys);
             fetch<D, KEYS>(values + (now ^ 1) * TILE, v_start, v_steps.token, start + KEYS, s.n_keys);
@@ -334,19 +337,25 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
         float weights[KEYS / 8][4], slopes[KEYS / 8][4];
         scores_of<D, KEYS>(weights, queries, own, keys + now * TILE);
         scores_of<D, KEYS>(slopes, grads, own, values + now * TILE);
-        const bool whole = start + KEYS <= n_free;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) slopes[n][i] -= inners[i / 2];
+        if (s.cap != 0.0f) cap_products(weights, slopes, s);
+        const bool whole = start >= free_from && start + KEYS <= free_to;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int half = i / 2, key = start + 8 * n + column + i % 2;
-                weights[n][i] = whole || key < ends[half] ? weights[n][i] * to_base_2 - by[half] : -INFINITY;
+                const bool seen = whole || (key >= begins[half] && key < ends[half]);
+                weights[n][i] = seen ? weights[n][i] * to_base_2 - by[half] : -INFINITY;
             }
         if (mask.values != nullptr) add_mask(weights, masked, ends, start + column);
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) slopes[n][i] = exp2f(weights[n][i]) * (slopes[n][i] - inners[i / 2]);
+            for (int i = 0; i < 4; ++i) slopes[n][i] *= exp2f(weights[n][i]);
         mix<D, KEYS>(sums, slopes, keys + now * TILE);
         __syncthreads();
     }

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tricycle_accelerators.cuda.launch import BY_CUPY, KERNELS, OPTIONS, expressions, source
 
@@ -81,7 +81,7 @@ def compile_file(file: str, architecture: str) -> Iterator[Usage]:
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     names = expressions(file)
 
-    def call(name: str, *arguments) -> None:
+    def call(name: str, *arguments: Any) -> None:
         code = getattr(nvrtc, name)(*arguments)
         if code:
             said = nvrtc.nvrtcGetErrorString(code).decode()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.backend import Array
+from tricycle.devices import Array
 
 WORKSPACE = 32 * 1024**2  # bytes, as NVIDIA recommends for Hopper
 MOST_ALIGNED = 256  # bytes: more is of no use to any algorithm
@@ -27,9 +27,15 @@ DESCRIPTION_TRANSPOSE_A, DESCRIPTION_TRANSPOSE_B, DESCRIPTION_EPILOGUE, DESCRIPT
 EPILOGUE_BIAS, TRANSPOSED = 4, 1
 PREFERENCE_WORKSPACE, PREFERENCE_ALIGNMENT_A = 1, 5  # B, C and D follow A
 STATUS = {
-    1: "not initialised", 3: "out of memory", 7: "invalid value", 8: "this GPU cannot", 11: "mapping error",
-    13: "execution failed", 14: "internal error", 15: "not supported",
-}  # fmt: skip
+    1: "not initialised",
+    3: "out of memory",
+    7: "invalid value",
+    8: "this GPU cannot",
+    11: "mapping error",
+    13: "execution failed",
+    14: "internal error",
+    15: "not supported",
+}
 
 
 # -------------------------------------------------------------------- what is asked for: pure, without a GPU
@@ -69,8 +75,9 @@ def side(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Sid
     """How a matrix lies; None where neither its rows nor its columns are contiguous and apart."""
     (n_rows, n_columns), (down, across) = shape, strides
     for transposed, near, far, length, number in (
-        (False, across, down, n_columns, n_rows), (True, down, across, n_rows, n_columns)
-    ):  # fmt: skip
+        (False, across, down, n_columns, n_rows),
+        (True, down, across, n_rows, n_columns),
+    ):
         contiguous = length == 1 or near == itemsize
         apart = number == 1 or (far % itemsize == 0 and far >= length * itemsize)
         if contiguous and apart:
@@ -100,13 +107,16 @@ class _Heuristic(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t: an algorithm, and what it needs."""
 
     _fields_ = [
-        ("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
-        ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4),
-    ]  # fmt: skip
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
 
 
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-_SIGNATURES: dict[str, tuple] = {
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cublasLtCreate": (_POINTER,),
     "cublasLtMatmulDescCreate": (_POINTER, _INT, _INT),
     "cublasLtMatmulDescDestroy": (_POINTER,),
@@ -216,10 +226,24 @@ class Plan:
         if self.product.with_bias:
             self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
         _call(
-            "cublasLtMatmul", handle, self.description, ctypes.byref(_ONE), b, self.first, a, self.second,
-            ctypes.byref(_ZERO), out, self.result, out, self.result, ctypes.byref(self.algorithm), workspace, WORKSPACE,
+            "cublasLtMatmul",
+            handle,
+            self.description,
+            ctypes.byref(_ONE),
+            b,
+            self.first,
+            a,
+            self.second,
+            ctypes.byref(_ZERO),
+            out,
+            self.result,
+            out,
+            self.result,
+            ctypes.byref(self.algorithm),
+            workspace,
+            WORKSPACE,
             stream,
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Give its descriptors back."""
@@ -273,7 +297,11 @@ def _workspace(device: int, stream: int) -> int:
 
 
 def matmul(
-    a: Array, b: Array, bias: Array | None = None, out: Array | None = None, dtype: Any = None,
+    a: Array,
+    b: Array,
+    bias: Array | None = None,
+    out: Array | None = None,
+    dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
     """As `tricycle.kernels.reference.matmul`, for CuPy arrays."""
@@ -296,9 +324,18 @@ def matmul(
     added = None if bias is None else cupy.ascontiguousarray(bias.astype(place.dtype, copy=False))
     alignments = tuple(alignment(x.data.ptr) for x in (a, b, place))
     product = Product(
-        n_rows, n_inner, n_columns, at_a, at_b, at_out.step, kind, result, precision == "tf32" and kind == "float32",
-        added is not None, alignments,
-    )  # fmt: skip
+        n_rows,
+        n_inner,
+        n_columns,
+        at_a,
+        at_b,
+        at_out.step,
+        kind,
+        result,
+        precision == "tf32" and kind == "float32",
+        added is not None,
+        alignments,
+    )
     if not _multiply(product, a, b, added, place):
         return plain(a, b, bias, out, wanted)
     if out is None:

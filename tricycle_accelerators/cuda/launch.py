@@ -6,14 +6,15 @@ of them first runs, one for each file and choice of template arguments, and kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.backend import Array
+from tricycle.devices import Array
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("--std=c++17",)
@@ -67,9 +68,7 @@ def _held(name: str) -> tuple[tuple[str, str], ...]:
 # file -> kernel -> the template arguments that it is compiled with
 KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "elementwise": {
-        **dict.fromkeys(
-            ("gelu", "gelu_with_slope", "relu_squared", "sigmoid", "multiply", "scale", "rotate"), _ALL
-        ),
+        **dict.fromkeys(("gelu", "gelu_with_slope", "relu_squared", "sigmoid", "multiply", "scale", "rotate"), _ALL),
         "cast": _CASTS,
     },
     "rows": {
@@ -102,7 +101,7 @@ KERNELS: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
         "attention_mma_backward_keys": _on_tensor_cores(backward_columns_tile),
         "attention_mma_backward_queries": _on_tensor_cores(backward_columns_tile),
     },
-}  # fmt: skip
+}
 
 
 def expression(kernel: str, template: Sequence[str] = ()) -> str:
@@ -264,8 +263,9 @@ def float_shared(size: int) -> AttentionShared:
 
 # -------------------------------------------------------------------- arguments
 SIZES = np.dtype(
-    [(name, np.int32) for name in ("items", "queries", "keys", "heads", "size", "causal", "offset", "nothing")]
-    + [("scale", np.float32)]
+    [(name, np.int32) for name in ("items", "queries", "keys", "heads", "key_heads", "size")]
+    + [(name, np.int32) for name in ("causal", "offset", "window", "nothing")]
+    + [(name, np.float32) for name in ("scale", "cap")]
 )
 STEPS = np.dtype([(name, np.int64) for name in ("item", "token", "head")])
 MASK = np.dtype([("values", np.uint64), *((name, np.int64) for name in ("item", "head", "query"))])
@@ -319,7 +319,8 @@ def _include() -> tuple[str, ...]:
 
 
 @cache
-def _module(file: str, template: tuple[str, ...]) -> Any:
+def _module(file: str, template: tuple[str, ...], device: int) -> Any:
+    """The module as the current device, of that number, has it."""
     import cupy
 
     names = expressions(file, template)
@@ -330,25 +331,54 @@ def _module(file: str, template: tuple[str, ...]) -> Any:
 def _function(file: str, kernel: str, template: tuple[str, ...], device: int, shared: int) -> Any:
     if template not in KERNELS[file][kernel]:
         raise ValueError(f"{file}.cu: expected {kernel} with one of {KERNELS[file][kernel]}, got {template}")
-    function = _module(file, template).get_function(expression(kernel, template))
+    function = _module(file, template, device).get_function(expression(kernel, template))
     if shared > SHARED_WITHOUT_ASKING:
         function.max_dynamic_shared_size_bytes = shared
     return function
 
 
 def launch(file: str, kernel: str, template: tuple[str, ...], plan: Plan, *arguments: Any) -> None:
-    """Run a kernel on the current device and stream, which it does not wait for.
+    """Run a kernel on the device where its arrays lie and on the current stream there, which it does not wait for.
 
     Args:
         arguments: arrays, None for a null pointer, NumPy scalars and `struct`s of the types that the kernel declares.
 
     Raises:
-        ValueError: an array lies on another device than the current one.
+        ValueError: arrays lie on several devices.
     """
-    device = _device()
-    for array in arguments:
-        if array is not None and not isinstance(array, (np.ndarray, np.generic)) and array.device.id != device:
-            raise ValueError(f"{kernel}: expected arrays on the current device, {device}, got one on {array.device.id}")
-    function = _function(file, kernel, template, device, plan.shared)
     given = tuple(NULL if argument is None else argument for argument in arguments)
-    function(plan.grid, plan.block, given, shared_mem=plan.shared)
+    where = _device_of(kernel, given)
+    device = _device() if where is None else where
+    with on_device(device):
+        function = _function(file, kernel, template, device, plan.shared)
+        function(plan.grid, plan.block, given, shared_mem=plan.shared)
+
+
+def _device_of(kernel: str, arguments: Sequence[Any]) -> int | None:
+    """The number of the device where all arrays among the arguments lie; None where there are no arrays.
+
+    Raises:
+        ValueError: there are several.
+    """
+    found = {number for number in map(device_of, arguments) if number is not None}
+    if len(found) > 1:
+        numbers = " and ".join(map(str, sorted(found)))
+        raise ValueError(f"{kernel}: expected arrays on one device, got some on {numbers}")
+    return found.pop() if found else None
+
+
+def device_of(array: Any) -> int | None:
+    """The number of the device where an array lies; None for numbers and for arrays of the host."""
+    return None if isinstance(array, (np.ndarray, np.generic)) else array.device.id
+
+
+@contextmanager
+def on_device(number: int | None) -> Iterator[None]:
+    """Within this block a device is the current one; None leaves it."""
+    if number is None or number == _device():
+        yield
+        return
+    from cupy.cuda import Device
+
+    with Device(number):
+        yield

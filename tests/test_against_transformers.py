@@ -1,0 +1,320 @@
+"""Families of models against transformers: each is a config, with the same logits, gradients and training."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers_families import FAMILIES, SMOLLM2, VOCABULARY, Family
+
+from tricycle.configs import ModelConfig
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW, decays, role_of
+from tricycle.tensor import no_grad
+from tricycle_lab.probe import Probe
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+F = torch.nn.functional
+
+BATCH = 3
+TOKENS = 24
+AGREED = 2e-5  # rounding makes differences of 2e-6 at most
+each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+slow = pytest.mark.skipif("TRICYCLE_SLOW" not in os.environ, reason="takes minutes: TRICYCLE_SLOW=1 runs it")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two thread pools that wait for each other's cores take seconds for what is done in milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -------------------------------------------------------------------- theirs in ours
+def new_theirs(family: Family, lively: bool = True) -> Any:
+    """A model of transformers with random weights: so large, if `lively`, that every part shows in the logits."""
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(family.model_type, **family.theirs)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            if p.ndim == 1:  # gains and biases, moved off 0 and 1 to count
+                p += 0.2 * noise
+            elif lively and not re.search("embed|wte|wpe", name):  # embeddings stay small: so the eps of a norm counts
+                p.copy_(noise * p.shape[1] ** -0.5)
+    return model
+
+
+def in_our_layout(family: Family, model: GPT, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Their weights, or their gradients, as ours: by our names, side by side and transposed as ours are.
+
+    Raises:
+        KeyError: a tensor that they do not have.
+        ValueError: one of theirs that has no place in ours.
+    """
+    ours = {}
+    left = set(tensors)
+    for name, parameter in model.named_parameters():
+        sources = their_names(family, name)
+        left -= set(sources)
+        parts = [tensors[source].detach() for source in sources]
+        if family.woven and ".qkv." in name:
+            parts = [unwoven(part, family.ours.n_heads) for part in parts]
+        whole = torch.cat(parts)
+        transposed = role_of(parameter) in ("matrix", "head") and not family.in_out
+        ours[name] = (whole.T if transposed else whole).numpy()
+    if left:
+        raise ValueError(f"expected a place for all of their tensors, got none for {', '.join(sorted(left))}")
+    return ours
+
+
+def their_names(family: Family, name: str) -> list[str]:
+    """What the parts of a parameter are called there."""
+    layer, _, kind = name.rpartition(".")
+    ending = "bias" if kind == "bias" else "weight"
+    block = re.search(r"\d+", layer)
+    if block is None:
+        return [f"{source}.{ending}" for source in family.names[layer]]
+    sources = family.names[layer.replace(block[0], "N")]
+    return [f"{source.replace('N', block[0])}.{ending}" for source in sources]
+
+
+def unwoven(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Queries, keys and values of one head after the other, (H * 3 * D, ...), to all queries, keys, values."""
+    by_head = rows.unflatten(0, (n_heads, 3, -1))
+    return by_head.transpose(0, 1).flatten(0, 2)
+
+
+def a_pair(family: Family, lively: bool = True) -> tuple[GPT, Any]:
+    """Our model and theirs with the same weights."""
+    theirs = new_theirs(family, lively)
+    model = GPT(family.ours).eval()
+    model.load_state_dict(in_our_layout(family, model, dict(theirs.named_parameters())))
+    return model, theirs
+
+
+def some_tokens(n_batches: int = 1, vocab_size: int = VOCABULARY, batch: int = BATCH) -> np.ndarray:
+    """(n_batches, B, T + 1) ids: text in which each token often decides the next."""
+    generator = np.random.default_rng(5)
+    tokens = generator.integers(0, vocab_size, (n_batches, batch, TOKENS + 1))
+    for t in range(1, TOKENS + 1):
+        follows = generator.random((n_batches, batch)) < 0.8
+        tokens[..., t] = np.where(follows, (7 * tokens[..., t - 1] + 3) % vocab_size, tokens[..., t])
+    return tokens
+
+
+def our_loss(model: GPT, tokens: np.ndarray) -> Any:
+    """Of the next token, a Tensor."""
+    return CrossEntropy()(tokens[:, 1:], model(tokens[:, :-1]))
+
+
+def their_loss(theirs: Any, tokens: np.ndarray) -> Any:
+    logits = theirs(torch.from_numpy(tokens[:, :-1].copy())).logits
+    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(tokens[:, 1:].copy()).flatten())
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference, relative to the largest element: by itself an element has no relative precision."""
+    assert ours.shape == theirs.shape
+    largest = np.abs(theirs).max()
+    assert largest > 0
+    return float(np.abs(ours - theirs).max() / largest)
+
+
+def worst(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> tuple[float, str]:
+    """The largest of all differences, and where it is."""
+    return max((difference(array, theirs[name]), name) for name, array in ours.items())
+
+
+# -------------------------------------------------------------------- logits and gradients
+def compare_logits(model: GPT, theirs: Any, tokens: np.ndarray) -> float:
+    """The difference of all logits."""
+    with torch.no_grad(), no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+        return difference(model(tokens).array, expected)
+
+
+def compare_gradients(family: Family, model: GPT, theirs: Any, tokens: np.ndarray) -> tuple[float, str]:
+    """The worst difference of the gradients of one loss."""
+    loss = our_loss(model, tokens)
+    expected = their_loss(theirs, tokens)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    expected.backward()
+    their_grads = in_our_layout(family, model, {name: p.grad for name, p in theirs.named_parameters()})
+    return worst({name: p.grad.array for name, p in model.named_parameters()}, their_grads)
+
+
+@each_family
+def test_logits_and_every_gradient_agree(family: Family) -> None:
+    model, theirs = a_pair(family)
+    tokens = some_tokens()[0]
+    assert compare_logits(model, theirs, tokens) < AGREED
+    by, where = compare_gradients(family, model, theirs, tokens)
+    assert by < AGREED, where
+
+
+@each_family
+def test_every_field_of_a_config_shows_in_the_logits(family: Family) -> None:
+    """So the agreement above says something about each of them."""
+    model, _ = a_pair(family)
+    tokens = some_tokens()[0, :, :-1]
+    expected = model(tokens).array
+    unseen = []
+    for name in telling_fields(family.ours):
+        try:
+            other = GPT(replace(family.ours, **{name: getattr(ModelConfig(), name)}))
+            other.load_state_dict(model.state_dict())
+        except ValueError:  # another shape: seen before anything is computed
+            continue
+        if difference(other(tokens).array, expected) < 5 * AGREED:
+            unseen.append(name)
+    assert unseen == []
+
+
+def telling_fields(config: ModelConfig) -> Iterable[str]:
+    """Those that are not as in GPT-2, but for the sizes that every model has."""
+    default = ModelConfig()
+    changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(default, field.name)]
+    return [name for name in changed if name not in ("vocab_size", "context_window", "n_layers")]
+
+
+# -------------------------------------------------------------------- training
+def train_both(model: GPT, theirs: Any, batches: np.ndarray, learning_rate: float) -> tuple[list[float], list[float]]:
+    """An update a batch by AdamW, decay on the same parameters; the losses of ours and of theirs."""
+    optimiser = AdamW(learning_rate, (0.9, 0.95), weight_decay=0.1, decays=lambda p: p.ndim > 1)
+    parameters = list(theirs.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    their_optimiser = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)
+    ours_trace, their_trace = [], []
+    for tokens in batches:
+        loss = our_loss(model, tokens)
+        loss.backward()
+        model.update(optimiser)
+        ours_trace.append(loss.item())
+
+        their_optimiser.zero_grad()
+        expected = their_loss(theirs, tokens)
+        expected.backward()
+        their_optimiser.step()
+        their_trace.append(expected.item())
+    return ours_trace, their_trace
+
+
+def test_twenty_steps_of_training_agree() -> None:
+    family = FAMILIES["Llama"]
+    model, theirs = a_pair(family)
+    assert [decays(p) for p in model.parameters()] == [p.ndim > 1 for p in model.parameters()]
+    before = model.state_dict()["token_embedding.weights"].copy()
+    ours_trace, their_trace = train_both(model, theirs, some_tokens(20), 3e-3)
+    np.testing.assert_allclose(ours_trace, their_trace, rtol=0, atol=1e-3)
+    assert ours_trace[-1] < ours_trace[0] - 0.3
+    expected = in_our_layout(family, model, dict(theirs.named_parameters()))
+    for name, array in model.state_dict().items():
+        np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-3, err_msg=name)
+    assert np.abs(model.state_dict()["token_embedding.weights"] - before).max() > 1e-2
+
+
+# -------------------------------------------------------------------- what every model here can do
+@each_family
+@pytest.mark.parametrize("pieces", [[24], [1] * 24, [9, 1, 1, 6, 1, 6]], ids=["whole", "one by one", "pieces"])
+def test_caches_give_the_logits_of_the_whole_text(family: Family, pieces: list[int]) -> None:
+    """Windows are 5 and 7 tokens: the text is longer, and so is a piece of it."""
+    model, _ = a_pair(family)
+    tokens = some_tokens()[0, :, :-1]
+    whole = model(tokens).array
+    caches = model.new_caches()
+    parts = []
+    with no_grad():
+        for part in np.split(tokens, np.cumsum(pieces)[:-1], axis=1):
+            parts.append(model(part, caches).array)
+    assert difference(np.concatenate(parts, axis=1), whole) < AGREED
+
+
+@each_family
+def test_a_probe_sees_weights_and_windows(family: Family) -> None:
+    config = family.ours
+    model, _ = a_pair(family)
+    tokens = some_tokens()[0, :, :-1]
+    with Probe(model) as probe:
+        model(tokens)
+    for layer in range(config.n_layers):
+        weights = probe.weights[f"blocks.{layer}.attention"]
+        assert weights.shape == (BATCH, config.n_heads, TOKENS, TOKENS)
+        np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
+        age = np.subtract.outer(np.arange(TOKENS), np.arange(TOKENS))
+        seen = (age >= 0) & (age < (config.window_of(layer) or TOKENS))
+        assert np.array_equal((weights > 0).any(axis=(0, 1)), seen)
+        assert probe.activations[f"blocks.{layer}"].shape == (BATCH, TOKENS, config.embedding_dim)
+
+
+@each_family
+def test_another_softmax_can_take_the_place(family: Family) -> None:
+    model, _ = a_pair(family)
+    tokens = some_tokens()[0]
+    before = model(tokens[:, :-1]).array
+    model.use_softmax("softmax1")
+    with Probe(model, "*.attention") as probe:
+        loss = our_loss(model, tokens)
+    assert all((weights.sum(axis=-1) < 1).all() for weights in probe.weights.values())
+    assert difference(model(tokens[:, :-1]).array, before) > 1e-3
+    loss.backward()
+    assert all(np.isfinite(p.grad.array).all() for p in model.parameters())
+
+
+@each_family
+def test_16_bits_are_near(family: Family) -> None:
+    model, _ = a_pair(family)
+    tokens = some_tokens()[0]
+    expected = model(tokens[:, :-1]).array
+    model.use_precision("bfloat16")
+    logits = model(tokens[:, :-1])
+    assert logits.shape == expected.shape
+    assert difference(logits.array, expected) < 0.1
+    our_loss(model, tokens).backward()
+    assert all(p.grad.shape == p.shape and p.grad.dtype == np.float32 for p in model.parameters())
+
+
+@each_family
+def test_it_can_be_printed(family: Family) -> None:
+    model = GPT(family.ours)
+    text = repr(model)
+    assert text.startswith(f"GPT: {model.n_parameters:,} parameters")
+    assert text.count("TransformerBlock") == family.ours.n_layers
+
+
+# -------------------------------------------------------------------- a whole model
+@slow
+def test_smollm2(capsys: pytest.CaptureFixture) -> None:
+    """At full size: logits, gradients and twenty steps."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    model, theirs = a_pair(SMOLLM2, lively=False)
+    assert model.n_parameters == 134_515_008
+    batches = some_tokens(20, SMOLLM2.ours.vocab_size, batch=1)
+    by_logits = compare_logits(model, theirs, batches[0])
+    by_gradients, where = compare_gradients(SMOLLM2, model, theirs, batches[0])
+    model.zero_grad()
+    theirs.zero_grad()
+    ours_trace, their_trace = train_both(model, theirs, batches, 1e-4)
+    by_losses = np.abs(np.subtract(ours_trace, their_trace)).max()
+    expected = in_our_layout(SMOLLM2, model, dict(theirs.named_parameters()))
+    by_weights = max(np.abs(array - expected[name]).max() for name, array in model.state_dict().items())
+    with capsys.disabled():
+        print(f"\nlogits {by_logits:.1e}, gradients {by_gradients:.1e} ({where}), relative to the largest")
+        print(f"losses {by_losses:.1e}, weights {by_weights:.1e}; loss {ours_trace[0]:.3f} to {ours_trace[-1]:.3f}")
+    assert by_logits < 1e-4 and by_gradients < 1e-4
+    assert by_losses < 1e-3 and by_weights < 1e-3

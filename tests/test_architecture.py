@@ -1,0 +1,132 @@
+"""docs/architecture.md speaks of the code as it is: its files, its functions, its lines."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from imports import ROOT, SHIPPED, name_of, tree_of
+from test_rooms import ROOMS
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+TEXT = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # blocks are run by test_readme.py
+IN_TICKS = re.findall(r"`([^`\n]+)`", TEXT)
+STOPS = re.findall(r"^### (\d+)\. .*?`([\w/]+\.py):([\w.]+)`$(.*?)(?=^##)", TEXT, re.MULTILINE | re.DOTALL)
+PLACES = sorted({ticked for ticked in IN_TICKS if re.fullmatch(r"[\w/]+\.py:[\w.]+", ticked)})
+OTHERS = ("np", "loss", "pyproject", "x")  # what a dotted name may begin with besides our modules
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """Names of functions, classes, methods ("Class.method"), constants, and what a module imports to hand on."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in node.names)
+        if isinstance(node, ast.ClassDef):
+            names.update(f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef))
+    return names
+
+
+def exists(file: str, name: str) -> bool:
+    path = ROOT / file
+    return path.is_file() and name in defined_in(tree_of(path))
+
+
+# -------------------------------------------------------------------- names
+@pytest.mark.parametrize("place", PLACES)
+def test_a_function_that_the_page_names(place):
+    file, name = place.split(":")
+    assert exists(file, name)
+
+
+def test_what_exists():
+    assert exists("tricycle/tensor.py", "Tensor.backward")
+    assert exists("tricycle/training.py", "topological_order")
+    assert not exists("tricycle/tensor.py", "Tensor.forwards")
+    assert not exists("tricycle/tensors.py", "Tensor")
+    assert len(PLACES) > 25
+
+
+@pytest.mark.parametrize("file", sorted({t for t in IN_TICKS if re.fullmatch(r"[\w/]+(\.py|/)", t)}))
+def test_a_file_or_folder_that_the_page_names(file):
+    """Below the root, tricycle/ or tricycle_accelerators/."""
+    assert any((ROOT / folder / file).exists() for folder in (".", "tricycle", "tricycle_accelerators"))
+
+
+def test_dotted_names():
+    """`kernels.matmul` is a kernel; so is every other name that begins with a module of the library."""
+    dotted = [ticked for ticked in IN_TICKS if re.fullmatch(r"[a-z]\w*(\.\w+)+", ticked) and not ticked.endswith(".py")]
+    checked = [ticked for ticked in dotted if ticked.split(".")[0] not in OTHERS and not ticked.endswith(".toml")]
+    assert "kernels.matmul" in checked
+    for ticked in checked:
+        *modules, name = ticked.split(".")
+        place = "/".join(["tricycle", *modules])
+        assert exists(f"{place}.py", name) or exists(f"{place}/__init__.py", name), ticked
+
+
+WORDS = {word for path in SHIPPED for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+
+
+def test_single_names():
+    """A name that the page gives without its place occurs somewhere in the code."""
+    single = {ticked for ticked in IN_TICKS if re.fullmatch(r"[A-Za-z_]\w*", ticked)}
+    assert len(single) > 10
+    assert single - WORDS == set()
+
+
+# -------------------------------------------------------------------- the map
+def test_the_map_has_every_room_in_order():
+    table = TEXT[TEXT.index("| file in `tricycle/`") : TEXT.index("Around it")]
+    linked = re.findall(r"\[`([\w/]+)\.py`\]\(\.\./tricycle/\1\.py\)", table)
+    assert linked == [file_of_room(room) for room in ROOMS]
+
+
+def file_of_room(room: str) -> str:
+    """As the table writes it, without the suffix."""
+    place = Path(*room.split("."))
+    return (place / "__init__" if (ROOT / "tricycle" / place).is_dir() else place).as_posix()
+
+
+def test_the_map_has_every_folder_around():
+    around = {name_of(path).split("/")[0] for path in SHIPPED if "/" in name_of(path)} - {"tricycle"}
+    for folder in (*around, "experiments", "benchmarks"):
+        assert f"| [`{folder}/`](../{folder})" in TEXT or f", [`{folder}/`](../{folder})" in TEXT
+
+
+# -------------------------------------------------------------------- the stops
+def test_at_most_eight_stops():
+    assert [int(number) for number, *_ in STOPS] == list(range(1, len(STOPS) + 1))
+    assert 5 <= len(STOPS) <= 8
+    assert len(re.findall(r"^### \d", TEXT, re.MULTILINE)) == len(STOPS)
+    first, *_, last = (f"{file}:{name}" for _, file, name, _ in STOPS)
+    assert first == "tricycle/training.py:gradients" and last == "tricycle/training.py:apply"
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop[0])
+def test_a_stop_quotes_its_function(stop):
+    """Indented lines stand in the function that the stop is about, one after another."""
+    _, file, name, text = stop
+    assert exists(file, name)
+    quoted = [line.strip() for line in re.findall(r"^    (.+)$", text, re.MULTILINE)]
+    lines = [line.strip() for line in source_of(file, name)]
+    starts = [i for i in range(len(lines)) if lines[i : i + len(quoted)] == quoted]
+    assert starts or not quoted, f"{file}:{name} has no lines {quoted}"
+    assert len(quoted) < 6
+
+
+def source_of(file: str, name: str) -> list[str]:
+    """The lines of a function or method."""
+    body: list[ast.stmt] = tree_of(ROOT / file).body
+    for part in name.split("."):
+        (node,) = (node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == part)
+        body = node.body
+    return (ROOT / file).read_text(encoding="utf-8").splitlines()[node.lineno - 1 : node.end_lineno]
+
+
+def test_every_stop_quotes_something():
+    assert sum(bool(re.search(r"^    ", text, re.MULTILINE)) for *_, text in STOPS) == len(STOPS)

@@ -1,0 +1,141 @@
+"""Which library holds an array, moves, and the mask that dropout draws."""
+
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from tricycle import devices, kernels, to_tensor
+
+
+@pytest.mark.parametrize(
+    "array", [np.ones(2), np.float32(1), np.ma.array([1]), np.ones(2).view(np.recarray)], ids=lambda a: type(a).__name__
+)
+def test_numpy_computes_on_numpy_arrays(array):
+    assert devices.array_module(array) is np
+    assert devices.is_array(array) and not devices.on_gpu(array)
+
+
+@pytest.mark.parametrize("value", [1, 1.5, [1], None, "a", to_tensor(1)], ids=lambda v: type(v).__name__)
+def test_other_things_are_no_arrays(value):
+    assert not devices.is_array(value)
+    with pytest.raises(TypeError, match=f"^expected a NumPy or CuPy array, got {type(value).__name__}$"):
+        devices.array_module(value)
+
+
+def test_to_cpu_leaves_host_arrays():
+    array = np.ones(2)
+    assert devices.to_cpu(array) is array
+    assert type(devices.to_cpu(np.float32(1))) is np.ndarray
+
+
+def test_to_gpu_says_why_it_cannot(monkeypatch):
+    monkeypatch.setattr(devices, "gpu_problem", lambda: "none is here")
+    tensor, array = to_tensor([1]), np.ones(2)
+    with pytest.warns(UserWarning, match="to_gpu: no GPU can be used, so this stays on the CPU: none is here"):
+        assert tensor.to_gpu() is tensor and not tensor.on_gpu
+    with pytest.warns(UserWarning, match="none is here"):
+        assert devices.to_gpu(array) is array
+    assert not devices.gpu_available()
+
+
+class CudaError(RuntimeError):
+    pass
+
+
+def fake_cupy(monkeypatch, driver: int, count=None, toolkit: int = 13020) -> None:
+    """A CuPy for CUDA 13 on a machine with that driver."""
+
+    def device_count():
+        if count is None:
+            raise CudaError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+        return count
+
+    cupy = types.ModuleType("cupy")
+    pool = types.SimpleNamespace(free_bytes=lambda: 5)
+    cupy.get_default_memory_pool = lambda: pool
+    cupy.cuda = types.SimpleNamespace(
+        runtime=types.SimpleNamespace(
+            CUDARuntimeError=CudaError,
+            getDeviceCount=device_count,
+            driverGetVersion=lambda: driver,
+            runtimeGetVersion=lambda: toolkit,
+            memGetInfo=lambda: (10, 100),
+        )
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+
+@pytest.mark.parametrize(
+    ("driver", "count", "said"),
+    [
+        (0, None, "there is no NVIDIA driver, so no NVIDIA GPU that could be used"),
+        (12040, None, "the driver is for CUDA 12, CuPy for 13: install driver 580 or newer, or tricycle-gpt[cuda12]"),
+        (13010, None, "CUDA reports: cudaErrorInsufficientDriver: CUDA driver version is insufficient"),
+        (13010, 0, "CUDA sees no device"),
+        (13010, 1, None),
+    ],
+)
+def test_why_no_gpu_can_be_used(monkeypatch, driver, count, said):
+    fake_cupy(monkeypatch, driver, count)
+    problem = devices.gpu_problem.__wrapped__()
+    assert (problem is None) if said is None else problem.startswith(said)
+
+
+def test_a_cupy_that_is_not_there_or_broken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert devices.gpu_problem.__wrapped__().startswith("CuPy is not installed (pip install")
+
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cupy":
+                raise ImportError("libnvrtc.so.13: no such file")
+
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert devices.gpu_problem.__wrapped__() == "CuPy cannot be loaded: libnvrtc.so.13: no such file"
+
+
+def test_memory_that_a_new_array_could_have(monkeypatch):
+    fake_cupy(monkeypatch, 13010, 1)
+    assert devices.gpu_memory() == (15, 100)
+
+
+def test_gpu_problem_is_one_line():
+    problem = devices.gpu_problem()
+    assert problem is None or (problem and "\n" not in problem)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_random_mask(dtype):
+    like = np.ones((), dtype)
+    masks = [kernels.random_mask(like, (200, 50), 0.8, np.random.default_rng(7)) for _ in range(2)]
+    np.testing.assert_array_equal(*masks)
+    assert masks[0].dtype == dtype and masks[0].shape == (200, 50)
+    np.testing.assert_allclose(np.unique(masks[0]), [0, 1.25])
+    assert abs(masks[0].mean() - 1) < 0.02
+    assert not np.array_equal(masks[0], kernels.random_mask(like, (200, 50), 0.8, np.random.default_rng(8)))
+
+
+def test_importing_tricycle_imports_no_cupy_and_draws_no_numbers():
+    code = """
+import sys, numpy as np
+np.random.seed(0); before = np.random.get_state()[1].copy()
+import tricycle, tricycle.layers, tricycle.loss
+assert "cupy" not in sys.modules
+assert (np.random.get_state()[1] == before).all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.gpu
+def test_gpu_round_trip():
+    array = np.float32([1, 2])
+    moved = devices.to_gpu(array)
+    assert devices.on_gpu(moved) and devices.to_gpu(moved) is moved
+    np.testing.assert_array_equal(devices.to_cpu(moved), array)
+    masks = [devices.to_cpu(kernels.random_mask(moved, (40, 50), 0.5, np.random.default_rng(7))) for _ in range(2)]
+    np.testing.assert_array_equal(*masks)
+    assert set(np.unique(masks[0])) == {0, 2} and abs(masks[0].mean() - 1) < 0.1

@@ -1,0 +1,267 @@
+"""The door to the kernels: which version runs, who registers, and what happens where nobody does."""
+
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_kernels import CASES, IN_PLACE, draw
+from versions import registered_by
+
+from tricycle.kernels import KERNELS, use_reference
+from tricycle.kernels.dispatch import GROUP, Kernel
+from tricycle_accelerators import cpu, cuda, onednn
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# -------------------------------------------------------------------- which version runs
+class Box:
+    """An array of a library that nobody knows."""
+
+
+def scale(x, factor: float, shift: float = 0.0):
+    """The plain one."""
+    return "plain", factor, shift
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    return Kernel(scale)
+
+
+def test_without_versions_the_plain_one_runs(kernel):
+    assert kernel(Box(), 2) == ("plain", 2, 0.0)
+    assert kernel.plain is scale
+
+
+def test_versions_are_asked_in_the_order_in_which_they_registered(kernel):
+    asked = []
+
+    @kernel.on(Box)
+    def for_large(x, factor: float, shift: float = 0.0):
+        asked.append("for large")
+        return ("large", factor, shift) if factor > 10 else NotImplemented
+
+    @kernel.on(Box)
+    def for_positive(x, factor: float, shift: float = 0.0):
+        asked.append("for positive")
+        return ("positive", factor, shift) if factor > 0 else NotImplemented
+
+    assert for_large(Box(), 0) is NotImplemented  # the decorator gives the function back
+    asked.clear()
+    assert [kernel(Box(), factor)[0] for factor in (11, 1, -1)] == ["large", "positive", "plain"]
+    assert asked == ["for large", "for large", "for positive", "for large", "for positive"]
+    assert kernel("an array of another type", 11)[0] == "plain"
+    with use_reference():
+        assert kernel(Box(), 11)[0] == "plain"
+
+
+def test_a_version_may_come_after_the_first_call(kernel):
+    assert kernel(Box(), 11)[0] == "plain"
+    kernel.on(Box)(lambda x, factor, shift=0.0: "late")
+    assert kernel(Box(), 11) == "late"
+
+
+def test_a_version_that_gives_nothing_has_not_declined(kernel):
+    kernel.on(Box)(lambda x, factor, shift=0.0: None)
+    assert kernel(Box(), 1) is None
+
+
+def test_every_argument_may_come_by_its_name(kernel):
+    kernel.on(Box)(lambda x, factor, shift=0.0: (type(x).__name__, factor, shift))
+    assert kernel(Box(), factor=3, shift=1) == ("Box", 3, 1)
+    assert kernel(shift=1, factor=3, x=Box()) == ("Box", 3, 1)
+    assert kernel(factor=3, x="else") == ("plain", 3, 0.0)
+    with pytest.raises(TypeError, match="factor"):
+        kernel(x=Box())
+    with pytest.raises(TypeError):
+        kernel()
+
+
+def test_a_kernel_looks_as_its_function_does(kernel):
+    assert kernel.__name__ == "scale" and kernel.__doc__ == "The plain one."
+    assert inspect.signature(kernel) == inspect.signature(scale)
+    assert repr(kernel) == "<kernel scale>"
+
+
+# -------------------------------------------------------------------- who registers
+@pytest.fixture
+def entries(monkeypatch):
+    """What is installed, in this test."""
+    found = []
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group, name: [e for e in found if (group, name) == (GROUP, e.name)]
+    )
+    return found
+
+
+def new_array_type(library: str) -> type:
+    return type("ndarray", (), {"__module__": f"{library}.core"})
+
+
+def test_a_package_registers_when_the_first_array_of_a_library_comes(kernel, entries):
+    calls, array_type = [], new_array_type("boxes")
+
+    def register(array):
+        calls.append(array)
+        kernel.on(array)(lambda x, factor, shift=0.0: "fast")
+
+    entries += [
+        SimpleNamespace(name="boxes", module="fast.boxes", load=lambda: register),
+        SimpleNamespace(name="others", module="fast.others", load=lambda: pytest.fail("not asked for")),
+    ]
+    assert [kernel(array_type(), 1) for _ in range(3)] == ["fast"] * 3
+    assert Kernel(scale)(array_type(), 1)[0] == "plain"
+    assert calls == [array_type]
+
+
+def missing(name: str):
+    def load():
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    return load
+
+
+def test_a_package_that_is_not_there_offers_nothing(kernel, entries):
+    entries.append(SimpleNamespace(name="boxes", module="fast.boxes", load=missing("fast")))
+    assert kernel(new_array_type("boxes")(), 1)[0] == "plain"
+
+
+def test_any_other_error_is_seen_each_time(kernel, entries):
+    entries.append(SimpleNamespace(name="boxes", module="fast.boxes", load=missing("numpyy")))
+    array = new_array_type("boxes")()
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="numpyy"):
+            kernel(array, 1)
+
+
+def test_nobody_sees_half_of_what_is_registered(kernel, entries):
+    """A second thread that comes meanwhile waits: what it computes must not depend on who was first."""
+    array_type, begun, found = new_array_type("boxes"), threading.Event(), []
+
+    def register(array):
+        kernel.on(array)(lambda x, factor, shift=0.0: NotImplemented)
+        begun.set()
+        second.join(0.2)
+        kernel.on(array)(lambda x, factor, shift=0.0: "fast")
+
+    entries.append(SimpleNamespace(name="boxes", module="fast.boxes", load=lambda: register))
+
+    def call() -> None:
+        begun.wait(10)
+        found.append(kernel(array_type(), 1))
+
+    second = threading.Thread(target=call)
+    second.start()
+    found.append(kernel(array_type(), 1))
+    second.join(10)
+    assert found == ["fast", "fast"]
+
+
+def test_what_is_installed_names_who_is_faster():
+    """Else everything is right, and slow: after a change of the entry points install again (pip install -e .)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = project["entry-points"][GROUP]
+    assert {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)} == wanted
+    assert {name: entry.load() for entry in metadata.entry_points(group=GROUP) for name in [entry.name]} == {
+        "numpy": cpu.register,
+        "cupy": cuda.register,
+    }
+
+
+# -------------------------------------------------------------------- all kernels
+VERSIONS = [
+    (name, version)
+    for register in (cpu.register, onednn.register, cuda.register)
+    for name, versions in registered_by(register).items()
+    for version in versions
+]
+
+
+def parameters(function) -> list[tuple]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize(("name", "version"), VERSIONS, ids=[f"{f.__module__}.{f.__name__}" for _, f in VERSIONS])
+def test_versions_have_the_signature_of_the_plain_one(name, version):
+    assert version.__name__ == name
+    assert parameters(version) == parameters(KERNELS[name].plain)
+    assert version.__module__.split(".")[0] == "tricycle_accelerators"
+    signature = inspect.signature(version)
+    assert all(p.annotation is not p.empty for p in signature.parameters.values())
+    assert signature.return_annotation is not signature.empty
+
+
+def outputs_by_name(name: str, named: bool) -> list:
+    arguments = draw(name, CASES[name][1][0], np.float64)
+    names = list(inspect.signature(KERNELS[name]).parameters)[: len(arguments)]
+    result = KERNELS[name](**dict(zip(names, arguments))) if named else KERNELS[name](*arguments)
+    if name in IN_PLACE:
+        return arguments[IN_PLACE[name]]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_takes_its_arguments_by_name(name):
+    for mine, theirs in zip(outputs_by_name(name, True), outputs_by_name(name, False), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_precision_by_its_name():
+    a = np.ones((2, 3), np.float32)
+    np.testing.assert_array_equal(KERNELS["matmul"](a, a.T, precision="float32"), np.full((2, 2), 3))
+
+
+# -------------------------------------------------------------------- without those who make it faster
+PROGRAM = """
+import sys
+
+# an editable installation would find the packages that are not in this folder
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+
+import tricycle
+from tricycle import kernels
+from tricycle.generate import generate
+from tricycle.layers import Dense
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.configs import DebugConfig
+from tricycle.tensor import to_tensor
+
+assert tricycle.__file__.startswith(sys.argv[1]), tricycle.__file__
+model, optimiser = GPT(DebugConfig()), AdamW(1e-2)
+tokens = np.arange(3 * 21).reshape(3, 21) % 7
+losses = []
+for _ in range(2):
+    loss = CrossEntropy()(to_tensor(tokens[:, 1:], dtype=int), model(to_tensor(tokens[:, :-1], dtype=int)))
+    loss.backward()
+    model.update(optimiser)
+    losses.append(float(loss))
+assert losses[1] < losses[0], losses
+assert len(list(generate(model, [1, 2, 3], 5, temperature=0))) == 5
+assert kernels.gelu.versions[np.ndarray] == ()
+assert not any(name.startswith("tricycle_accelerators") for name in sys.modules)
+print("trained and talked")
+"""
+
+
+def test_the_library_works_alone(tmp_path):
+    """A copy without the accelerators trains and generates on the plain kernels."""
+    shutil.copytree(ROOT / "tricycle", tmp_path / "tricycle", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained and talked\n"

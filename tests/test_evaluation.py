@@ -1,0 +1,100 @@
+"""The held-out loss: every token counts once, with the context that it should have."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_training import CONFIG, TEXT
+
+from tricycle import evaluation
+from tricycle.configs import GPTConfig
+from tricycle.evaluation import HeldOut, evaluate
+from tricycle.functions import LogSoftmax
+from tricycle.models import GPT
+from tricycle.tensor import no_grad, to_tensor
+
+
+def brute_force(model: GPT, tokens: np.ndarray, stride: int) -> float:
+    """The loss of each token alone: after the window that predicts it, and no other."""
+    length = min(model.config.context_window, len(tokens) - 1)
+    stride = min(stride or length, length)
+    total = 0.0
+    for place in range(1, len(tokens)):
+        # the first window ends at `length`, the others move on by the stride, the last one ends with the text
+        end = min(len(tokens) - 1, length if place <= length else length - (length - place) // stride * stride)
+        with no_grad():
+            logits = model(to_tensor(tokens[end - length : place], dtype=int))
+            total -= float(LogSoftmax()(logits).array[-1, int(tokens[place])])
+    return total / (len(tokens) - 1)
+
+
+@settings(max_examples=25)
+@given(st.integers(2, 40), st.integers(0, 9), st.integers(1, 4), st.integers(0, 3))
+def test_every_token_is_predicted_once(n_tokens, stride, batch_size, seed):
+    model = GPT(GPTConfig(vocab_size=11, context_window=6, embedding_dim=4, n_heads=1, n_layers=1, dropout=0.5)).eval()
+    for parameter in model.parameters():
+        parameter.array[...] = np.random.default_rng(seed).normal(0, 1, parameter.shape)
+    tokens = np.random.default_rng(seed).integers(0, 11, n_tokens).astype(np.uint16)
+    model.train()
+    loss, count = evaluate(model, tokens, batch_size, stride=stride)
+    assert count == n_tokens - 1
+    assert model.training
+    assert loss == pytest.approx(brute_force(model.eval(), tokens, stride), rel=1e-4)
+    assert evaluate(model, tokens, batch_size, 0, stride)[0] == loss
+    assert not model.training
+
+
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 30))
+def test_windows_cover_each_token_once(n_pairs, length, stride):
+    length = min(length, n_pairs)
+    counted = []
+    for start, n_counted in evaluation._windows(n_pairs, length, min(stride, length)):
+        assert start >= 0
+        counted += range(start + length - n_counted, start + length)
+    assert counted == list(range(n_pairs))
+
+
+def test_an_estimate_reads_a_few_batches_spread_evenly(monkeypatch):
+    model = GPT(replace(CONFIG, dropout=0.0))
+    seen = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda x: (seen.append(x.array.copy()), forward(x))[1])
+    tokens = np.arange(241) % 257
+    _, count = evaluate(model, tokens, 2, n_batches=3)
+    assert count == 6 * 8
+    assert np.concatenate(seen)[:, 0].tolist() == [0, 40, 88, 136, 184, 232]
+    assert evaluate(model, tokens, 2, n_batches=1000)[1] == 240
+
+
+@pytest.mark.parametrize("tokens", [[], [1]])
+def test_too_few_tokens_to_evaluate(tokens):
+    with pytest.raises(ValueError, match=f"expected at least 2 tokens, got {len(tokens)}"):
+        evaluate(GPT(CONFIG), np.array(tokens, int), 2)
+
+
+def test_ids_outside_the_vocabulary_are_named_and_the_mode_comes_back():
+    model = GPT(CONFIG).train()
+    with pytest.raises(ValueError, match="expected ids from 0 to 256, got 257"):
+        evaluate(model, np.array([1, 257, 1]), 2)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_bytes", "nats", "bits"),
+    [(101, 100, math.log(2), 1.0), (101, 400, math.log(2), 0.25), (51, 100, math.log(256), 4.0), (11, 10, 0.0, 0.0)],
+)
+def test_bits_a_byte(n_tokens, n_bytes, nats, bits):
+    assert HeldOut(np.zeros(n_tokens, int), n_bytes).bits_per_byte(nats) == pytest.approx(bits)
+
+
+def test_bits_a_byte_do_not_depend_on_the_vocabulary():
+    """A uniform model over bytes needs eight bits for each, whatever the text."""
+    model = GPT(replace(CONFIG, vocab_size=256))
+    model.norm.gain.array[...] = 0
+    content = TEXT.encode()[:501]
+    loss, n_tokens = evaluate(model, np.frombuffer(content, np.uint8), 4)
+    assert n_tokens == 500
+    assert HeldOut(content, 500).bits_per_byte(loss) == pytest.approx(8, rel=1e-5)

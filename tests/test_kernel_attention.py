@@ -1,0 +1,384 @@
+"""Attention's kernels: the plain one against loops, and the faster ones against it; their memory and what they read."""
+
+import tracemalloc
+from itertools import product
+
+import numpy as np
+import pytest
+from attention_cases import (
+    PLAIN,
+    SHARED,
+    Sizes,
+    cubes,
+    cubes_backward,
+    loop_attention,
+    loop_scores,
+    plain_scorings,
+    poisoned,
+    qkv,
+    reference,
+    scorings,
+)
+
+from tricycle import kernels
+from tricycle.kernels import Scoring
+from tricycle.kernels.reference.attention import hidden
+from tricycle_accelerators import attention_blocks, pieces, threads
+from tricycle_accelerators.cpu import attention as cpu_attention
+
+MASKS = [None, (1, 0, 0, 1), (0, 0, 1, 1), (1, 1, 1, 1)]  # which axes a mask has
+
+
+def new_mask(rng, sizes: Sizes, axes) -> np.ndarray | None:
+    if axes is None:
+        return None
+    full = sizes.items, sizes.heads, sizes.queries, sizes.keys
+    return np.where(rng.random([n if axis else 1 for n, axis in zip(full, axes)]) < 0.3, -np.inf, 0.0)
+
+
+def gradients_of(module, grad, q, k, v, found, scoring, mask) -> list[np.ndarray]:
+    written = poisoned(q, k, v)
+    assert module.attention_backward(grad, q, k, v, *found, scoring, *written, mask) is None
+    return written
+
+
+def row_gradients_of(module, grad, q, k, v, scoring, mask) -> list[np.ndarray]:
+    written = poisoned(q, k, v)
+    functions = cubes, cubes_backward
+    module.row_attention_backward(grad, q, k, v, scoring, *functions, *written, mask)
+    return written
+
+
+def assert_all_close(found, expected, rtol=1e-9, atol=1e-11) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol, atol)
+
+
+@pytest.fixture
+def three_threads(monkeypatch):
+    """Whatever this machine has, and pieces so small that all of them get some."""
+    monkeypatch.setattr(threads, "n_threads", lambda: 3)
+    monkeypatch.setattr(cpu_attention, "SHORT", 0)
+    monkeypatch.setattr(pieces, "PIECE", 64)
+    monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 40)
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 32)
+    threads._helpers.cache_clear()
+    yield
+    threads._helpers.cache_clear()
+
+
+# -------------------------------------------------------------------- the plain kernels
+@pytest.mark.parametrize("sizes", [Sizes(1, 3, 7, 6, 2, 4), Sizes(2, 6, 4, 2, 2, 3), Sizes(1, 4, 4, 3, 1, 2)], ids=str)
+@pytest.mark.parametrize("axes", MASKS[:1] + MASKS[3:])
+def test_the_reference_is_a_loop(sizes, axes, rng):
+    q, k, v = qkv(rng, sizes)
+    mask = new_mask(rng, sizes, axes)
+    for scoring, nothing in product(scorings(sizes), (True, False)):
+        np.testing.assert_allclose(
+            reference.attention_scores(q, k, scoring, mask), loop_scores(q, k, scoring, mask), 1e-12, 1e-14
+        )
+        found = reference.attention(q, k, v, scoring, nothing, mask)
+        assert_all_close(found, loop_attention(q, k, v, scoring, nothing, mask), 1e-12, 1e-14)
+
+
+def directional(function, arrays: list[np.ndarray], directions: list[np.ndarray]) -> float:
+    """The slope of function(*arrays) along directions, by central differences."""
+    step = 1e-6
+    ahead = function(*(array + step * way for array, way in zip(arrays, directions)))
+    behind = function(*(array - step * way for array, way in zip(arrays, directions)))
+    return (ahead - behind) / (2 * step)
+
+
+@pytest.mark.parametrize("sizes", [Sizes(1, 3, 7, 6, 2, 4), Sizes(2, 6, 4, 2, 2, 3), Sizes(1, 4, 4, 3, 1, 2)], ids=str)
+@pytest.mark.parametrize("axes", MASKS[:1] + MASKS[3:])
+def test_gradients_of_the_reference_are_slopes(sizes, axes, rng):
+    arrays, mask = list(qkv(rng, sizes)), new_mask(rng, sizes, axes)
+    grad = rng.standard_normal(arrays[0].shape)
+    directions = [rng.standard_normal(array.shape) for array in arrays]
+    for scoring in scorings(sizes):
+        found = reference.attention(*arrays, scoring, True, mask)
+        slopes = gradients_of(reference, grad, *arrays, found, scoring, mask)
+        loss = lambda q, k, v, scoring=scoring: (reference.attention(q, k, v, scoring, True, mask)[0] * grad).sum()
+        expected = directional(loss, arrays, directions)
+        np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(slopes, directions)), expected, 1e-6, 1e-7)
+        slopes = row_gradients_of(reference, grad, *arrays, scoring, mask)
+        loss = lambda q, k, v, scoring=scoring: (reference.row_attention(q, k, v, scoring, cubes, mask) * grad).sum()
+        expected = directional(loss, arrays, directions)
+        np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(slopes, directions)), expected, 1e-6, 1e-7)
+
+
+def test_hidden_keys():
+    last = [[False, False, True], [False, False, False]]
+    assert hidden(np, 2, 3, Scoring(1.0, 1)).tolist() == last
+    window = [[True, False, True], [True, True, False]]
+    assert hidden(np, 2, 3, Scoring(1.0, 1, 1)).tolist() == window
+    assert hidden(np, 2, 3, Scoring(1.0)) is None
+
+
+def test_which_keys_and_queries_see_each_other():
+    """What a scoring says of ranges is what it hides."""
+    for n_queries, n_keys, offset, window in product((0, 1, 3, 5), (0, 1, 4, 6), (None, -7, -2, 0, 3, 9), (None, 1, 3)):
+        scoring = Scoring(1.0, offset, None if offset is None else window)
+        unseen = hidden(np, n_queries, n_keys, scoring)
+        seen = np.ones((n_queries, n_keys), bool) if unseen is None else ~unseen
+        queries = scoring.queries_seeing(n_queries, n_keys)
+        assert list(range(n_queries)[queries]) == np.flatnonzero(seen.any(axis=1)).tolist()
+        if queries.start < queries.stop:
+            keys = scoring.keys_seen(queries, n_keys)
+            assert list(range(n_keys)[keys]) == np.flatnonzero(seen.any(axis=0)).tolist()
+            part = hidden(
+                np, n_queries - queries.start, n_keys - keys.start, scoring.of_part(queries.start, keys.start)
+            )
+            assert part is None or (part == unseen[queries.start :, keys.start :]).all()
+
+
+# -------------------------------------------------------------------- the CPU's kernels
+@pytest.mark.parametrize("axes", MASKS, ids=str)
+@pytest.mark.parametrize("sizes", [*SHARED, Sizes(2, 37, 37, 2, 2, 3), Sizes(1, 70, 45, 3, 3, 2)], ids=str)
+def test_threads_do_as_the_reference(sizes, axes, three_threads, rng):
+    """Every offset, window and cap; blocks so small that bands and edges fall in all places."""
+    q, k, v = qkv(rng, sizes)
+    grad, mask = rng.standard_normal(q.shape), new_mask(rng, sizes, axes)
+    for i, scoring in enumerate(scorings(sizes)):
+        expected = reference.attention(q, k, v, scoring, i % 3 == 0, mask)
+        assert_all_close(kernels.attention(q, k, v, scoring, i % 3 == 0, mask), expected)
+        found = gradients_of(kernels, grad, q, k, v, expected, scoring, mask)
+        assert_all_close(found, gradients_of(reference, grad, q, k, v, expected, scoring, mask))
+        found = kernels.row_attention(q, k, v, scoring, cubes, mask)
+        np.testing.assert_allclose(found, reference.row_attention(q, k, v, scoring, cubes, mask), 1e-9, 1e-11)
+        found = row_gradients_of(kernels, grad, q, k, v, scoring, mask)
+        assert_all_close(found, row_gradients_of(reference, grad, q, k, v, scoring, mask))
+
+
+def test_values_of_another_size(three_threads, rng):
+    q, k, _ = qkv(rng, Sizes(2, 50, 60, 4, 2, 3))
+    v, grad = rng.standard_normal((2, 60, 2, 5)), rng.standard_normal((2, 50, 4, 5))
+    for scoring in (Scoring(0.5, 10), Scoring(0.5, 10, 20, 2.0)):
+        expected = loop_attention(q, k, v, scoring, False)
+        assert_all_close(reference.attention(q, k, v, scoring, False), expected)
+        assert_all_close(kernels.attention(q, k, v, scoring, False), expected)
+        wanted = gradients_of(reference, grad, q, k, v, expected, scoring, None)
+        assert_all_close(gradients_of(kernels, grad, q, k, v, expected, scoring, None), wanted)
+        np.testing.assert_allclose(
+            kernels.row_attention(q, k, v, scoring, cubes), reference.row_attention(q, k, v, scoring, cubes), 1e-9
+        )
+        wanted = row_gradients_of(reference, grad, q, k, v, scoring, None)
+        assert_all_close(row_gradients_of(kernels, grad, q, k, v, scoring, None), wanted)
+
+
+def test_queries_that_see_no_key_give_zeros(rng):
+    """The first ones, whose offset is negative, and the last ones, whose window lies behind the keys."""
+    q, k, v = qkv(rng, Sizes(2, 40, 20, 2, 1, 3))
+    scoring = Scoring(1.0, -3, 5)
+    for module, nothing in product((reference, kernels), (True, False)):
+        out, log_total = module.attention(q, k, v, scoring, nothing)
+        empty = [*range(3), *range(27, 40)]
+        assert not out[:, empty].any() and out[:, 3:27].all()
+        assert (log_total[:, :, empty] == (0 if nothing else -np.inf)).all()
+        dq, *_ = gradients_of(module, rng.standard_normal(q.shape), q, k, v, (out, log_total), scoring, None)
+        assert not dq[:, empty].any() and dq[:, 5:20].all()
+
+
+@pytest.mark.parametrize("n_queries", [1, 40])
+def test_keys_that_no_query_sees_are_not_read(n_queries, rng):
+    """A cache holds many more keys than a window."""
+    q, k, v = qkv(rng, Sizes(1, n_queries, 700, 4, 2, 3))
+    scoring, first = Scoring(0.5, 600, 16), 600 - 16 + 1
+    stop = 600 + n_queries
+    expected = reference.attention(q, k, v, scoring, False)
+    wanted = gradients_of(reference, q, q, k, v, expected, scoring, None)
+    for array in (k, v):
+        array[:, :first] = np.nan
+        array[:, stop:] = np.nan
+    found = kernels.attention(q, k, v, scoring, False)
+    assert_all_close(found, expected)
+    assert_all_close(gradients_of(kernels, q, q, k, v, found, scoring, None), wanted)
+    rows = kernels.row_attention(q, k, v, scoring, kernels.softmax)
+    np.testing.assert_allclose(rows, expected[0], 1e-9)
+
+
+def peak_memory(n_tokens: int, scoring: Scoring, rng) -> int:
+    """Of forward and backward, in bytes."""
+    q, k, v = (array.astype(np.float32) for array in qkv(rng, Sizes(1, n_tokens, n_tokens, 2, 1, 8)))
+    tracemalloc.start()
+    found = kernels.attention(q, k, v, scoring, False)
+    gradients_of(kernels, q, q, k, v, found, scoring, None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+@pytest.mark.parametrize(
+    "scoring", [Scoring(0.5, 0, 50), Scoring(0.5, 0, None, 20.0), Scoring(0.5, 0, 50, 20.0)], ids=str
+)
+def test_memory_grows_with_tokens(scoring, rng):
+    """Four times the tokens take at most about four times the memory: a matrix of scores would take sixteen times."""
+    few, many = (peak_memory(n_tokens, scoring, rng) for n_tokens in (1500, 6000))
+    assert many < 4.5 * few
+    assert many < 6000 * 6000
+
+
+def test_a_window_makes_less_work(monkeypatch, rng):
+    """Of 2,048 tokens with a window of 64: causal attention makes 1,088 scores a token, here 128 + 63 suffice."""
+    made = []
+    plain = cpu_attention._Heads.capped_scores
+
+    def counted(heads, block, seen):
+        scores = plain(heads, block, seen)
+        made.append(scores.size)
+        return scores
+
+    monkeypatch.setattr(cpu_attention._Heads, "capped_scores", counted)
+    q, k, v = qkv(rng, Sizes(1, 2048, 2048, 2, 2, 2))
+    numbers = []
+    for window in (None, 64):
+        made.clear()
+        found = kernels.attention(q, k, v, Scoring(1.0, 0, window), False)
+        gradients_of(kernels, q, q, k, v, found, Scoring(1.0, 0, window), None)
+        numbers.append(sum(made))
+    assert numbers[1] * 5 < numbers[0]
+
+
+# -------------------------------------------------------------------- as PyTorch, and at the ends of the numbers
+@pytest.mark.parametrize("sizes", [s for s in PLAIN if s.items] + SHARED[:3], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("module", [kernels, reference], ids=["fast", "plain"])
+def test_attention_as_pytorch(sizes, causal, module, rng):
+    torch = pytest.importorskip("torch")
+    scoring = plain_scorings(sizes)[1 if causal else 0]
+    q, k, v = qkv(rng, sizes)
+    tensors = [torch.tensor(a.transpose(0, 2, 1, 3), requires_grad=True) for a in (q, k, v)]
+    mask = torch.ones(sizes.queries, sizes.keys, dtype=torch.bool).tril(scoring.offset) if causal else None
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(*tensors, attn_mask=mask, enable_gqa=sizes.heads > sizes.key_heads)
+    found = module.attention(q, k, v, scoring, False)
+    np.testing.assert_allclose(found[0], expected.detach().numpy().transpose(0, 2, 1, 3), 1e-10, 1e-12)
+    grad = rng.standard_normal(q.shape)
+    expected.backward(torch.tensor(grad.transpose(0, 2, 1, 3)))
+    wanted = [tensor.grad.numpy().transpose(0, 2, 1, 3) for tensor in tensors]
+    assert_all_close(gradients_of(module, grad, q, k, v, found, scoring, None), wanted)
+
+
+def test_a_cap_and_a_window_as_gemma(rng):
+    """Gemma 2's own attention: eager, with a sliding window, a soft cap and shared key heads."""
+    torch = pytest.importorskip("torch")
+    gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    q, k, v = qkv(rng, Sizes(2, 30, 30, 4, 2, 8))
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.layer_idx = 2, 0
+    here = np.arange(30)
+    seen = (here <= here[:, None]) & (here > here[:, None] - 7)
+    mask = torch.tensor(np.where(seen, 0, -np.inf))[None, None]
+    tensors = [torch.tensor(a.transpose(0, 2, 1, 3)) for a in (q, k, v)]
+    expected, _ = gemma.eager_attention_forward(module.eval(), *tensors, mask, scaling=0.3, softcap=2.0)
+    for kernel in (kernels.attention, reference.attention):
+        found, _ = kernel(q, k, v, Scoring(0.3, 0, 7, 2.0), False)
+        np.testing.assert_allclose(found, expected.numpy(), 1e-6, 1e-7)  # their softmax is of float32
+
+
+@pytest.mark.parametrize("n_queries", [5, 40])
+def test_gradients_go_into_a_packed_array(n_queries, rng):
+    """dq, dk and dv as slices of one poisoned array, as SelfAttention passes them; the rest of it stays as it is."""
+    q, k, v = qkv(rng, Sizes(2, n_queries, n_queries, 6, 2, 4))
+    scoring = Scoring(0.5, 0, 9)
+    found = kernels.attention(q, k, v, scoring, False)
+    wanted = gradients_of(reference, q, q, k, v, found, scoring, None)
+    packed = np.full((2, n_queries, 11, 4), np.nan)
+    kernels.attention_backward(q, q, k, v, *found, scoring, packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:])
+    assert_all_close([packed[:, :, :6], packed[:, :, 6:8], packed[:, :, 9:]], wanted)
+    assert np.isnan(packed[:, :, 8]).all()
+
+
+@pytest.mark.parametrize("n_tokens", [5, 40, 200])
+def test_causal_attention_sees_no_later_token(n_tokens, rng):
+    q, k, v = qkv(rng, Sizes(1, n_tokens, n_tokens, 2, 2, 3))
+    before, _ = kernels.attention(q, k, v, Scoring(0.6, 0), False)
+    cut = n_tokens // 2
+    k[:, cut:], v[:, cut:] = 1e3, -1e3
+    after, _ = kernels.attention(q, k, v, Scoring(0.6, 0), False)
+    np.testing.assert_allclose(after[:, :cut], before[:, :cut], 1e-12, 1e-14)
+    assert (np.abs(after[:, cut:] - before[:, cut:]).max(axis=(0, 2, 3)) > 1e-3).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("n_tokens", [4, 40])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("nothing", [True, False])
+@pytest.mark.parametrize("cap", [None, 30.0, 1000.0])
+def test_attention_with_scores_of_any_size(n_tokens, dtype, nothing, cap, rng):
+    q, k, v = (array.astype(dtype) for array in qkv(rng, Sizes(1, n_tokens, n_tokens, 1, 1, 2)))
+    scoring = Scoring(0.7, 0, 3, cap)
+    found = kernels.attention(q * dtype(1e6), k * dtype(1e6), v, scoring, nothing)
+    assert all(np.isfinite(array).all() for array in found)
+    assert np.abs(found[0]).max() <= np.abs(v).max() * (1 + 1e-5)
+    slopes = gradients_of(kernels, q, q * dtype(1e6), k * dtype(1e6), v, found, scoring, None)
+    assert all(np.isfinite(slope).all() for slope in slopes)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("factor", [30.0, 1000.0])
+@pytest.mark.parametrize(
+    "sizes", [Sizes(1, 40, 40, 2, 2, 4), Sizes(2, 300, 300, 2, 1, 8), Sizes(1, 20, 1500, 2, 2, 3)], ids=str
+)
+@pytest.mark.parametrize("nothing", [True, False])
+@pytest.mark.parametrize("window", [None, 200])
+def test_attention_where_exponentials_must_be_shifted(sizes, factor, nothing, window, rng):
+    """Some blocks need the largest score taken off, others do not."""
+    q, k, v = qkv(rng, sizes)
+    q[:, sizes.queries // 2 :] *= factor
+    scoring = Scoring(0.5, sizes.keys - sizes.queries, window)
+    expected = reference.attention(q, k, v, scoring, nothing)
+    assert_all_close(kernels.attention(q, k, v, scoring, nothing), expected, 1e-9, 1e-12)
+    grad = rng.standard_normal(q.shape)
+    wanted = gradients_of(reference, grad, q, k, v, expected, scoring, None)
+    for mine, theirs in zip(gradients_of(kernels, grad, q, k, v, expected, scoring, None), wanted):
+        np.testing.assert_allclose(mine, theirs, 1e-7, 1e-9 * np.abs(theirs).max())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "sizes", [Sizes(1, 40, 40, 2, 2, 4), Sizes(1, 3, 50, 4, 2, 4), Sizes(1, 60, 60, 2, 1, 4)], ids=str
+)
+def test_half_precision_is_computed_in_float32(sizes, rng):
+    """e^12 is more than float16 holds, and sums of scores need more than its 11 bits."""
+    q, k, v = (array.astype(np.float16) for array in qkv(rng, sizes))
+    q[...], k[...] = 3.75, 2.5
+    scoring = Scoring(0.5, sizes.keys - sizes.queries, 30)
+    exact = [array.astype(float) for array in (q, k, v)]
+    found, expected = kernels.attention(q, k, v, scoring, False), reference.attention(*exact, scoring, False)
+    assert found[0].dtype == np.float16 and found[1].dtype == np.float32
+    np.testing.assert_allclose(found[0], expected[0], 1e-3, 1e-4)
+    np.testing.assert_allclose(found[1], expected[1], 1e-5)
+    wanted = gradients_of(reference, exact[0], *exact, expected, scoring, None)
+    for mine, theirs in zip(gradients_of(kernels, q, q, k, v, found, scoring, None), wanted):
+        np.testing.assert_allclose(mine, theirs, 5e-3, 0.02)
+
+
+def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
+    monkeypatch.setattr(threads, "n_threads", lambda: 2)
+    monkeypatch.setattr(pieces, "PIECE", 2 * 20 * 20 * 2)
+    threads._helpers.cache_clear()
+    q, k, v = qkv(rng, Sizes(9, 20, 20, 2, 1, 3))
+    whole_mask = np.where(rng.random((9, 1, 1, 20)) < 0.3, -np.inf, 0)
+    called, plain = [], reference.attention
+    monkeypatch.setattr(kernels.attention, "plain", lambda q, *others: called.append(len(q)) or plain(q, *others))
+    scoring = Scoring(0.5, 0)
+    for mask in (None, whole_mask, whole_mask[:1]):
+        called.clear()
+        found = kernels.attention(q, k, v, scoring, False, mask)
+        assert sorted(called) == [1, 2, 2, 2, 2]
+        expected = plain(q, k, v, scoring, False, mask)
+        assert_all_close(found, expected, 1e-12, 1e-14)
+        wanted = gradients_of(reference, q, q, k, v, expected, scoring, mask)
+        assert_all_close(gradients_of(kernels, q, q, k, v, found, scoring, mask), wanted)
+    threads._helpers.cache_clear()
+
+
+def test_no_item_no_query_and_no_key(rng):
+    for sizes in (Sizes(0, 20, 20, 2, 1, 3), Sizes(2, 0, 20, 2, 1, 3), Sizes(2, 20, 0, 2, 1, 3)):
+        q, k, v = qkv(rng, sizes)
+        for module, scoring in product((reference, kernels), (Scoring(1.0), Scoring(1.0, 0, 3, 5.0))):
+            out, log_total = module.attention(q, k, v, scoring, True)
+            assert out.shape == q.shape and not out.any() and not log_total.any()
+            slopes = gradients_of(module, q, q, k, v, (out, log_total), scoring, None)
+            assert not any(slope.any() for slope in slopes)

@@ -1,0 +1,189 @@
+"""The rooms of the house: who may import whom, and how large a function may be."""
+
+import ast
+import re
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import imports
+import pytest
+from imports import ROOT, SHIPPED, STUDIES, file_of, imported, imports_of, module_of, name_of, tree_of
+
+LIBRARY = [path for path in SHIPPED if name_of(path).startswith("tricycle/")]
+EVERY_FILE = [*SHIPPED, *STUDIES]
+OUTSIDE = ("tricycle_accelerators", "tricycle_cli", "tricycle_lab", "tricycle_datasets", "experiments", "benchmarks")
+
+# Each file of tricycle/ imports only from files before it. A package's name stands for its __init__.py.
+# docs/architecture.md says what each is for, in the same order.
+ROOMS = """
+devices tensor
+kernels.dispatch kernels.reference.widening kernels.reference.elementwise kernels.reference.softmax
+kernels.reference.normalisation kernels.reference.matrices kernels.reference.losses kernels.reference.tables
+kernels.reference.attention kernels.reference.recurrence kernels.reference.optimisers kernels.reference kernels
+ops einsum __init__ gradcheck
+functions softmaxes.adaptive softmaxes.blocks softmaxes activation loss
+precision initialisers layers
+attention.masks attention.attend attention.cache attention.rotary attention.shift attention
+configs.checked configs.model configs.training configs.presets configs
+blocks models
+sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
+sequences.classifiers sequences.autoencoders
+optimisers scheduler files tokeniser dataset checkpoint training generate evaluation
+__main__
+""".split()
+
+
+def room_of(module: str) -> str:
+    return module.removeprefix("tricycle.") if module != "tricycle" else "__init__"
+
+
+# -------------------------------------------------------------------- who imports whom
+def test_imports_are_absolute():
+    """So that a reader sees where a name comes from, and the tests below do."""
+    relative = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in EVERY_FILE
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert relative == []
+
+
+def test_no_circle_of_imports():
+    """Imports within functions, for type checkers alone and by strings count."""
+    graph = {}
+    for path in EVERY_FILE:
+        files = {file_of(module) for module in imported(path)}
+        graph[path] = files - {None, path}
+    assert sum(map(len, graph.values())) > 500
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(map(name_of, error.args[1]))}")
+
+
+def test_every_file_of_the_library_has_a_room():
+    assert sorted(ROOMS) == sorted(room_of(module_of(path)) for path in LIBRARY)
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_imports_follow_the_order_of_the_rooms(path):
+    own = ROOMS.index(room_of(module_of(path)))
+    wrong = [
+        f"{name_of(path)}:{line} imports {module}"
+        for module, line in imports_of(path)
+        if module.split(".")[0] == "tricycle" and ROOMS.index(room_of(module)) >= own
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_the_library_names_nobody_around_it(path):
+    """Neither in code nor in words, but for the last room, which opens the command line."""
+    if path.name != "__main__.py":
+        found = re.findall(rf"\b({'|'.join(OUTSIDE)})\b", without_docstrings(path))
+        assert found == []
+    assert not {module.split(".")[0] for module in imported(path)} & set(OUTSIDE) or path.name == "__main__.py"
+
+
+def without_docstrings(path: Path) -> str:
+    """The code of a file, without comments and docstrings: they may point a reader anywhere."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
+
+
+def test_accelerators_know_the_kernels_and_what_lies_under_them_alone():
+    """They could be written by someone else, for another device."""
+    allowed = ("tricycle_accelerators", "tricycle.kernels", "tricycle.devices")
+    for path in SHIPPED:
+        if name_of(path).startswith("tricycle_accelerators/"):
+            ours = {module for module in imported(path) if module.startswith("tricycle")}
+            assert {module for module in ours if not module.startswith(allowed)} == set(), name_of(path)
+
+
+# -------------------------------------------------------------------- the reader of imports
+SOURCE = '''
+import lib.first
+from lib import thing, module
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import lib.types
+
+def late():
+    """lib.words are no import."""
+    from lib.late import inner
+    importlib.import_module("lib.string")
+    __import__(f"lib.{name}")
+    return "lib.entry:register", "lib.nowhere:register", "lib.entry"
+'''
+
+
+def test_what_counts_as_an_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(imports, "ROOT", tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "__init__.py").write_text("from lib.hidden import it as thing\n")
+    for name in ("first", "module", "types", "late", "string", "entry", "hidden"):
+        (tmp_path / "lib" / f"{name}.py").write_text("")
+    (tmp_path / "program.py").write_text(SOURCE)
+    found = imported(tmp_path / "program.py")
+    names = "first hidden module types late string entry"
+    assert found - {"typing"} == {"lib", *(f"lib.{name}" for name in names.split())}
+    assert ("lib.late", 10) in set(imports_of(tmp_path / "program.py"))
+
+
+# -------------------------------------------------------------------- a function fits on a screen
+MOST_LINES = 60
+LONG = re.compile(r"(^|[.:]\s|\n)\s*Long: \S")  # a sentence that gives the reason
+
+
+def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def too_long(tree: ast.Module) -> list[str]:
+    found = []
+    for function in functions(tree):
+        n_lines = function.end_lineno - function.lineno + 1
+        if n_lines > MOST_LINES and not LONG.search(ast.get_docstring(function) or ""):
+            found.append(f"{function.name}, line {function.lineno}: {n_lines} lines")
+    return found
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=name_of)
+def test_functions_fit_on_a_screen(path):
+    """From `def` to the end, docstring included, unless the docstring has a sentence that begins with "Long:"."""
+    assert too_long(tree_of(path)) == []
+
+
+def test_what_is_too_long():
+    body = "    x = 1\n" * MOST_LINES
+    assert too_long(ast.parse(f"def f():\n{body}")) == [f"f, line 1: {MOST_LINES + 1} lines"]
+    assert too_long(ast.parse(f"def f():\n{body[:-10]}")) == []
+    assert too_long(ast.parse(f'def f():\n    """Do. Long: a table of cases."""\n{body}')) == []
+    assert len(too_long(ast.parse(f'def f():\n    """Long:"""\n{body}'))) == 1
+    assert len(too_long(ast.parse(f"class A:\n  def f():\n{body}"))) == 1
+
+
+# -------------------------------------------------------------------- one formatter
+def test_no_exception_from_the_formatter():
+    """Neither by a comment nor by a setting; and every change goes through it."""
+    pattern = re.compile(r"#\s*(fmt|yapf)\s*:")
+    paths = [*EVERY_FILE, *sorted((ROOT / "tests").rglob("*.py"))]
+    found = [name_of(path) for path in paths if pattern.search(path.read_text(encoding="utf-8"))]
+    assert found == []
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert not re.search(r"^(extend-)?exclude|\[tool\.ruff\.format\]", settings, re.MULTILINE)
+    assert "\nruff format --check .\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_tree_is_formatted():
+    pytest.importorskip("ruff")  # an extra of developers
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--check", "."], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout

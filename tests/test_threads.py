@@ -1,0 +1,543 @@
+"""Worker threads: work is shared out, BLAS is held back meanwhile, errors come through, nobody waits for ever."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from tricycle import kernels
+from tricycle.einsum import Einsum
+from tricycle.kernels import Scoring
+from tricycle.sequences.recurrent import LSTM
+from tricycle.tensor import to_tensor
+from tricycle_accelerators import threads
+
+
+# -------------------------------------------------------------------- worker threads
+@pytest.fixture(params=[1, 2, 3])
+def n_workers(request, monkeypatch):
+    monkeypatch.setattr(threads, "n_threads", lambda: request.param)
+    threads._helpers.cache_clear()
+    yield request.param
+    threads._helpers.cache_clear()
+
+
+def blas_threads() -> list[int]:
+    return [library.num_threads for library in threads.blas_libraries()]
+
+
+@pytest.mark.parametrize("n_items", [0, 1, 2, 7, 100])
+def test_every_item_is_worked_on_once(n_workers, n_items):
+    seen = []
+    threads.parallel(seen.append, range(n_items))
+    assert sorted(seen) == list(range(n_items))
+
+
+def test_as_many_threads_as_asked_for_work_at_a_time(n_workers):
+    everyone = threading.Barrier(n_workers)  # passes only when all are there
+    threads.parallel(lambda item: everyone.wait(timeout=30), range(n_workers))
+
+
+def test_blas_has_one_thread_inside_and_its_own_after(n_workers):
+    before = blas_threads()
+    inside = []
+    threads.parallel(lambda item: inside.extend(blas_threads()), range(4))
+    assert blas_threads() == before
+    assert set(inside) <= {1}
+
+
+class PerThread(threading.local):
+    """A BLAS each of whose threads has a number of its own, as with OpenMP."""
+
+    threading_layer = "openmp"
+    num_threads = 5
+
+    def set_num_threads(self, number):
+        self.num_threads = number
+
+
+def test_a_blas_that_asks_each_thread_is_held_in_every_one(n_workers, monkeypatch):
+    library = PerThread()
+    monkeypatch.setattr(threads, "blas_libraries", lambda: (library,))
+    threads._helpers.cache_clear()
+    everyone = threading.Barrier(n_workers)
+    found = []
+
+    def work(item):
+        everyone.wait(timeout=30)
+        found.append(library.num_threads)
+
+    for _ in range(2):
+        threads.parallel(work, range(n_workers))
+    with threads.one_blas_thread(), threads.one_blas_thread():
+        found.append(library.num_threads)
+    assert found == [1] * (2 * n_workers + 1)
+    assert library.num_threads == 5
+
+
+def test_whoever_comes_holds_blas(n_workers):
+    """Also where another thread was the first to do so and is alive, which threadpoolctl minds."""
+    inside = []
+    other = threading.Thread(target=threads.parallel, args=(lambda item: inside.extend(blas_threads()), range(4)))
+    threads.parallel(lambda item: None, range(4))
+    other.start()
+    other.join()
+    assert set(inside) <= {1}
+
+
+def test_blas_has_its_own_threads_back_after_an_error(n_workers):
+    before = blas_threads()
+    with pytest.raises(ZeroDivisionError):
+        threads.parallel(lambda item: 1 // item, range(4))
+    assert blas_threads() == before
+
+
+def test_the_last_to_leave_gives_blas_its_threads_back():
+    before = blas_threads()
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with threads.one_blas_thread():
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    with threads.one_blas_thread():
+        thread.start()
+        assert entered.wait(30)
+    assert set(blas_threads()) <= {1}
+    leave.set()
+    thread.join()
+    assert blas_threads() == before
+
+
+def test_work_inside_work_is_done_by_the_same_thread(n_workers):
+    done = []
+    threads.parallel(lambda i: threads.parallel(lambda j: done.append((i, j)), range(3)), range(4))
+    assert sorted(done) == [(i, j) for i in range(4) for j in range(3)]
+
+
+def test_a_thread_knows_whether_it_is_at_work(n_workers):
+    everyone = threading.Barrier(n_workers)
+    inside, beside = [], []
+
+    def work(item):
+        everyone.wait(timeout=30)
+        inside.append(threads.inside_work())
+        other = threading.Thread(target=lambda: beside.append(threads.inside_work()))
+        other.start()
+        other.join()
+
+    threads.parallel(work, range(n_workers))
+    assert inside == [True] * n_workers
+    assert beside == [False] * n_workers
+    assert not threads.inside_work()
+
+
+def test_arrays_do_not_live_on_in_the_threads(n_workers):
+    everyone = threading.Barrier(n_workers)
+    array = np.zeros(10)
+    gone = weakref.ref(array)
+    threads.parallel(lambda item, array=array: everyone.wait(timeout=30), range(n_workers))
+    del array
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("bad", [0, 5])
+def test_an_error_comes_out_and_the_threads_live_on(n_workers, bad):
+    def work(item):
+        if item == bad:
+            raise KeyError(item)
+
+    for _ in range(3):
+        with pytest.raises(KeyError, match=str(bad)):
+            threads.parallel(work, range(10))
+    seen = []
+    threads.parallel(seen.append, range(10))
+    assert sorted(seen) == list(range(10))
+
+
+def test_two_callers_at_once(n_workers):
+    seen = []
+    callers = [
+        threading.Thread(target=lambda: [threads.parallel(seen.append, range(10)) for _ in range(50)]) for _ in range(2)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert sorted(seen) == sorted([*range(10)] * 100)
+
+
+def test_a_second_caller_waits_for_its_turn(monkeypatch, n_workers):
+    """With one worker nobody shares anything, and nobody waits."""
+    entered, leave, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def stay(item):
+        entered.set()
+        leave.wait(30)
+
+    def come_second():
+        threads.parallel(lambda item: None, range(4))
+        finished.set()
+
+    first = threading.Thread(target=threads.parallel, args=(stay, range(4)))
+    first.start()
+    assert entered.wait(30)
+    second = threading.Thread(target=come_second)
+    second.start()
+    assert finished.wait(0.3) == (n_workers == 1)
+    leave.set()
+    first.join()
+    second.join()
+    assert finished.is_set()
+
+
+def run_with(code: str, **variables: str) -> subprocess.CompletedProcess:
+    names = ("TRICYCLE_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | variables
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=120)
+
+
+# -------------------------------------------------------------------- interrupts
+needs_signals = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows sends no signals to threads")
+INTERRUPTED = """
+import signal, threading, time
+from tricycle_accelerators import threads
+main = threading.main_thread().ident
+def interrupt():
+    time.sleep(0.3)
+    signal.pthread_kill(main, signal.SIGINT)
+def check():
+    seen = []
+    threads.parallel(seen.append, range(10))
+    print(sorted(seen) == list(range(10)), *{lib.num_threads for lib in threads.blas_libraries()} - before)
+before = {lib.num_threads for lib in threads.blas_libraries()}
+"""
+
+
+@needs_signals
+def test_an_interrupt_comes_through_while_waiting_for_a_turn():
+    code = """
+leave = threading.Event()
+other = threading.Thread(target=threads.parallel, args=(lambda item: leave.wait(60), range(4)))
+other.start()
+time.sleep(0.2)
+threading.Thread(target=interrupt).start()
+try:
+    threads.parallel(print, range(4))
+except KeyboardInterrupt:
+    print("interrupted")
+leave.set()
+other.join()
+check()
+"""
+    result = run_with(INTERRUPTED + code, TRICYCLE_NUM_THREADS="2")
+    assert result.stdout.split() == ["interrupted", "True"], result.stderr
+
+
+@needs_signals
+def test_an_interrupt_comes_through_while_waiting_for_the_others():
+    """After their work, for it goes on in arrays that the caller may free."""
+    code = """
+done = []
+def work(item):
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(1)
+        done.append(item)
+    else:
+        time.sleep(0.1)
+threading.Thread(target=interrupt).start()
+try:
+    threads.parallel(work, range(2))
+except KeyboardInterrupt:
+    print("interrupted", *done)
+check()
+"""
+    result = run_with(INTERRUPTED + code, TRICYCLE_NUM_THREADS="2")
+    words = result.stdout.split()
+    assert (words[0], words[-1], len(words)) == ("interrupted", "True", 3), result.stderr
+
+
+# -------------------------------------------------------------------- the number of threads
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"TRICYCLE_NUM_THREADS": "3"}, 3),
+        ({"OMP_NUM_THREADS": "2"}, 2),
+        ({"OMP_NUM_THREADS": "2,1"}, 2),
+        ({"TRICYCLE_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}, 1),
+    ],
+)
+def test_variables_set_the_number_of_threads(variables, expected):
+    code = "from tricycle_accelerators import threads; print(threads.n_threads())"
+    assert run_with(code, **variables).stdout.split() == [str(expected)]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
+def test_a_wrong_number_of_threads_is_refused(value):
+    result = run_with("from tricycle_accelerators import threads; threads.n_threads()", TRICYCLE_NUM_THREADS=value)
+    wanted = f"ValueError: TRICYCLE_NUM_THREADS: expected a whole number above 0, got '{value}'"
+    assert result.stderr.strip().endswith(wanted)
+
+
+def test_numpy_alone_is_enough():
+    code = "import sys; sys.modules['threadpoolctl'] = None; from tricycle import kernels;"
+    code += "from tricycle_accelerators import threads; import numpy as np;"
+    code += "a = np.ones((300, 300), np.float32); print(threads.blas_libraries(), kernels.matmul(a, a)[0, 0])"
+    assert run_with(code).stdout.split() == ["()", "300.0"]
+
+
+@pytest.mark.parametrize("n", ["1", "2", "5"])
+def test_asking_for_threads_leaves_blas_alone(n):
+    code = """
+from tricycle_accelerators import threads
+before = [library.num_threads for library in threads.blas_libraries()]
+n = threads.n_threads()
+threads.parallel(lambda item: None, range(9))
+print(n, before == [library.num_threads for library in threads.blas_libraries()])
+"""
+    assert run_with(code, TRICYCLE_NUM_THREADS=n).stdout.split() == [n, "True"]
+
+
+# -------------------------------------------------------------------- forks
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+FORKED = """
+import os, sys, threading, time
+from tricycle_accelerators import threads
+def status(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def works():
+    seen = []
+    threads.parallel(seen.append, range(4))
+    return sorted(seen) == [0, 1, 2, 3]
+before = [lib.num_threads for lib in threads.blas_libraries()]
+"""
+
+
+@needs_fork
+def test_a_forked_process_makes_its_own_threads():
+    code = """
+threads.parallel(lambda item: None, range(4))
+child = os.fork()
+if child == 0:
+    os._exit(0 if works() else 1)
+print(works(), status(child))
+"""
+    assert run_with(FORKED + code, TRICYCLE_NUM_THREADS="2").stdout.split() == ["True", "0"]
+
+
+@needs_fork
+def test_a_process_forked_while_another_thread_is_at_work():
+    """What the other thread held, its turn and BLAS, is free there."""
+    code = """
+leave = threading.Event()
+other = threading.Thread(target=threads.parallel, args=(lambda item: leave.wait(60), range(4)))
+other.start()
+time.sleep(0.2)
+child = os.fork()
+if child == 0:
+    same = before == [lib.num_threads for lib in threads.blas_libraries()]
+    os._exit(0 if same and works() else 1)
+found = status(child)
+leave.set()
+other.join()
+print(works(), found)
+"""
+    assert run_with(FORKED + code, TRICYCLE_NUM_THREADS="2").stdout.split() == ["True", "0"]
+
+
+@needs_fork
+def test_a_process_forked_from_within_the_work_is_told_that_it_lacks_the_others():
+    code = """
+first = threading.Barrier(2)
+def work(item):
+    first.wait(30)
+    if threading.current_thread() is threading.main_thread():
+        global child
+        child = os.fork()
+    else:
+        time.sleep(0.5)
+child = None
+try:
+    threads.parallel(work, range(2))
+except RuntimeError as error:
+    os._exit(7 if "forked" in str(error) and child == 0 and works() else 1)
+if child == 0:
+    os._exit(2)
+print(works(), status(child))
+"""
+    assert run_with(FORKED + code, TRICYCLE_NUM_THREADS="2").stdout.split() == ["True", "7"]
+
+
+# -------------------------------------------------------------------- the same bits
+TRAIN = """
+import hashlib, numpy as np
+from tricycle import to_tensor
+from tricycle.configs import GPTConfig
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+model = GPT(GPTConfig(vocab_size=300, context_window=160, embedding_dim=96, n_heads=3, n_layers=2, batch_size=8))
+rng, optimiser = np.random.default_rng(0), AdamW(1e-3)
+for _ in range(3):
+    ids = rng.integers(0, 300, (2, 8, 160))
+    CrossEntropy()(to_tensor(ids[0], dtype=int), model(to_tensor(ids[1], dtype=int))).backward()
+    model.update(optimiser)
+print(hashlib.sha256(b"".join(p.numpy().tobytes() for p in model.parameters())).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("n", ["1", "2", "3"])
+def test_training_gives_the_same_bits_in_every_run(n):
+    first, second = (run_with(TRAIN, TRICYCLE_NUM_THREADS=n) for _ in range(2))
+    assert first.stdout == second.stdout and len(first.stdout) == 65, first.stderr
+
+
+def attend(draw, dtype):
+    """Few queries, one item, one head: too few scores to be shared."""
+    q, grad = draw(1, 13, 1, 301), draw(1, 13, 1, 301)
+    k, v = draw(1, 1999, 1, 301), draw(1, 1999, 1, 301)
+    scoring = Scoring(k.shape[3] ** -0.5)
+    out, log_total = kernels.attention(q, k, v, scoring, False)
+    gradients = np.empty_like(q), np.empty_like(k), np.empty_like(v)
+    kernels.attention_backward(grad, q, k, v, out, log_total, scoring, *gradients)
+    rows = kernels.softmax
+    row_gradients = np.empty_like(q), np.empty_like(k), np.empty_like(v)
+    row_out = kernels.row_attention(q, k, v, scoring, rows)
+    to_scores = lambda grad, scores, weights: kernels.softmax_backward(grad, weights)
+    kernels.row_attention_backward(grad, q, k, v, scoring, rows, to_scores, *row_gradients)
+    return out, *gradients, row_out, *row_gradients
+
+
+def differentiate(op, *arrays):
+    inputs = [to_tensor(array, dtype=array.dtype) for array in arrays]
+    result = op(*inputs)
+    result.backward()
+    return result.array, *(x.grad.array for x in inputs)
+
+
+def recur(draw, dtype):
+    layer = LSTM(301, 203, generator=np.random.default_rng(1))
+    for parameter in layer.parameters():
+        parameter.array = parameter.array.astype(dtype)
+    result = layer(to_tensor(draw(37, 19, 301), dtype=dtype))[0]
+    result.backward()
+    return result.array, *(p.grad.array for p in layer.parameters())
+
+
+# Sizes for which OpenBLAS gives other bits with one thread than with two, in one of the dtypes.
+USE_BLAS = {
+    "matmul": lambda draw, dtype: [kernels.matmul(draw(300, 500), draw(500, 300))],
+    "matmul of many terms": lambda draw, dtype: [kernels.matmul(draw(100, 1001), draw(1001, 100))],
+    "matmul of a row": lambda draw, dtype: [kernels.matmul(draw(1, 1003), draw(1003, 201))],
+    "matmul of a column": lambda draw, dtype: [kernels.matmul(draw(3000, 1001).T, draw(3000, 1))],
+    "matmul to a number": lambda draw, dtype: [kernels.matmul(draw(1, 100_003), draw(100_003, 1))],
+    "sum_squares": lambda draw, dtype: [kernels.sum_squares(draw(100_003)), kernels.sum_squares(draw(1_000_003))],
+    "sum_rows": lambda draw, dtype: [kernels.sum_rows(draw(3001, 1003))],
+    "orthogonalise": lambda draw, dtype: [kernels.orthogonalise(draw(2, 301, 503))],
+    "attention": attend,
+    "einsum": lambda draw, dtype: differentiate(Einsum("ij,jk->ik"), draw(300, 500), draw(500, 300)),
+    "batched einsum": lambda draw, dtype: differentiate(Einsum("bij,bjk->bik"), draw(3, 300, 501), draw(3, 501, 300)),
+    "einsum with a vector": lambda draw, dtype: differentiate(Einsum("bij,bj->bi"), draw(2, 999, 1001), draw(2, 1001)),
+    "LSTM": recur,
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", USE_BLAS)
+def test_results_do_not_depend_on_how_many_threads_blas_has_at_the_moment(name, dtype, monkeypatch):
+    """For another thread may be in `parallel`, which holds BLAS to one, or may not."""
+    monkeypatch.setattr(threads, "_blas_hold", threads._BlasHold())  # an earlier test may hold it for good
+    found = []
+    usual = blas_threads()
+    try:
+        for n in (1, 2, 3):
+            for library in threads.blas_libraries():
+                threads.set_blas_threads(library, n)
+            rng = np.random.default_rng(0)
+            arrays = USE_BLAS[name](lambda *shape, rng=rng: rng.standard_normal(shape, dtype), dtype)
+            found.append(b"".join(array.tobytes() for array in arrays))
+    finally:
+        for library, number in zip(threads.blas_libraries(), usual):
+            threads.set_blas_threads(library, number)
+    assert found[0] == found[1] == found[2]
+
+
+AT_ONCE = """
+import hashlib, sys, threading
+import numpy as np
+from tricycle import to_tensor
+from tricycle.configs import GPTConfig
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW, Muon, clip_gradients
+from tricycle.sequences.attentions import LuongAttention
+from tricycle.sequences.seq2seq import Seq2SeqAttention
+
+def new_gpt(optimiser, **options):
+    sizes = dict(vocab_size=500, context_window=128, embedding_dim=128, n_heads=2, n_layers=2, batch_size=8)
+    model = GPT(GPTConfig(**sizes, **options))
+    rng = np.random.default_rng(1)
+
+    def loss():
+        inputs, labels = rng.integers(0, 500, (2, 8, 128))
+        return CrossEntropy()(to_tensor(labels, dtype=int), model(to_tensor(inputs, dtype=int)))
+
+    return model, optimiser, loss
+
+def new_translator():
+    generator = np.random.default_rng(2)
+    attention = LuongAttention(128, 256, generator=generator)
+    model = Seq2SeqAttention(attention, 300, 400, 96, 128, before=False, generator=generator)
+    rng = np.random.default_rng(3)
+
+    def loss():
+        source, target = rng.integers(0, 300, (48, 31)), rng.integers(0, 400, (48, 31))
+        return CrossEntropy()(to_tensor(target[:, 1:], dtype=int), model(source, target[:, :-1]))
+
+    return model, AdamW(1e-3), loss
+
+NEW = {
+    "gpt": lambda: new_gpt(AdamW(1e-3)),
+    "other gpt": lambda: new_gpt(Muon(1e-3), softmax="adaptive", activation="relu_squared"),
+    "translator": new_translator,
+}
+
+def train(name, found):
+    model, optimiser, loss = NEW[name]()
+    for _ in range(4):
+        loss().backward()
+        clip_gradients(model, 0.1)
+        model.update(optimiser)
+    found[name] = hashlib.sha256(b"".join(p.numpy().tobytes() for p in model.parameters())).hexdigest()
+
+alone = {}
+for name in NEW:
+    train(name, alone)
+for _ in range(3):
+    for pair in (("gpt", "other gpt"), ("gpt", "translator")):
+        found = {}
+        trainings = [threading.Thread(target=train, args=(name, found)) for name in pair]
+        for training in trainings:
+            training.start()
+        for training in trainings:
+            training.join()
+        print(*(name if found[name] == alone[name] else "CHANGED" for name in pair), sep=", ")
+"""
+
+
+@pytest.mark.parametrize("n", ["1", "2", "3"])
+def test_models_trained_at_once_get_the_bits_that_they_get_alone(n):
+    result = run_with(AT_ONCE, TRICYCLE_NUM_THREADS=n)
+    assert result.stdout.splitlines() == ["gpt, other gpt", "gpt, translator"] * 3, result.stderr

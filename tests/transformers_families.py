@@ -1,0 +1,401 @@
+"""Small models of many families: what transformers is told, what ours is told, and how both call their layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tricycle.configs import ModelConfig
+
+VOCABULARY = 61
+LONGEST = 32  # tokens
+N_LAYERS = 2
+
+# Our names of layers to theirs; several of theirs lie side by side in ours. N stands for the number of a block.
+Names = dict[str, list[str]]
+
+# -------------------------------------------------------------------- names
+LLAMA_NAMES: Names = {
+    "token_embedding": ["model.embed_tokens"],
+    "blocks.N.attention_norm": ["model.layers.N.input_layernorm"],
+    "blocks.N.attention.qkv": [f"model.layers.N.self_attn.{part}_proj" for part in "qkv"],
+    "blocks.N.attention.query_norm": ["model.layers.N.self_attn.q_norm"],
+    "blocks.N.attention.key_norm": ["model.layers.N.self_attn.k_norm"],
+    "blocks.N.attention.projection": ["model.layers.N.self_attn.o_proj"],
+    "blocks.N.mlp_norm": ["model.layers.N.post_attention_layernorm"],
+    "blocks.N.mlp.up": ["model.layers.N.mlp.up_proj", "model.layers.N.mlp.gate_proj"],
+    "blocks.N.mlp.projection": ["model.layers.N.mlp.down_proj"],
+    "norm": ["model.norm"],
+    "head": ["lm_head"],
+}
+GEMMA_NAMES: Names = {
+    **LLAMA_NAMES,
+    "blocks.N.attention_post_norm": ["model.layers.N.post_attention_layernorm"],
+    "blocks.N.mlp_norm": ["model.layers.N.pre_feedforward_layernorm"],
+    "blocks.N.mlp_post_norm": ["model.layers.N.post_feedforward_layernorm"],
+}
+NEOX_NAMES: Names = {
+    "token_embedding": ["gpt_neox.embed_in"],
+    "blocks.N.attention_norm": ["gpt_neox.layers.N.input_layernorm"],
+    "blocks.N.attention.qkv": ["gpt_neox.layers.N.attention.query_key_value"],
+    "blocks.N.attention.projection": ["gpt_neox.layers.N.attention.dense"],
+    "blocks.N.mlp_norm": ["gpt_neox.layers.N.post_attention_layernorm"],
+    "blocks.N.mlp.up": ["gpt_neox.layers.N.mlp.dense_h_to_4h"],
+    "blocks.N.mlp.projection": ["gpt_neox.layers.N.mlp.dense_4h_to_h"],
+    "norm": ["gpt_neox.final_layer_norm"],
+    "head": ["lm_head"],
+}
+OPT_NAMES: Names = {
+    "token_embedding": ["model.decoder.embed_tokens"],
+    "position_embedding": ["model.decoder.embed_positions"],
+    "embedding_projection": ["model.decoder.project_in"],
+    "blocks.N.attention_norm": ["model.decoder.layers.N.self_attn_layer_norm"],
+    "blocks.N.attention.qkv": [f"model.decoder.layers.N.self_attn.{part}_proj" for part in "qkv"],
+    "blocks.N.attention.projection": ["model.decoder.layers.N.self_attn.out_proj"],
+    "blocks.N.mlp_norm": ["model.decoder.layers.N.final_layer_norm"],
+    "blocks.N.mlp.up": ["model.decoder.layers.N.fc1"],
+    "blocks.N.mlp.projection": ["model.decoder.layers.N.fc2"],
+    "norm": ["model.decoder.final_layer_norm"],
+    "head_projection": ["model.decoder.project_out"],
+}
+GPT2_NAMES: Names = {
+    "token_embedding": ["transformer.wte"],
+    "position_embedding": ["transformer.wpe"],
+    "blocks.N.attention_norm": ["transformer.h.N.ln_1"],
+    "blocks.N.attention.qkv": ["transformer.h.N.attn.c_attn"],
+    "blocks.N.attention.projection": ["transformer.h.N.attn.c_proj"],
+    "blocks.N.mlp_norm": ["transformer.h.N.ln_2"],
+    "blocks.N.mlp.up": ["transformer.h.N.mlp.c_fc"],
+    "blocks.N.mlp.projection": ["transformer.h.N.mlp.c_proj"],
+    "norm": ["transformer.ln_f"],
+}
+PHI_NAMES: Names = {
+    **LLAMA_NAMES,
+    "blocks.N.attention.projection": ["model.layers.N.self_attn.dense"],
+    "blocks.N.mlp.up": ["model.layers.N.mlp.fc1"],
+    "blocks.N.mlp.projection": ["model.layers.N.mlp.fc2"],
+    "norm": ["model.final_layernorm"],
+}
+
+
+# -------------------------------------------------------------------- families
+@dataclass(frozen=True)
+class Family:
+    """A small model of a family.
+
+    Attributes:
+        model_type: transformers' word for it.
+        theirs: fields of its config there.
+        ours: the same model's config here.
+        names: our layers to theirs.
+        woven: queries, keys and values of one head lie side by side in one matrix of theirs (GPT-NeoX).
+        in_out: their matrices are (in, out) as ours are (GPT-2's Conv1D).
+    """
+
+    model_type: str
+    theirs: dict[str, Any]
+    ours: ModelConfig
+    names: Names
+    woven: bool = False
+    in_out: bool = False
+
+
+def theirs_like_llama(**fields: Any) -> dict[str, Any]:
+    """Fields of a config in transformers, of Llama and its kin."""
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LONGEST,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,  # a padding token's embedding would get no gradient
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return common | fields
+
+
+def ours_like_llama(**fields: Any) -> ModelConfig:
+    """The same in ours."""
+    common = {
+        "vocab_size": VOCABULARY,
+        "context_window": LONGEST,
+        "embedding_dim": 24,
+        "hidden_size": 40,
+        "n_layers": N_LAYERS,
+        "n_heads": 4,
+        "n_key_heads": 2,
+        "norm": "rms_norm",
+        "norm_eps": 1e-5,
+        "positions": "rotary",
+        "activation": "swish",
+        "gated": True,
+        "bias": False,
+    }
+    return ModelConfig(**{**common, **fields})
+
+
+def llama(rope: dict[str, Any], **rotary: Any) -> Family:
+    """Llama with heads as SmolLM2 has them."""
+    heads = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    theirs = theirs_like_llama(**heads, rope_parameters={"rope_theta": 100_000.0, **rope}, max_position_embeddings=512)
+    ours = ours_like_llama(embedding_dim=36, n_heads=9, n_key_heads=3, head_size=64, rotary_base=100_000.0, **rotary)
+    return Family("llama", theirs, ours, LLAMA_NAMES)
+
+
+def mistral() -> Family:
+    """A window in every layer."""
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
+    theirs = theirs_like_llama(sliding_window=7, rope_parameters=rope, tie_word_embeddings=False, rms_norm_eps=1e-4)
+    ours = ours_like_llama(window=7, rotary_base=1_000_000.0, tied=False, norm_eps=1e-4)
+    return Family("mistral", theirs, ours, LLAMA_NAMES)
+
+
+def qwen2() -> Family:
+    """Biases of queries, keys and values alone; a window in the second half of the layers."""
+    layers = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
+    theirs = theirs_like_llama(**layers, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    ours = ours_like_llama(n_layers=3, window=5, full_layers=(0, 1), qkv_bias=True)
+    return Family("qwen2", theirs, ours, LLAMA_NAMES)
+
+
+def qwen3() -> Family:
+    """Norms of queries and keys, and heads whose channels are more than the model's."""
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
+    theirs = theirs_like_llama(head_dim=16, rms_norm_eps=1e-2, rope_parameters=rope)
+    ours = ours_like_llama(
+        head_size=16, norm_eps=1e-2, rotary_base=1_000_000.0, qk_norm=True, qk_norm_gain=True, qk_norm_eps=1e-2
+    )
+    return Family("qwen3", theirs, ours, LLAMA_NAMES)
+
+
+def ours_like_gemma(**fields: Any) -> ModelConfig:
+    """What Gemma 2 and 3 have in common."""
+    common = {
+        "head_size": 8,
+        "norm_eps": 1e-3,
+        "norm_unit_offset": True,
+        "norm_placement": "both",
+        "activation": "gelu",
+        "window": 5,
+        "score_scale": 11**-0.5,
+        "embedding_scale": 24**0.5,
+    }
+    return ours_like_llama(**{**common, **fields})
+
+
+def gemma2() -> Family:
+    """Norms on both sides, caps of scores and logits, and a window in every other layer."""
+    theirs = theirs_like_llama(
+        head_dim=8,
+        rms_norm_eps=1e-3,
+        query_pre_attn_scalar=11,
+        sliding_window=5,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+    ours = ours_like_gemma(full_layers=(1,), score_cap=1.5, logit_cap=2.5)
+    return Family("gemma2", theirs, ours, GEMMA_NAMES)
+
+
+def gemma3() -> Family:
+    """Norms of queries and keys; each third layer sees all, and turns slower, and slower still by a factor."""
+    theirs = theirs_like_llama(
+        num_hidden_layers=3,
+        head_dim=8,
+        rms_norm_eps=1e-3,
+        query_pre_attn_scalar=11,
+        sliding_window=5,
+        sliding_window_pattern=3,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    )
+    ours = ours_like_gemma(
+        n_layers=3,
+        full_layers=(2,),
+        rotary_base=1_000_000.0,
+        rotary_local_base=10_000.0,
+        rotary_scaling="linear",
+        rotary_factor=8.0,
+        qk_norm=True,
+        qk_norm_gain=True,
+        qk_norm_eps=1e-3,
+    )
+    return Family("gemma3_text", theirs, ours, GEMMA_NAMES)
+
+
+def neox(parallel: bool) -> Family:
+    """GPT-NeoX, whose best known models are Pythia's."""
+    theirs = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 56,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": 3,
+        "max_position_embeddings": LONGEST,
+        "layer_norm_eps": 1e-3,
+        "use_parallel_residual": parallel,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    }
+    ours = ModelConfig(
+        vocab_size=VOCABULARY,
+        context_window=LONGEST,
+        embedding_dim=48,
+        hidden_size=56,
+        n_layers=N_LAYERS,
+        n_heads=3,
+        norm_eps=1e-3,
+        parallel=parallel,
+        activation="gelu_exact",
+        positions="rotary",
+        rotary_base=1000.0,
+        rotary_fraction=0.25,
+        tied=False,
+    )
+    return Family("gpt_neox", theirs, ours, NEOX_NAMES, woven=True)
+
+
+def opt(before: bool, embedding_size: int = 0) -> Family:
+    """OPT; of 350 million parameters it has its norms after each part, and narrow embeddings."""
+    theirs = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "ffn_dim": 40,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": 3,
+        "max_position_embeddings": LONGEST,
+        "do_layer_norm_before": before,
+        "word_embed_proj_dim": embedding_size or 24,
+        "pad_token_id": None,
+    }
+    ours = ModelConfig(
+        vocab_size=VOCABULARY,
+        context_window=LONGEST,
+        embedding_dim=24,
+        hidden_size=40,
+        n_layers=N_LAYERS,
+        n_heads=3,
+        norm_placement="before" if before else "after",
+        activation="relu",
+        position_offset=2,
+        embedding_size=embedding_size,
+    )
+    return Family("opt", theirs, ours, OPT_NAMES)
+
+
+def gpt2() -> Family:
+    """Our defaults."""
+    theirs = {
+        "vocab_size": VOCABULARY,
+        "n_positions": LONGEST,
+        "n_embd": 24,
+        "n_layer": N_LAYERS,
+        "n_head": 3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    ours = ModelConfig(vocab_size=VOCABULARY, context_window=LONGEST, embedding_dim=24, n_layers=N_LAYERS, n_heads=3)
+    return Family("gpt2", theirs, ours, GPT2_NAMES, in_out=True)
+
+
+def phi() -> Family:
+    """Attention and MLP side by side, behind one norm."""
+    theirs = theirs_like_llama(
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        layer_norm_eps=1e-3,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    )
+    del theirs["rms_norm_eps"]
+    ours = ModelConfig(
+        vocab_size=VOCABULARY,
+        context_window=LONGEST,
+        embedding_dim=24,
+        hidden_size=40,
+        n_layers=N_LAYERS,
+        n_heads=3,
+        norm_eps=1e-3,
+        parallel=True,
+        shared_norm=True,
+        positions="rotary",
+        rotary_fraction=0.5,
+        tied=False,
+        head_bias=True,
+    )
+    return Family("phi", theirs, ours, PHI_NAMES)
+
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 5.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, Family] = {
+    "Llama": llama({"rope_type": "default"}),
+    "Llama 3": llama(
+        LLAMA3_SCALING,
+        rotary_scaling="llama3",
+        rotary_factor=8.0,
+        rotary_low_frequency=1.5,
+        rotary_high_frequency=5.0,
+        rotary_original_window=64,
+    ),
+    "Llama, linear": llama({"rope_type": "linear", "factor": 4.0}, rotary_scaling="linear", rotary_factor=4.0),
+    "Mistral": mistral(),
+    "Qwen2": qwen2(),
+    "Qwen3": qwen3(),
+    "Gemma 2": gemma2(),
+    "Gemma 3": gemma3(),
+    "Pythia": neox(parallel=True),
+    "GPT-NeoX, one after the other": neox(parallel=False),
+    "OPT": opt(before=True),
+    "OPT-350m": opt(before=False, embedding_size=16),
+    "GPT-2": gpt2(),
+    "Phi": phi(),
+}
+
+# 134,515,008 parameters.
+SMOLLM2 = Family(
+    "llama",
+    {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
+    ModelConfig(
+        vocab_size=49_152,
+        context_window=2048,
+        embedding_dim=576,
+        hidden_size=1536,
+        n_layers=30,
+        n_heads=9,
+        n_key_heads=3,
+        head_size=64,
+        norm="rms_norm",
+        norm_eps=1e-5,
+        positions="rotary",
+        rotary_base=100_000.0,
+        activation="swish",
+        gated=True,
+        bias=False,
+    ),
+    LLAMA_NAMES,
+)

@@ -1,0 +1,19 @@
+"""Attention: one op of queries, keys and values, and what goes with it: masks, positions, the cache of generation."""
+
+from tricycle.attention.attend import Attention
+from tricycle.attention.cache import KeyValueCache
+from tricycle.attention.masks import Mask, additive_mask, causal_mask, length_mask
+from tricycle.attention.rotary import Rotary, RotaryScaling
+from tricycle.attention.shift import TokenShift
+
+__all__ = [
+    "Attention",
+    "KeyValueCache",
+    "Mask",
+    "Rotary",
+    "RotaryScaling",
+    "TokenShift",
+    "additive_mask",
+    "causal_mask",
+    "length_mask",
+]

@@ -1,0 +1,25 @@
+"""Configurations: the shape of a model, how it is trained, and both together, checked when they are made."""
+
+from tricycle.configs.model import ModelConfig
+from tricycle.configs.presets import (
+    PRESETS,
+    DebugConfig,
+    GPT2Config,
+    GPTConfig,
+    LaptopConfig,
+    ShakespeareConfig,
+    SmolGPTConfig,
+)
+from tricycle.configs.training import TrainingConfig
+
+__all__ = [
+    "PRESETS",
+    "DebugConfig",
+    "GPT2Config",
+    "GPTConfig",
+    "LaptopConfig",
+    "ModelConfig",
+    "ShakespeareConfig",
+    "SmolGPTConfig",
+    "TrainingConfig",
+]

@@ -1,0 +1,116 @@
+"""Models together with their training, in one flat list of fields, and the presets that flags start from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tricycle.configs.model import Activation, ModelConfig, Norm, Positions
+from tricycle.configs.training import OptimiserName, Schedule, TrainingConfig
+
+
+@dataclass(frozen=True)
+class GPTConfig(TrainingConfig, ModelConfig):
+    """A GPT and how to train it. The defaults are GPT-2's (124M parameters)."""
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        TrainingConfig.__post_init__(self)
+
+
+@dataclass(frozen=True)
+class DebugConfig(GPTConfig):
+    """Tiny: a few seconds on any machine, to see that everything runs."""
+
+    vocab_size: int = 300
+    context_window: int = 32
+    embedding_dim: int = 32
+    n_heads: int = 2
+    n_layers: int = 2
+    batch_size: int = 4
+    steps: int = 40
+    max_learning_rate: float = 3e-3
+    min_learning_rate: float = 3e-4
+    warmup_steps: int = 5
+    eval_interval: int = 20
+    eval_batches: int = 4
+    sample_interval: int = 20
+
+
+@dataclass(frozen=True)
+class LaptopConfig(GPTConfig):
+    """2.0M parameters: about ten minutes on two CPU cores. What each choice is worth: experiments/ten_minutes."""
+
+    vocab_size: int = 1024
+    context_window: int = 256
+    embedding_dim: int = 192
+    n_heads: int = 3
+    n_layers: int = 4
+    activation: Activation = "relu_squared"
+    norm: Norm = "rms_norm"
+    positions: Positions = "rotary"
+    qk_norm: bool = True
+    token_shift: bool = True
+    bias: bool = False
+    zero_projections: bool = True
+    batch_size: int = 6
+    optimiser: OptimiserName = "muon"
+    schedule: Schedule = "linear"
+    steps: int = 0
+    minutes: float = 10.0
+    max_learning_rate: float = 4e-3
+    min_learning_rate: float = 0.0
+    warmup_steps: int = 40
+    beta2: float = 0.99
+    max_gradient_norm: float = 0.0
+    eval_interval: int = 1000
+    eval_batches: int = 8
+    sample_interval: int = 2000
+
+
+@dataclass(frozen=True)
+class ShakespeareConfig(GPTConfig):
+    """12M parameters, for tiny Shakespeare on a GPU."""
+
+    vocab_size: int = 1024
+    context_window: int = 256
+    embedding_dim: int = 384
+    n_heads: int = 6
+    n_layers: int = 6
+    tied: bool = False
+    dropout: float = 0.2
+    batch_size: int = 64
+    steps: int = 5000
+    max_learning_rate: float = 1e-3
+    min_learning_rate: float = 1e-4
+    warmup_steps: int = 100
+    beta2: float = 0.99
+    eval_interval: int = 250
+    sample_interval: int = 1000
+
+
+@dataclass(frozen=True)
+class SmolGPTConfig(GPTConfig):
+    """49M parameters with GPT-2's vocabulary, for a GPU."""
+
+    context_window: int = 256
+    embedding_dim: int = 384
+    n_heads: int = 6
+    n_layers: int = 6
+    tied: bool = False
+    dropout: float = 0.2
+    batch_size: int = 64
+    steps: int = 75_000
+
+
+@dataclass(frozen=True)
+class GPT2Config(GPTConfig):
+    """GPT-2 with 124M parameters (Radford et al. 2019)."""
+
+
+PRESETS: dict[str, type[GPTConfig]] = {
+    "debug": DebugConfig,
+    "laptop": LaptopConfig,
+    "shakespeare": ShakespeareConfig,
+    "smol": SmolGPTConfig,
+    "gpt2": GPT2Config,
+}

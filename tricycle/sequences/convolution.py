@@ -1,0 +1,156 @@
+"""Convolutions: what lies under the kernel at each place is a row of a matrix product.
+
+Shapes: B batch, S sizes of an image (height and width) or a sequence (time), O those of the result, K the product of
+the kernel's sizes, C channels, which come last as everywhere in Tricycle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tricycle.devices import Array, array_module
+from tricycle.functions import linear
+from tricycle.initialisers import Initialiser, xavier
+from tricycle.layers import Generator, Layer, new_generator
+from tricycle.ops import as_tensor, check_width, floating, positive, register
+from tricycle.tensor import Operand, Parameter, Tensor, record
+
+Sizes = tuple[int, ...]
+
+
+@register
+def unfold(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
+    """(B, *S, C) to (B, *O, K * C), O = (S + 2 padding - kernel) // stride + 1.
+
+    Args:
+        padding: so many zeros stand before and behind.
+
+    Raises:
+        ValueError: another number of axes, or a kernel larger than what it moves over.
+    """
+    room = [n + 2 * p - k for n, p, k in zip(x.shape[1:-1], padding, kernel)]
+    if x.ndim != len(kernel) + 2 or min(room) < 0:
+        wanted = f"({', '.join(['batch', *['size'] * len(kernel), 'channels'])}), no smaller than the kernel {kernel}"
+        raise ValueError(f"unfold: expected shape {wanted}, got {x.shape}")
+    backward = lambda grad, wanted: (_fold(grad, x.shape, kernel, stride, padding),)
+    return record(_unfold(floating(x.array), kernel, stride, padding), (x,), backward, "unfold", x.is_batched)
+
+
+@register
+def fold(columns: Tensor, sizes: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
+    """(B, *O, K * C) to (B, *sizes, C): each number is added to where `unfold` took it from."""
+    shape = (columns.shape[0], *sizes, columns.shape[-1] // int(np.prod(kernel)))
+    backward = lambda grad, wanted: (_unfold(grad, kernel, stride, padding),)
+    array = _fold(floating(columns.array), shape, kernel, stride, padding)
+    return record(array, (columns,), backward, "fold", columns.is_batched)
+
+
+def _unfold(array: Array, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array:
+    xp = array_module(array)
+    padded = xp.pad(array, [(0, 0), *((p, p) for p in padding), (0, 0)])
+    n_items, *sizes, channels = padded.shape
+    places = [(n - k) // s + 1 for n, k, s in zip(sizes, kernel, stride)]
+    batch, *steps, last = padded.strides
+    strides = (batch, *(step * s for step, s in zip(steps, stride)), *steps, last)
+    windows = xp.lib.stride_tricks.as_strided(padded, (n_items, *places, *kernel, channels), strides)
+    return windows.reshape(n_items, *places, -1)
+
+
+def _fold(columns: Array, shape: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array:
+    (n_items, *sizes, channels), places = shape, columns.shape[1:-1]
+    windows = columns.reshape(n_items, *places, *kernel, channels)
+    wider = [n + 2 * p for n, p in zip(sizes, padding)]
+    padded = array_module(columns).zeros((n_items, *wider, channels), columns.dtype)
+    for offset in np.ndindex(*kernel):
+        under = [slice(first, first + s * (n - 1) + 1, s) for first, s, n in zip(offset, stride, places)]
+        padded[(slice(None), *under)] += windows[(..., *offset, slice(None))]
+    return padded[(slice(None), *(slice(p, p + n) for p, n in zip(padding, sizes)))]
+
+
+class Conv1d(Layer):
+    """The same linear map at each place of a sequence, (B, T, from_size) to (B, O, to_size).
+
+    O = (T + 2 padding - kernel_size) // stride + 1. The weights have the shape (K * from_size, to_size).
+
+    Args:
+        from_size, to_size: channels before and after.
+        kernel_size, stride, padding: one number for all axes, or one for each.
+        bias: add a vector, which starts at 0.
+
+    Raises:
+        ValueError: sizes below 1 or a padding below 0; on a call, a shape that does not fit.
+    """
+
+    n_axes = 1
+
+    def __init__(
+        self,
+        from_size: int,
+        to_size: int,
+        kernel_size: int | Sizes,
+        stride: int | Sizes = 1,
+        padding: int | Sizes = 0,
+        bias: bool = True,
+        initialiser: Initialiser = xavier,
+        generator: Generator = None,
+    ) -> None:
+        self.from_size, self.to_size = from_size, to_size
+        self.kernel, self.stride = self._each("kernel_size", kernel_size, 1), self._each("stride", stride, 1)
+        self.padding = self._each("padding", padding, 0)
+        positive(type(self).__name__, from_size=from_size, to_size=to_size)
+        shape = self._weight_shape(int(np.prod(self.kernel)))
+        self.weights = Parameter(initialiser(shape, new_generator(generator)), "matrix")
+        self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
+
+    def _weight_shape(self, n_places: int) -> Sizes:
+        return n_places * self.from_size, self.to_size
+
+    def _each(self, name: str, value: int | Sizes, least: int) -> Sizes:
+        sizes = (value,) * self.n_axes if isinstance(value, int) else tuple(value)
+        if len(sizes) != self.n_axes or not all(isinstance(n, int) and n >= least for n in sizes):
+            wanted = f"whole numbers from {least} on, one or {self.n_axes}"
+            raise ValueError(f"{type(self).__name__}: expected {name} to be {wanted}, got {value!r}")
+        return sizes
+
+    def _checked(self, x: Operand) -> Tensor:
+        x = as_tensor(x, self.weights)
+        check_width(f"{type(self).__name__}(from_size={self.from_size})", x, self.from_size)
+        return x
+
+    def forward(self, x: Operand) -> Tensor:
+        columns = unfold(self._checked(x), self.kernel, self.stride, self.padding)
+        return linear(columns, self.weights, self.bias, type(self).__name__.lower())
+
+
+class Conv2d(Conv1d):
+    """The same over images, (B, height, width, from_size). As `Conv1d` in all else."""
+
+    n_axes = 2
+
+
+class ConvTranspose2d(Conv2d):
+    """The transpose of a `Conv2d`: each place adds a kernel's worth of numbers, so that images grow.
+
+    Sizes become (O - 1) * stride - 2 padding + kernel_size + output_padding. The weights have the shape (from_size,
+    K * to_size).
+
+    Args:
+        output_padding: of the sizes from which a convolution gives the same one, how far above the smallest.
+    """
+
+    def __init__(self, *arguments: Any, output_padding: int | Sizes = 0, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.output_padding = self._each("output_padding", output_padding, 0)
+
+    def _weight_shape(self, n_places: int) -> Sizes:
+        return self.from_size, n_places * self.to_size
+
+    def forward(self, x: Operand) -> Tensor:
+        x = self._checked(x)
+        columns = linear(x, self.weights, name="convtranspose2d")
+        each = zip(x.shape[1:-1], self.stride, self.padding, self.kernel, self.output_padding)
+        sizes = tuple((n - 1) * s - 2 * p + k + extra for n, s, p, k, extra in each)
+        y = fold(columns, sizes, self.kernel, self.stride, self.padding)
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,353 @@
+"""Recurrent layers: RNN, GRU and LSTM over whole sequences.
+
+One direction of one layer, all its steps, is one node of the graph: the products with the inputs of all steps are one
+matrix product, and so are the gradients of the weights. What is left to do step by step is in kernels/.
+
+Shapes: B batch, T time, C channels, H hidden size, S states (an LSTM has two, h and c), R = n_layers * directions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle import devices, kernels
+from tricycle.attention import length_mask
+from tricycle.devices import Array, array_module
+from tricycle.initialisers import Initialiser, xavier
+from tricycle.layers import Dropout, Layer, new_generator
+from tricycle.ops import Wanted, as_tensor, check_device, concatenate, floating, positive, register, stack, where
+from tricycle.tensor import Operand, Parameter, Tensor, record
+
+
+class Cell(NamedTuple):
+    """What a kind of recurrence looks like from outside.
+
+    Attributes:
+        kernel: its name in kernels/, to which "_backward" is added.
+        n_gates: each H columns.
+        n_states: S.
+        n_kept: arrays like a state that the kernel fills, the states included.
+        n_grads: 2 where the input's part of the gates and that of the output before differ in their gradient.
+        options: further arguments of the kernel.
+    """
+
+    kernel: str
+    n_gates: int
+    n_states: int = 1
+    n_kept: int = 1
+    n_grads: int = 1
+    options: tuple[Any, ...] = ()
+
+
+PIECE_STEPS = 8  # products of several steps at once are as fast as of all, and threads can share them with the steps
+
+CELLS = {
+    "tanh": Cell("rnn", 1, options=(False,)),
+    "relu": Cell("rnn", 1, options=(True,)),
+    "gru": Cell("gru", 3, n_kept=2, n_grads=2),
+    "lstm": Cell("lstm", 4, n_states=2, n_kept=3),
+}
+
+
+@register
+def recurrence(
+    x: Tensor,
+    initial: Tensor,
+    input_weights: Tensor,
+    hidden_weights: Tensor,
+    *biases: Tensor,
+    cell: str,
+    active: Array | None = None,
+) -> Tensor:
+    """All steps of one direction of one layer.
+
+    The steps are in one thread; the products of several of them, before or after they are made, may be in another.
+
+    Args:
+        x: (T, B, C). initial: (S, B, H).
+        input_weights: (C, n_gates * H). hidden_weights: (H, n_gates * H).
+        biases: none, or two of (n_gates * H,), for the input and for the output before.
+        cell: a name in CELLS.
+        active: (T, B, 1) booleans: an item keeps its states over a step where it is False.
+
+    Returns:
+        (S, T + 1, B, H): the states before the first step and after each.
+    """
+    kind = CELLS[cell]
+    check_device(kind.kernel, x.array, initial.array, input_weights.array, hidden_weights.array)
+    run = _Run(kind, floating(x.array), initial.array, input_weights.array, hidden_weights.array, active)
+    run.forward(*(bias.array for bias in biases))
+
+    def backward(grad: Array, wanted: Wanted) -> list[Array]:
+        return run.backward(grad, bool(biases))
+
+    args = (x, initial, input_weights, hidden_weights, *biases)
+    return record(run.states[: kind.n_states], args, backward, kind.kernel, False)
+
+
+class _Run:
+    """The arrays of one direction of one layer over a whole sequence, and what is done with them piece by piece.
+
+    Attributes:
+        gates: (T, B, n_gates * H), the values of the gates after each step.
+        states: (kept, T + 1, B, H), the states, and what else the backward needs, before the first step and after each.
+    """
+
+    def __init__(
+        self, kind: Cell, rows: Array, initial: Array, matrix: Array, hidden: Array, active: Array | None
+    ) -> None:
+        n_steps, n_items, _ = rows.shape
+        size, n_columns = hidden.shape
+        xp = array_module(rows)
+        self.kind = kind
+        self.rows = rows
+        self.matrix = matrix
+        self.hidden = kernels.repeated(hidden)
+        self.active = active
+        self.gates = xp.empty((n_steps, n_items, n_columns), xp.result_type(rows, matrix))
+        self.states = xp.empty((kind.n_kept, n_steps + 1, n_items, size), self.gates.dtype)
+        self.states[:, 0] = 0
+        self.states[: kind.n_states, 0] = initial
+        self.pieces = [slice(start, min(start + PIECE_STEPS, n_steps)) for start in range(0, n_steps, PIECE_STEPS)]
+
+    def forward(self, bias: Array | None = None, later_bias: Array | None = None) -> None:
+        """Fill gates and states.
+
+        Args:
+            bias, later_bias: for the input and for the output before.
+        """
+        if bias is not None and self.kind.n_grads == 1:  # where both do the same, one is enough
+            bias = bias + later_bias
+            later_bias = None
+        step = getattr(kernels, self.kind.kernel)
+
+        def project(piece: slice) -> None:
+            kernels.matmul(_flat(self.rows[piece]), self.matrix, bias, _flat(self.gates[piece]))
+
+        def advance(piece: slice) -> None:
+            states = _around(self.states, piece)
+            step(self.gates[piece], states, self.hidden, later_bias, self._active(piece), *self.kind.options)
+
+        kernels.pipeline(self.gates, self.pieces, project, advance)
+
+    def backward(self, grad: Array, has_biases: bool) -> list[Array]:
+        """The gradients of inputs, first states, both matrices, and both biases if there are any."""
+        xp = array_module(grad)
+        d_gates = xp.empty((self.kind.n_grads, *self.gates.shape), self.gates.dtype)
+        d_initial = grad[:, -1].copy()
+        dx = xp.empty(self.rows.shape, self.gates.dtype)
+        d_matrix = xp.zeros_like(self.matrix)
+        step = getattr(kernels, f"{self.kind.kernel}_backward")
+
+        def go_back(piece: slice) -> None:
+            states = _around(self.states, piece)
+            known = (self.gates[piece], states, self.hidden, self._active(piece))
+            step(_around(grad, piece), *known, d_gates[:, piece], d_initial, *self.kind.options)
+
+        def multiply(piece: slice) -> None:
+            d = _flat(d_gates[0, piece])
+            kernels.matmul(d, self.matrix.T, None, _flat(dx[piece]))
+            d_matrix[...] += kernels.matmul(_flat(self.rows[piece]).T, d)
+
+        kernels.pipeline(self.gates, self.pieces[::-1], go_back, multiply)
+        d_hidden = kernels.matmul(_flat(self.states[0, :-1]).T, _flat(d_gates[-1]))
+        gradients = [dx, d_initial, d_matrix, d_hidden]
+        if has_biases:
+            into_gates = kernels.sum_rows(_flat(d_gates[0]))
+            # a copy where both are the same: whoever changes one in place must not change the other
+            recurrent = into_gates.copy() if self.kind.n_grads == 1 else kernels.sum_rows(_flat(d_gates[1]))
+            gradients += [into_gates, recurrent]
+        return gradients
+
+    def _active(self, piece: slice) -> Array | None:
+        return None if self.active is None else self.active[piece]
+
+
+def _around(array: Array, piece: slice) -> Array:
+    """States or their gradients, from before these steps to after them."""
+    return array[:, piece.start : piece.stop + 1]
+
+
+def _flat(array: Array) -> Array:
+    return array.reshape(-1, array.shape[-1])
+
+
+class Direction(Layer):
+    """One direction of one layer, with its weights."""
+
+    def __init__(
+        self,
+        cell: str,
+        reverse: bool,
+        input_size: int,
+        hidden_size: int,
+        bias: bool,
+        initialiser: Initialiser,
+        generator: np.random.Generator,
+    ) -> None:
+        def drawn(from_size: int) -> Tensor:
+            """Each gate's matrix by itself: its size is what an initialiser should see."""
+            gates = [initialiser((from_size, hidden_size), generator) for _ in range(CELLS[cell].n_gates)]
+            return Parameter(np.concatenate(gates, axis=1), "matrix")
+
+        self.cell, self.reverse = cell, reverse
+        self.input_weights, self.hidden_weights = drawn(input_size), drawn(hidden_size)
+        zeros = np.zeros((2, self.hidden_weights.shape[1]), np.float32)
+        self.input_bias, self.hidden_bias = (Parameter(zero.copy(), "bias") if bias else None for zero in zeros)
+
+    def forward(self, x: Tensor, initial: Tensor, active: Array | None = None) -> Any:
+        """(B, T, C) and (S, B, H) to the outputs (B, T, H) and the states at the end (S, B, H)."""
+        weights = self.input_weights, self.hidden_weights, self.input_bias, self.hidden_bias
+        given = [w for w in weights if w is not None]
+        steps = x.transpose(1, 0, 2)
+        if self.reverse:
+            steps = steps[::-1]
+            active = None if active is None else active[::-1]
+        states = recurrence(steps, initial, *given, cell=self.cell, active=active)
+        outputs = states[0, 1:]
+        if self.reverse:
+            outputs = outputs[::-1]
+        return outputs.transpose(1, 0, 2), states[:, -1]
+
+
+class Recurrent(Layer):
+    """Layers of recurrence one on another: the base of RNN, GRU and LSTM.
+
+    Args:
+        input_size: C.
+        hidden_size: H.
+        n_layers: each takes the outputs of the one below.
+        bidirectional: each layer also runs from the end to the start, and its outputs stand side by side, 2 H wide.
+        bias: two vectors for each direction of a layer, which start at 0.
+        dropout: probability of dropping an element between layers.
+        initialiser: first values of each gate's weights.
+        generator: a NumPy generator or a seed.
+    """
+
+    _cell = ""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        n_layers: int = 1,
+        bidirectional: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        initialiser: Initialiser = xavier,
+        generator: np.random.Generator | int | None = None,
+    ) -> None:
+        positive(type(self).__name__, input_size=input_size, hidden_size=hidden_size, n_layers=n_layers)
+        generator, directions = new_generator(generator), (False, True) if bidirectional else (False,)
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.runs = [
+            [Direction(self._cell, reverse, size, hidden_size, bias, initialiser, generator) for reverse in directions]
+            for size in [input_size] + [len(directions) * hidden_size] * (n_layers - 1)
+        ]
+        self.dropout = Dropout(dropout, generator)
+
+    def forward(self, x: Operand, lengths: Operand | None = None, initial: Any = None) -> Any:
+        """
+        Args:
+            x: (B, T, input_size).
+            lengths: (B,) whole numbers from 1 to T: how many steps of each item are real. What stands after them does
+                not matter; the reverse direction starts at the last of them.
+            initial: the states to start from, zeros unless given: (R, B, H); for an LSTM two of them, h and c. Layer by
+                layer, forward before reverse.
+
+        Returns:
+            outputs: (B, T, H), or (B, T, 2 H) with both directions; 0 after an item's end.
+            final: the states after each item's last step (the reverse direction's: its first), as `initial`.
+
+        Raises:
+            ValueError: no step, a wrong width, lengths out of range, or anything misshapen.
+        """
+        like, title = self.runs[0][0].hidden_weights, type(self).__name__
+        x = as_tensor(x, like)
+        if x.ndim != 3 or x.shape[1] == 0 or x.shape[2] != self.input_size:
+            wanted = f"(batch, steps, {self.input_size}) with a step or more"
+            raise ValueError(f"{title}(input_size={self.input_size}): expected shape {wanted}, got {x.shape}")
+        states, real, active = self._initial(title, x, initial, like), None, None
+        if lengths is not None:
+            mask = length_mask(devices.to_cpu(as_tensor(lengths).array), x.shape[1], len(x), 1, title)
+            real = x.xp.asarray(mask[..., None])  # (B, T, 1)
+            active = real.transpose(1, 0, 2)
+        y = x if real is None else where(real, x, 0.0)
+        finals: list[Tensor] = []
+        for number, runs in enumerate(self.runs):
+            y = y if number == 0 else self.dropout(y)
+            ends = [run(y, states[:, len(finals) + i], active) for i, run in enumerate(runs)]
+            finals += [final for _, final in ends]
+            y = ends[0][0] if len(ends) == 1 else concatenate([outputs for outputs, _ in ends], axis=-1)
+            y = y if real is None else where(real, y, 0.0)
+        y.is_batched, final = x.is_batched, stack(finals, axis=1)
+        return y, final[0] if len(final) == 1 else (final[0], final[1])
+
+    def _initial(self, title: str, x: Tensor, initial: Any, like: Tensor) -> Tensor:
+        """(S, R, B, H)."""
+        n_states, shape = CELLS[self._cell].n_states, (sum(map(len, self.runs)), x.shape[0], self.hidden_size)
+        if initial is None:
+            return Tensor(like.xp.zeros((n_states, *shape), like.dtype), requires_grad=False)
+        given = [as_tensor(state, like) for state in ((initial,) if n_states == 1 else initial)]
+        if [state.shape for state in given] != [shape] * n_states:
+            wanted, got = f"{shape}{' twice, h and c' * (n_states - 1)}", " and ".join(str(s.shape) for s in given)
+            raise ValueError(f"{title}: expected initial states of shape {wanted}, got {got}")
+        return stack(given)
+
+
+class RNN(Recurrent):
+    """h' = tanh(x W_x + b_x + h W_h + b_h), or max(., 0) in place of tanh (Elman 1990).
+
+    Args:
+        nonlinearity: "tanh" or "relu". All others are those of `Recurrent`.
+    """
+
+    def __init__(self, *arguments: Any, nonlinearity: str = "tanh", **options: Any) -> None:
+        if nonlinearity not in ("tanh", "relu"):
+            raise ValueError(f"RNN: expected nonlinearity to be tanh or relu, got {nonlinearity!r}")
+        self._cell = nonlinearity
+        super().__init__(*arguments, **options)
+
+
+class GRU(Recurrent):
+    """Gated recurrent units (Cho et al. 2014), in the form that PyTorch and cuDNN compute.
+
+    r = sigmoid(x W_xr + b_xr + h W_hr + b_hr)
+    z = sigmoid(x W_xz + b_xz + h W_hz + b_hz)
+    n = tanh(x W_xn + b_xn + r * (h W_hn + b_hn))
+    h' = (1 - z) * n + z * h
+
+    The gates stand side by side in that order, in the weights and in both biases. The arguments are those of
+    `Recurrent`.
+    """
+
+    _cell = "gru"
+
+
+class LSTM(Recurrent):
+    """Long short-term memory (Hochreiter and Schmidhuber 1997) with the forget gate of Gers et al. 2000.
+
+    i = sigmoid(x W_xi + b_xi + h W_hi + b_hi), f and o alike
+    g = tanh(x W_xg + b_xg + h W_hg + b_hg)
+    c' = f * c + i * g
+    h' = o * tanh(c')
+
+    The gates stand side by side in the order i, f, g, o, in the weights and in both biases. There are two states, h
+    and c. The arguments are those of `Recurrent`.
+    """
+
+    _cell = "lstm"
+
+
+def new_recurrent(cell: str, *arguments: Any, **options: Any) -> Recurrent:
+    """An RNN, a GRU or an LSTM, by its name in small letters.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    kinds: dict[str, type[Recurrent]] = {"rnn": RNN, "gru": GRU, "lstm": LSTM}
+    if cell not in kinds:
+        raise ValueError(f"expected cell to be one of {', '.join(kinds)}, got {cell!r}")
+    return kinds[cell](*arguments, **options)

@@ -1,0 +1,381 @@
+"""Encoder-decoders: one sequence in, another out.
+
+An encoder makes vectors of the source; a decoder makes the target from them, one token after the other, each from those
+before it. In training all tokens before are given (teacher forcing), so one call takes the whole target.
+
+Shapes: B batch, S source tokens, T target tokens, C channels, H hidden size, L layers, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tricycle.attention import KeyValueCache, length_mask
+from tricycle.blocks import TransformerBlock, new_norm
+from tricycle.configs.model import Activation, ModelConfig
+from tricycle.functions import linear
+from tricycle.initialisers import normal
+from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
+from tricycle.ops import as_tensor, concatenate, positive, tanh
+from tricycle.sequences.attentions import ScaledDotProductAttention
+from tricycle.sequences.recurrent import new_recurrent
+from tricycle.tensor import Operand, Parameter, Tensor
+
+State = dict[str, Any]  # all that a decoder needs to go on; arrays in it have the batch on axis 0
+
+
+class EncoderDecoder(Layer):
+    """What training and generation (`generate.beam_search`) need of such a model: `start` and `decode`."""
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        """Read the source.
+
+        Args:
+            source: whole numbers (B, S).
+            lengths: (B,), how many of them are no padding; all unless given.
+            capacity: at most so many target tokens will come, in several calls of `decode`; 0 for one call.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no start")
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        """Logits (B, T, V) for the tokens after each of `target` (B, T). The state goes on to after the last."""
+        raise NotImplementedError(f"{type(self).__name__} defines no decode")
+
+    def forward(self, source: Operand, target: Operand, lengths: Any = None) -> Tensor:
+        """(B, S) and (B, T) to logits (B, T, V)."""
+        return self.decode(target, self.start(source, lengths))
+
+
+# -------------------------------------------------------------------- recurrent
+class RecurrentEncoder(Layer):
+    """Embeds tokens and reads them in both directions.
+
+    Args:
+        vocab_size: how many tokens there are.
+        hidden_size: H, of each direction.
+        cell: "rnn", "gru" or "lstm".
+        dropout: probability of dropping an element of the embeddings, and between layers.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_dim: int,
+        hidden_size: int,
+        n_layers: int = 1,
+        cell: str = "gru",
+        dropout: float = 0.0,
+        generator: Generator = None,
+    ) -> None:
+        generator = new_generator(generator)
+        self.embedding = Embedding(vocab_size, embedding_dim, normal(0.1), generator)
+        self.run = new_recurrent(cell, embedding_dim, hidden_size, n_layers, True, dropout=dropout, generator=generator)
+        self.dropout = Dropout(dropout, generator)
+
+    def states(self, tokens: Operand, lengths: Any = None) -> tuple[Tensor, list[Tensor]]:
+        """(B, S) to the outputs (B, S, 2 H) and the last states, both directions side by side, each (L, B, 2 H)."""
+        outputs, final = self.run(self.dropout(self.embedding(tokens)), lengths)
+        return outputs, [concatenate([state[0::2], state[1::2]], axis=-1) for state in _states(final)]
+
+    def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
+        """(B, S) to (B, S, 2 H)."""
+        return self.states(tokens, lengths)[0]
+
+
+class Seq2Seq(EncoderDecoder):
+    """A recurrent encoder whose last states, and nothing else, tell the decoder of the source (Cho et al. 2014).
+
+    h_t = f(h_{t-1}, [y_{t-1}; c]): the context c is the encoder's top layer after its last step, in both directions.
+
+    Args:
+        source_vocab, target_vocab: how many tokens there are.
+        embedding_dim: of both embeddings.
+        hidden_size: H, of each direction of the encoder and of the decoder.
+        n_layers: of both.
+        cell: "rnn", "gru" or "lstm".
+        dropout: probability of dropping an element of embeddings, between layers and before the output.
+    """
+
+    before = True  # the context stands beside each embedding in the decoder's input
+
+    def __init__(
+        self,
+        source_vocab: int,
+        target_vocab: int,
+        embedding_dim: int,
+        hidden_size: int,
+        n_layers: int = 1,
+        cell: str = "gru",
+        dropout: float = 0.0,
+        generator: Generator = None,
+    ) -> None:
+        generator = new_generator(generator)
+        self.encoder = RecurrentEncoder(source_vocab, embedding_dim, hidden_size, n_layers, cell, dropout, generator)
+        self.embedding = Embedding(target_vocab, embedding_dim, normal(0.1), generator)
+        self.bridge = Dense(2 * hidden_size, hidden_size, generator=generator)
+        inputs = embedding_dim + 2 * hidden_size * self.before
+        self.decoder = new_recurrent(cell, inputs, hidden_size, n_layers, dropout=dropout, generator=generator)
+        self.output = Dense(hidden_size, target_vocab, generator=generator, role="head")
+        self.dropout = Dropout(dropout, generator)
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        source = as_tensor(source)
+        lengths = np.full(len(source), source.shape[-1]) if lengths is None else lengths
+        outputs, both = self.encoder.states(source, lengths)
+        hidden = [tanh(self.bridge(state)).transpose(1, 0, 2) for state in both]
+        mask = length_mask(lengths, source.shape[-1])
+        return {"hidden": hidden, "context": both[0][-1], "outputs": outputs, "mask": mask}
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        y = self.dropout(self.embedding(as_tensor(target)))
+        ones = Tensor(y.xp.ones((*y.shape[:2], 1), y.dtype), requires_grad=False)
+        context = ones * state["context"][:, None]
+        return self.output(self.dropout(self._run(concatenate([y, context], axis=-1), state)))
+
+    def _run(self, inputs: Tensor, state: State) -> Tensor:
+        """The decoder's outputs (B, T, H), from the states that it stands in and on to those after."""
+        hidden = [part.transpose(1, 0, 2) for part in state["hidden"]]
+        outputs, final = self.decoder(inputs, initial=hidden[0] if len(hidden) == 1 else hidden)
+        state["hidden"] = [part.transpose(1, 0, 2) for part in _states(final)]
+        return outputs
+
+
+class Seq2SeqAttention(Seq2Seq):
+    """The decoder looks at all the encoder's outputs, with other weights at each step.
+
+    Args:
+        attention: with queries of size H and keys of size 2 H, such as `AdditiveAttention(H, 2 * H, H)` or
+            `LuongAttention(H, 2 * H)`.
+        before: attend with h_{t-1} and give the context to the step, h_t = f(h_{t-1}, [y_{t-1}; c_t]) (Bahdanau et al.
+            2015); else attend with h_t, after all steps at once (Luong et al. 2015). The output is made from
+            tanh(W [h_t; c_t]) in both.
+        others: as of `Seq2Seq`.
+    """
+
+    def __init__(
+        self,
+        attention: ScaledDotProductAttention,
+        source_vocab: int,
+        target_vocab: int,
+        embedding_dim: int,
+        hidden_size: int,
+        n_layers: int = 1,
+        before: bool = True,
+        generator: Generator = None,
+        **options: Any,
+    ) -> None:
+        self.before, generator = before, new_generator(generator)
+        sizes = source_vocab, target_vocab, embedding_dim, hidden_size, n_layers
+        super().__init__(*sizes, generator=generator, **options)
+        self.attention = attention
+        self.mix = Dense(3 * hidden_size, hidden_size, generator=generator)
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        state = super().start(source, lengths)
+        return {**state, "remembered": self.attention.remember(state["outputs"]), "weights": None}
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        """As of `EncoderDecoder`; state["weights"] are then those of this call, (B, T, S)."""
+        y = self.dropout(self.embedding(as_tensor(target)))
+        if self.before:
+            steps, contexts, weights = [], [], []
+            for t in range(y.shape[1]):
+                context, weight = self._attend(state["hidden"][0][:, -1:], state)
+                steps.append(self._run(concatenate([y[:, t : t + 1], context], axis=-1), state))
+                contexts.append(context)
+                weights.append(weight)
+            hidden, context, weight = (concatenate(parts, axis=1) for parts in (steps, contexts, weights))
+        else:
+            hidden = self._run(y, state)
+            context, weight = self._attend(hidden, state)
+        state["weights"] = weight
+        return self.output(self.dropout(tanh(self.mix(concatenate([hidden, context], axis=-1)))))
+
+    def _attend(self, query: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        weights = self.attention.weights(query, state["remembered"], state["mask"])
+        return weights @ state["outputs"], weights
+
+
+def _states(final: Any) -> tuple[Tensor, ...]:
+    """An LSTM has two."""
+    return final if isinstance(final, tuple) else (final,)
+
+
+# -------------------------------------------------------------------- transformers
+class SinusoidalPositions(Layer):
+    """Adds to each vector one that stands for its place: sines and cosines (Vaswani et al. 2017, section 3.5).
+
+    Args:
+        context_window: the most places.
+        size: C.
+    """
+
+    def __init__(self, context_window: int, size: int) -> None:
+        positive(type(self).__name__, context_window=context_window, size=size)
+        self.context_window, self.size = context_window, size
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        """(B, T, C) to the same.
+
+        Args:
+            offset: place of the first.
+
+        Raises:
+            ValueError: more places than there are.
+        """
+        stop = offset + x.shape[1]
+        if stop > self.context_window:
+            title = f"{type(self).__name__}(context_window={self.context_window})"
+            raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {stop}")
+        return x + self.vectors(x, slice(offset, stop))
+
+    def vectors(self, x: Tensor, places: slice) -> Tensor:
+        """(T, C), on the device of x."""
+        table = sinusoids(self.context_window, self.size)[places]
+        return Tensor(x.xp.asarray(table, x.dtype), requires_grad=False)
+
+
+class LearnedPositions(SinusoidalPositions):
+    """Adds to each vector one that stands for its place, from a table of weights."""
+
+    def __init__(self, context_window: int, size: int, generator: Generator = None) -> None:
+        super().__init__(context_window, size)
+        self.weights = Parameter(normal(0.02)((context_window, size), new_generator(generator)), "position")
+
+    def vectors(self, x: Tensor, places: slice) -> Tensor:
+        return self.weights[places]
+
+
+@lru_cache(maxsize=16)
+def sinusoids(n_places: int, size: int) -> np.ndarray:
+    """(n_places, size): sin(p / 10000^(2 i / size)) at 2 i, the cosine at 2 i + 1. Kept, for each step asks anew."""
+    angles = np.arange(n_places)[:, None] / 10_000 ** (np.arange(0, size, 2) / size)
+    table = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(n_places, -1)[:, :size]
+    table.flags.writeable = False
+    return table
+
+
+class TransformerEncoder(Layer):
+    """Embeds tokens and lets them attend to each other.
+
+    Args:
+        vocab_size, embedding_dim, n_heads, n_layers, context_window: sizes.
+        norm_first: norms stand before the parts of a block, and one at the end; else after each sum, as in the paper.
+        activation, expansion_ratio, dropout, softmax: as of `ModelConfig`.
+        learned_positions: `LearnedPositions` and not `SinusoidalPositions`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_dim: int,
+        n_heads: int,
+        n_layers: int,
+        context_window: int,
+        *,
+        dropout: float = 0.1,
+        norm_first: bool = False,
+        activation: Activation = "relu",
+        expansion_ratio: float = 4,
+        learned_positions: bool = False,
+        softmax: str = "softmax",
+        generator: Generator = None,
+        decoder: bool = False,
+    ) -> None:
+        generator = new_generator(generator)
+        self.embedding = Embedding(vocab_size, embedding_dim, normal(embedding_dim**-0.5), generator)
+        places = context_window, embedding_dim
+        self.positions = LearnedPositions(*places, generator) if learned_positions else SinusoidalPositions(*places)
+        self.dropout = Dropout(dropout, generator)
+        config = ModelConfig(
+            embedding_dim=embedding_dim,
+            n_heads=n_heads,
+            n_layers=n_layers,
+            context_window=context_window,
+            expansion_ratio=expansion_ratio,
+            activation=activation,
+            norm_placement="before" if norm_first else "after",
+            softmax=softmax,
+            dropout=dropout,
+        )
+        self.blocks = [
+            TransformerBlock(config, layer, causal=decoder, cross=decoder, generator=generator)
+            for layer in range(n_layers)
+        ]
+        self.norm = new_norm(config) if norm_first else None
+
+    def embed(self, tokens: Operand, offset: int = 0) -> Tensor:
+        x = self.embedding(as_tensor(tokens))
+        return self.dropout(self.positions(x * math.sqrt(x.shape[-1]), offset))
+
+    def forward(self, tokens: Operand, lengths: Any = None) -> Tensor:
+        """(B, S) to (B, S, C).
+
+        Args:
+            lengths: (B,), how many tokens are no padding; all unless given.
+        """
+        x = self.embed(tokens)
+        mask = None if lengths is None else length_mask(lengths, x.shape[1])
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return x if self.norm is None else self.norm(x)
+
+
+class Transformer(EncoderDecoder):
+    """Attention in the place of recurrence (Vaswani et al. 2017).
+
+    Args:
+        source_vocab, target_vocab: how many tokens there are.
+        tied: source, target and output share one table, for a vocabulary that both sides share.
+        others: as of `TransformerEncoder`; n_layers blocks in the encoder and as many in the decoder.
+    """
+
+    def __init__(
+        self,
+        source_vocab: int,
+        target_vocab: int,
+        embedding_dim: int = 256,
+        n_heads: int = 4,
+        n_layers: int = 3,
+        context_window: int = 128,
+        *,
+        dropout: float = 0.1,
+        tied: bool = False,
+        generator: Generator = None,
+        **options: Any,
+    ) -> None:
+        if tied and source_vocab != target_vocab:
+            got = f"{source_vocab} and {target_vocab}"
+            raise ValueError(f"Transformer: expected one vocabulary on both sides with tied=True, got {got}")
+        generator = new_generator(generator)
+        sizes = embedding_dim, n_heads, n_layers, context_window
+        options = {**options, "dropout": dropout, "generator": generator}
+        self.encoder = TransformerEncoder(source_vocab, *sizes, **options)
+        self.decoder = TransformerEncoder(target_vocab, *sizes, decoder=True, **options)
+        self.head = None if tied else Dense(embedding_dim, target_vocab, False, generator=generator, role="head")
+        if tied:
+            self.decoder.embedding = self.encoder.embedding
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        source = as_tensor(source)
+        mask = None if lengths is None else length_mask(lengths, source.shape[-1])
+        memory, blocks = self.encoder(source, lengths), self.decoder.blocks
+        caches = [KeyValueCache(capacity) if capacity else None for _ in blocks]
+        remembered = [block.cross.remember(memory) for block in blocks]
+        return {"remembered": remembered, "mask": mask, "caches": caches, "position": 0}
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        decoder = self.decoder
+        target = as_tensor(target)
+        x = decoder.embed(target, state["position"])
+        for block, cache, remembered in zip(decoder.blocks, state["caches"], state["remembered"], strict=True):
+            x = block(x, cache, None, remembered, state["mask"])
+        state["position"] += target.shape[1]
+        x = x if decoder.norm is None else decoder.norm(x)
+        if self.head is not None:
+            return self.head(x)
+        return linear(x, decoder.embedding.weights.transpose(), precision=self.precision)

@@ -1,0 +1,65 @@
+"""A softmax whose temperature adapts to the entropy of each row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tricycle import kernels
+from tricycle.devices import Array, array_module
+from tricycle.functions import RowSoftmax
+
+
+class AdaptiveSoftmax(RowSoftmax):
+    """softmax(beta x) over the last axis, with an inverse temperature beta that grows with the entropy of softmax(x).
+
+    So attention stays sharp over more items than it was trained on. beta is a polynomial of the entropy (in nats),
+    at least 1 (never blur), and 1 where the entropy is low (leave what is sharp).
+
+    Source: Velickovic et al. 2024, "softmax is not enough (for sharp out-of-distribution)", whose fit is the default;
+    `tricycle_lab.temperature` fits another.
+
+    Args:
+        coefficients: of the polynomial, highest power first.
+        threshold: the entropy above which it is used.
+        stop_gradient: take beta as given in the backward.
+    """
+
+    name = "adaptive_softmax"
+
+    def __init__(
+        self,
+        coefficients: Sequence[float] = (-0.037, 0.481, -2.3, 4.917, -1.791),
+        threshold: float = 0.5,
+        stop_gradient: bool = False,
+    ) -> None:
+        self.coefficients = tuple(float(c) for c in coefficients)
+        if not self.coefficients or not all(map(math.isfinite, self.coefficients)):
+            raise ValueError(f"AdaptiveSoftmax: expected finite coefficients, got {self.coefficients}")
+        self.threshold = threshold
+        self.stop_gradient = stop_gradient
+
+    def rows(self, scores: Array) -> Array:
+        return kernels.softmax(scores * self.temperature(scores)[0])
+
+    def rows_backward(self, grad: Array, scores: Array, weights: Array) -> Array:
+        beta, slope, plain, log_plain, entropy = self.temperature(scores)
+        dproduct = kernels.softmax_backward(grad, weights)
+        dscores = beta * dproduct
+        if not self.stop_gradient:
+            xp = array_module(scores)
+            dbeta = (dproduct * xp.where(weights > 0, scores, 0)).sum(axis=-1, keepdims=True)
+            dscores -= dbeta * slope * plain * (log_plain + entropy)
+        return dscores
+
+    def temperature(self, scores: Array) -> tuple[Array, ...]:
+        """beta and its slope by the entropy, for each row; softmax(scores), its log (0 where it is 0), its entropy."""
+        xp = array_module(scores)
+        plain = kernels.softmax(scores)
+        log_plain = xp.log(xp.where(plain > 0, plain, 1))
+        entropy = -(plain * log_plain).sum(axis=-1, keepdims=True)
+        value = slope = xp.zeros_like(entropy)
+        for c in self.coefficients:  # Horner's scheme, for the value and the derivative
+            value, slope = value * entropy + c, slope * entropy + value
+        used = (entropy > self.threshold) & (value > 1)
+        return xp.where(used, value, 1), xp.where(used, slope, 0), plain, log_plain, entropy

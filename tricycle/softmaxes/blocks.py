@@ -1,0 +1,235 @@
+"""A softmax over blocks of keys that know nothing of each other, with a learned scale for each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle import kernels, ops
+from tricycle.devices import Array, array_module
+from tricycle.functions import AttendBackward, RowSoftmax, Softmax
+from tricycle.kernels import Scoring
+from tricycle.ops import positive
+from tricycle.tensor import Operand, Parameter, Tensor, no_grad
+
+
+class _Part(NamedTuple):
+    """What one block of keys gives to the queries that see any of it; its scoring counts from the first of both."""
+
+    block: int
+    queries: slice
+    keys: slice
+    scoring: Scoring
+    mask: Array | None
+    out: Array
+    log_total: Array
+
+
+class BlockSoftmax(RowSoftmax):
+    """Softmax within each block of keys by itself, times a scale for each block and query position.
+
+    With the right scales the blocks, put together, are the softmax of the whole row: the share of all exponentials
+    that lies in each block, which FlashAttention computes on the way (Dao et al. 2022). Here they are learned instead,
+    the same for all inputs, so that blocks need know nothing of each other.
+
+    Args:
+        n_blocks: the keys are cut into so many blocks of equal length (the last may be shorter).
+        correction: "learned": scales are given with each call. "none": all are 1. "exact": the right ones of each row,
+            which learned ones should come close to.
+        per_head: each head of attention has scales of its own.
+        length: how many keys are cut; those that come unless given. A layer gives its context window, so that a key
+            stays in its block while a text grows.
+    """
+
+    name = "block_softmax"
+
+    def __init__(
+        self, n_blocks: int = 2, correction: str = "learned", per_head: bool = False, length: int | None = None
+    ) -> None:
+        positive("BlockSoftmax", n_blocks=n_blocks)
+        if correction not in ("learned", "none", "exact"):
+            raise ValueError(f"BlockSoftmax: expected correction to be learned, none or exact, got {correction!r}")
+        self.n_blocks, self.correction, self.per_head, self.length = n_blocks, correction, per_head, length
+
+    def for_window(self, context_window: int) -> BlockSoftmax:
+        return BlockSoftmax(self.n_blocks, self.correction, self.per_head, self.length or context_window)
+
+    def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
+        heads = (n_heads,) if self.per_head else ()
+        shape = (*heads, self.n_blocks, context_window)
+        return Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
+
+    def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: scores (..., T, S).
+            scales: (..., n_blocks, T), with "learned" only.
+
+        Raises:
+            ValueError: scales missing, misshapen, or given where they have no use.
+        """
+        x = self._scores(x)
+        wanted = (self.n_blocks, *x.shape[-2:-1]) if self.correction == "learned" else None
+        got = None if scales is None else scales.shape
+        if (got if got is None or wanted is None else got[-len(wanted) :]) != wanted:
+            raise ValueError(f"{self}: expected scales of shape (..., n_blocks, T), here {wanted}, got {got}")
+        whole, parts = Softmax()(x), []
+        for i, keys in enumerate(self._blocks(x.shape[-1])):
+            part = Softmax()(x[..., keys])
+            if self.correction == "exact":
+                part = part * whole[..., keys].sum(axis=-1, keepdims=True)
+            elif scales is not None:
+                part = part * (scales[i] if x.ndim == 1 else scales[..., i, :, None])
+            parts.append(part)
+        result = ops.concatenate(parts, axis=-1) if parts else whole
+        result.name = self.name
+        return result
+
+    def rows(self, scores: Array, scales: Array | None = None) -> Array:
+        with no_grad():
+            return self(Tensor(scores), None if scales is None else Tensor(scales)).array
+
+    def attend(
+        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, scales: Array | None = None
+    ) -> tuple[Array, AttendBackward]:
+        """As each block's attention to its keys by the queries that see any of them.
+
+        Args:
+            scales: ([H,] n_blocks, W), for as many positions as there are queries or more, with "learned" only.
+
+        Raises:
+            ValueError: scales missing, too few, or given where they have no use; keys beyond the last block.
+        """
+        xp, start = array_module(q), scoring.offset or 0
+        n_keys, last = k.shape[1], start + q.shape[1]
+        wanted = (self.n_blocks, last) if self.correction == "learned" else None
+        got = None if scales is None else (scales.shape[-2], min(scales.shape[-1], last))
+        if got != wanted or (wanted and n_keys > (self.length or n_keys)):
+            found = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
+            raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {found}")
+        saved: dict[int, tuple[Any, ...]] = {}
+        out = xp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+
+        def forward(items: slice) -> None:
+            here = _of_items(mask, items)
+            parts = self._attend_blocks(q[items], k[items], v[items], scoring, here)
+            exact, shape = self.correction == "exact", (items.stop - items.start, q.shape[2], q.shape[1])
+            log_total = _log_of_sum(xp, parts, shape) if exact and parts else None
+            factors = [self._factor(xp, part, start, scales, log_total) for part in parts]
+            for part, factor in zip(parts, factors):
+                out[items, part.queries] += part.out * factor
+            saved[items.start] = parts, factors, log_total, here
+
+        kernels.for_items(q, forward)
+
+        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
+            found: dict[int, Any] = {}
+
+            def work(items: slice) -> None:
+                found[items.start] = self._backward_blocks(
+                    grad[items],
+                    q[items],
+                    k[items],
+                    v[items],
+                    out[items],
+                    scoring,
+                    scales,
+                    saved[items.start],
+                    dq[items],
+                    dk[items],
+                    dv[items],
+                )
+
+            kernels.for_items(q, work)
+            return None if scales is None else xp.stack([found[start] for start in sorted(found)]).sum(axis=0)
+
+        return out, backward
+
+    def _attend_blocks(self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None) -> list[_Part]:
+        n_queries, parts = q.shape[1], []
+        for i, keys in enumerate(self._blocks(k.shape[1])):
+            queries = scoring.of_part(0, keys.start).queries_seeing(n_queries, keys.stop - keys.start)
+            if queries.start == queries.stop:
+                continue
+            part_scoring = scoring.of_part(queries.start, keys.start)
+            here = None if mask is None else mask[:, :, queries if mask.shape[2] > 1 else slice(None), keys]
+            found = kernels.attention(q[:, queries], k[:, keys], v[:, keys], part_scoring, False, here)
+            parts.append(_Part(i, queries, keys, part_scoring, here, *found))
+        return parts
+
+    def _backward_blocks(
+        self,
+        grad: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        scoring: Scoring,
+        scales: Array | None,
+        saved: tuple[Any, ...],
+        dq: Array,
+        dk: Array,
+        dv: Array,
+    ) -> Array | None:
+        parts, factors, log_total, mask = saved
+        if log_total is not None:
+            kernels.attention_backward(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask)
+            return None
+        xp = array_module(q)
+        dscales = None if scales is None else xp.zeros_like(scales)
+        for array in (dq, dk, dv):
+            array[...] = 0
+        start = scoring.offset or 0
+        for part, factor in zip(parts, factors):
+            i, seeing, keys, part_scoring, here, block_out, block_total = part
+            block_grad = grad[:, seeing]
+            if dscales is not None:
+                shares = (block_grad * block_out).sum(axis=-1).sum(axis=0)  # (T, H)
+                places = slice(seeing.start + start, seeing.stop + start)
+                dscales[..., i, places] = shares.T if self.per_head else shares.sum(axis=1)
+                block_grad = block_grad * factor
+            dqueries = xp.empty(q[:, seeing].shape, q.dtype)
+            kernels.attention_backward(
+                block_grad,
+                q[:, seeing],
+                k[:, keys],
+                v[:, keys],
+                block_out,
+                block_total,
+                part_scoring,
+                dqueries,
+                dk[:, keys],
+                dv[:, keys],
+                here,
+            )
+            dq[:, seeing] += dqueries
+        return dscales
+
+    def _blocks(self, n_keys: int) -> list[slice]:
+        step = max(1, -(-(self.length or n_keys) // self.n_blocks))
+        return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
+
+    def _factor(self, xp: Any, part: _Part, start: int, scales: Array | None, log_total: Array | None) -> Array | int:
+        """What the output of a block is multiplied by: one for each query [and head]."""
+        if log_total is not None:
+            return xp.exp(part.log_total - log_total[..., part.queries]).transpose(0, 2, 1)[..., None]
+        if scales is None:
+            return 1
+        at = scales[..., part.block, start + part.queries.start : start + part.queries.stop]
+        return at.T.reshape(at.shape[-1], -1, 1)
+
+
+def _of_items(mask: Array | None, items: slice) -> Array | None:
+    return mask if mask is None or len(mask) == 1 else mask[items]
+
+
+def _log_of_sum(xp: Any, parts: list[_Part], shape: tuple[int, ...]) -> Array:
+    """The log of each row's sum of exponentials, from those of its blocks."""
+    logs = xp.full((len(parts), *shape), -np.inf, parts[0].log_total.dtype)
+    for i, part in enumerate(parts):
+        logs[i][..., part.queries] = part.log_total
+    largest = logs.max(axis=0)
+    largest = xp.where(xp.isneginf(largest), 0, largest)
+    total = xp.exp(logs - largest).sum(axis=0)
+    return largest + xp.log(xp.where(total == 0, 1, total))

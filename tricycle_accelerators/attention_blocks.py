@@ -1,0 +1,134 @@
+"""How attention is cut for threads: into groups of heads of one item, and blocks of queries with the keys they see."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tricycle.kernels import Scoring
+from tricycle_accelerators import pieces, threads
+
+QUERY_BLOCK, KEY_BLOCK = 128, 1024  # rows of a product, and keys
+
+
+class Block(NamedTuple):
+    """Some queries, and the keys that any of them sees, in blocks.
+
+    Attributes:
+        diagonal: the last key that the first query sees, None where it sees all: later keys are hidden from it, one
+            fewer from each query after it.
+        edge: the last key before the first query's window: it and one key more for each later query are hidden.
+    """
+
+    queries: slice
+    keys: list[slice]
+    diagonal: int | None
+    edge: int | None
+
+    @property
+    def seen(self) -> slice:
+        """All of its keys."""
+        return slice(self.keys[0].start, self.keys[-1].stop)
+
+
+def _blocks(n_queries: int, n_keys: int, scoring: Scoring, step: int) -> list[Block]:
+    blocks = []
+    for start in range(0, n_queries, step):
+        queries = slice(start, min(start + step, n_queries))
+        seen = scoring.keys_seen(queries, n_keys)
+        diagonal = None if scoring.offset is None else start + scoring.offset
+        edge = None if diagonal is None or scoring.window is None else diagonal - scoring.window
+        n_diagonal = 0 if diagonal is None else max(0, seen.stop - diagonal)
+        last = max(seen.start, seen.stop - max(KEY_BLOCK, n_diagonal))  # the diagonal lies in the last block whole
+        cuts = [*range(seen.start, last, KEY_BLOCK), last]
+        keys = [slice(a, b) for a, b in zip(cuts, [*cuts[1:], seen.stop])]
+        blocks.append(Block(queries, keys, diagonal, edge))
+    return blocks
+
+
+class Group(NamedTuple):
+    """Some query heads of one item, and the key heads that they use: either all heads of these, or some of one."""
+
+    item: int
+    heads: slice
+    key_heads: slice
+
+
+class Plan(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        groups: what one call of a thread's work does.
+        blocks: the queries of each group, with their keys.
+        in_parts: whether the query heads of one key head lie in several groups.
+    """
+
+    groups: list[Group]
+    blocks: list[Block]
+    in_parts: bool
+
+
+def make_plan(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> Plan:
+    """Groups of as many heads as make scores of about a piece, but some groups for every thread.
+
+    Args:
+        q: (B, T, H, D), of queries that each see a key. k: (B, S, K, D).
+    """
+    n_items, n_queries, n_heads, _ = q.shape
+    n_keys, n_key_heads = k.shape[1:3]
+    n_sharing = n_heads // n_key_heads
+    workers = 1 if threads.inside_work() else threads.n_threads()
+    in_parts = n_sharing > 1 and n_items * n_key_heads < workers
+    n_stacked = max(1, n_items * n_heads // (2 * workers)) if in_parts else n_sharing
+    blocks = _blocks(n_queries, n_keys, scoring, _query_block(n_stacked))
+    if in_parts:
+        return Plan(_groups_in_parts(n_items, n_key_heads, n_sharing, n_stacked), blocks, in_parts)
+    widest = max(keys.stop - keys.start for block in blocks for keys in block.keys)
+    fit = pieces.PIECE // (min(n_stacked * n_queries, QUERY_BLOCK) * widest)
+    step = max(1, min(fit, n_items * n_key_heads // (4 * workers if workers > 1 else 1)))
+    return Plan(_groups(n_items, n_key_heads, n_sharing, step), blocks, in_parts)
+
+
+def _query_block(n_stacked: int) -> int:
+    """How many queries of so many heads make QUERY_BLOCK rows, about; BLAS likes multiples of 16."""
+    return -(-QUERY_BLOCK // (16 * n_stacked)) * 16
+
+
+def _groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[Group]:
+    """So many key heads each, with all of their query heads."""
+    groups = []
+    for item in range(n_items):
+        for start in range(0, n_key_heads, step):
+            stop = min(start + step, n_key_heads)
+            groups.append(Group(item, slice(start * n_sharing, stop * n_sharing), slice(start, stop)))
+    return groups
+
+
+def _groups_in_parts(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[Group]:
+    """So many query heads of one key head each."""
+    groups = []
+    for item in range(n_items):
+        for key_head in range(n_key_heads):
+            first, last = key_head * n_sharing, (key_head + 1) * n_sharing
+            for start in range(first, last, step):
+                groups.append(Group(item, slice(start, min(start + step, last)), slice(key_head, key_head + 1)))
+    return groups
+
+
+# -------------------------------------------------------------------- layouts
+def heads_first(x: np.ndarray, item: int, heads: slice) -> np.ndarray:
+    """(T, H, D) of one item as (H, T, D), a view."""
+    return x[item, :, heads].transpose(1, 0, 2)
+
+
+def stack(rows: np.ndarray, n_key_heads: int) -> np.ndarray:
+    """(H, T, ...) as (K, H/K * T, ...): the rows of query heads that share a key head, one head after another."""
+    n_heads, n_rows, size = rows.shape
+    return rows.reshape(n_key_heads, n_heads // n_key_heads * n_rows, size)
+
+
+def unstack(rows: np.ndarray, n_heads: int) -> np.ndarray:
+    """And back."""
+    n_key_heads, n_rows, size = rows.shape
+    return rows.reshape(n_heads, n_rows * n_key_heads // n_heads, size)

@@ -1,0 +1,70 @@
+"""Faster versions for NumPy arrays: the same names and results as in `tricycle/kernels/reference`.
+
+Four ideas do the work. Elementwise chains go through memory in pieces that stay in a core's cache, with results
+written into place. Threads share the pieces, the heads and the rows of matrix products; sums over pieces are added
+up in order, so results do not change from run to run. Sums along rows are products with ones, which BLAS does at
+the speed of memory. And exponentials are not shifted by each row's maximum where one look at a whole block says that
+nothing can overflow or vanish.
+"""
+
+from __future__ import annotations
+
+from tricycle import kernels
+from tricycle_accelerators import onednn
+from tricycle_accelerators.cpu import (
+    attention,
+    elementwise,
+    losses,
+    matrices,
+    normalisation,
+    optimisers,
+    recurrence,
+    tables,
+)
+
+
+def register(array: type) -> None:
+    """Offer the versions of oneDNN, where it can be used, and after them those of NumPy with threads.
+
+    `tricycle.kernels` calls it when the first NumPy array comes (the entry point `numpy` in pyproject.toml).
+    """
+    onednn.register(array)
+
+    kernels.operand.on(array)(matrices.operand)
+    kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
+    kernels.matmul.on(array)(matrices.matmul)
+    kernels.batched_matmul.on(array)(matrices.batched_matmul)
+    kernels.sum_rows.on(array)(matrices.sum_rows)
+    kernels.sum_squares.on(array)(matrices.sum_squares)
+
+    kernels.gelu.on(array)(elementwise.gelu)
+    kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
+    kernels.gelu_backward.on(array)(elementwise.gelu_backward)
+    kernels.relu_squared.on(array)(elementwise.relu_squared)
+    kernels.multiply.on(array)(elementwise.multiply)
+    kernels.rotate.on(array)(elementwise.rotate)
+
+    kernels.layer_norm.on(array)(normalisation.layer_norm)
+    kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
+    kernels.embedding_backward.on(array)(tables.embedding_backward)
+    kernels.cross_entropy.on(array)(losses.cross_entropy)
+    kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
+
+    kernels.for_items.on(array)(attention.for_items)
+    kernels.attention.on(array)(attention.attention)
+    kernels.attention_backward.on(array)(attention.attention_backward)
+    kernels.row_attention.on(array)(attention.row_attention)
+    kernels.row_attention_backward.on(array)(attention.row_attention_backward)
+
+    kernels.adamw.on(array)(optimisers.adamw)
+    kernels.orthogonalise.on(array)(optimisers.orthogonalise)
+    kernels.each.on(array)(optimisers.each)
+
+    kernels.repeated.on(array)(recurrence.repeated)
+    kernels.pipeline.on(array)(recurrence.pipeline)
+    kernels.rnn.on(array)(recurrence.rnn)
+    kernels.rnn_backward.on(array)(recurrence.rnn_backward)
+    kernels.gru.on(array)(recurrence.gru)
+    kernels.gru_backward.on(array)(recurrence.gru_backward)
+    kernels.lstm.on(array)(recurrence.lstm)
+    kernels.lstm_backward.on(array)(recurrence.lstm_backward)

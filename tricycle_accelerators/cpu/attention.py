@@ -1,0 +1,499 @@
+"""Attention by threads: some heads of one item each, some queries of these at a time, in memory that grows with tokens.
+
+The query heads that share a key head stand in the rows of one product, so that no key is copied and the gradients of
+keys and values are summed inside the products. Keys that no query sees are not read: a block of queries takes the keys
+from its first query's window to its last query's offset, and only at the two edges of that band something is hidden.
+Exponentials are not shifted by each row's maximum where one look at a whole block says that nothing can overflow or
+vanish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import NotImplementedType
+from typing import NamedTuple
+
+import numpy as np
+
+from tricycle import kernels
+from tricycle.kernels import Scoring
+from tricycle.kernels.reference.attention import Rows, RowsBackward
+from tricycle.kernels.reference.widening import widening, widening_in_place
+from tricycle_accelerators import attention_blocks, pieces, threads
+from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
+
+SHORT = 1600  # scores of a head: with fewer, calls for each item cost more than going through memory again
+
+
+# -------------------------------------------------------------------- what a call computes with
+class _Inputs(NamedTuple):
+    """What attention is made of, without the queries that see no key and the keys that no query sees."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    scoring: Scoring
+    mask: np.ndarray | None
+
+    def of_items(self, items: slice) -> _Inputs:
+        mask = self.mask if self.mask is None or len(self.mask) == 1 else self.mask[items]
+        return self._replace(q=self.q[items], k=self.k[items], v=self.v[items], mask=mask)
+
+    def is_small(self) -> bool:
+        """Whether one batched product over all scores is as good."""
+        n_items, n_queries, n_heads, _ = self.q.shape
+        return n_queries < 16 and n_items * n_heads * n_queries * self.k.shape[1] < pieces.PIECE // 8
+
+    def is_short(self) -> bool:
+        return self.q.shape[1] * self.k.shape[1] <= SHORT
+
+    def in_some_items(self, work: Callable[[slice], None]) -> None:
+        """work(items) for short sequences, several at a time."""
+        (n_items, n_queries, n_heads, _), n_keys = self.q.shape, self.k.shape[1]
+        step = max(1, min(pieces.PIECE // (n_heads * n_queries * n_keys), -(-n_items // threads.n_threads())))
+        threads.parallel(work, [slice(i, i + step) for i in range(0, n_items, step)])
+
+
+class _Seen(NamedTuple):
+    """The queries that see any key, and the keys that any query sees."""
+
+    queries: slice
+    keys: slice
+
+    def inputs(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> _Inputs:
+        if mask is not None:
+            mask = mask[:, :, self.queries if mask.shape[2] > 1 else slice(None), self.keys]
+        moved = scoring.of_part(self.queries.start, self.keys.start)
+        return _Inputs(q[:, self.queries], k[:, self.keys], v[:, self.keys], moved, mask)
+
+    def is_empty(self, q: np.ndarray, k: np.ndarray) -> bool:
+        return self.queries.start == self.queries.stop or not q.size or not k.size
+
+
+def _seen(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> _Seen:
+    queries = scoring.queries_seeing(q.shape[1], k.shape[1])
+    return _Seen(queries, scoring.keys_seen(queries, k.shape[1]))
+
+
+def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> None:
+    """Of (B, T, ...), what lies before and after some tokens."""
+    x[:, : tokens.start] = value
+    x[:, tokens.stop :] = value
+
+
+def for_items(q: np.ndarray, work: Callable[[slice], None]) -> NotImplementedType | None:
+    if len(q) < threads.n_threads():  # better shared by what is done inside
+        return NotImplemented
+    threads.parallel(work, [slice(i, i + 1) for i in range(len(q))])
+    return None
+
+
+# -------------------------------------------------------------------- scores of a group
+class _Triangles(NamedTuple):
+    """What is added to a square of scores at the two edges of the band: 0, and -inf after, or up to, the diagonal."""
+
+    later: np.ndarray
+    earlier: np.ndarray
+
+
+def _triangles(blocks: list[Block], dtype: np.dtype) -> _Triangles:
+    longest = max(block.queries.stop - block.queries.start for block in blocks)
+    whole = np.full((longest, longest), -np.inf, dtype)
+    return _Triangles(np.triu(whole, 1), np.tril(whole))
+
+
+class _Heads(NamedTuple):
+    """What a group computes with.
+
+    Attributes:
+        queries: (H, T, D), times the scale.
+        keys, values: (K, S, D) and (K, S, E).
+        mask: (H or 1, T or 1, S), or None.
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    mask: np.ndarray | None
+    cap: float | None
+    triangles: _Triangles
+
+    def stack(self, rows: np.ndarray) -> np.ndarray:
+        return stack(rows, len(self.keys))
+
+    def unstack(self, rows: np.ndarray) -> np.ndarray:
+        return unstack(rows, len(self.queries))
+
+    def capped_scores(self, block: Block, seen: slice) -> np.ndarray:
+        """(H, T, S) of a block, with nothing hidden."""
+        products = self.stack(self.queries[:, block.queries]) @ self.keys[:, seen].swapaxes(1, 2)
+        if self.cap is not None:
+            products /= self.cap
+            np.tanh(products, out=products)
+            products *= self.cap
+        return self.unstack(products)
+
+    def slope(self, capped: np.ndarray) -> np.ndarray | None:
+        """The derivative of scores by those before the cap; None where there is no cap."""
+        if self.cap is None:
+            return None
+        slope = capped / self.cap
+        slope *= slope
+        return np.subtract(1, slope, out=slope)
+
+    def hide(self, scores: np.ndarray, block: Block, seen: slice) -> None:
+        """In place, by the mask and at the edges of the band."""
+        n_queries = scores.shape[1]
+        if self.mask is not None:
+            scores += self.mask[:, block.queries, seen] if self.mask.shape[1] > 1 else self.mask[:, :, seen]
+        if block.diagonal is not None and block.diagonal < seen.stop:
+            start = max(seen.start, block.diagonal)
+            columns = slice(start - block.diagonal, seen.stop - block.diagonal)
+            scores[:, :, start - seen.start :] += self.triangles.later[:n_queries, columns]
+        if block.edge is not None and seen.start < block.edge + n_queries:
+            stop = min(seen.stop, block.edge + n_queries)
+            columns = slice(seen.start - block.edge, stop - block.edge)
+            scores[:, :, : stop - seen.start] += self.triangles.earlier[:n_queries, columns]
+
+    def scores(self, block: Block, seen: slice) -> np.ndarray:
+        """(H, T, S) of a block, -inf where a key is hidden."""
+        scores = self.capped_scores(block, seen)
+        self.hide(scores, block, seen)
+        return scores
+
+    def mix(self, weights: np.ndarray, seen: slice) -> np.ndarray:
+        """(H, T, S) and values to (H, T, E)."""
+        return self.unstack(self.stack(weights) @ self.values[:, seen])
+
+
+def _heads(inputs: _Inputs, group: Group, triangles: _Triangles) -> _Heads:
+    mask = inputs.mask
+    if mask is not None:
+        mask = mask[min(group.item, len(mask) - 1), group.heads if mask.shape[1] > 1 else slice(None)]
+    return _Heads(
+        heads_first(inputs.q, group.item, group.heads) * inputs.q.dtype.type(inputs.scoring.scale),
+        heads_first(inputs.k, group.item, group.key_heads),
+        heads_first(inputs.v, group.item, group.key_heads),
+        mask,
+        inputs.scoring.cap,
+        triangles,
+    )
+
+
+# -------------------------------------------------------------------- softmax
+@widening(1)
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool, mask: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+    log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
+    seen = _seen(q, k, scoring)
+    _fill_outside(out, seen.queries, 0)
+    _fill_outside(log_total.transpose(0, 2, 1), seen.queries, 0 if nothing else -np.inf)
+    if not seen.is_empty(q, k):
+        inputs = seen.inputs(q, k, v, scoring, mask)
+        _attend(inputs, nothing, out[:, seen.queries], log_total[:, :, seen.queries])
+    return out, log_total
+
+
+def _attend(inputs: _Inputs, nothing: bool, out: np.ndarray, log_total: np.ndarray) -> None:
+    """Into out (B, T, H, E) and log_total (B, H, T)."""
+
+    def attend_items(items: slice) -> None:
+        q, k, v, scoring, mask = inputs.of_items(items)
+        out[items], log_total[items] = kernels.attention.plain(q, k, v, scoring, nothing, mask)
+
+    if inputs.is_small():
+        with threads.one_blas_thread():
+            attend_items(slice(None))
+    elif inputs.is_short():
+        inputs.in_some_items(attend_items)
+    else:
+        _attend_by_blocks(inputs, nothing, out, log_total)
+
+
+def _attend_by_blocks(inputs: _Inputs, nothing: bool, out: np.ndarray, log_total: np.ndarray) -> None:
+    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.scoring)
+    triangles = _triangles(plan.blocks, inputs.q.dtype)
+
+    def work(group: Group) -> None:
+        heads = _heads(inputs, group, triangles)
+        results = heads_first(out, group.item, group.heads)
+        for block in plan.blocks:
+            mixed, total, shift = _exponentials(heads, block, nothing)
+            if nothing:
+                total = total + np.exp(-shift)
+            empty = total == 0
+            total = np.where(empty, 1, total)
+            np.divide(mixed, total[..., None], out=results[:, block.queries])
+            log_total[group.item, group.heads, block.queries] = np.where(empty, -np.inf, np.log(total) + shift)
+
+    threads.parallel(work, plan.groups)
+
+
+def _exponentials(heads: _Heads, block: Block, nothing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of e^(score - shift): their products with the values (H, T, E), their sums (H, T), and the shift (H, T) or ()."""
+    found = _exponentials_as_they_are(heads, block)
+    no_shift = np.zeros((), heads.queries.dtype)
+    if found is not None and (nothing or found[1].min() > 1 / pieces.MOST):
+        return *found, no_shift
+    scores = heads.scores(block, block.seen)
+    shift = scores.max(axis=-1)
+    shift = np.maximum(shift, 0) if nothing else np.where(np.isneginf(shift), 0, shift)
+    scores -= shift[..., None]
+    weights = np.exp(scores, out=scores)
+    return heads.mix(weights, block.seen), weights.sum(axis=-1), shift
+
+
+def _exponentials_as_they_are(heads: _Heads, block: Block) -> tuple[np.ndarray, np.ndarray] | None:
+    """The same without a shift; None where one could overflow."""
+    bounded = heads.cap is not None and heads.cap < pieces.SAFE_EXPONENT and heads.mask is None
+    ones = np.ones(block.seen.stop - block.seen.start, heads.queries.dtype)
+    mixed = total = np.zeros((), heads.queries.dtype)
+    for seen in block.keys:
+        scores = heads.scores(block, seen)
+        if not bounded and not scores.max() < pieces.SAFE_EXPONENT:
+            return None
+        weights = np.exp(scores, out=scores)
+        total = total + weights @ ones[: seen.stop - seen.start]
+        mixed = mixed + heads.mix(weights, seen)
+    return mixed, total
+
+
+@widening_in_place(7, 8, 9)
+def attention_backward(
+    grad: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    log_total: np.ndarray,
+    scoring: Scoring,
+    dq: np.ndarray,
+    dk: np.ndarray,
+    dv: np.ndarray,
+    mask: np.ndarray | None = None,
+) -> None:
+    seen = _seen(q, k, scoring)
+    _fill_outside(dq, seen.queries, 0)
+    _fill_outside(dk, seen.keys, 0)
+    _fill_outside(dv, seen.keys, 0)
+    if seen.is_empty(q, k):
+        return
+    inputs = seen.inputs(q, k, v, scoring, mask)
+    upstream = _Upstream(grad[:, seen.queries], out[:, seen.queries], log_total[:, :, seen.queries])
+    gradients = _Gradients(dq[:, seen.queries], dk[:, seen.keys], dv[:, seen.keys])
+
+    def differentiate_items(items: slice) -> None:
+        q, k, v, scoring, mask = inputs.of_items(items)
+        grad, out, log_total = (array[items] for array in upstream)
+        dq, dk, dv = (array[items] for array in gradients)
+        kernels.attention_backward.plain(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask)
+
+    if inputs.is_small():
+        with threads.one_blas_thread():
+            differentiate_items(slice(None))
+    elif inputs.is_short():
+        inputs.in_some_items(differentiate_items)
+    else:
+        _add_up_gradients(inputs, gradients, lambda group, heads: _SoftmaxBackward(group, heads, upstream))
+
+
+class _Upstream(NamedTuple):
+    """What the backward of softmax is given beside the inputs: (B, T, H, E) twice, and (B, H, T)."""
+
+    grad: np.ndarray
+    out: np.ndarray
+    log_total: np.ndarray
+
+
+class _SoftmaxBackward:
+    """Makes the scores and weights of a group's blocks anew, and adds up gradients."""
+
+    def __init__(self, group: Group, heads: _Heads, upstream: _Upstream) -> None:
+        grad = upstream.grad[group.item, :, group.heads]
+        out = upstream.out[group.item, :, group.heads]
+        # One column more takes a subtraction into a product: [dy, -y.dy] [v, 1]^T = dy v^T - y.dy
+        self.values, self.grads = _one_more(heads.values), _one_more(grad.transpose(1, 0, 2))
+        self.values[..., -1] = 1
+        np.negative(np.vecdot(grad, out).T, out=self.grads[..., -1])
+        self.log_total = upstream.log_total[group.item, group.heads, :, None]
+        self.heads = heads
+
+    def add(self, block: Block, sums: _Sums) -> np.ndarray:
+        """The gradient of the scaled queries (H, T, D); adds those of keys and values to their sums."""
+        heads, log_total = self.heads, self.log_total[:, block.queries]
+        log_total = np.where(np.isneginf(log_total), 0, log_total)
+        safe = np.abs(log_total).max() < pieces.SAFE_EXPONENT
+        grads = self.grads[:, block.queries]
+        if safe:  # dividing the few gradients by the totals saves subtracting their logs from all scores
+            grads *= np.exp(-log_total)
+        grads, queries = heads.stack(grads), heads.stack(heads.queries[:, block.queries])
+        query_sum = np.zeros((), queries.dtype)
+        for seen in block.keys:
+            scores = heads.capped_scores(block, seen)
+            slope = heads.slope(scores)
+            heads.hide(scores, block, seen)
+            if not safe:
+                scores -= log_total
+            weights = heads.stack(np.exp(scores, out=scores))
+            sums.values[:, seen] += weights.swapaxes(1, 2) @ grads[..., :-1]
+            dscores = grads @ self.values[:, seen].swapaxes(1, 2)
+            dscores *= weights
+            if slope is not None:
+                dscores *= heads.stack(slope)
+            sums.keys[:, seen] += dscores.swapaxes(1, 2) @ queries
+            query_sum = query_sum + dscores @ heads.keys[:, seen]
+        return heads.unstack(query_sum)
+
+
+def _one_more(x: np.ndarray) -> np.ndarray:
+    """(H, T, D) as (H, T, D + 1) with room in the last column."""
+    wider = np.empty((*x.shape[:-1], x.shape[-1] + 1), x.dtype)
+    wider[..., :-1] = x
+    return wider
+
+
+# -------------------------------------------------------------------- any function of rows
+@widening(1)
+def row_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, rows: Rows, mask: np.ndarray | None = None
+) -> np.ndarray:
+    """Whole rows of scores, but for few queries at a time."""
+    out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+    seen = _seen(q, k, scoring)
+    _fill_outside(out, seen.queries, 0)
+    if seen.is_empty(q, k):
+        return out
+    inputs, out_seen = seen.inputs(q, k, v, scoring, mask), out[:, seen.queries]
+    if inputs.is_small():
+        q, k, v, scoring, mask = inputs
+        with threads.one_blas_thread():
+            out_seen[...] = kernels.row_attention.plain(q, k, v, scoring, rows, mask)
+    else:
+        _row_attention_by_blocks(inputs, rows, out_seen)
+    return out
+
+
+def _row_attention_by_blocks(inputs: _Inputs, rows: Rows, out: np.ndarray) -> None:
+    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.scoring)
+    triangles = _triangles(plan.blocks, inputs.q.dtype)
+
+    def work(group: Group) -> None:
+        heads = _heads(inputs, group, triangles)
+        results = heads_first(out, group.item, group.heads)
+        for block in plan.blocks:
+            weights = rows(heads.scores(block, block.seen))
+            results[:, block.queries] = heads.mix(weights, block.seen)
+
+    threads.parallel(work, plan.groups)
+
+
+@widening_in_place(7, 8, 9)
+def row_attention_backward(
+    grad: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scoring: Scoring,
+    rows: Rows,
+    rows_backward: RowsBackward,
+    dq: np.ndarray,
+    dk: np.ndarray,
+    dv: np.ndarray,
+    mask: np.ndarray | None = None,
+) -> None:
+    seen = _seen(q, k, scoring)
+    _fill_outside(dq, seen.queries, 0)
+    _fill_outside(dk, seen.keys, 0)
+    _fill_outside(dv, seen.keys, 0)
+    if seen.is_empty(q, k):
+        return
+    inputs, grad = seen.inputs(q, k, v, scoring, mask), grad[:, seen.queries]
+    gradients = _Gradients(dq[:, seen.queries], dk[:, seen.keys], dv[:, seen.keys])
+    if inputs.is_small():
+        q, k, v, scoring, mask = inputs
+        with threads.one_blas_thread():
+            kernels.row_attention_backward.plain(grad, q, k, v, scoring, rows, rows_backward, *gradients, mask)
+        return
+
+    def backward_of(group: Group, heads: _Heads) -> _RowsBackward:
+        return _RowsBackward(heads, heads_first(grad, group.item, group.heads), rows, rows_backward)
+
+    _add_up_gradients(inputs, gradients, backward_of)
+
+
+class _RowsBackward(NamedTuple):
+    """The gradients of a group's blocks, for weights that are any function of rows of scores; grads: (H, T, E)."""
+
+    heads: _Heads
+    grads: np.ndarray
+    rows: Rows
+    rows_backward: RowsBackward
+
+    def add(self, block: Block, sums: _Sums) -> np.ndarray:
+        """The gradient of the scaled queries (H, T, D); adds those of keys and values to their sums."""
+        heads, seen = self.heads, block.seen
+        scores = heads.capped_scores(block, seen)
+        slope = heads.slope(scores)
+        heads.hide(scores, block, seen)
+        weights = self.rows(scores)
+        grads = heads.stack(self.grads[:, block.queries])
+        sums.values[:, seen] += heads.stack(weights).swapaxes(1, 2) @ grads
+        dweights = heads.unstack(grads @ heads.values[:, seen].swapaxes(1, 2))
+        dscores = self.rows_backward(dweights, scores, weights)
+        dproducts = heads.stack(dscores if slope is None else dscores * slope)
+        sums.keys[:, seen] += dproducts.swapaxes(1, 2) @ heads.stack(heads.queries[:, block.queries])
+        return heads.unstack(dproducts @ heads.keys[:, seen])
+
+
+# -------------------------------------------------------------------- sums of gradients
+class _Gradients(NamedTuple):
+    """Where the gradients of queries, keys and values go: (B, T, H, D), (B, S, K, D) and (B, S, K, E)."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+class _Sums(NamedTuple):
+    """Over the queries of a group, for keys (K, S, D) and values (K, S, E)."""
+
+    keys: np.ndarray
+    values: np.ndarray
+
+
+def _add_up_gradients(
+    inputs: _Inputs, gradients: _Gradients, backward_of: Callable[[Group, _Heads], _SoftmaxBackward | _RowsBackward]
+) -> None:
+    """Each group's gradients by its blocks; what several groups give to one key head is added up in order."""
+    plan = attention_blocks.make_plan(inputs.q, inputs.k, inputs.scoring)
+    triangles = _triangles(plan.blocks, inputs.q.dtype)
+    scale = inputs.q.dtype.type(inputs.scoring.scale)
+    parts: list[_Sums | None] = [None] * len(plan.groups)
+
+    def work(i: int) -> None:
+        group = plan.groups[i]
+        heads = _heads(inputs, group, triangles)
+        backward = backward_of(group, heads)
+        sums = _Sums(np.zeros(heads.keys.shape, heads.keys.dtype), np.zeros(heads.values.shape, heads.values.dtype))
+        dq = heads_first(gradients.dq, group.item, group.heads)
+        for block in plan.blocks:
+            np.multiply(backward.add(block, sums), scale, out=dq[:, block.queries])
+        if plan.in_parts:
+            parts[i] = sums
+        else:
+            heads_first(gradients.dk, group.item, group.key_heads)[...] = sums.keys
+            heads_first(gradients.dv, group.item, group.key_heads)[...] = sums.values
+
+    threads.parallel(work, range(len(plan.groups)))
+    if plan.in_parts:
+        _add_parts(plan.groups, [sums for sums in parts if sums is not None], gradients)
+
+
+def _add_parts(groups: list[Group], parts: list[_Sums], gradients: _Gradients) -> None:
+    gradients.dk[...] = 0
+    gradients.dv[...] = 0
+    for group, sums in zip(groups, parts):
+        heads_first(gradients.dk, group.item, group.key_heads)[...] += sums.keys
+        heads_first(gradients.dv, group.item, group.key_heads)[...] += sums.values

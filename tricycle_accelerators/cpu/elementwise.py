@@ -1,0 +1,106 @@
+"""Elementwise chains in pieces that stay in a core's cache, with results written into place."""
+
+from __future__ import annotations
+
+from types import NotImplementedType
+from typing import Any
+
+import numpy as np
+
+from tricycle import kernels
+from tricycle.kernels.reference.elementwise import SQRT_2_OVER_PI
+from tricycle.kernels.reference.widening import is_narrow, widening
+from tricycle_accelerators import pieces, threads
+
+
+@widening(1)
+def gelu(x: np.ndarray) -> np.ndarray:
+    return _gelu(x, None)
+
+
+@widening(2)
+def gelu_with_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    slope = np.empty(x.shape, x.dtype)
+    return _gelu(x, slope), slope
+
+
+def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> Any:
+    if slope is None and x is not None:
+        _, slope = gelu_with_slope(x)
+    return kernels.multiply(grad, slope)
+
+
+def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
+    flat = np.ascontiguousarray(x).reshape(-1)
+    y = np.empty_like(flat)
+    slopes = None if slope is None else slope.reshape(-1)
+
+    def work(piece: slice) -> None:
+        a, out = flat[piece], y[piece]
+        square = a * a
+        gate = square * (0.044715 * SQRT_2_OVER_PI)
+        gate += SQRT_2_OVER_PI
+        gate *= a
+        np.tanh(gate, out=gate)
+        gate *= 0.5
+        gate += 0.5
+        np.multiply(a, gate, out=out)
+        if slopes is not None:  # gate (1 + (1 - gate) u'), where tanh(u / 2) gave the gate
+            square *= 6 * 0.044715 * SQRT_2_OVER_PI
+            square += 2 * SQRT_2_OVER_PI
+            square *= a
+            rest = np.subtract(1, gate, out=slopes[piece])
+            rest *= square
+            rest += 1
+            rest *= gate
+
+    threads.parallel(work, pieces.cut(flat.size))
+    return y.reshape(x.shape)
+
+
+def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    flat = np.ascontiguousarray(x).reshape(-1)
+    y = np.empty_like(flat)
+    slope = np.empty_like(flat)
+
+    def work(piece: slice) -> None:
+        positive = np.maximum(flat[piece], 0, out=slope[piece])
+        np.multiply(positive, positive, out=y[piece])
+        positive *= 2
+
+    threads.parallel(work, pieces.cut(flat.size))
+    return y.reshape(x.shape), slope.reshape(x.shape)
+
+
+def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedType:
+    """Large arrays go through memory once, by all threads."""
+    if a.size < 2 * pieces.PIECE or a.shape != b.shape or not (a.flags.c_contiguous and b.flags.c_contiguous):
+        return NotImplemented
+    if is_narrow(a) or is_narrow(b):
+        return NotImplemented
+    out = np.empty(a.shape, np.result_type(a, b))
+    flat_a, flat_b, flat_out = (array.reshape(-1) for array in (a, b, out))
+
+    def work(piece: slice) -> None:
+        np.multiply(flat_a[piece], flat_b[piece], out=flat_out[piece])
+
+    threads.parallel(work, pieces.cut(a.size))
+    return out
+
+
+@widening(1)
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """A thread takes an item at a time."""
+    half = x.shape[-1] // 2
+    y = np.empty(x.shape, x.dtype)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+
+    def work(i: int) -> None:
+        first, second = x[i, ..., :half], x[i, ..., half:]
+        np.multiply(first, cos, out=y[i, ..., :half])
+        np.multiply(second, cos, out=y[i, ..., half:])
+        y[i, ..., :half] -= second * sin
+        y[i, ..., half:] += first * sin
+
+    threads.parallel(work, range(len(x)))
+    return y

@@ -1,0 +1,146 @@
+"""Matrix products shared by threads, and sums from pieces."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from types import NotImplementedType
+from typing import Any
+
+import numpy as np
+
+from tricycle import kernels
+from tricycle.kernels.reference.widening import is_narrow, widening
+from tricycle_accelerators import pieces, threads
+from tricycle_accelerators.onednn import library
+
+SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
+
+
+def operand(x: np.ndarray, precision: str) -> np.ndarray:
+    """x itself, with a warning where 16 bits are asked for: oneDNN has declined, or is not there."""
+    if precision in ("bfloat16", "float16"):
+        _say_why(precision)
+    return x
+
+
+def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
+    return kernels.operand(x, precision), sum_rows(x)
+
+
+@cache
+def _say_why(precision: str) -> None:
+    why = library.problem() if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
+    warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
+
+
+# -------------------------------------------------------------------- products
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> np.ndarray | NotImplementedType:
+    """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
+    if is_narrow(a) or is_narrow(b):
+        return NotImplemented
+    n_rows, n_inner = a.shape
+    n_columns = b.shape[1]
+    few = n_rows * n_inner * n_columns < SMALL_PRODUCT
+    if few or not threads.blas_libraries() or threads.inside_work():
+        with _unshared(n_rows, n_inner, n_columns):
+            return kernels.matmul.plain(a, b, bias, out, dtype)
+    if n_inner >= 2 * max(n_rows, n_columns) and out is None:
+        product = _by_terms(a, b, bias)
+    elif n_rows >= n_columns:
+        product = _by_rows(a, b, bias, out)
+    else:
+        product = _by_columns(a, b, bias, out)
+    return product if dtype is None else product.astype(dtype, copy=False)
+
+
+def _by_terms(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    n_inner = a.shape[1]
+    terms = pieces.parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
+    product: np.ndarray = pieces.sum_over(lambda part: a[:, part] @ b[part], terms)
+    if bias is not None:
+        product += bias
+    return product
+
+
+def _by_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None) -> np.ndarray:
+    product = np.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
+
+    def work(part: slice) -> None:
+        np.matmul(a[part], b, out=product[part])
+        if bias is not None:
+            product[part] += bias
+
+    threads.parallel(work, pieces.parts(len(a), 512))
+    return product
+
+
+def _by_columns(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None) -> np.ndarray:
+    product = np.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
+
+    def work(part: slice) -> None:
+        np.matmul(a, b[:, part], out=product[:, part])
+        if bias is not None:
+            product[:, part] += bias[part]
+
+    threads.parallel(work, pieces.parts(b.shape[1], 512))
+    return product
+
+
+def _unshared(n_rows: int, n_inner: int, n_columns: int) -> AbstractContextManager[None]:
+    """BLAS in one thread for a product that it might share, which costs more than a small one: it shares products of
+    matrices of more than 2^18 multiplications and of a vector of more than 9,216.
+    """
+    n_multiplications = n_rows * n_inner * n_columns
+    most = SMALL_PRODUCT // 2 if min(n_rows, n_columns) > 1 else 4096
+    return nullcontext() if n_multiplications < most else threads.one_blas_thread()
+
+
+def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedType:
+    """Threads take some of the products each."""
+    if is_narrow(a) or is_narrow(b) or not a.size or not b.size:
+        return NotImplemented
+    n_rows, n_inner = a.shape[-2:]
+    n_columns = b.shape[-1]
+    if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):
+        return matmul(a, b)
+    if a.size * n_columns < 2 * SMALL_PRODUCT or threads.inside_work():
+        with _unshared(n_rows, n_inner, n_columns):
+            return kernels.batched_matmul.plain(a, b)
+    out = np.empty((*a.shape[:-1], n_columns), np.result_type(a, b))
+    items_a, items_b, items_out = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, out))
+
+    def multiply_items(part: slice) -> None:
+        np.matmul(items_a[part], items_b[part], out=items_out[part])
+
+    step = max(1, -(-len(items_out) // (2 * threads.n_threads())))
+    threads.parallel(multiply_items, [slice(start, start + step) for start in range(0, len(items_out), step)])
+    return out
+
+
+# -------------------------------------------------------------------- sums
+@widening(0)
+def sum_rows(x: np.ndarray) -> np.ndarray:
+    if not len(x):
+        return kernels.sum_rows.plain(x)
+    sums: np.ndarray = pieces.sum_over(lambda piece: pieces.ones(len(x[piece]), x) @ x[piece], pieces.cut(*x.shape))
+    return sums
+
+
+@widening(0)
+def sum_squares(x: np.ndarray) -> np.ndarray:
+    """From pieces: BLAS adds up a long vector in another order with another number of threads."""
+    if x.size < pieces.PIECE:
+        with _unshared(1, x.size, 1):
+            return kernels.sum_squares.plain(x)
+    flat = x.reshape(-1)
+    total: np.ndarray = pieces.sum_over(lambda piece: np.asarray(flat[piece] @ flat[piece]), pieces.cut(flat.size))
+    return total

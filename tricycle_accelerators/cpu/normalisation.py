@@ -1,0 +1,72 @@
+"""Layer norm and RMS norm, some rows at a time."""
+
+from __future__ import annotations
+
+from types import NotImplementedType
+
+import numpy as np
+
+from tricycle.kernels.reference.widening import is_narrow, widening
+from tricycle_accelerators import pieces, threads
+
+
+@widening(1)
+def layer_norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    y = np.empty_like(rows)
+    mean = np.zeros((len(rows), 1), x.dtype)
+    scale = np.empty((len(rows), 1), x.dtype)
+    average = pieces.ones(rows.shape[1], x) / max(1, rows.shape[1])
+
+    def work(piece: slice) -> None:
+        out, spread = y[piece], scale[piece, 0]
+        if centred:
+            np.matmul(rows[piece], average, out=mean[piece, 0])
+            np.subtract(rows[piece], mean[piece], out=out)
+        else:
+            out[...] = rows[piece]
+        np.vecdot(out, out, out=spread)
+        spread /= rows.shape[1]
+        spread += eps
+        np.sqrt(spread, out=spread)
+        np.divide(1, spread, out=spread)
+        out *= scale[piece]
+        out *= gain
+        if bias is not None:
+            out += bias
+
+    threads.parallel(work, pieces.cut(*rows.shape))
+    statistics = (*x.shape[:-1], 1)
+    return y.reshape(x.shape), mean.reshape(statistics), scale.reshape(statistics)
+
+
+@widening(1)
+def layer_norm_backward(
+    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | NotImplementedType:
+    if not x.size or is_narrow(x):
+        return NotImplemented
+    rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
+    mean = mean.reshape(-1, 1)
+    scale = scale.reshape(-1, 1)
+    dx = np.empty_like(rows)
+    average = pieces.ones(rows.shape[1], x) / max(1, rows.shape[1])
+
+    def work(piece: slice) -> np.ndarray:
+        out, spread = dx[piece], scale[piece]
+        difference = rows[piece] - mean[piece] if centred else rows[piece].copy()
+        dbias = pieces.ones(len(out), x) @ row_grads[piece]
+        np.multiply(row_grads[piece], difference, out=out)
+        dgain = spread[:, 0] @ out
+        np.multiply(row_grads[piece], gain, out=out)
+        difference *= np.vecdot(out, difference)[:, None] * spread * spread / rows.shape[1]
+        if centred:
+            out -= (out @ average)[:, None]
+        out -= difference
+        out *= spread
+        return np.stack([dgain, dbias])
+
+    dgain, dbias = pieces.sum_over(work, pieces.cut(*rows.shape))
+    return dx.reshape(x.shape), dgain, dbias

@@ -1,0 +1,268 @@
+"""Attention on a GPU through cuDNN, over queries, keys and values that lie in one packed array: nothing is copied.
+
+cuDNN's kernels keep no matrix of scores (Dao et al. 2022, "FlashAttention"). They take floats of 16 bits, plain softmax
+and softmax1 (whose "nothing" is put in afterwards), causal or not. What they do not take is left to the caller.
+
+Needs the packages nvidia-cudnn-frontend and nvidia-cudnn-cu12 or -cu13 (the extras cudnn12 and cudnn13).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from functools import cache
+from typing import Any, NamedTuple
+
+from tricycle.devices import Array
+from tricycle.kernels import Scoring
+
+KINDS = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # names of dtypes, and what cuDNN calls them
+TOKENS = 64  # sequences of multiples of it: each length needs a graph of its own, which takes a while to build
+ALIGNED = 16  # bytes, of addresses and steps
+MOST_GRAPHS = 64
+# Sums of dq in a fixed order, so that training gives the same bits in every run; without it the backward is faster.
+DETERMINISTIC = True
+
+
+@cache
+def problem() -> str | None:
+    """Why cuDNN's attention cannot be used here, in one line; None when it can (on a GPU)."""
+    try:
+        import cudnn
+    except ImportError:
+        return "cuDNN's frontend is not installed (pip install 'tricycle-gpt[cudnn13]', or [cudnn12])"
+    except (OSError, RuntimeError) as error:
+        return f"cuDNN cannot be loaded: {' '.join(str(error).split())}"
+    try:
+        cudnn.backend_version()
+    except RuntimeError as error:
+        return f"cuDNN's library is not installed (pip install nvidia-cudnn-cu13, or -cu12): {error}"
+    return None
+
+
+def version() -> str:
+    """Of cuDNN and its frontend."""
+    import cudnn
+
+    return f"cuDNN {cudnn.backend_version()}, frontend {cudnn.__version__}"
+
+
+# -------------------------------------------------------------------- what is asked for: pure, without a GPU
+Steps = tuple[int, int, int, int]
+
+
+class Shape(NamedTuple):
+    """Everything that decides a graph: sizes (B, T, H, D), and the steps in elements along B, H, T and D of each array.
+
+    Attributes:
+        scale: scores are scale * q . k.
+        dtype: its name.
+        steps: of q, k and v; in the backward also of out, its gradient, dq, dk and dv.
+    """
+
+    n_items: int
+    n_tokens: int
+    n_heads: int
+    size: int
+    causal: bool
+    scale: float
+    dtype: str
+    steps: tuple[Steps, ...]
+
+
+def steps_of(x: Array) -> Steps:
+    """Of an array (B, T, H, D), in cuDNN's order of axes: B, H, T, D."""
+    b, t, h, d = (step // x.dtype.itemsize for step in x.strides)
+    return b, h, t, d
+
+
+def shape_of(q: Array, scoring: Scoring, *others: Array) -> Shape | None:
+    """The shape of attention over these arrays (B, T, H, D); None where cuDNN does not take them.
+
+    It is not asked for fewer key heads than query heads, windows and caps.
+    """
+    n_items, n_tokens, n_heads, size = q.shape
+    arrays = (q, *others)
+    fits = q.dtype.name in KINDS and size % 8 == 0 and size <= 128 and n_tokens % TOKENS == 0
+    fits = fits and scoring.offset in (0, None) and scoring.window is None and scoring.cap is None
+    fits = fits and 0 not in q.shape
+    fits = fits and all(x.shape == q.shape and x.dtype == q.dtype for x in others)
+    if not fits or not all(_aligned(x) for x in arrays):
+        return None
+    steps = tuple(steps_of(x) for x in arrays)
+    causal = scoring.offset is not None
+    return Shape(n_items, n_tokens, n_heads, size, causal, scoring.scale, q.dtype.name, steps)
+
+
+def _aligned(x: Array) -> bool:
+    whole = x.strides[-1] == x.dtype.itemsize and all(step % ALIGNED == 0 for step in x.strides[:-1])
+    return whole and x.data.ptr % ALIGNED == 0
+
+
+# -------------------------------------------------------------------- graphs
+class Graph(NamedTuple):
+    """One of cuDNN's graphs, and its arrays in the order in which `run` takes them."""
+
+    graph: Any
+    arrays: tuple[Any, ...]
+
+
+def forward_graph(shape: Shape, **target: Any) -> Graph:
+    """q, k and v to the output, contiguous (B, T, H, D), and the log of each row's sum of exponentials (B, H, T).
+
+    Args:
+        target: what `cudnn.pygraph` must be told of the GPU, if there is none (sm_version), or its handle.
+    """
+    graph, arrays, kind = _new_graph(shape, ("q", "k", "v"), **target)
+    out, totals = graph.sdpa(*arrays, generate_stats=True, name="attention", **_how(shape))
+    _is_result(out, shape, contiguous(shape), kind)
+    _is_result(totals, shape._replace(size=1), _steps_of_totals(shape), _data_type("FLOAT"))
+    return Graph(graph, (*arrays, out, totals))
+
+
+def backward_graph(shape: Shape, **target: Any) -> Graph:
+    """q, k, v, the output, its gradient and the logs to dq, dk and dv."""
+    graph, arrays, kind = _new_graph(shape, ("q", "k", "v", "out", "grad"), **target)
+    sizes, steps = _sizes(shape._replace(size=1)), _steps_of_totals(shape)
+    totals = graph.tensor(name="totals", dim=sizes, stride=steps, data_type=_data_type("FLOAT"))
+    how = {**_how(shape), "use_deterministic_algorithm": DETERMINISTIC}
+    results = graph.sdpa_backward(*arrays, totals, name="attention_backward", **how)
+    for result, place in zip(results, shape.steps[5:]):
+        _is_result(result, shape, place, kind)
+    return Graph(graph, (*arrays, totals, *results))
+
+
+def _new_graph(shape: Shape, names: tuple[str, ...], **target: Any) -> tuple[Any, list[Any], Any]:
+    import cudnn
+
+    kind, wide = _data_type(KINDS[shape.dtype]), _data_type("FLOAT")
+    graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, **target)
+    sizes = _sizes(shape)
+    arrays = [
+        graph.tensor(name=name, dim=sizes, stride=steps, data_type=kind) for name, steps in zip(names, shape.steps)
+    ]
+    return graph, arrays, kind
+
+
+def _how(shape: Shape) -> dict[str, Any]:
+    return {"attn_scale": shape.scale, "use_causal_mask": shape.causal}
+
+
+def _data_type(name: str) -> Any:
+    import cudnn
+
+    return getattr(cudnn.data_type, name)
+
+
+def _sizes(shape: Shape) -> Steps:
+    return shape.n_items, shape.n_heads, shape.n_tokens, shape.size
+
+
+def contiguous(shape: Shape) -> Steps:
+    """The steps of an array (B, T, H, D) without gaps."""
+    return shape.n_tokens * shape.n_heads * shape.size, shape.size, shape.n_heads * shape.size, 1
+
+
+def _steps_of_totals(shape: Shape) -> Steps:
+    return shape.n_heads * shape.n_tokens, shape.n_tokens, 1, 1
+
+
+def _is_result(tensor: Any, shape: Shape, steps: Steps, kind: Any) -> None:
+    tensor.set_output(True).set_data_type(kind).set_dim(_sizes(shape)).set_stride(steps)
+
+
+# -------------------------------------------------------------------- on a device
+_graphs: dict[tuple[Any, ...], Graph | None] = {}
+_here = threading.local()  # a handle belongs to one thread
+
+
+def _handle() -> Any:
+    """cuDNN's handle of this thread and device, on CuPy's current stream."""
+    import cudnn
+    import cupy
+
+    device = cupy.cuda.runtime.getDevice()
+    handles = vars(_here).setdefault("handles", {})
+    if device not in handles:
+        handles[device] = cudnn.create_handle()
+    cudnn.set_stream(handle=handles[device], stream=cupy.cuda.get_current_stream().ptr)
+    return handles[device]
+
+
+def _ready(make: Any, shape: Shape) -> Graph | None:
+    """The graph for a shape, built at most once in each thread; None where cuDNN knows no way."""
+    import cudnn
+    import cupy
+
+    key = make.__name__, shape, cupy.cuda.runtime.getDevice(), threading.get_ident()
+    if key not in _graphs:
+        if len(_graphs) >= MOST_GRAPHS:
+            _graphs.clear()
+        try:
+            found = make(shape, handle=_handle())
+            found.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        except cudnn.cudnnGraphNotSupportedError:
+            found = None
+        except RuntimeError as error:  # a library that is broken or too old: slower, but nobody need stop
+            said = " ".join(str(error).split())
+            warnings.warn(f"cuDNN's attention failed, so another kernel is used: {said}", stacklevel=2)
+            found = None
+        _graphs[key] = found
+    return _graphs[key]
+
+
+def _run(ready: Graph, arrays: tuple[Array, ...]) -> None:
+    import cupy
+
+    # on one stream memory that is given back serves whatever comes later
+    workspace = cupy.empty(max(1, ready.graph.get_workspace_size()), cupy.uint8)
+    addresses = {tensor: array.data.ptr for tensor, array in zip(ready.arrays, arrays)}
+    ready.graph.execute(addresses, workspace.data.ptr, handle=_handle())
+
+
+def forward(
+    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None
+) -> tuple[Array, Array] | None:
+    """As `tricycle.kernels.reference.attention`; None where cuDNN does not take it."""
+    import cupy
+
+    shape = None if mask is not None or problem() else shape_of(q, scoring, k, v)
+    ready = None if shape is None else _ready(forward_graph, shape)
+    if ready is None:
+        return None
+    out, totals = cupy.empty(q.shape, q.dtype), cupy.empty((len(q), q.shape[2], q.shape[1]), cupy.float32)
+    _run(ready, (q, k, v, out, totals))
+    if not nothing:
+        return out, totals
+    # beside sums e^t of exponentials there is a 1: each weight becomes e^t / (e^t + 1) of what it was
+    whole = cupy.logaddexp(totals, cupy.float32(0))
+    share = cupy.exp(totals - whole).transpose(0, 2, 1)[..., None]
+    return (out.astype(cupy.float32) * share).astype(q.dtype), whole
+
+
+def backward(
+    grad: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    log_total: Array,
+    scoring: Scoring,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    mask: Array | None,
+) -> bool:
+    """As `tricycle.kernels.reference.attention_backward`; whether cuDNN took it: if not, nothing is written.
+
+    The gradient is right for softmax1 too, whose weights are e^(score - log_total) as well.
+    """
+    import cupy
+
+    shape = None if mask is not None or problem() else shape_of(q, scoring, k, v, out, grad, dq, dk, dv)
+    ready = None if shape is None else _ready(backward_graph, shape)
+    if ready is None:
+        return False
+    totals = cupy.ascontiguousarray(log_total.astype(cupy.float32, copy=False))
+    _run(ready, (q, k, v, out, grad, totals, dq, dk, dv))
+    return True

@@ -1,0 +1,62 @@
+"""Matrix products by cuBLASLt, what they take, and sums."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import NotImplementedType
+from typing import Any
+
+import numpy as np
+
+from tricycle import kernels
+from tricycle.devices import Array
+from tricycle_accelerators.cuda import arrays, gemm, sums
+
+
+@cache
+def _narrow_dtype(precision: str) -> np.dtype | None:
+    """The dtype of 16 bits that a precision means, if it means one."""
+    if precision == "float16":
+        return np.dtype(np.float16)
+    if precision != "bfloat16":
+        return None
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ImportError("precision bfloat16 on a GPU needs ml_dtypes (pip install ml_dtypes)") from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def operand(x: Array, precision: str) -> Array:
+    narrow = _narrow_dtype(precision)
+    return x if narrow is None or x.dtype.itemsize == 2 else arrays.cast(x, narrow)
+
+
+def operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
+    return operand(x, precision), kernels.sum_rows(x)
+
+
+def to_compute_dtype(x: Array, precision: str) -> Array:
+    return operand(x, precision)
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    bias: Array | None = None,
+    out: Array | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> Array:
+    return gemm.matmul(a, b, bias, out, dtype, precision)
+
+
+def sum_squares(x: Array) -> Array | NotImplementedType:
+    """The sum of x * x over everything, a 0-d float32 array."""
+    kind = arrays.kind(x)
+    return NotImplemented if kind is None or not x.size else sums.whole_sum(x, kind, "true")
+
+
+def sum_rows(x: Array) -> Array | NotImplementedType:
+    kind = arrays.kind(x)
+    return NotImplemented if kind is None or not x.size else sums.column_sums(arrays.dense(x), kind)

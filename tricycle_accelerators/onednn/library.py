@@ -1,0 +1,405 @@
+"""bfloat16 matrix products on CPUs: oneDNN, called with ctypes.
+
+NumPy has no bfloat16; oneDNN (https://github.com/uxlfoundation/oneDNN) has, for processors with AVX-512 bf16 or AMX,
+where a product of 16-bit operands takes half the time of a float32 one. Its sums are float32. It comes with
+`pip install 'tricycle-gpt[bf16]'`.
+
+Each of the library's worker threads calls it for a part of its own, and OpenMP inside oneDNN is told to use one thread
+for each of them: a team of its own would spin beside ours, and sums would depend on how work was divided.
+
+Sources: oneDNN Developer Guide, "Basic Concepts" and "Matrix Multiplication"; constants as in `dnnl_types.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
+from functools import cache, lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
+N_PRIMITIVES = 512  # kept by each thread
+CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
+TRAINING, BACKWARD = 64, 128  # dnnl_forward_training, dnnl_backward
+BF16, F32 = 2, 3  # dnnl_bf16, dnnl_f32
+ISA_BF16 = 0x80  # the bit that avx512_core_bf16 has and avx512_core_vnni has not, nor any before it
+ELEMENTWISE = {"linear": 0x26, "exp": 0x2A, "gelu": 0x2B}  # dnnl_eltwise_linear, _exp, _gelu_tanh
+MULTIPLY = 0x1FFF1  # dnnl_binary_mul
+USE_GAIN, USE_BIAS = 2, 4  # dnnl_use_scale, dnnl_use_shift
+# Places of arguments: DNNL_ARG_SRC (and _FROM), _WEIGHTS, _DST (and _TO), _BIAS; _MEAN, _VARIANCE, _SCALE, _SHIFT and
+# the gradients of these; DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) is FACTOR (i + 1).
+SOURCE, WEIGHTS, RESULT, BIAS, D_SOURCE, D_RESULT = 1, 33, 17, 41, 129, 145
+MEAN, VARIANCE, GAIN, SHIFT, D_GAIN, D_SHIFT, FACTOR = 49, 50, 51, 52, 255, 256, 32768
+
+
+# -------------------------------------------------------------------- the library
+class _Argument(ctypes.Structure):
+    _fields_ = [("kind", c_int), ("memory", c_void_p)]
+
+
+_MADE = POINTER(c_void_p)  # where a handle is written
+
+# What we call and with what; all but the two of OpenMP's give 0, or the number of an error.
+SIGNATURES: dict[str, list[Any]] = {
+    "dnnl_engine_create": [_MADE, c_int, c_size_t],
+    "dnnl_stream_create": [_MADE, c_void_p, c_int],
+    "dnnl_memory_desc_create_with_strides": [_MADE, c_int, c_void_p, c_int, c_void_p],
+    "dnnl_memory_desc_destroy": [c_void_p],
+    "dnnl_memory_create": [_MADE, *[c_void_p] * 3],
+    "dnnl_memory_set_data_handle": [c_void_p] * 2,
+    "dnnl_memory_destroy": [c_void_p],
+    "dnnl_post_ops_create": [_MADE],
+    "dnnl_post_ops_append_sum": [c_void_p, c_float, c_int, c_int],
+    "dnnl_post_ops_append_binary": [c_void_p, c_int, c_void_p],
+    "dnnl_post_ops_append_eltwise": [c_void_p, c_int, c_float, c_float],
+    "dnnl_post_ops_destroy": [c_void_p],
+    "dnnl_primitive_attr_create": [_MADE],
+    "dnnl_primitive_attr_set_post_ops": [c_void_p] * 2,
+    "dnnl_primitive_attr_destroy": [c_void_p],
+    "dnnl_reorder_primitive_desc_create": [_MADE, *[c_void_p] * 5],
+    "dnnl_matmul_primitive_desc_create": [_MADE, *[c_void_p] * 6],
+    "dnnl_eltwise_forward_primitive_desc_create": [
+        _MADE,
+        c_void_p,
+        c_int,
+        c_int,
+        c_void_p,
+        c_void_p,
+        c_float,
+        c_float,
+        c_void_p,
+    ],
+    "dnnl_eltwise_backward_primitive_desc_create": [
+        _MADE,
+        c_void_p,
+        c_int,
+        *[c_void_p] * 3,
+        c_float,
+        c_float,
+        c_void_p,
+        c_void_p,
+    ],
+    "dnnl_layer_normalization_forward_primitive_desc_create": [
+        _MADE,
+        c_void_p,
+        c_int,
+        *[c_void_p] * 3,
+        c_float,
+        c_uint,
+        c_void_p,
+    ],
+    "dnnl_layer_normalization_backward_primitive_desc_create": [
+        _MADE,
+        c_void_p,
+        c_int,
+        *[c_void_p] * 4,
+        c_float,
+        c_uint,
+        c_void_p,
+        c_void_p,
+    ],
+    "dnnl_primitive_create": [_MADE, c_void_p],
+    "dnnl_primitive_desc_destroy": [c_void_p],
+    "dnnl_primitive_execute": [c_void_p, c_void_p, c_int, c_void_p],
+    "dnnl_primitive_destroy": [c_void_p],
+}
+
+
+def _path() -> Path | str:
+    """Where the installed distribution has put the library; else why there is none."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
+        return f"it needs Linux on x86-64, and this is {platform.system()} on {machine}"
+    try:
+        files = metadata.files(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return f"oneDNN is not installed ({EXTRA})"
+    found = [Path(str(file.locate())).resolve() for file in files if file.name == LIBRARY]
+    return found[0] if found and found[0].exists() else f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
+
+
+class _Library(NamedTuple):
+    free: Any  # called without Python's lock
+    held: Any  # called with it, which is quicker where a call is short
+    engine: c_void_p
+
+
+_one_at_a_time = threading.Lock()
+
+
+def _library() -> _Library:
+    """oneDNN, where there is no `problem`."""
+    found = _loaded()
+    if isinstance(found, str):
+        raise RuntimeError(f"oneDNN cannot be used: {found}")
+    return found
+
+
+def problem() -> str | None:
+    """Why oneDNN cannot be used here, in one line; None when it can."""
+    with _one_at_a_time:  # there must be one engine
+        found = _loaded()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _loaded() -> _Library | str:
+    path = _path()
+    if isinstance(path, str):
+        return path
+    try:
+        import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+    except ImportError:
+        return f"ml_dtypes is not installed ({EXTRA})"
+    try:
+        free = ctypes.CDLL(str(path))
+        held = ctypes.PyDLL(str(path))
+        for name, arguments in SIGNATURES.items():
+            for library in (free, held):
+                getattr(library, name).argtypes = arguments
+        isa = free.dnnl_get_effective_cpu_isa()
+        free.omp_set_num_threads.restype = None
+    except (OSError, AttributeError) as error:
+        return f"{path.name} cannot be loaded: {error}"
+    if not isa & ISA_BF16:
+        return "this processor has neither AVX-512 bf16 nor AMX"
+    engine = c_void_p()
+    _check("dnnl_engine_create", free.dnnl_engine_create(byref(engine), CPU, 0))
+    return _Library(free, held, engine)
+
+
+def bfloat16() -> np.dtype:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _check(function: str, status: int) -> None:
+    if status:
+        raise RuntimeError(f"oneDNN: {function} gave the error {status} (dnnl_status_t)")
+
+
+def _call(function: str, *arguments: Any) -> None:
+    _check(function, getattr(_library().free, function)(*arguments))
+
+
+def _made(function: str, *arguments: Any) -> c_void_p:
+    """The handle that a function of oneDNN makes and writes through its first argument."""
+    handle = c_void_p()
+    _call(function, byref(handle), *arguments)
+    return handle
+
+
+def _engine() -> c_void_p:
+    return _library().engine
+
+
+# -------------------------------------------------------------------- primitives
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and size of an element, in bytes
+Descriptors = dict[int, c_void_p]  # of the memory in each place
+
+
+def _descriptor(layout: Layout) -> c_void_p:
+    shape, strides, size = layout
+    numbers = c_int64 * len(shape)
+    kind, places = BF16 if size == 2 else F32, numbers(*(stride // size for stride in strides))
+    return _made("dnnl_memory_desc_create_with_strides", len(shape), numbers(*shape), kind, places)
+
+
+def _reorder(of: Descriptors) -> c_void_p:
+    return _made("dnnl_reorder_primitive_desc_create", of[SOURCE], _engine(), of[RESULT], _engine(), None)
+
+
+def _matmul(of: Descriptors, *then: tuple[Any, ...]) -> c_void_p:
+    """A product, and what is done with its elements before they are written: see `product`."""
+    post = _made("dnnl_post_ops_create")
+    attributes = _made("dnnl_primitive_attr_create")
+    for i, (what, *number) in enumerate(then):
+        if what == "add":
+            _call("dnnl_post_ops_append_sum", post, 1.0, 0, 0)
+        elif what == "times":
+            _call("dnnl_post_ops_append_binary", post, MULTIPLY, of[FACTOR * (i + 1) + 2])
+        else:
+            _call("dnnl_post_ops_append_eltwise", post, ELEMENTWISE[what], *(number or [0.0]), 0.0)
+    _call("dnnl_primitive_attr_set_post_ops", attributes, post)
+    given = of[SOURCE], of[WEIGHTS], of.get(BIAS), of[RESULT]
+    description = _made("dnnl_matmul_primitive_desc_create", _engine(), *given, attributes)
+    _call("dnnl_post_ops_destroy", post)
+    _call("dnnl_primitive_attr_destroy", attributes)
+    return description
+
+
+def _elementwise(of: Descriptors, function: str) -> c_void_p:
+    name = "dnnl_eltwise_forward_primitive_desc_create"
+    return _made(name, _engine(), TRAINING, ELEMENTWISE[function], of[SOURCE], of[RESULT], 0.0, 0.0, None)
+
+
+def _elementwise_backward(of: Descriptors, function: str) -> c_void_p:
+    forward = _elementwise({SOURCE: of[SOURCE], RESULT: of[SOURCE]}, function)
+    name, kind = "dnnl_eltwise_backward_primitive_desc_create", ELEMENTWISE[function]
+    back = _made(name, _engine(), kind, of[D_SOURCE], of[D_RESULT], of[SOURCE], 0.0, 0.0, forward, None)
+    _call("dnnl_primitive_desc_destroy", forward)
+    return back
+
+
+def _layer_norm(of: Descriptors, eps: float) -> c_void_p:
+    name, flags = "dnnl_layer_normalization_forward_primitive_desc_create", USE_GAIN | (USE_BIAS if SHIFT in of else 0)
+    return _made(name, _engine(), TRAINING, of[SOURCE], of[RESULT], of[MEAN], eps, flags, None)
+
+
+def _layer_norm_backward(of: Descriptors) -> c_void_p:
+    """With an eps of 0: the variance is given with it."""
+    forward = _layer_norm({**of, RESULT: of[SOURCE]}, 0.0)
+    name, arrays = "dnnl_layer_normalization_backward_primitive_desc_create", (D_SOURCE, D_RESULT, SOURCE, MEAN)
+    flags = USE_GAIN | USE_BIAS
+    back = _made(name, _engine(), BACKWARD, *(of[place] for place in arrays), 0.0, flags, forward, None)
+    _call("dnnl_primitive_desc_destroy", forward)
+    return back
+
+
+class _Primitive:
+    """A computation made for some layouts of its arguments, then called with arrays that have them.
+
+    Args:
+        describe: one of the functions above. options: its further arguments.
+        places: of the arguments, oneDNN's numbers. layouts: of each.
+    """
+
+    def __init__(
+        self, describe: Callable[..., c_void_p], options: tuple[Any, ...], places: tuple[int, ...], *layouts: Layout
+    ) -> None:
+        descriptors = {place: _descriptor(layout) for place, layout in zip(places, layouts)}
+        description = describe(descriptors, *options)
+        self.free, self.held, _ = _library()
+        self.handle = _made("dnnl_primitive_create", description)
+        self.memories = [_made("dnnl_memory_create", descriptors[place], _engine(), None) for place in places]
+        self.arguments = (_Argument * len(places))(*map(_Argument, places, self.memories))
+        for descriptor in descriptors.values():
+            _call("dnnl_memory_desc_destroy", descriptor)
+        _call("dnnl_primitive_desc_destroy", description)
+
+    def __call__(self, stream: c_void_p, arrays: tuple[np.ndarray, ...]) -> None:
+        for memory, array in zip(self.memories, arrays):
+            self.held.dnnl_memory_set_data_handle(memory, array.ctypes.data)
+        status = self.free.dnnl_primitive_execute(self.handle, stream, len(arrays), self.arguments)
+        _check("dnnl_primitive_execute", status)
+
+    def __del__(self) -> None:
+        if hasattr(self, "arguments"):
+            for memory in self.memories:
+                self.free.dnnl_memory_destroy(memory)
+            self.free.dnnl_primitive_destroy(self.handle)
+
+
+class _Thread(threading.local):
+    """What each thread has for itself, for a primitive computes in memory of its own and must not run twice at once.
+
+    Made anew in every thread that looks.
+    """
+
+    def __init__(self) -> None:
+        _library().free.omp_set_num_threads(1)  # for the calls that this thread will make
+        self.stream = _made("dnnl_stream_create", _engine(), IN_ORDER)
+        self.primitive = lru_cache(N_PRIMITIVES)(_Primitive)
+
+
+@cache
+def _this_thread() -> _Thread:
+    return _Thread()
+
+
+def _run(
+    describe: Callable[..., c_void_p], options: tuple[Any, ...], places: tuple[int, ...], *arrays: np.ndarray
+) -> None:
+    thread = _this_thread()
+    primitive = thread.primitive(describe, options, places, *[(a.shape, a.strides, a.itemsize) for a in arrays])
+    primitive(thread.stream, arrays)
+
+
+# -------------------------------------------------------------------- what the kernels call, each thread for its part
+# Arrays are float32 unless said. None may be empty.
+def convert(x: np.ndarray, out: np.ndarray) -> None:
+    """Write values into a bfloat16 array of their shape, rounded to nearest, ties to even; NaN stays NaN."""
+    _run(_reorder, (), (SOURCE, RESULT), x, out)
+
+
+def product(
+    a: np.ndarray,
+    b: np.ndarray,
+    out: np.ndarray,
+    bias: np.ndarray | None = None,
+    *then: tuple[Any, ...],
+    factors: tuple[np.ndarray, ...] = (),
+) -> None:
+    """Write a b + bias, or what is made of it, into `out`.
+
+    Args:
+        a, b: (..., N, K) and (..., K, M), bfloat16, either may be a transposed view.
+        out: (..., N, M), float32 or bfloat16; its last axis lies in one piece.
+        bias: (1, M).
+        then: done with each element before it is written: ("linear", number) times the number, ("exp",),
+            ("times",) times that of an array in `factors`, or, first of all, ("add",) plus what `out` holds.
+        factors: arrays like `out`, float32 or bfloat16.
+    """
+    places, arrays = [SOURCE, WEIGHTS, RESULT], [a, b, out]
+    if bias is not None:
+        places, arrays = [*places, BIAS], [*arrays, bias]
+    if factors:
+        places += [FACTOR * (i + 1) + 2 for i, (what, *_) in enumerate(then) if what == "times"]
+    _run(_matmul, then, tuple(places), *arrays, *factors)
+
+
+def gelu(x: np.ndarray, out: np.ndarray) -> None:
+    _run(_elementwise, ("gelu",), (SOURCE, RESULT), x, out)
+
+
+def gelu_backward(grad: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+    _run(_elementwise_backward, ("gelu",), (D_RESULT, SOURCE, D_SOURCE), grad, x, out)
+
+
+def layer_norm(
+    x: np.ndarray,
+    gain: np.ndarray,
+    bias: np.ndarray | None,
+    eps: float,
+    out: np.ndarray,
+    mean: np.ndarray,
+    variance: np.ndarray,
+) -> None:
+    """Write the layer norm of rows (N, C), and the mean and variance (N,) of each."""
+    places, arrays = [SOURCE, RESULT, MEAN, VARIANCE, GAIN], [x, out, mean, variance, gain]
+    if bias is not None:
+        places, arrays = [*places, SHIFT], [*arrays, bias]
+    _run(_layer_norm, (eps,), tuple(places), *arrays)
+
+
+def layer_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    gain: np.ndarray,
+    mean: np.ndarray,
+    variance: np.ndarray,
+    dx: np.ndarray,
+    dgain: np.ndarray,
+    dbias: np.ndarray,
+) -> None:
+    """Write the gradients of rows (N, C), of the gain and of the bias (C,).
+
+    Args:
+        variance: with eps.
+    """
+    places = (D_RESULT, SOURCE, GAIN, MEAN, VARIANCE, D_SOURCE, D_GAIN, D_SHIFT, SHIFT)
+    _run(_layer_norm_backward, (), places, grad, x, gain, mean, variance, dx, dgain, dbias, gain)
+
+
+def is_float32(*arrays: np.ndarray | None) -> bool:
+    """Whether arrays, of which some may be None, are what the functions here take beside bfloat16."""
+    return all(array is None or (array.dtype == np.float32 and array.size) for array in arrays)

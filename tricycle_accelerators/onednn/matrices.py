@@ -1,0 +1,93 @@
+"""Products of bfloat16 operands."""
+
+from __future__ import annotations
+
+from types import NotImplementedType
+from typing import Any
+
+import numpy as np
+
+from tricycle_accelerators import pieces, threads
+from tricycle_accelerators.onednn import library
+
+
+def operand(x: np.ndarray, precision: str) -> np.ndarray | NotImplementedType:
+    """A bfloat16 copy with the layout of x."""
+    if precision == "float16":
+        return NotImplemented
+    if precision != "bfloat16" or x.dtype != np.float32:
+        return x
+    if x.ndim == 2 and x.flags.f_contiguous and not x.flags.c_contiguous:  # a transposed matrix stays one
+        return _converted(x.T).T
+    return _converted(np.ascontiguousarray(x))
+
+
+def _converted(x: np.ndarray) -> np.ndarray:
+    out = np.empty(x.shape, library.bfloat16())
+    flat = x.reshape(-1)
+    flat_out = out.reshape(-1)
+    threads.parallel(lambda piece: library.convert(flat[piece], flat_out[piece]), pieces.cut(x.size))
+    return out
+
+
+def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray] | NotImplementedType:
+    """The sums are made of pieces that the conversion has just brought near."""
+    if precision != "bfloat16" or not library.is_float32(x) or x.ndim != 2 or not x.flags.c_contiguous:
+        return NotImplemented
+    out = np.empty(x.shape, library.bfloat16())
+
+    def work(piece: slice) -> np.ndarray:
+        library.convert(x[piece], out[piece])
+        return pieces.ones(len(x[piece]), x) @ x[piece]
+
+    return out, pieces.sum_over(work, pieces.cut(*x.shape))
+
+
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> np.ndarray | NotImplementedType:
+    """Threads take some rows or some columns of the result each."""
+    if not a.dtype == b.dtype == library.bfloat16() or (out is not None and out.dtype != np.float32):
+        return NotImplemented
+    n_rows = len(a)
+    n_columns = b.shape[1]
+    fits = out is not None and out.strides[1] == out.itemsize
+    result: Any = out if fits else np.empty((n_rows, n_columns), np.float32)
+    if not a.size or not b.size:
+        result[...] = 0 if bias is None else bias
+    else:
+        _multiply(
+            _regular(a), _regular(b), None if bias is None else np.ascontiguousarray(bias, np.float32)[None], result
+        )
+    if out is not None and not fits:
+        out[...] = result
+        return out
+    return result if dtype is None else result.astype(dtype, copy=False)
+
+
+def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
+    def rows(part: slice) -> None:
+        library.product(a[part], b, result[part], bias)
+
+    def columns(part: slice) -> None:
+        library.product(a, b[:, part], result[:, part], None if bias is None else bias[:, part])
+
+    if len(a) >= b.shape[1]:
+        threads.parallel(rows, pieces.parts(len(a), 512))
+    else:
+        threads.parallel(columns, pieces.parts(b.shape[1], 512))
+
+
+def _regular(matrix: np.ndarray) -> np.ndarray:
+    """The matrix, copied unless its rows or its columns lie in one piece each and do not overlap."""
+    size = matrix.itemsize
+    n_rows, n_columns = matrix.shape
+    down, across = matrix.strides
+    if (across == size and down >= n_columns * size) or (down == size and across >= n_rows * size):
+        return matrix
+    return np.array(matrix, order="C")

@@ -1,0 +1,52 @@
+"""Orthogonal matrices by products of bfloat16."""
+
+from __future__ import annotations
+
+from types import NotImplementedType
+
+import numpy as np
+
+from tricycle.kernels.reference.optimisers import POLAR
+from tricycle_accelerators import threads
+from tricycle_accelerators.onednn import library
+
+SAFETY = 1.01
+
+
+def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray | NotImplementedType:
+    """A matrix for each thread at a time. What the iteration multiplies has 16 bits, its sums have 32.
+
+    Rounding takes singular values a little above 1, from where the iteration would take them far away: so its weights
+    are those of values that may be larger by SAFETY (Amsel et al. 2025, on finite precision).
+    """
+    if precision != "bfloat16" or not library.is_float32(x):
+        return NotImplemented
+    if x.shape[1] > x.shape[2]:
+        return orthogonalise(x.swapaxes(1, 2), precision).swapaxes(1, 2)
+    _, n_rows, n_columns = x.shape
+    found = np.empty(x.shape, np.float32)
+    bfloat16 = library.bfloat16()
+
+    def work(i: int) -> None:
+        matrix = np.ascontiguousarray(x[i])
+        square = np.empty((n_rows, n_rows), np.float32)
+        rounded = np.empty((n_rows, n_columns), bfloat16)
+        factors = np.empty((2, n_rows, n_rows), bfloat16)
+        library.convert(matrix * (1 / (1.01 * np.linalg.norm(matrix) + 1e-7)), rounded)
+        diagonal = square.reshape(-1)[:: n_rows + 1]
+        for step, weights in enumerate(POLAR):  # a + b s + c s^2 as a + s (b + c s), where s = x x^T
+            a, b, c = (weight / SAFETY ** (2 * i + 1) for i, weight in enumerate(weights))
+            library.product(rounded, rounded.T, square)
+            library.convert(square, factors[0])
+            square *= c
+            diagonal += b
+            library.convert(square, factors[1])
+            library.product(factors[0], factors[1], square)
+            diagonal += a
+            library.convert(square, factors[0])
+            result = found[i] if step == len(POLAR) - 1 else np.empty_like(rounded)
+            library.product(factors[0], rounded, result)
+            rounded = result
+
+    threads.parallel(work, range(len(x)))
+    return found

@@ -1,0 +1,51 @@
+"""How the work of kernels for NumPy arrays is cut into pieces that threads share, and sums over pieces.
+
+Pieces stay in a core's cache. Sums over them are added up in order, and how work is cut depends on sizes and on the
+number of threads alone: so results do not change from run to run, whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tricycle_accelerators import threads
+
+PIECE = 262_144  # elements: a few such arrays stay in a third-level cache, and threads seldom meet at Python's lock
+SAFE_EXPONENT = 50.0  # e^50 and e^-50, and sums of a hundred million such, are far from the ends of float32
+MOST = math.exp(SAFE_EXPONENT)
+
+
+def cut(n_rows: int, row_size: int = 1) -> list[slice]:
+    """Some rows each, of PIECE elements together at most."""
+    step = max(1, PIECE // max(1, row_size))
+    return [slice(start, start + step) for start in range(0, n_rows, step)]
+
+
+def parts(n_rows: int, least: int) -> list[slice]:
+    """Two even parts a thread where they have at least that many rows, else one."""
+    n_parts = threads.n_threads() * (2 if n_rows >= 2 * threads.n_threads() * least else 1)
+    step = max(1, -(-n_rows // n_parts // 16) * 16)  # BLAS likes even blocks
+    return [slice(start, start + step) for start in range(0, n_rows, step)]
+
+
+def sum_over(work: Callable[[slice], Any], pieces: list[slice]) -> Any:
+    """The sum of what `work` gives for each piece, added up in order, so that it is the same in every run."""
+    results: list[Any] = [None] * len(pieces)
+
+    def keep(i: int) -> None:
+        results[i] = work(pieces[i])
+
+    threads.parallel(keep, range(len(pieces)))
+    total = results[0]
+    for result in results[1:]:
+        total += result
+    return total
+
+
+def ones(n: int, like: np.ndarray) -> np.ndarray:
+    """A product with them sums rows or columns at the speed of memory."""
+    return np.ones(n, like.dtype)

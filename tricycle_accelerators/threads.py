@@ -1,0 +1,361 @@
+"""Worker threads that share out what NumPy computes.
+
+NumPy lets go of Python's lock while it computes, so threads that take a part of an array each use all cores, for
+elementwise work too. BLAS is held to one thread a worker meanwhile: its own threads, which wait for more work by
+spinning, would get in the way.
+
+Nothing here changes the host process for good: helper threads run on whatever processor the system gives them, and
+BLAS has its own number of threads back when the work is done. `host.py` is where a program asks for more.
+
+**Results do not depend on who else is at work.** How work is cut depends on its size and on `n_threads()` alone: a
+second caller waits for its turn, it does not make do with fewer threads. And BLAS adds up in another order with
+another number of threads, which belongs to the whole process; so what calls it with large arrays does so inside
+`parallel` or `one_blas_thread`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+
+# -------------------------------------------------------------------- how many threads
+@cache
+def blas_libraries() -> tuple[Any, ...]:
+    """The BLAS that NumPy calls, as threadpoolctl's controllers; () where it is not installed or knows none."""
+    import numpy  # noqa: F401, only what is loaded can be found
+
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:  # NumPy alone is enough
+        return ()
+    return tuple(library for library in ThreadpoolController().lib_controllers if library.user_api == "blas")
+
+
+def threads_asked_for() -> int | None:
+    """TRICYCLE_NUM_THREADS, or None where it is not set.
+
+    Raises:
+        ValueError: it is no whole number above 0.
+    """
+    said = os.environ.get("TRICYCLE_NUM_THREADS", "")
+    if not said:
+        return None
+    if not (said.isdecimal() and int(said) > 0):
+        raise ValueError(f"TRICYCLE_NUM_THREADS: expected a whole number above 0, got {said!r}")
+    return int(said)
+
+
+@cache
+def n_threads() -> int:
+    """How many threads share the work: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else as many as BLAS would use.
+
+    Read once. Without the first, one where nothing can hold BLAS to one thread a worker (but not on macOS, whose BLAS
+    has no threads to hold).
+
+    Raises:
+        ValueError: TRICYCLE_NUM_THREADS is no whole number above 0.
+    """
+    asked_for = threads_asked_for()
+    if asked_for is not None:
+        return asked_for
+    if not blas_libraries() and sys.platform != "darwin":
+        return 1
+    omp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if omp.isdecimal() and int(omp) > 0:
+        return int(omp)
+    return max((library.num_threads for library in blas_libraries()), default=os.cpu_count() or 1)
+
+
+# -------------------------------------------------------------------- what a thread knows of itself
+class _Here(threading.local):
+    """Of the thread that reads it.
+
+    Attributes:
+        at_work: whether it is in a call of `parallel`.
+        n_holds: how many of those who hold BLAS to one thread are in this thread.
+        usual: what they changed of BLAS in this thread alone.
+    """
+
+    def __init__(self) -> None:
+        self.at_work = False
+        self.n_holds = 0
+        self.usual: list[tuple[Any, int]] = []
+
+
+_here = _Here()
+
+
+def inside_work() -> bool:
+    """Whether this thread is at work for a call of `parallel`, so that another call would do all its work itself."""
+    return _here.at_work
+
+
+# -------------------------------------------------------------------- BLAS
+def set_blas_threads(library: Any, number: int) -> None:
+    """Of one of `blas_libraries`.
+
+    Later versions of threadpoolctl let one thread alone set the number, the first to try, and ignore all others until
+    it ends. Whoever comes later may do it too where that thread is forgotten, before for us and after for others.
+    """
+    forget = getattr(library, "clear_controlling_thread", lambda force: None)
+    forget(force=True)
+    library.set_num_threads(number)
+    forget(force=True)
+
+
+def _limit(of_each_thread: bool) -> list[tuple[Any, int]]:
+    """Set some of the libraries to one thread.
+
+    Args:
+        of_each_thread: those where every thread has a number of its own, as OpenMP does it; else those where the
+            process has one.
+
+    Returns:
+        These libraries, and how many threads each had.
+    """
+    usual = []
+    for library in blas_libraries():
+        if (getattr(library, "threading_layer", "") == "openmp") == of_each_thread:
+            usual.append((library, library.num_threads))
+            set_blas_threads(library, 1)
+    return usual
+
+
+def _restore(usual: list[tuple[Any, int]]) -> None:
+    for library, number in usual:
+        set_blas_threads(library, number)
+    usual.clear()
+
+
+class _BlasHold:
+    """Holds BLAS to one thread while anybody asks for that, for its number of threads may belong to the process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.n_holders = 0
+        self.usual: list[tuple[Any, int]] = []
+        self.for_good = False
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.n_holders == 0:
+                self.usual = _limit(of_each_thread=False)
+            self.n_holders += 1
+        if _here.n_holds == 0:
+            _here.usual = _limit(of_each_thread=True)
+        _here.n_holds += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.n_holders -= 1
+            if self.n_holders == 0:
+                _restore(self.usual)
+        _here.n_holds -= 1
+        if _here.n_holds == 0:
+            _restore(_here.usual)
+
+    def forget_other_threads(self) -> None:
+        """In a forked process, where only the thread that forked lives on."""
+        self.lock = threading.Lock()
+        if self.n_holders and not _here.n_holds:
+            _restore(self.usual)
+        self.n_holders = _here.n_holds
+
+
+_blas_hold = _BlasHold()
+
+
+def hold_blas() -> bool:
+    """Hold BLAS to one thread until the process ends, so that nobody need do it again and again. For programs.
+
+    Returns:
+        Whether it is so now; not where every thread has a number of its own.
+    """
+    libraries = blas_libraries()
+    of_each_thread = any(getattr(library, "threading_layer", "") == "openmp" for library in libraries)
+    if not libraries or of_each_thread:
+        return False
+    n_threads()  # depends on how many threads BLAS has by itself
+    _blas_hold.enter()
+    _blas_hold.for_good = True
+    return True
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """Within this block BLAS computes in one thread, so that what it gives does not depend on other threads' work.
+
+    Costs some microseconds. Inside `parallel` it is so anyway.
+    """
+    if inside_work() or _blas_hold.for_good:
+        yield
+        return
+    _watch_forks()
+    _blas_hold.enter()
+    try:
+        yield
+    finally:
+        _blas_hold.leave()
+
+
+# -------------------------------------------------------------------- helper threads
+def _nothing() -> None:
+    pass
+
+
+class _Helper:
+    """A thread that waits for work. Two bare locks hand it over faster than a queue does."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] = _nothing
+        self.error: BaseException | None = None
+        self.finished = True
+        self.start = threading.Lock()
+        self.done = threading.Lock()
+        self.start.acquire()
+        self.thread = threading.Thread(target=self._run, name="tricycle", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        _here.at_work = True
+        _limit(of_each_thread=True)
+        while True:
+            self.start.acquire()
+            try:
+                self.work()
+            except BaseException as error:
+                self.error = error
+            self.work = _nothing  # or a model's arrays would live on here
+            self.finished = True
+            self.done.release()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        self.work = work
+        self.finished = False
+        self.done.acquire(blocking=False)
+        self.start.release()
+
+    def end(self) -> list[BaseException]:
+        """Wait until the work is done. An interrupt that comes meanwhile is given back, as an error of the work is."""
+        problems: list[BaseException] = []
+        while not self.finished:
+            try:
+                self.done.acquire()
+            except BaseException as interrupt:  # whatever a signal's handler raises
+                problems.append(interrupt)
+        if self.error is not None:
+            problems.append(self.error)
+            self.error = None
+        return problems
+
+    def abandon(self) -> None:
+        """In a forked process, where this thread does not live on: nobody may wait for it."""
+        if not self.finished:
+            self.error = RuntimeError("parallel: the process was forked while threads shared its work")
+            self.finished = True
+
+
+@cache
+def _helpers() -> tuple[_Helper, ...]:
+    """As many as there are threads beside the caller's, started when they are first needed."""
+    _watch_forks()
+    helpers = tuple(_Helper() for _ in range(n_threads() - 1))
+    _tell_of_start(helpers)
+    return helpers
+
+
+_on_start: Callable[[list[int]], None] | None = None
+
+
+def on_start(call: Callable[[list[int]], None]) -> None:
+    """Have `call` told the system's numbers of the helper threads: now if they run, and whenever they start."""
+    global _on_start
+    _on_start = call
+    if _helpers.cache_info().currsize:
+        _tell_of_start(_helpers())
+
+
+def _tell_of_start(helpers: tuple[_Helper, ...]) -> None:
+    if _on_start is not None:
+        _on_start([helper.thread.native_id for helper in helpers if helper.thread.native_id is not None])
+
+
+@cache
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    """Threads do not live on in a forked process, and locks that they held would stay so."""
+    global _turn
+    _turn = threading.Lock()
+    _blas_hold.forget_other_threads()
+    if _helpers.cache_info().currsize:
+        for helper in _helpers():
+            helper.abandon()
+        _helpers.cache_clear()
+
+
+# -------------------------------------------------------------------- sharing work
+_turn = threading.Lock()  # the helpers work for one caller at a time
+
+
+def parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
+    """Call `work` for each item, in several threads, each with one thread of BLAS.
+
+    Each call must write where no other does. Called from inside `work` it does all the work itself. While another
+    thread is here it waits for its turn, so `work` must not wait for a thread that comes here too.
+
+    Raises:
+        whatever `work` raises, after all threads have stopped.
+    """
+    items = list(items)
+    if inside_work():
+        for item in items:
+            work(item)
+        return
+    with one_blas_thread():
+        _here.at_work = True
+        try:
+            _do(work, items)
+        finally:
+            _here.at_work = False
+
+
+def _do(work: Callable[[Any], None], items: list[Any]) -> None:
+    if n_threads() == 1 or len(items) < 2:
+        for item in items:
+            work(item)
+        return
+    with _turn:
+        _share(work, items)
+
+
+def _share(work: Callable[[Any], None], items: list[Any]) -> None:
+    """In this thread and the helpers, each of which takes the next item when it is done with one."""
+    queue = iter(items)  # taking the next item of a list is one step that no other thread comes between
+
+    def take() -> None:
+        for item in queue:
+            work(item)
+
+    helpers = _helpers()[: len(items) - 1]
+    problems: list[BaseException] = []
+    try:
+        for helper in helpers:
+            helper.begin(take)
+        take()
+    finally:
+        deque(queue, maxlen=0)  # after an error the others need not go on
+        for helper in helpers:
+            problems += helper.end()
+    if problems:
+        raise problems[0]
