@@ -1,5 +1,7 @@
 """What all tests share: warnings as errors, a seeded generator, GPU tests only where a GPU is."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -11,6 +13,8 @@ settings.load_profile("tricycle")
 
 
 def pytest_configure(config):
+    # programs that tests call in this process would tune it for good; test_host starts processes that are tuned
+    os.environ.setdefault("TRICYCLE_TUNE_HOST", "0")
     config.addinivalue_line("markers", "gpu: needs CuPy and a CUDA device")
     config.addinivalue_line("markers", "slow: left out unless asked for by -m slow")
     for category in ("RuntimeWarning", "DeprecationWarning:tricycle", "ResourceWarning:tricycle"):

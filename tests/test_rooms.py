@@ -31,6 +31,7 @@ blocks models
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
 optimisers scheduler files tokeniser dataset checkpoint training generate evaluation
+pretrained.source pretrained.settings pretrained
 __main__
 """.split()
 

@@ -1,0 +1,43 @@
+"""What a reader of files hands on, whatever their format: fields and tensors as Hugging Face calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that lies in a file, not read yet.
+
+    Attributes:
+        shape: as Hugging Face's models have it: a linear layer's matrix is (out, in).
+        kind: the type of its values, in capitals: F32, F16, BF16, Q8_0, Q4_K and so on.
+        read: gives its values: float32, or float16 and bfloat16 (ml_dtypes) where they are stored so. Nothing of them
+            stays in memory but what is returned, which may be a view of the file.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    read: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model in files.
+
+    Attributes:
+        path: the folder or file, for messages.
+        fields: as a config.json has them, `model_type` among them.
+        tensors: by the names that Hugging Face's model of that type gives them.
+        generation: as a generation_config.json has them.
+    """
+
+    path: Path
+    fields: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    generation: dict[str, Any] = field(default_factory=dict)
