@@ -31,7 +31,10 @@ blocks models
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
 optimisers scheduler files tokeniser dataset checkpoint training generate evaluation
-pretrained.source pretrained.settings pretrained
+pretrained.source pretrained.settings pretrained.fields pretrained.tensor_files pretrained.folder
+pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
+pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi pretrained.families
+pretrained
 __main__
 """.split()
 

@@ -156,7 +156,7 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
     least = least_numbers(config)
     if least > n_numbers:  # seen before a crafted config asks for more memory than there is
         raise ValueError(f"expected at least {least} numbers in its weights, as its config says, got {n_numbers}")
-    model = GPT(config)
+    model = GPT(config, draw_weights=False)
     model.load_state_dict(weights)
     return model
 

@@ -31,9 +31,11 @@ class GPT(Layer):
 
     Args:
         config: the shape; `seed` decides the weights.
+        draw_weights: False leaves all weights at 0 (gains at 1), for a model that gets others: their memory is not
+            touched before they are written.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, draw_weights: bool = True) -> None:
         if not isinstance(config, ModelConfig):
             raise TypeError(f"GPT: expected a ModelConfig, got {config!r}")
         self.config = config
@@ -57,7 +59,8 @@ class GPT(Layer):
         self.head = None
         if not config.tied:
             self.head = Dense(narrow, config.vocab_size, config.head_bias, zeros, role="head")
-        _initialise(self)
+        if draw_weights:
+            _initialise(self)
         self.use_precision(config.precision)
 
     def forward(self, tokens: Operand, caches: list[KeyValueCache] | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,3 +42,12 @@ class Source:
     fields: dict[str, Any]
     tensors: dict[str, StoredTensor]
     generation: dict[str, Any] = field(default_factory=dict)
+
+
+def let_go(array: np.ndarray) -> None:
+    """Give the memory back that has come from the file for a view of it; it comes again where it is asked for."""
+    owner: Any = array
+    while owner is not None and not isinstance(owner, mmap.mmap):
+        owner = getattr(owner, "base", None) if not isinstance(owner, memoryview) else owner.obj
+    if owner is not None and hasattr(mmap, "MADV_DONTNEED"):
+        owner.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,79 @@
+"""Families of models, by what config.json calls them, and the way from files to a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tricycle.checkpoint import least_numbers
+from tricycle.layers import Layer
+from tricycle.pretrained.families.family import Family, fill
+from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
+from tricycle.pretrained.families.gpt2 import GPT2
+from tricycle.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from tricycle.pretrained.families.neox import NEOX
+from tricycle.pretrained.families.opt import OPT
+from tricycle.pretrained.families.phi import PHI
+from tricycle.pretrained.fields import Fields, wrong
+from tricycle.pretrained.source import Source
+
+ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI]
+FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
+DTYPES = ("float32", "stored")
+
+
+def build(source: Source, dtype: str = "float32") -> Layer:
+    """The model that lies in files.
+
+    Args:
+        dtype: as of `pretrained.load`.
+
+    Raises:
+        ValueError: a family or a field that is not known, weights that are not those of the config; in one line.
+    """
+    try:
+        family = family_of(source)
+        config = config_of(family, source)
+        model = family.new_model(config)
+        fill(model, family, source, dtype)
+    except ValueError as error:
+        raise ValueError(f"{source.path}: {error}") from None
+    return model.eval()
+
+
+def family_of(source: Source) -> Family:
+    """
+    Raises:
+        ValueError: its model_type is in no family.
+    """
+    model_type = source.fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise wrong("model_type", f"one of {', '.join(FAMILIES)}", model_type)
+    return FAMILIES[model_type]
+
+
+def config_of(family: Family, source: Source) -> Any:
+    """Their fields as ours, once it is clear that the weights are there for them.
+
+    Raises:
+        ValueError: a field that is wrong or not known here, or that asks for more weights than there are.
+    """
+    fields = Fields(source.fields)
+    if fields.get("quantization_config") is not None:
+        raise ValueError("expected weights of 16 or 32 bits, got quantization_config")
+    for place in ("num_hidden_layers", "n_layer"):
+        n_layers = Fields(fields.section("text_config")).get(place, fields.get(place, 1))
+        if isinstance(n_layers, int) and n_layers > len(source.tensors):  # seen before anything is made for each layer
+            raise wrong(place, f"at most {len(source.tensors)}, as many as there are tensors", n_layers)
+    config = family.to_config(fields)
+    least = least_numbers(config)
+    n_numbers = sum(_size(tensor.shape) for tensor in source.tensors.values())
+    if least > n_numbers:  # seen before a crafted config asks for more memory than there is
+        raise ValueError(f"the config asks for at least {least:,} numbers, the tensors have {n_numbers:,}")
+    return config
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

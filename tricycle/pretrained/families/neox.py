@@ -1,0 +1,75 @@
+"""GPT-NeoX (Black et al. 2022), whose best known models are Pythia's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.families.family import Family, Names
+from tricycle.pretrained.families.llama import has_bias, rotary_scaling_fields
+from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, rotary_fields
+
+NAMES: Names = {
+    "token_embedding": ["gpt_neox.embed_in"],
+    "blocks.N.attention_norm": ["gpt_neox.layers.N.input_layernorm"],
+    "blocks.N.attention.qkv": ["gpt_neox.layers.N.attention.query_key_value"],
+    "blocks.N.attention.projection": ["gpt_neox.layers.N.attention.dense"],
+    "blocks.N.mlp_norm": ["gpt_neox.layers.N.post_attention_layernorm"],
+    "blocks.N.mlp.up": ["gpt_neox.layers.N.mlp.dense_h_to_4h"],
+    "blocks.N.mlp.projection": ["gpt_neox.layers.N.mlp.dense_4h_to_h"],
+    "norm": ["gpt_neox.final_layer_norm"],
+    "head": ["embed_out"],
+}
+
+
+def to_config(fields: Fields) -> ModelConfig:
+    attention_bias = fields.flag("attention_bias", True)
+    old = {"rope_theta": fields.get("rotary_emb_base"), "partial_rotary_factor": fields.get("rotary_pct")}
+    spelled_anew = Fields({**{name: value for name, value in old.items() if value is not None}, **fields.values})
+    return ModelConfig(
+        vocab_size=fields.whole("vocab_size", 50_432),
+        context_window=fields.whole("max_position_embeddings", 2048),
+        embedding_dim=fields.whole("hidden_size", 6144),
+        hidden_size=fields.whole("intermediate_size", 24_576),
+        n_layers=fields.whole("num_hidden_layers", 44),
+        n_heads=fields.whole("num_attention_heads", 64),
+        norm_eps=fields.number("layer_norm_eps", 1e-5),
+        parallel=fields.flag("use_parallel_residual", True),
+        activation=fields.activation("hidden_act", "gelu"),
+        positions="rotary",
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        tied=fields.flag("tie_word_embeddings", False),
+        **rotary_fields(spelled_anew, fraction=0.25),
+    )
+
+
+def to_fields(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_window,
+        "hidden_size": config.embedding_dim,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "layer_norm_eps": config.norm_eps,
+        "use_parallel_residual": config.parallel,
+        "hidden_act": ACTIVATION_WORDS[config.activation][0],
+        "attention_bias": has_bias(config, "qkv") or has_bias(config, "output"),
+        "tie_word_embeddings": config.tied,
+        "rotary_emb_base": config.rotary_base,
+        "rotary_pct": config.rotary_fraction,
+        "rope_scaling": rotary_scaling_fields(config) or None,
+    }
+
+
+NEOX = Family(
+    ("gpt_neox",),
+    "GPTNeoXForCausalLM",
+    to_config,
+    to_fields,
+    NAMES,
+    ("gpt_neox.", ""),
+    renamed={r"^lm_head\.": "embed_out."},
+    woven=True,
+)

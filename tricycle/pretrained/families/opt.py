@@ -1,0 +1,71 @@
+"""OPT (Zhang et al. 2022); that of 350 million parameters has its norms after each part, and narrow embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tricycle.configs.model import ModelConfig
+from tricycle.pretrained.families.family import Family, Names
+from tricycle.pretrained.families.llama import has_bias
+from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields
+
+NAMES: Names = {
+    "token_embedding": ["model.decoder.embed_tokens"],
+    "position_embedding": ["model.decoder.embed_positions"],
+    "embedding_projection": ["model.decoder.project_in"],
+    "blocks.N.attention_norm": ["model.decoder.layers.N.self_attn_layer_norm"],
+    "blocks.N.attention.qkv": [f"model.decoder.layers.N.self_attn.{part}_proj" for part in "qkv"],
+    "blocks.N.attention.projection": ["model.decoder.layers.N.self_attn.out_proj"],
+    "blocks.N.mlp_norm": ["model.decoder.layers.N.final_layer_norm"],
+    "blocks.N.mlp.up": ["model.decoder.layers.N.fc1"],
+    "blocks.N.mlp.projection": ["model.decoder.layers.N.fc2"],
+    "norm": ["model.decoder.final_layer_norm"],
+    "head_projection": ["model.decoder.project_out"],
+    "head": ["lm_head"],
+}
+POSITION_OFFSET = 2  # rows of the table of positions that are never looked at
+
+
+def to_config(fields: Fields) -> ModelConfig:
+    fields.must_be("_remove_final_layer_norm", False)
+    fields.must_be("layer_norm_elementwise_affine", True)
+    width = fields.whole("hidden_size", 768)
+    narrow = fields.whole_or_none("word_embed_proj_dim", None) or width
+    bias = fields.flag("enable_bias", True)
+    return ModelConfig(
+        vocab_size=fields.whole("vocab_size", 50_272),
+        context_window=fields.whole("max_position_embeddings", 2048),
+        embedding_dim=width,
+        hidden_size=fields.whole("ffn_dim", 3072),
+        n_layers=fields.whole("num_hidden_layers", 12),
+        n_heads=fields.whole("num_attention_heads", 12),
+        norm_placement="before" if fields.flag("do_layer_norm_before", True) else "after",
+        activation=fields.activation("activation_function", "relu"),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        position_offset=POSITION_OFFSET,
+        embedding_size=narrow if narrow != width else 0,
+        tied=fields.flag("tie_word_embeddings", True),
+    )
+
+
+def to_fields(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_window,
+        "hidden_size": config.embedding_dim,
+        "ffn_dim": config.mlp_width,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "do_layer_norm_before": config.norm_placement == "before",
+        "activation_function": ACTIVATION_WORDS[config.activation][0],
+        "enable_bias": any(has_bias(config, part) for part in ("qkv", "output", "mlp")),
+        "word_embed_proj_dim": config.embedding_size or config.embedding_dim,
+        "tie_word_embeddings": config.tied,
+        "dropout": config.dropout,
+        "attention_dropout": 0.0,
+    }
+
+
+OPT = Family(("opt",), "OPTForCausalLM", to_config, to_fields, NAMES, ("model.decoder.", "decoder.", ""))

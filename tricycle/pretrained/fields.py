@@ -1,0 +1,162 @@
+"""The fields of a config.json, read one by one: each has a type, and a default where the file says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Words of transformers for activations that are here too, by ours. The first is the one that is written.
+ACTIVATION_WORDS: dict[str, tuple[str, ...]] = {
+    "gelu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"),
+    "gelu_exact": ("gelu", "gelu_python"),
+    "relu": ("relu",),
+    "relu_squared": ("relu2",),
+    "swish": ("silu", "swish"),
+    "sigmoid": ("sigmoid",),
+    "tanh": ("tanh",),
+}
+OURS = {word: ours for ours, words in ACTIVATION_WORDS.items() for word in words}
+
+
+class Fields:
+    """What a model's config.json says.
+
+    Every method raises ValueError where the value is of another type; the message names the field.
+
+    Args:
+        values: the JSON object.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is."""
+        return self.values.get(name, default)
+
+    def whole(self, name: str, default: int) -> int:
+        """A whole number above 0."""
+        value = self.get(name, default)
+        return _whole(name, value)
+
+    def whole_or_none(self, name: str, default: int | None) -> int | None:
+        """A whole number above 0, or null."""
+        value = self.get(name, default)
+        return None if value is None else _whole(name, value)
+
+    def number(self, name: str, default: float) -> float:
+        """A number above 0."""
+        return _number(name, self.get(name, default))
+
+    def number_or_none(self, name: str, default: float | None) -> float | None:
+        """A number above 0, or null."""
+        value = self.get(name, default)
+        return None if value is None else _number(name, value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; null is the default."""
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise wrong(name, "true or false", value)
+        return value
+
+    def activation(self, name: str, default: str) -> Any:
+        """The name of an activation, as ours are called."""
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in OURS:
+            raise wrong(name, f"one of {', '.join(OURS)}", value)
+        return OURS[value]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """An object inside; empty where there is none."""
+        value = self.get(name)
+        value = {} if value is None else value
+        if not isinstance(value, dict):
+            raise wrong(name, "an object", value)
+        return value
+
+    def must_be(self, name: str, value: Any) -> None:
+        """Refuse a field that says something else than the only thing that is computed here."""
+        if self.get(name, value) != value:
+            raise wrong(name, f"{value!r}, the only way that is known here", self.get(name))
+
+    def layer_types(self, n_layers: int) -> list[str] | None:
+        """What each layer sees, "full_attention" or "sliding_attention"; None where the file does not say."""
+        value = self.get("layer_types")
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != n_layers:
+            raise wrong("layer_types", f"a list of {n_layers}", value)
+        unknown = [kind for kind in value if kind not in ("full_attention", "sliding_attention")]
+        if unknown:
+            raise wrong("layer_types", "full_attention or sliding_attention for each layer", unknown[0])
+        return value
+
+
+def wrong(name: str, wanted: str, value: Any) -> ValueError:
+    """One short line about a field."""
+    text = repr(value)
+    return ValueError(f"expected {name} to be {wanted}, got {text if len(text) <= 60 else text[:60] + '...'}")
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
+        raise wrong(name, "a whole number above 0", value)
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30
+    if not fits:
+        raise wrong(name, "a number above 0", value)
+    return float(value)
+
+
+# -------------------------------------------------------------------- rotary positions
+def rotary_fields(fields: Fields, theta: float = 10_000.0, fraction: float = 1.0) -> dict[str, Any]:
+    """Our fields of rotary positions, from the old spelling (rope_theta, rope_scaling, partial_rotary_factor) or the
+    new one (rope_parameters).
+
+    Args:
+        theta, fraction: where the file says nothing.
+
+    Raises:
+        ValueError: a way of scaling that is not known here, or a value that is missing or wrong.
+    """
+    place = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    old = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor") if fields.get(name) is not None}
+    return rotary_section({**old, **fields.section(place)}, place, theta, fraction)
+
+
+def rotary_section(section: dict[str, Any], place: str, theta: float, fraction: float = 1.0) -> dict[str, Any]:
+    """The same of one such object, which stands at that place."""
+    inside = Fields({f"{place}.{name}": value for name, value in section.items()})
+    kind = section.get("rope_type", section.get("type", "default"))
+    ours: dict[str, Any] = {
+        "rotary_base": inside.number(f"{place}.rope_theta", theta),
+        "rotary_fraction": inside.number(f"{place}.partial_rotary_factor", fraction),
+    }
+    if ours["rotary_fraction"] > 1:
+        raise wrong(f"{place}.partial_rotary_factor", "at most 1", ours["rotary_fraction"])
+    if kind == "default":
+        return ours
+    if kind not in ("linear", "llama3"):
+        raise wrong(f"{place}.rope_type", "default, linear or llama3", kind)
+    _must_have(section, place, ["factor"])
+    ours |= {"rotary_scaling": kind, "rotary_factor": inside.number(f"{place}.factor", 1.0)}
+    if kind == "llama3":
+        _must_have(section, place, ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+        ours["rotary_low_frequency"] = inside.number(f"{place}.low_freq_factor", 1.0)
+        ours["rotary_high_frequency"] = inside.number(f"{place}.high_freq_factor", 4.0)
+        ours["rotary_original_window"] = inside.whole(f"{place}.original_max_position_embeddings", 8192)
+    return ours
+
+
+def _must_have(section: dict[str, Any], place: str, names: list[str]) -> None:
+    for name in names:
+        if section.get(name) is None:
+            raise wrong(f"{place}.{name}", "a number above 0", section.get(name))
