@@ -1,0 +1,152 @@
+"""English words to their pronunciation: the network of g2p-en, run through Tricycle's GRU and beam search.
+
+    python -m experiments.pretrained.g2p                               as below
+    python -m experiments.pretrained.g2p --words tricycle gradient     words of your own
+
+The file is found by itself (`packages.py`), or named by --path. It belongs to g2p-en 2.1.0 by Kyubyong Park and
+Jongseok Kim (Apache License 2.0).
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.pretrained.packages import DAMAGED, G2P
+from experiments.settings import at_least
+from tricycle.layers import Dense, Embedding
+from tricycle.ops import as_tensor
+from tricycle.sequences.beam_search import beam_search
+from tricycle.sequences.recurrent import GRU
+from tricycle.sequences.seq2seq import EncoderDecoder, State
+from tricycle.tensor import Operand, Tensor
+from tricycle_cli.flags import parse, run_main
+
+VOWELS = "AA AE AH AO AW AY EH ER EY IH IY OW OY UH UW"  # each with a stress of 0, 1 or 2
+CONSONANTS = "B CH D DH F G HH JH K L M N NG P R S SH T TH V W Y Z ZH"
+LETTERS = ["<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz"]
+SOUNDS = [
+    *("<pad>", "<unk>", "<s>", "</s>"),
+    *sorted([f"{vowel}{stress}" for vowel in VOWELS.split() for stress in "012"] + ["UW"] + CONSONANTS.split()),
+]
+MOST_SOUNDS = 20  # of a word, as g2p-en has it
+
+
+class Speller(EncoderDecoder):
+    """One GRU reads letters to their end; another, from where that one stopped, gives sounds (Cho et al. 2014).
+
+    Args:
+        size: of embeddings and of both states.
+    """
+
+    def __init__(self, size: int = 256) -> None:
+        self.letters = Embedding(len(LETTERS), size)
+        self.encoder = GRU(size, size)
+        self.sounds = Embedding(len(SOUNDS), size)
+        self.decoder = GRU(size, size)
+        self.output = Dense(size, len(SOUNDS), role="head")
+
+    def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
+        _, final = self.encoder(self.letters(as_tensor(source)), lengths)
+        return {"hidden": final[0]}
+
+    def decode(self, target: Operand, state: State) -> Tensor:
+        outputs, final = self.decoder(self.sounds(as_tensor(target)), initial=state["hidden"][None])
+        state["hidden"] = final[0]
+        return self.output(outputs)
+
+
+def load(path: Path | None = None) -> Speller:
+    """The network with g2p-en's weights.
+
+    Args:
+        path: as of `Package.read`.
+
+    Raises:
+        ValueError: the arrays are not those of g2p-en.
+    """
+    content = io.BytesIO(G2P.read("checkpoint20.npz", path))
+    try:
+        with np.load(content, allow_pickle=False) as arrays:
+            theirs = {name: arrays[name] for name in arrays.files}
+    except DAMAGED as error:
+        raise ValueError(f"checkpoint20.npz of {G2P.requirement}: damaged ({error})") from error
+    model = Speller(theirs["enc_emb"].shape[-1] if "enc_emb" in theirs else 1)
+    model.load_state_dict({ours: array for name, array in theirs.items() for ours, array in _ours(name, array)})
+    return model.eval()
+
+
+def _ours(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Our names of one of their arrays, and the array as ours is: theirs are (out, in), in PyTorch's order of gates."""
+    names = {"enc_emb": "letters.weights", "dec_emb": "sounds.weights", "fc_w": "output.weights", "fc_b": "output.bias"}
+    parts = {"w_ih": "input_weights", "w_hh": "hidden_weights", "b_ih": "input_bias", "b_hh": "hidden_bias"}
+    layer, _, part = name.partition("_")
+    if name in names:
+        return [(names[name], array.T if name == "fc_w" else array)]
+    layers = {"enc": "encoder", "dec": "decoder"}
+    if layer not in layers or part not in parts:
+        raise ValueError(f"expected arrays of g2p-en, got {name}")
+    return [(f"{layers[layer]}.runs.0.0.{parts[part]}", array.T)]
+
+
+def ids_of(words: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Letters (B, S) with the end behind each word, padded, and lengths (B,); what is not from a to z is unknown."""
+    unknown = LETTERS.index("<unk>")
+    known = {letter: i for i, letter in enumerate(LETTERS) if len(letter) == 1}
+    rows = [[*(known.get(letter, unknown) for letter in word.lower()), LETTERS.index("</s>")] for word in words]
+    lengths = np.array([len(row) for row in rows])
+    tokens = np.zeros((len(rows), lengths.max()), int)
+    for row, ids in zip(tokens, rows):
+        row[: len(ids)] = ids
+    return tokens, lengths
+
+
+def pronounce(model: Speller, words: list[str], beam_size: int = 1) -> list[list[str]]:
+    """The sounds of each word, as the CMU Pronouncing Dictionary writes them: a number is a vowel's stress."""
+    tokens, lengths = ids_of(words)
+    limits = {"begin": SOUNDS.index("<s>"), "end": SOUNDS.index("</s>"), "max_length": MOST_SOUNDS}
+    found = beam_search(model, tokens, lengths, beam_size=beam_size, **limits)
+    return [[SOUNDS[sound] for sound in sounds] for sounds in found]
+
+
+# -------------------------------------------------------------------- the program
+@dataclass(frozen=True)
+class Settings:
+    """What to pronounce."""
+
+    words: tuple[str, ...] = ("transformer", "tricycle", "gradient", "softmax", "backpropagation")  # to be spelled out
+    path: Path | None = None  # the wheel of g2p-en, or the folder g2p_en out of it; found by itself unless given
+    beam_size: int = 1  # how many beginnings of a word are kept
+
+
+def listed(path: Path | None = None) -> dict[str, set[str]]:
+    """The words in g2p-en's list of those that are spoken in two ways, with both."""
+    words = {}
+    for line in G2P.read("homographs.en", path).decode("utf-8").splitlines():
+        if not line.startswith("#") and line.count("|") == 3:
+            word, first, second, _ = line.split("|")
+            words[word.lower()] = {first, second}
+    return words
+
+
+def main() -> int:
+    settings = parse(Settings, description=__doc__ or "")
+    at_least(settings, beam_size=1)
+    if not settings.words:
+        raise ValueError("expected --words with a word or more")
+    model = load(settings.path)
+    for word, sounds in zip(settings.words, pronounce(model, list(settings.words), settings.beam_size)):
+        print(f"{word:<20}{' '.join(sounds)}")
+    both = listed(settings.path)
+    spoken = pronounce(model, list(both), settings.beam_size)
+    right = sum(" ".join(sounds) in both[word] for word, sounds in zip(both, spoken))
+    print(f"\nof {len(both)} words that are spoken in two ways, {right} as one of these ({right / len(both):.1%})")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

