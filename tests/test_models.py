@@ -166,7 +166,7 @@ def test_the_number_of_parameters(config: GPTConfig) -> None:
 )
 def test_the_size_of_the_presets(config: GPTConfig, lowest: int, highest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # zeros that nothing writes to take no memory
-    monkeypatch.setattr("tricycle.models._initialise", lambda *args: None)
+    monkeypatch.setattr("tricycle.models.initialise", lambda *args: None)
     n_parameters = GPT(config).n_parameters
     assert lowest <= n_parameters <= highest
     assert n_parameters == count_by_formula(config)

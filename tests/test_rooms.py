@@ -27,7 +27,7 @@ functions softmaxes.adaptive softmaxes.blocks softmaxes activation loss
 precision initialisers layers
 attention.masks attention.attend attention.cache attention.rotary attention.shift attention
 configs.checked configs.model configs.training configs.presets configs
-blocks models
+blocks models encoder
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
 optimisers scheduler files tokeniser dataset checkpoint training generate evaluation

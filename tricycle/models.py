@@ -13,7 +13,7 @@ import numpy as np
 
 from tricycle.attention import KeyValueCache
 from tricycle.blocks import TransformerBlock, new_norm
-from tricycle.configs.model import ModelConfig
+from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.functions import linear, soft_cap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
@@ -24,7 +24,32 @@ from tricycle.tensor import Operand, Parameter, Tensor
 DRAWN = ("matrix", "embedding", "position", "head")  # roles of what does not start at 0 or 1
 
 
-class GPT(Layer):
+class BlockStack(Layer):
+    """What all models have that are one stack of blocks: a config that says what they are now."""
+
+    config: ModelConfig
+    generator: np.random.Generator
+    blocks: list[TransformerBlock]
+
+    def use_precision(self, precision: str) -> Self:
+        """As of every layer; it stands in the config, too."""
+        super().use_precision(precision)
+        self.config = _changed(self.config, precision=precision)
+        return self
+
+    def use_softmax(self, name: str, n_blocks: int = 2) -> None:
+        """Let attention weigh keys in another way from now on, in every block and in the config.
+
+        Args:
+            name: in `softmaxes.SOFTMAXES`.
+            n_blocks: for "blocks", whose scales begin at 1.
+        """
+        self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
+        for block in self.blocks:
+            block.attention.use_softmax(new_softmax(name, n_blocks))
+
+
+class GPT(BlockStack):
     """A decoder-only transformer that gives logits for the next token at every position (Radford et al. 2019).
 
     Its config decides which: GPT-2, Llama, Gemma, OPT, Pythia and others differ by fields.
@@ -38,6 +63,8 @@ class GPT(Layer):
     def __init__(self, config: ModelConfig, draw_weights: bool = True) -> None:
         if not isinstance(config, ModelConfig):
             raise TypeError(f"GPT: expected a ModelConfig, got {config!r}")
+        if isinstance(config, EncoderConfig):
+            raise TypeError("GPT: expected the config of a decoder, got an EncoderConfig: that is for TextEncoder")
         self.config = config
         # one generator draws the weights and then every dropout mask, so a checkpoint has one to save
         self.generator = np.random.default_rng(config.seed)
@@ -60,7 +87,7 @@ class GPT(Layer):
         if not config.tied:
             self.head = Dense(narrow, config.vocab_size, config.head_bias, zeros, role="head")
         if draw_weights:
-            _initialise(self)
+            initialise(self)
         self.use_precision(config.precision)
 
     def forward(self, tokens: Operand, caches: list[KeyValueCache] | None = None) -> Tensor:
@@ -116,23 +143,6 @@ class GPT(Layer):
             logits = self.head(x)
         return soft_cap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
-    def use_precision(self, precision: str) -> Self:
-        """As of every layer; it stands in the config, too."""
-        super().use_precision(precision)
-        self.config = _changed(self.config, precision=precision)
-        return self
-
-    def use_softmax(self, name: str, n_blocks: int = 2) -> None:
-        """Let attention weigh keys in another way from now on, in every block and in the config.
-
-        Args:
-            name: in `softmaxes.SOFTMAXES`.
-            n_blocks: for "blocks", whose scales begin at 1.
-        """
-        self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
-        for block in self.blocks:
-            block.attention.use_softmax(new_softmax(name, n_blocks))
-
     def new_caches(self) -> list[KeyValueCache]:
         """An empty cache for each block."""
         return [KeyValueCache(self.config.context_window) for _ in self.blocks]
@@ -144,7 +154,7 @@ def _changed(config: ModelConfig, **values: Any) -> ModelConfig:
     return config if same else replace(config, **values)
 
 
-def _initialise(model: GPT) -> None:
+def initialise(model: BlockStack) -> None:
     """GPT-2's first weights: normal(0.02); projections that end in the residual stream, of which there are
     two a block, smaller by 1 / sqrt(2 n_layers), so that the stream keeps its size; biases 0 and gains 1.
     With `zero_projections` a block adds nothing at first (Zhang et al. 2019, "Fixup").

@@ -1,6 +1,6 @@
 """Configurations: the shape of a model, how it is trained, and both together, checked when they are made."""
 
-from tricycle.configs.model import ModelConfig
+from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.configs.presets import (
     PRESETS,
     DebugConfig,
@@ -15,6 +15,7 @@ from tricycle.configs.training import TrainingConfig
 __all__ = [
     "PRESETS",
     "DebugConfig",
+    "EncoderConfig",
     "GPT2Config",
     "GPTConfig",
     "LaptopConfig",

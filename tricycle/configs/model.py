@@ -1,4 +1,4 @@
-"""The shape of a decoder: by these fields one model is GPT-2, Llama, Gemma, OPT and others.
+"""The shape of a decoder: by these fields one model is GPT-2, Llama, Gemma, OPT and others. And that of an encoder.
 
 Every field is a flag of `train_smol_gpt.py`; the comment behind a field is the flag's help.
 """
@@ -157,6 +157,31 @@ class ModelConfig(Checked):
     def window_of(self, layer: int) -> int | None:
         """How many tokens a layer sees; None for all."""
         return None if not self.window or layer in self.full_layers else self.window
+
+
+@dataclass(frozen=True)
+class EncoderConfig(ModelConfig):
+    """A transformer whose tokens all see each other, without a head. The defaults are BERT's (109M parameters)."""
+
+    vocab_size: int = 30_522
+    context_window: int = 512
+    activation: Activation = "gelu_exact"
+    norm_eps: float = 1e-12
+    norm_placement: NormPlacement = "after"
+    # ---- an encoder's own
+    token_types: int = 2  # kinds of tokens, each with a vector, such as those of a first and a second text; 0 for none
+    embedding_norm: bool = True  # whether embeddings are normed before the first block
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("token_types", self.token_types >= 0, "0 or more")
+        for name in OF_DECODERS:
+            usual = ModelConfig.__dataclass_fields__[name].default
+            self._require(name, getattr(self, name) == usual, f"{usual!r} in an encoder")
+
+
+# What belongs to a head, or to tokens that see those before them.
+OF_DECODERS = "window full_layers token_shift tied head_bias embedding_size logit_cap".split()
 
 
 def hidden_width(embedding_dim: int, expansion_ratio: float, gated: bool) -> int:

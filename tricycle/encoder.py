@@ -1,0 +1,149 @@
+"""An encoder: tokens that all see each other, to a vector for each, and one for a whole text.
+
+Shapes: B batch, T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tricycle.blocks import TransformerBlock, new_norm
+from tricycle.configs.model import EncoderConfig
+from tricycle.devices import Array
+from tricycle.functions import to_compute_dtype
+from tricycle.initialisers import zeros
+from tricycle.layers import Dropout, Embedding, Layer
+from tricycle.models import BlockStack, initialise
+from tricycle.ops import as_tensor
+from tricycle.tensor import Operand, Tensor
+
+POOLINGS = ("mean", "first")
+SMALLEST = 1e-24  # a squared length that may be divided by
+
+
+class TextEncoder(BlockStack):
+    """A transformer without a head: BERT and its kin (Devlin et al. 2019).
+
+    Args:
+        config: the shape; `seed` decides the weights.
+        draw_weights: False leaves all weights at 0 (gains at 1), for a model that gets others.
+    """
+
+    def __init__(self, config: EncoderConfig, draw_weights: bool = True) -> None:
+        if not isinstance(config, EncoderConfig):
+            raise TypeError(f"TextEncoder: expected an EncoderConfig, got {config!r}")
+        self.config: EncoderConfig = config
+        self.generator = np.random.default_rng(config.seed)
+        width = config.embedding_dim
+        self.token_embedding = Embedding(config.vocab_size, width, zeros)
+        self.position_embedding = None
+        if config.positions == "learned":
+            rows = config.context_window + config.position_offset
+            self.position_embedding = Embedding(rows, width, zeros, role="position")
+        self.type_embedding = Embedding(config.token_types, width, zeros) if config.token_types else None
+        self.embedding_norm = new_norm(config) if config.embedding_norm else None
+        self.dropout = Dropout(config.dropout, self.generator)
+        self.blocks = [
+            TransformerBlock(config, layer, causal=False, initialiser=zeros, generator=self.generator)
+            for layer in range(config.n_layers)
+        ]
+        self.norm = new_norm(config) if config.norm_placement != "after" else None
+        if draw_weights:
+            initialise(self)
+        self.use_precision(config.precision)
+
+    def forward(self, tokens: Operand, mask: Any = None, types: Operand | None = None) -> Tensor:
+        """
+        Args:
+            tokens: whole numbers (B, T), T at most the context window.
+            mask: booleans (B, T), True where a token is no padding; all are real unless given. What comes out in the
+                place of padding means nothing.
+            types: whole numbers (B, T), the kind of each token; 0 unless given.
+
+        Returns:
+            hidden states (B, T, C).
+
+        Raises:
+            ValueError: too many tokens or none, ids out of range, or anything misshapen.
+        """
+        tokens = as_tensor(tokens)
+        window = self.config.context_window
+        if tokens.ndim != 2 or not 0 < tokens.shape[1] <= window or tokens.size == 0:
+            wanted = f"(batch, tokens) with 1 to {window} tokens"
+            raise ValueError(f"TextEncoder(context_window={window}): expected shape {wanted}, got {tokens.shape}")
+        mask = _checked(mask, tokens)
+        x = self.dropout(to_compute_dtype(self._embed(tokens, types), self.precision))
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return x if self.norm is None else self.norm(x)
+
+    def _embed(self, tokens: Tensor, types: Operand | None) -> Tensor:
+        """(B, T) to (B, T, C)."""
+        x = self.token_embedding(tokens)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
+        if self.position_embedding is not None:
+            first = self.config.position_offset
+            x = x + self.position_embedding.weights[first : first + tokens.shape[1]]
+        if self.type_embedding is not None:
+            x = x + (self.type_embedding.weights[0] if types is None else self.type_embedding(_types(types, tokens)))
+        elif types is not None:
+            raise ValueError("TextEncoder(token_types=0): expected no types, got some")
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+
+def _checked(mask: Any, tokens: Tensor) -> Array | None:
+    """The mask as an array beside the tokens.
+
+    Raises:
+        ValueError: not booleans, or not one for each token.
+    """
+    if mask is None:
+        return None
+    array = mask.array if isinstance(mask, Tensor) else np.asarray(mask) if isinstance(mask, list) else mask
+    if array.dtype != bool or array.shape != tokens.shape:
+        got = f"{array.dtype} of {array.shape}"
+        raise ValueError(f"TextEncoder: expected a mask of booleans of shape {tokens.shape}, got {got}")
+    return tokens.xp.asarray(array)
+
+
+def _types(types: Operand, tokens: Tensor) -> Tensor:
+    types = as_tensor(types)
+    if types.shape != tokens.shape:
+        raise ValueError(f"TextEncoder: expected types of shape {tokens.shape}, got {types.shape}")
+    return types
+
+
+class SentencePooling(Layer):
+    """One vector for each text, from those of its tokens (Reimers and Gurevych 2019, section 3).
+
+    Args:
+        kind: "mean" of those of tokens that are no padding, or the "first", BERT's [CLS].
+        normalise: bring each to length 1, so that the product of two is the cosine of the angle between them.
+    """
+
+    def __init__(self, kind: str = "mean", normalise: bool = True) -> None:
+        if kind not in POOLINGS:
+            raise ValueError(f"SentencePooling: expected kind to be one of {', '.join(POOLINGS)}, got {kind!r}")
+        self.kind = kind
+        self.normalise = normalise
+
+    def forward(self, hidden: Tensor, mask: Any = None) -> Tensor:
+        """(B, T, C) to (B, C).
+
+        Args:
+            mask: as of `TextEncoder`; a text of padding alone gives zeros for its mean.
+        """
+        x = hidden[:, 0] if self.kind == "first" else self._mean(hidden, mask)
+        if not self.normalise:
+            return x
+        return x * ((x * x).sum(axis=-1, keepdims=True) + SMALLEST) ** -0.5
+
+    def _mean(self, hidden: Tensor, mask: Any) -> Tensor:
+        if mask is None:
+            return hidden.mean(axis=1)
+        array = mask.array if isinstance(mask, Tensor) else mask
+        real = hidden.xp.asarray(array, hidden.dtype)[..., None]  # (B, T, 1)
+        return (hidden * real).sum(axis=1) * (1 / hidden.xp.maximum(real.sum(axis=1), 1))
