@@ -19,7 +19,7 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0, scales: str 
         if kind == "Q6_K":
             packed[..., 208:] = halves[..., :2]
         else:
-            n = 2 if kind in ("Q8_0", "Q4_0") else 4
+            n = 2 if kind in ("Q8_0", "Q4_0", "Q5_0") else 4
             packed[..., :n] = halves[..., :n]
     return packed.reshape(*shape[:-1], -1)
 

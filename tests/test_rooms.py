@@ -34,7 +34,8 @@ optimisers scheduler files tokeniser dataset checkpoint training generate evalua
 pretrained.source pretrained.settings pretrained.fields pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
 pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi pretrained.families
-pretrained
+pretrained.quantised pretrained.gguf_file pretrained.gguf_names pretrained.gguf_fields pretrained.gguf
+pretrained.packaged pretrained
 __main__
 """.split()
 

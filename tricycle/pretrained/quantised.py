@@ -69,6 +69,24 @@ def _from_q4_1(blocks: np.ndarray, out: np.ndarray) -> None:
     out += smallest
 
 
+def _with_fifth_bits(numbers: np.ndarray, packed: np.ndarray) -> np.ndarray:
+    """(N, 32) uint8 below 32: bit i % 8 of byte i // 8, of four bytes, is the fifth bit of number i."""
+    return numbers | np.unpackbits(packed, axis=1, bitorder="little") << 4
+
+
+def _from_q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Scale, 4 bytes of fifth bits, 32 halves of a byte; 16 is taken of each number."""
+    np.subtract(_with_fifth_bits(_nibbles(blocks, 6), blocks[:, 2:6]), np.float32(16), out=out)
+    out *= _halves(blocks, 0)
+
+
+def _from_q5_1(blocks: np.ndarray, out: np.ndarray) -> None:
+    """Scale, smallest value, 4 bytes of fifth bits, 32 halves of a byte."""
+    scale, smallest = _halves(blocks, 0, 2).T[:, :, None]
+    np.multiply(_with_fifth_bits(_nibbles(blocks, 8), blocks[:, 4:8]), scale, out=out)
+    out += smallest
+
+
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(N, 8) scales and (N, 8) offsets, all below 64, from 12 bytes.
 
@@ -91,7 +109,7 @@ def _from_sub_blocks(blocks: np.ndarray, numbers: np.ndarray, out: np.ndarray) -
 
 
 def _numbers_of_k(blocks: np.ndarray, start: int) -> np.ndarray:
-    """(N, 8, 32) uint8 below 16 from 128 bytes: 32 bytes have two sub-blocks, one in the low halves, one in the high."""
+    """(N, 8, 32) uint8 below 16 from 128 bytes: 32 of them have two sub-blocks, first the low halves, then the high."""
     pairs = blocks[:, start : start + 128].reshape(-1, 4, 1, 32)
     shifts = np.array([0, 4], np.uint8).reshape(2, 1)
     return (pairs >> shifts & 15).reshape(-1, 8, 32)
@@ -144,6 +162,8 @@ BLOCKS: dict[str, Blocks] = {
     "Q8_0": Blocks(32, 34, _from_q8_0, _to_q8_0),
     "Q4_0": Blocks(32, 18, _from_q4_0),
     "Q4_1": Blocks(32, 20, _from_q4_1),
+    "Q5_0": Blocks(32, 22, _from_q5_0),
+    "Q5_1": Blocks(32, 24, _from_q5_1),
     "Q4_K": Blocks(256, 144, _from_q4_k),
     "Q5_K": Blocks(256, 176, _from_q5_k),
     "Q6_K": Blocks(256, 210, _from_q6_k),

@@ -1,0 +1,197 @@
+"""Small models of transformers as llama.cpp's converter would write them, by the tables of the `gguf` package.
+
+What the converter does to names comes from that package's own map; what it does to values is said here once more,
+from its source, and not taken from what is tested.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers_families import FAMILIES, LLAMA3_SCALING
+
+ARCHITECTURES = {
+    "Llama": "llama",
+    "Llama 3": "llama",
+    "Llama, linear": "llama",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Gemma 2": "gemma2",
+    "Gemma 3": "gemma3",
+    "Pythia": "gptneox",
+    "GPT-NeoX, one after the other": "gptneox",
+    "GPT-2": "gpt2",
+    "Phi": "phi2",
+}
+# What a file cannot say: llama.cpp knows it by heart.
+KNOWN = {
+    "Qwen2": {"use_sliding_window": False, "sliding_window": None},
+    "GPT-2": {"n_inner": 96},
+    "Gemma 2": {"query_pre_attn_scalar": 8},
+    "Gemma 3": {"query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
+}
+
+
+def new_model(name: str) -> Any:
+    """A model of transformers with random weights, of which every part counts."""
+    import transformers
+
+    family = FAMILIES[name]
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(family.model_type, **{**family.theirs, **KNOWN.get(name, {})})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    return model
+
+
+def new_bert() -> Any:
+    """A small BERT without a pooler, as llama.cpp writes it."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=61,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=40,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(3)
+    return transformers.BertModel(config, add_pooling_layer=False).eval()
+
+
+# -------------------------------------------------------------------- writing
+def converted(architecture: str, model: Any) -> dict[str, np.ndarray]:
+    """A model's tensors under llama.cpp's names, with the values that its converter writes."""
+    config = model.config
+    kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    tensors = {}
+    for full, values in model.state_dict().items():
+        if full == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        name = names.get_name(full.replace("embed_out", "lm_head"), try_suffixes=(".weight", ".bias"))
+        assert name, full
+        tensors[name] = _changed(architecture, name, values.numpy(), config)
+    return tensors
+
+
+def _changed(architecture: str, name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    n_heads = config.num_attention_heads
+    layer = name.split(".")[-2]
+    if architecture == "llama" and layer in ("attn_q", "attn_k"):
+        n = n_heads if layer == "attn_q" else config.num_key_value_heads
+        return values.reshape(n, 2, values.shape[0] // n // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return values + 1
+    if architecture == "gpt2" and values.ndim == 2 and layer in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
+        return values.T
+    if architecture == "gptneox" and layer == "attn_qkv":
+        by_head = values.reshape(n_heads, 3, values.shape[0] // n_heads // 3, -1)
+        return np.concatenate([by_head[:, i] for i in range(3)]).reshape(values.shape)
+    return values
+
+
+def write(
+    path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, np.ndarray], kind: str = "F32"
+) -> Path:
+    """A file by the `gguf` package.
+
+    Args:
+        keys: without the architecture, which is put before them; a key with a colon before it stands as it is.
+        kind: of matrices; vectors are F32, as the converter has them.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        full = key[1:] if key.startswith(":") else f"{architecture}.{key}"
+        add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add.get(type(value), writer.add_uint32)(full, value)
+    for name, values in tensors.items():
+        dtype = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        packed = gguf.quantize(np.ascontiguousarray(values, np.float32), dtype)
+        writer.add_tensor(name, packed, raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def keys_of(architecture: str, config: Any) -> dict[str, Any]:
+    """What the converter says about a model."""
+    hidden = config.intermediate_size if hasattr(config, "intermediate_size") else 4 * config.hidden_size
+    keys = {
+        "vocab_size": config.vocab_size,
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": hidden,
+        "attention.head_count": config.num_attention_heads,
+    }
+    if eps := getattr(config, "rms_norm_eps", None):
+        keys["attention.layer_norm_rms_epsilon"] = eps
+    else:
+        keys["attention.layer_norm_epsilon"] = getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon
+    if hasattr(config, "num_key_value_heads"):
+        keys["attention.head_count_kv"] = config.num_key_value_heads
+    if architecture not in ("gpt2", "bert"):
+        keys |= _rotary_keys(architecture, config)
+    if architecture == "gptneox":
+        keys["use_parallel_residual"] = config.use_parallel_residual
+    if architecture in ("gemma2", "gemma3"):
+        keys["attention.sliding_window"] = config.sliding_window
+    if architecture == "gemma2":
+        keys["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
+        keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    return keys
+
+
+def _rotary_keys(architecture: str, config: Any) -> dict[str, Any]:
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    keys: dict[str, Any] = {}
+    if architecture == "gemma3":
+        keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        keys["attention.sliding_window_pattern"] = 3
+        rope = rope["full_attention"]
+    keys["rope.freq_base"] = float(rope["rope_theta"])
+    keys["rope.dimension_count"] = int(size * rope.get("partial_rotary_factor", 1.0))
+    if size * config.num_attention_heads != config.hidden_size:
+        keys |= {"attention.key_length": size, "attention.value_length": size}
+    if rope["rope_type"] == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    return keys
+
+
+def llama3_divisors(size: int, base: float, scaling: dict[str, Any]) -> np.ndarray:
+    """As the converter makes the tensor rope_freqs."""
+    window = scaling["original_max_position_embeddings"]
+    low, high, factor = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "factor"))
+    divisors = []
+    for i in range(0, size, 2):
+        wavelength = 2 * np.pi * base ** (i / size)
+        if wavelength < window / high:
+            divisors.append(1.0)
+        elif wavelength > window / low:
+            divisors.append(factor)
+        else:
+            smooth = (window / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+def write_model(path: Path, name: str, model: Any, kind: str = "F32", keys: dict[str, Any] | None = None) -> Path:
+    """One of the models above."""
+    architecture = ARCHITECTURES.get(name, "bert")
+    tensors = converted(architecture, model)
+    if name == "Llama 3":
+        rope = model.config.rope_parameters
+        assert rope["rope_type"] == LLAMA3_SCALING["rope_type"]
+        tensors["rope_freqs.weight"] = llama3_divisors(model.config.head_dim, rope["rope_theta"], rope)
+    return write(path, architecture, keys_of(architecture, model.config) | (keys or {}), tensors, kind)

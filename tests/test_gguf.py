@@ -1,0 +1,213 @@
+"""Files of llama.cpp: the container, keys as fields, tensors by Hugging Face's names, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tricycle.pretrained.gguf import read_gguf
+from tricycle.pretrained.gguf_fields import Keys, llama3_scaling
+from tricycle.pretrained.gguf_file import GGUFFile
+
+for needed in ("gguf", "torch", "transformers"):
+    pytest.importorskip(needed)
+gguf_models = pytest.importorskip("gguf_models")
+transformers = pytest.importorskip("transformers")
+
+each_model = pytest.mark.parametrize("name", [*gguf_models.ARCHITECTURES, "BERT"])
+# Fields that are the tokeniser's, or of what transformers does besides.
+ELSEWHERE = {"bos_token_id", "eos_token_id", "pad_token_id", "hidden_activation"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, tuple[Path, object]]:
+    folder = tmp_path_factory.mktemp("gguf")
+    models = {
+        name: gguf_models.new_bert() if name == "BERT" else gguf_models.new_model(name)
+        for name in [*gguf_models.ARCHITECTURES, "BERT"]
+    }
+    paths = {name: folder / f"{name.replace(' ', '_')}.gguf" for name in models}
+    return {name: (gguf_models.write_model(paths[name], name, model), model) for name, model in models.items()}
+
+
+# -------------------------------------------------------------------- models
+@each_model
+def test_tensors_are_those_of_transformers(files, name):
+    path, model = files[name]
+    source = read_gguf(path)
+    expected = {key: value.numpy() for key, value in model.state_dict().items()}
+    if source.fields.get("tie_word_embeddings"):
+        expected.pop("lm_head.weight")
+    if "embed_out.weight" in source.tensors:  # as GPT-NeoX's files call it
+        expected["embed_out.weight"] = expected.pop("lm_head.weight", None)
+    assert set(source.tensors) == set(expected)
+    rounding = 3e-7 if name.startswith("Gemma") else 0  # 1 + gain, and back
+    for key, tensor in source.tensors.items():
+        values = tensor.read()
+        assert tensor.kind == "F32" and values.dtype == np.float32
+        assert values.shape == tensor.shape == expected[key].shape
+        np.testing.assert_allclose(values, expected[key], rtol=0, atol=rounding, err_msg=key)
+
+
+@each_model
+def test_fields_are_those_of_transformers(files, name):
+    """Each field means the same there: a config of theirs made from our fields is the config of the model."""
+    path, model = files[name]
+    fields = read_gguf(path).fields
+    config = model.config
+    assert fields["model_type"] == config.model_type
+    rebuilt = type(config)(**{key: value for key, value in fields.items() if key != "model_type"}).to_dict()
+    expected = config.to_dict()
+    for key in set(fields) - ELSEWHERE - {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base"}:
+        if key in expected:
+            assert rebuilt[key] == pytest.approx(expected[key]) if isinstance(fields[key], float) else True, key
+            assert isinstance(fields[key], float) or rebuilt[key] == expected[key], key
+    for key in set(rebuilt) & {"rope_parameters", "layer_types"}:
+        assert _near(rebuilt[key], expected[key]), key
+
+
+def _near(ours, theirs) -> bool:
+    """Equal, but for rounding to 32 bits, and for what is all the same in llama3's scaling."""
+    if not isinstance(ours, dict):
+        return ours == pytest.approx(theirs) if isinstance(ours, float) else ours == theirs
+    if ours.get("rope_type") == "llama3":
+        low, theirs_low = ours["low_freq_factor"], theirs["low_freq_factor"]
+        ratios = ("high_freq_factor", "original_max_position_embeddings")
+        alike = all(ours[key] / low == pytest.approx(theirs[key] / theirs_low, rel=1e-3) for key in ratios)
+        return alike and ours["factor"] == theirs["factor"]
+    shared = set(ours) & set(theirs)
+    return bool(shared) and all(_near(ours[key], theirs[key]) for key in shared)
+
+
+@each_model
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_16_bits_stay_16_bits(files, tmp_path, name, kind):
+    _, model = files[name]
+    source = read_gguf(gguf_models.write_model(tmp_path / "a.gguf", name, model, kind))
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}[kind]
+    for key, tensor in source.tensors.items():
+        values = tensor.read()
+        matrix = values.ndim > 1
+        assert (values.dtype, tensor.kind) == ((dtype, kind) if matrix else (np.float32, "F32")), key
+        if matrix:
+            original = model.state_dict().get(key, model.state_dict().get("lm_head.weight"))
+            np.testing.assert_array_equal(values, original.numpy().astype(dtype))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_blocks_are_read(tmp_path, kind):
+    """Also where rows change places: a row of queries is a row of whole blocks."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    path = gguf_models.write(
+        tmp_path / "a.gguf", "llama", gguf_models.keys_of("llama", config), gguf_models.converted("llama", model), kind
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
+    source = read_gguf(path)
+    assert {tensor.kind for tensor in source.tensors.values()} == {kind, "F32"}
+    for key, tensor in source.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), theirs[key].numpy(), err_msg=key)
+
+
+def test_an_output_layer_of_its_own_and_a_copy(files, tmp_path):
+    _, model = files["GPT-2"]
+    tensors = gguf_models.converted("gpt2", model)
+    keys = gguf_models.keys_of("gpt2", model.config)
+    copied = read_gguf(
+        gguf_models.write(tmp_path / "a.gguf", "gpt2", keys, tensors | {"output.weight": tensors["token_embd.weight"]})
+    )
+    assert copied.fields["tie_word_embeddings"] and "lm_head.weight" not in copied.tensors
+    own = read_gguf(
+        gguf_models.write(
+            tmp_path / "b.gguf", "gpt2", keys, tensors | {"output.weight": 2 * tensors["token_embd.weight"]}
+        )
+    )
+    assert not own.fields["tie_word_embeddings"]
+    np.testing.assert_array_equal(own.tensors["lm_head.weight"].read(), 2 * tensors["token_embd.weight"])
+
+
+def test_queries_keys_and_values_in_one_matrix(files, tmp_path):
+    _, model = files["Phi"]
+    tensors = gguf_models.converted("phi2", model)
+    for block in range(2):
+        for suffix in ("weight", "bias"):
+            parts = [tensors.pop(f"blk.{block}.attn_{part}.{suffix}") for part in "qkv"]
+            tensors[f"blk.{block}.attn_qkv.{suffix}"] = np.concatenate(parts)
+    source = read_gguf(
+        gguf_models.write(tmp_path / "a.gguf", "phi2", gguf_models.keys_of("phi2", model.config), tensors)
+    )
+    for key, expected in model.state_dict().items():
+        assert source.tensors[key].shape == expected.shape
+        np.testing.assert_array_equal(source.tensors[key].read(), expected.numpy())
+
+
+def test_a_window_makes_it_mistral(files, tmp_path):
+    _, model = files["Llama"]
+    fields = read_gguf(
+        gguf_models.write_model(tmp_path / "a.gguf", "Llama", model, keys={"attention.sliding_window": 7})
+    ).fields
+    assert (fields["model_type"], fields["sliding_window"]) == ("mistral", 7)
+
+
+def test_special_tokens_and_sampling(files, tmp_path):
+    _, model = files["Llama"]
+    keys = {f":tokenizer.ggml.{name}_token_id": i for i, name in enumerate(["bos", "eos", "eot", "padding"], 1)}
+    keys |= {":general.sampling.temp": 0.5, ":general.sampling.top_k": 20, ":tokenizer.ggml.eom_token_id": 2**31}
+    source = read_gguf(gguf_models.write_model(tmp_path / "a.gguf", "Llama", model, keys=keys))
+    ids = {key: value for key, value in source.fields.items() if key.endswith("token_id")}
+    assert ids == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 4}
+    assert source.generation == {"eos_token_id": [2, 3], "temperature": 0.5, "top_k": 20, "do_sample": True}
+
+
+def test_layers_counted_by_lists(files, tmp_path):
+    """A key may be a list with a value for each layer: equal ones are one."""
+    _, model = files["Llama"]
+    fields = read_gguf(
+        gguf_models.write_model(tmp_path / "a.gguf", "Llama", model, keys={"attention.head_count_kv": [3, 3]})
+    ).fields
+    assert fields["num_key_value_heads"] == 3
+    path = gguf_models.write_model(tmp_path / "b.gguf", "Llama", model, keys={"attention.head_count_kv": [3, 9]})
+    with pytest.raises(
+        ValueError, match=r"llama.attention.head_count_kv to be a whole number above 0, the same in all"
+    ):
+        read_gguf(path)
+
+
+# -------------------------------------------------------------------- llama3's scaling from its divisors
+LLAMA_3 = [(128, 500_000.0, 8.0, 1.0, 4.0, 8192), (64, 500_000.0, 32.0, 1.0, 4.0, 8192)]
+
+
+@pytest.mark.parametrize("case", [*LLAMA_3, (64, 1e5, 8.0, 1.5, 5.0, 64), (96, 1e6, 16.0, 1.0, 8.0, 4096)], ids=str)
+def test_llama3_scaling_is_recovered(tmp_path, case):
+    size, base, factor, low, high, window = case
+    scaling = {
+        "factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": window
+    }  # fmt: skip
+    divisors = gguf_models.llama3_divisors(size, base, scaling)
+    keys = Keys(GGUFFile(tmp_path, {"llama.rope.freq_base": base}, {}), "llama")
+    fields = llama3_scaling(keys, divisors)["rope_scaling"]
+    assert fields.pop("rope_type") == "llama3"
+    if case in LLAMA_3:
+        assert fields == scaling
+    np.testing.assert_allclose(gguf_models.llama3_divisors(size, base, fields), divisors, rtol=1e-5)
+
+
+def test_other_divisors(tmp_path):
+    keys = Keys(GGUFFile(tmp_path, {}, {}), "llama")
+    assert llama3_scaling(keys, np.ones(32, np.float32)) == {}
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert llama3_scaling(keys, np.full(32, 4, np.float32)) == linear
+    for strange in (
+        np.linspace(1, 8, 32),
+        np.linspace(8, 1, 32),
+        np.full(32, np.nan),
+        np.r_[np.zeros(16), np.ones(16)],
+    ):
+        with pytest.raises(ValueError, match=r"expected rope_freqs.weight to be a scaling of llama3's kind"):
+            llama3_scaling(keys, strange.astype(np.float32))

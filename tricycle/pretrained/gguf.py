@@ -1,0 +1,173 @@
+"""Models in llama.cpp's files: GGUF, of whole numbers of few bits in blocks, or of floats."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tricycle.pretrained.gguf_fields import FIELDS, Fields, Keys
+from tricycle.pretrained.gguf_file import Entry, GGUFFile, read_file
+from tricycle.pretrained.gguf_names import LAYOUTS, Change, Heads, Layout
+from tricycle.pretrained.source import Source, StoredTensor
+
+_BLOCK = re.compile(r"^blk\.(0|[1-9][0-9]{0,8})\.")
+_DIVISORS = "rope_freqs.weight"  # of the frequencies of rotary positions
+# What a config.json knows as other fields, or not at all.
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING |= {"penalty_repeat": "repetition_penalty"}
+
+
+@dataclass(frozen=True)
+class GGUFSource(Source):
+    """A model in a GGUF file.
+
+    Attributes:
+        metadata: every key and value of the file, the tokeniser's among them.
+    """
+
+    metadata: dict[str, Any] | None = None
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Every key of a GGUF file with its value as a plain one of Python.
+
+    Raises:
+        OSError, ValueError: as `read_gguf`, but for what has to do with the model.
+    """
+    return read_file(path).metadata
+
+
+def read_gguf(path: str | os.PathLike[str]) -> GGUFSource:
+    """A model in a GGUF file, with fields, names and values as in Hugging Face's form.
+
+    Its numbers are read, and turned into float32 where they lie in blocks, when they are asked for.
+
+    Raises:
+        OSError: no such file, or none that may be read.
+        ValueError: no GGUF file, a damaged one, an architecture, type or scaling that is not known here, keys and
+            tensors that contradict each other.
+    """
+    file = read_file(path)
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
+        raise ValueError(f"{file.path}: expected general.architecture to be one of {known}, got {architecture!r}")
+    keys = Keys(file, architecture)
+    _check_whole(file, keys)
+    divisors = file.read(file.tensors[_DIVISORS]) if _DIVISORS in file.tensors else None
+    fields = FIELDS[architecture](keys, divisors) | keys.special_tokens()
+    heads = Heads(
+        keys.whole("attention.head_count"),
+        keys.whole("attention.head_count_kv", keys.whole("attention.head_count")),
+        keys.head_size(),
+    )
+    tensors = _Translation(file, keys, LAYOUTS[architecture], heads).tensors()
+    if architecture == "gpt2":
+        _tie_copies(file, fields, tensors)
+    return GGUFSource(file.path, fields, tensors, _generation(file.metadata, fields), file.metadata)
+
+
+def _check_whole(file: GGUFFile, keys: Keys) -> None:
+    """One whole model, of the sizes that its tensors have: no key asks for more memory than the file fills."""
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise keys.error(f"expected a model, got general.type {kind!r}")
+    parts = file.metadata.get("split.count", 0)
+    if parts not in (0, 1):
+        raise keys.error(f"is one of {parts} files of a model: join them first (llama-gguf-split --merge)")
+    numbers = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
+    n_blocks = 1 + max(numbers, default=-1)
+    sizes = {
+        "block_count": n_blocks,
+        "embedding_length": keys.shape("token_embd")[1],
+        "feed_forward_length": keys.shape("blk.0.ffn_up")[0],
+    }
+    for key, size in sizes.items():
+        if keys.whole(key) != size:
+            raise keys.error(f"{keys.architecture}.{key} is {keys.whole(key)}, but its tensors are of {size}")
+
+
+class _Translation:
+    """Of a file's tensors into Hugging Face's names and values."""
+
+    def __init__(self, file: GGUFFile, keys: Keys, layout: Layout, heads: Heads) -> None:
+        self.file = file
+        self.keys = keys
+        self.layout = layout
+        self.heads = heads
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All of them but what the fields say already."""
+        tensors: dict[str, StoredTensor] = {}
+        for name, entry in self.file.tensors.items():
+            if name == _DIVISORS:
+                continue
+            for full, tensor in self._translated(name, entry):
+                if full in tensors:
+                    raise self.keys.error(f"tensor {name!r} is a second {full}")
+                tensors[full] = tensor
+        return tensors
+
+    def _translated(self, name: str, entry: Entry) -> list[tuple[str, StoredTensor]]:
+        layer, _, suffix = name.rpartition(".")
+        match = _BLOCK.match(name)
+        general = f"blk.N.{layer[match.end() :]}" if match else layer
+        theirs = self.layout.names.get(general)
+        if theirs is None or suffix not in ("weight", "bias"):
+            raise self.keys.error(f"tensor {name!r} has no place in a model of the kind {self.keys.architecture}")
+        number = match[1] if match else ""
+        full = [f"{one.replace('.N.', f'.{number}.')}.{suffix}" for one in theirs]
+        change = self.layout.changes.get(general)
+        if len(full) == 1:
+            return [(full[0], self._stored(entry, slice(None), entry.shape, change))]
+        if entry.shape[0] != sum(self.heads.rows):
+            raise self.keys.error(f"expected {sum(self.heads.rows)} rows of tensor {name!r}, got {entry.shape[0]}")
+        ends = np.cumsum((0, *self.heads.rows)).tolist()
+        pieces = [slice(start, end) for start, end in pairwise(ends)]
+        shapes = [(n_rows, *entry.shape[1:]) for n_rows in self.heads.rows]
+        return [(one, self._stored(entry, rows, shape, change)) for one, rows, shape in zip(full, pieces, shapes)]
+
+    def _stored(self, entry: Entry, rows: slice, shape: tuple[int, ...], change: Change | None) -> StoredTensor:
+        if change is None or (change.transposes and len(shape) == 1):
+            return StoredTensor(shape, entry.kind, partial(self.file.read, entry, rows))
+        self._check_shape(entry, change)
+        new_shape = shape[::-1] if change.transposes else shape
+        return StoredTensor(new_shape, entry.kind, lambda: change.back(self.file.read(entry, rows), self.heads))
+
+    def _check_shape(self, entry: Entry, change: Change) -> None:
+        """That the values can be put in another order: said now, and not when they are read."""
+        heads = self.heads
+        if change.rows and (entry.shape[0] != change.rows(heads) or heads.size % 2):
+            said = f"{heads.n_heads} heads of queries, {heads.n_key_heads} of keys, of {heads.size} channels"
+            raise self.keys.error(f"tensor {entry.name!r} of shape {entry.shape} does not fit {said}")
+
+
+def _tie_copies(file: GGUFFile, fields: Fields, tensors: dict[str, StoredTensor]) -> None:
+    """GPT-2's output layer is its embedding; converters used to write it twice."""
+    output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
+    alike = output and (output.kind, output.shape) == (embedding.kind, embedding.shape)
+    if output and alike and np.array_equal(file.read(output), file.read(embedding)):
+        fields["tie_word_embeddings"] = True
+        del tensors["lm_head.weight"]
+
+
+def _generation(metadata: dict[str, Any], fields: Fields) -> Fields:
+    """As in a generation_config.json: which tokens end an answer, and how to draw tokens where a file says it."""
+    generation: Fields = {}
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    stop = [end for end in ends if isinstance(end, int) and 0 <= end < fields["vocab_size"]]
+    if stop:
+        generation["eos_token_id"] = list(dict.fromkeys(stop))
+    for key, name in _SAMPLING.items():
+        value = metadata.get(f"general.sampling.{key}")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            generation[name] = value
+    if "temperature" in generation:
+        generation["do_sample"] = generation["temperature"] > 0
+    return generation
