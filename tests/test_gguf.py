@@ -101,9 +101,15 @@ def test_16_bits_stay_16_bits(files, tmp_path, name, kind):
 def test_blocks_are_read(tmp_path, kind):
     """Also where rows change places: a row of queries is a row of whole blocks."""
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        pad_token_id=None,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     path = gguf_models.write(
         tmp_path / "a.gguf", "llama", gguf_models.keys_of("llama", config), gguf_models.converted("llama", model), kind
@@ -187,8 +193,11 @@ LLAMA_3 = [(128, 500_000.0, 8.0, 1.0, 4.0, 8192), (64, 500_000.0, 32.0, 1.0, 4.0
 def test_llama3_scaling_is_recovered(tmp_path, case):
     size, base, factor, low, high, window = case
     scaling = {
-        "factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": window
-    }  # fmt: skip
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": window,
+    }
     divisors = gguf_models.llama3_divisors(size, base, scaling)
     keys = Keys(GGUFFile(tmp_path, {"llama.rope.freq_base": base}, {}), "llama")
     fields = llama3_scaling(keys, divisors)["rope_scaling"]
