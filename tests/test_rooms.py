@@ -33,7 +33,8 @@ sequences.classifiers sequences.autoencoders
 optimisers scheduler files tokeniser dataset checkpoint training generate evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
-pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi pretrained.families
+pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi
+pretrained.families.bert pretrained.families
 pretrained.quantised pretrained.gguf_file pretrained.gguf_names pretrained.gguf_fields pretrained.gguf
 pretrained.packaged pretrained
 __main__

@@ -6,6 +6,7 @@ from typing import Any
 
 from tricycle.checkpoint import least_numbers
 from tricycle.layers import Layer
+from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
@@ -16,7 +17,7 @@ from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.fields import Fields, wrong
 from tricycle.pretrained.source import Source
 
-ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI]
+ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
 DTYPES = ("float32", "stored")
 

@@ -48,6 +48,7 @@ class Family:
         prefixes: what stands before the names of the model without its head, in files of several makers; the first is
             that of `names`.
         renamed: parts of names that some files write in another way: that way to the one in `names`.
+        unread: what the names of tensors begin with, behind the prefix, that belong to parts that are not here.
         woven: queries, keys and values of one head lie side by side in one matrix of theirs (GPT-NeoX).
         in_out: their matrices are (in, out) as ours are (GPT-2's Conv1D).
         new_model: a model of a config, its weights not drawn.
@@ -60,6 +61,7 @@ class Family:
     names: Names
     prefixes: tuple[str, ...] = ("",)
     renamed: dict[str, str] = field(default_factory=dict)
+    unread: str = ""
     woven: bool = False
     in_out: bool = False
     new_model: Callable[[Any], Layer] = empty_gpt
@@ -177,7 +179,7 @@ def fill(model: Layer, family: Family, source: Source, dtype: str) -> None:
     layout = Layout(family, model)
     tensors = by_our_spelling(family, source.tensors)
     plan = {name: layout.pieces(name) for name in layout.parameters}
-    _check(plan, tensors)
+    _check(plan, {name: tensor for name, tensor in tensors.items() if not _is_unread(family, name)})
     _check_head(layout, tensors)
     for name, pieces in plan.items():
         parameter = layout.parameters[name]
@@ -237,6 +239,10 @@ def _check(plan: dict[str, list[Piece]], tensors: dict[str, StoredTensor]) -> No
             problems.append(f"{name}: expected floating-point numbers, got {tensors[name].kind}")
     if problems:
         raise ValueError(f"the weights are not those of the config: {'; '.join(problems[: 2 + MOST_NAMED])}")
+
+
+def _is_unread(family: Family, name: str) -> bool:
+    return bool(family.unread) and re.match(family.unread, name) is not None
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,140 @@
+"""BERT and RoBERTa out of folders that transformers wrote, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tricycle.configs import EncoderConfig
+from tricycle.encoder import TextEncoder
+from tricycle.pretrained import load
+from tricycle.pretrained.families import FAMILIES
+from tricycle.pretrained.families.family import tensors_of
+from tricycle.tensor import no_grad
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 44,
+    "max_position_embeddings": 20,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "BERT": ("Bert", {}),
+    "three types, tanh": ("Bert", {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 0.1}),
+    "RoBERTa": ("Roberta", {"type_vocab_size": 1, "pad_token_id": 1}),
+    "XLM-RoBERTa": ("XLMRoberta", {"type_vocab_size": 1, "pad_token_id": 4, "layer_norm_eps": 1e-5}),
+}
+each_case = pytest.mark.parametrize(("kind", "fields"), CASES.values(), ids=CASES)
+
+
+def a_model(kind: str, fields: dict[str, Any], head: str = "Model") -> Any:
+    """Of transformers, with weights so large that all of them show."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **fields, attn_implementation="eager")
+    model = getattr(transformers, kind + head)(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn(p.shape)
+    return model
+
+
+def compare(folder: Path, encoder: Any) -> None:
+    """The hidden states of what lies there and of theirs."""
+    found = load(folder)
+    assert isinstance(found.model, TextEncoder) and not found.model.training
+    tokens = np.random.default_rng(0).integers(5, 61, (3, 9))
+    mask = np.ones((3, 9), bool)
+    mask[1, 4:] = False
+    pad = encoder.config.pad_token_id or 0
+    tokens[~mask] = pad
+    with torch.no_grad(), no_grad():
+        expected = encoder(torch.from_numpy(tokens), torch.from_numpy(mask)).last_hidden_state.numpy()
+        hidden = found.model(tokens, mask).array
+    assert np.abs(hidden - expected)[mask].max() < 2e-5 * np.abs(expected).max()
+
+
+@each_case
+def test_a_folder(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    model = a_model(kind, fields)
+    model.save_pretrained(tmp_path)
+    compare(tmp_path, model)
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_heads_are_left_out(tmp_path: Path, kind: str, head: str) -> None:
+    model = a_model(kind, {}, head)
+    model.save_pretrained(tmp_path)
+    compare(tmp_path, model.base_model)
+
+
+def test_norms_by_their_old_names(tmp_path: Path) -> None:
+    model = a_model("Bert", {}, "ForMaskedLM")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    assert any("LayerNorm.weight" in name for name in tensors)
+    words = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    old = {}
+    for name, tensor in tensors.items():
+        for new, word in words.items():
+            name = name.replace(new, word)
+        old[name] = tensor
+    safetensors.save_file(old, path, {"format": "pt"})
+    compare(tmp_path, model.bert)
+
+
+@each_case
+def test_and_back(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    """Our config as their fields, our weights as their tensors: transformers gives the same again."""
+    model = a_model(kind, fields)
+    model.save_pretrained(tmp_path)
+    ours = load(tmp_path).model
+    family = FAMILIES[model.config.model_type]
+    again = type(model.config)(**family.to_fields(ours.config), attn_implementation="eager")
+    theirs = type(model)(again, add_pooling_layer=False).eval()
+    theirs.load_state_dict({name: torch.from_numpy(array) for name, array in tensors_of(ours, family)})
+    tokens = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        expected = model(tokens).last_hidden_state
+        assert torch.allclose(theirs(tokens).last_hidden_state, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"position_embedding_type": "relative_key"}, "expected position_embedding_type to be 'absolute'"),
+        ({"is_decoder": True}, "expected is_decoder to be False"),
+        ({"hidden_act": "mish"}, "expected hidden_act to be one of"),
+        ({"num_attention_heads": 5}, "expected n_heads to be a divisor of embedding_dim 24, got 5"),
+        ({"intermediate_size": 48}, r"encoder\.layer\.0\.intermediate\.dense\.weight: expected shape"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    import json
+
+    a_model("Bert", {}).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path)
+
+
+def test_the_defaults_are_those_of_transformers() -> None:
+    from tricycle.pretrained.families.bert import to_config, to_fields
+    from tricycle.pretrained.fields import Fields
+
+    assert to_config(Fields({})) == EncoderConfig(hidden_size=3072)
+    theirs = transformers.BertConfig().to_dict()
+    assert {name: theirs[name] for name in to_fields(EncoderConfig()) if "dropout" not in name} == {
+        name: value for name, value in to_fields(EncoderConfig()).items() if "dropout" not in name
+    }
