@@ -120,7 +120,15 @@ class Layer:
         return self._set_requires_grad(False)
 
     def unfreeze(self) -> Layer:
-        """Let all parameters learn again; returns self."""
+        """Let all parameters learn again; returns self.
+
+        Raises:
+            ValueError: some are kept in 16 bits, which are too few for the small steps of training.
+        """
+        narrow = [name for name, parameter in self.named_parameters() if parameter.dtype.itemsize < 4]
+        if narrow:
+            got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]
+            raise ValueError(f"{type(self).__name__}.unfreeze: expected weights of 32 bits, 16 has {got}")
         return self._set_requires_grad(True)
 
     def _set_requires_grad(self, requires_grad: bool) -> Layer:
@@ -305,7 +313,9 @@ class Embedding(Layer):
             rows = grad.reshape(-1, self.to_size)
             return (kernels.embedding_backward(rows, index.reshape(-1), self.from_size),)
 
-        return record(table[index], (self.weights,), backward, "embedding", ids.is_batched)
+        rows = table[index]
+        rows = rows.astype(np.float32) if rows.dtype.itemsize == 2 else rows  # tables that are kept in 16 bits
+        return record(rows, (self.weights,), backward, "embedding", ids.is_batched)
 
 
 class LayerNorm(Layer):
