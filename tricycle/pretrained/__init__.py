@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tricycle.checkpoint import load_checkpoint
+from tricycle.pretrained import hub
 from tricycle.pretrained.families import DTYPES, build
-from tricycle.pretrained.folder import read_folder
+from tricycle.pretrained.folder import CONFIG, INDEX, WEIGHTS, read_folder
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.source import Source
+from tricycle.pretrained.tensor_files import read_tensors
+
+OWN_CHECKPOINTS = ("best.safetensors", "last.safetensors")  # of a run folder, the first that is there
+# What suits the small models that people train here.
+OWN_SETTINGS: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "min_p": 0.2}
 
 
 @dataclass
@@ -18,9 +25,10 @@ class Pretrained:
     """A model with all that belongs to it.
 
     Attributes:
-        model: a `GPT`, or an encoder.
-        tokeniser: `encode(text) -> list[int]`, `decode(ids) -> str`, `chat(messages) -> list[int]`; None where there
-            is none in the files.
+        model: a `GPT`, or an encoder; dropout is off.
+        tokeniser: `encode(text)` gives ids, `decode(ids)` a text; other people's also have `chat(messages)`. None where
+            the files have none. It never has more tokens than the model, which may have more rows: to draw only tokens
+            that there are, give `generate` n_vocab=tokeniser.n_vocab.
         generation: how its makers would have it write.
         source: what the files say; None for a model of Tricycle's own.
     """
@@ -32,10 +40,11 @@ class Pretrained:
 
 
 def load(path_or_name: str | os.PathLike[str], dtype: str = "float32") -> Pretrained:
-    """A model that somebody has trained.
+    """A model that somebody has trained. Nothing in its files is executed.
 
     Args:
-        path_or_name: a folder in Hugging Face's form.
+        path_or_name: a folder in Hugging Face's form, or its file of weights; a run folder or a checkpoint of
+            Tricycle; or a name on huggingface.co, such as "HuggingFaceTB/SmolLM2-135M".
         dtype: "float32"; or "stored", which keeps large weights that are stored in 16 bits as they are, until a product
             needs them: half the memory, and slower. They are frozen.
 
@@ -45,6 +54,48 @@ def load(path_or_name: str | os.PathLike[str], dtype: str = "float32") -> Pretra
     """
     if dtype not in DTYPES:
         raise ValueError(f"load: expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
-    source = read_folder(Path(path_or_name))
-    model = build(source, dtype)
-    return Pretrained(model, None, GenerationSettings.from_fields(source.generation, source.fields), source)
+    path = Path(path_or_name).expanduser()
+    if not path.exists():
+        name = os.fspath(path_or_name)
+        if not hub.NAME.fullmatch(name):
+            raise FileNotFoundError(f"{name}: there is no such folder or file")
+        path = hub.download(name)
+    checkpoint = _own_checkpoint(path)
+    return _load_own(checkpoint) if checkpoint is not None else _load_source(read_folder(path), path, dtype)
+
+
+def _load_source(source: Source, path: Path, dtype: str) -> Pretrained:
+    try:
+        settings = GenerationSettings.from_fields(source.generation, source.fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return Pretrained(build(source, dtype), None, settings, source)
+
+
+# -------------------------------------------------------------------- Tricycle's own
+def _own_checkpoint(path: Path) -> Path | None:
+    """The checkpoint in a run folder, or the path itself where it is one.
+
+    Raises:
+        FileNotFoundError: a run folder without one.
+    """
+    if path.is_file():
+        return path if path.suffix == ".safetensors" and "tricycle" in read_tensors(path)[1] else None
+    if any((path / name).exists() for name in (WEIGHTS, INDEX)):
+        return None
+    for name in OWN_CHECKPOINTS:
+        if (path / name).is_file():
+            return path / name
+    if (path / "metrics.jsonl").is_file() or not (path / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"{path}: expected {CONFIG} and {WEIGHTS} or {INDEX}, or a run folder with {' or '.join(OWN_CHECKPOINTS)}"
+        )
+    return None
+
+
+def _load_own(path: Path) -> Pretrained:
+    checkpoint = load_checkpoint(path)
+    tokeniser = checkpoint.tokeniser()
+    stop_tokens = () if tokeniser is None or not tokeniser.special_tokens else (tokeniser.end_of_text,)
+    settings = GenerationSettings(**OWN_SETTINGS, stop_tokens=stop_tokens)
+    return Pretrained(checkpoint.model().eval(), tokeniser, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,21 @@ class GenerationSettings:
         """From the fields of a generation_config.json; where it names no end, config.json's counts.
 
         Null, as newer files have it, means the default.
+
+        Raises:
+            ValueError: a setting of another type than it must have.
         """
         names = [name for name in cls.__dataclass_fields__ if name != "stop_tokens"]
         values = {name: generation[name] for name in names if generation.get(name) is not None}
-        stop = generation.get("eos_token_id", config.get("eos_token_id"))
+        for name, value in values.items():
+            kind: Any = type(getattr(cls, name))
+            fits = isinstance(value, bool) == (kind is bool) and isinstance(value, (int, float))
+            if not fits or not abs(value) < math.inf or (kind is int and int(value) != value):
+                raise ValueError(f"generation_config.json: expected {name} to be a {kind.__name__}, got {value!r:.60}")
+            values[name] = kind(value)
+        stop = generation.get("eos_token_id")
+        stop = config.get("eos_token_id") if stop is None else stop
         stop_tokens = () if stop is None else tuple(stop) if isinstance(stop, list) else (stop,)
+        if not all(type(token) is int and token >= 0 for token in stop_tokens):
+            raise ValueError(f"expected eos_token_id to be the id of a token, or a list of them, got {stop!r:.60}")
         return cls(**values, stop_tokens=stop_tokens)

@@ -181,7 +181,8 @@ def fill(model: Layer, family: Family, source: Source, dtype: str) -> None:
     plan = {name: layout.pieces(name) for name in layout.parameters}
     _check(plan, {name: tensor for name, tensor in tensors.items() if not _is_unread(family, name)})
     _check_head(layout, tensors)
-    for name, pieces in plan.items():
+    for name, pieces in sorted(plan.items(), key=lambda item: -layout.parameters[item[0]].size):
+        # the largest first: what a reader must make in memory for it then comes on top of the least
         parameter = layout.parameters[name]
         kinds = {tensors[piece.name].kind for piece in pieces}
         narrow = dtype == "stored" and role_of(parameter) in KEEPS_16_BITS and kinds in ({"F16"}, {"BF16"})

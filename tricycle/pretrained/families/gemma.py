@@ -71,12 +71,12 @@ def _common(fields: Fields, caps: tuple[float | None, float | None]) -> dict[str
         raise wrong("use_bidirectional_attention", "false", fields.get("use_bidirectional_attention"))
     bias = fields.flag("attention_bias", False)
     ours = common(fields, n_key_heads=4, head_size=256)
-    word = "hidden_activation" if fields.get("hidden_activation") is not None else ""
+    activation = fields.get("hidden_activation") or "gelu_pytorch_tanh"  # null in some files
     return {
         **ours,
         "norm_unit_offset": True,
         "norm_placement": "both",
-        "activation": fields.activation(word, "gelu_pytorch_tanh"),
+        "activation": Fields({"hidden_activation": activation}).activation("hidden_activation", ""),
         "qkv_bias": bias,
         "output_bias": bias,
         "score_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
