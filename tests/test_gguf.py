@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tricycle.pretrained.families import build
 from tricycle.pretrained.gguf import read_gguf
 from tricycle.pretrained.gguf_fields import Keys, llama3_scaling
 from tricycle.pretrained.gguf_file import GGUFFile
+from tricycle.tensor import no_grad
 
-for needed in ("gguf", "torch", "transformers"):
-    pytest.importorskip(needed)
+pytest.importorskip("gguf")
+pytest.importorskip("ml_dtypes")
+torch = pytest.importorskip("torch")
 gguf_models = pytest.importorskip("gguf_models")
 transformers = pytest.importorskip("transformers")
 
@@ -81,13 +84,24 @@ def _near(ours, theirs) -> bool:
     return bool(shared) and all(_near(ours[key], theirs[key]) for key in shared)
 
 
+@pytest.mark.parametrize("name", gguf_models.ARCHITECTURES)
+def test_logits_are_those_of_transformers(files, name):
+    path, model = files[name]
+    tokens = np.random.default_rng(7).integers(0, 61, (2, 24))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)).logits.numpy()
+    with no_grad():
+        logits = build(read_gguf(path))(tokens).numpy()
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
 @each_model
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_16_bits_stay_16_bits(files, tmp_path, name, kind):
     _, model = files[name]
     source = read_gguf(gguf_models.write_model(tmp_path / "a.gguf", name, model, kind))
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    dtype = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}[kind]
+    dtype = np.dtype({"F16": "float16", "BF16": "bfloat16"}[kind])  # ml_dtypes gives NumPy the second
     for key, tensor in source.tensors.items():
         values = tensor.read()
         matrix = values.ndim > 1
@@ -220,3 +234,70 @@ def test_other_divisors(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"expected rope_freqs.weight to be a scaling of llama3's kind"):
             llama3_scaling(keys, strange.astype(np.float32))
+
+
+# -------------------------------------------------------------------- keys and tensors that contradict each other
+REMOVED = object()
+WRONG_KEYS = {
+    "no number of layers": ({"block_count": REMOVED}, "expected a key llama.block_count, which is not there"),
+    "a number of layers that is text": (
+        {"block_count": "2"},
+        "llama.block_count to be a whole number above 0, .* got '2'",
+    ),
+    "too many layers": ({"block_count": 2**31 - 1}, "llama.block_count is 2147483647, but its tensors are of 2"),
+    "no layer": ({"block_count": 0}, "llama.block_count to be a whole number above 0"),
+    "too wide": ({"embedding_length": 2**30}, "llama.embedding_length is 1073741824, but its tensors are of 36"),
+    "too wide inside": ({"feed_forward_length": 48}, "llama.feed_forward_length is 48, but its tensors are of 40"),
+    "other heads": ({"attention.head_count": 6}, r"tensor 'blk.0.attn_.*' of shape .* does not fit 6 heads of queries"),
+    "other key heads": (
+        {"attention.head_count_kv": 9},
+        r"tensor 'blk.0.attn_k.weight' of shape \(192, 36\) does not fit",
+    ),
+    "no eps": ({"attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon to be a number above 0, got 0.0"),
+    "an eps that is none": ({"attention.layer_norm_rms_epsilon": float("nan")}, "to be a number above 0, got nan"),
+    "experts": ({"expert_count": 8}, "is a mixture of 8 experts"),
+    "a part that turns": ({"rope.dimension_count": 32}, "expected all 64 channels of a head to turn, got 32"),
+    "values of another size": ({"attention.value_length": 32}, "value_length to be key_length, 64, got 32"),
+    "yarn": ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "scaling.type none or linear, got 'yarn'"),
+    "one of two": ({":split.count": 2}, "is one of 2 files of a model: join them first"),
+    "an adapter": ({":general.type": "adapter"}, "expected a model, got general.type 'adapter'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KEYS)
+def test_wrong_keys(files, tmp_path, name):
+    _, model = files["Llama"]
+    wrong, why = WRONG_KEYS[name]
+    keys = gguf_models.keys_of("llama", model.config) | wrong
+    keys = {key: value for key, value in keys.items() if value is not REMOVED}
+    path = gguf_models.write(tmp_path / "a.gguf", "llama", keys, gguf_models.converted("llama", model))
+    refused(path, why)
+
+
+def refused(path: Path, why: str) -> None:
+    """In one line that begins with the path."""
+    with pytest.raises(ValueError, match=why) as caught:
+        read_gguf(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_wrong_tensors(files, tmp_path):
+    _, model = files["Llama"]
+    tensors = gguf_models.converted("llama", model)
+    keys = gguf_models.keys_of("llama", model.config)
+    vector = np.zeros(32, np.float32)
+    wrong = {
+        "blk.0.attn_sinks.weight": "tensor 'blk.0.attn_sinks.weight' has no place in a model of the kind llama",
+        "blk.00.attn_q.weight": "tensor 'blk.00.attn_q.weight' has no place",
+        "output.scale": "tensor 'output.scale' has no place",
+        "rope_factors_long.weight": "has rope_factors_long.weight, of the scaling longrope",
+    }
+    for name, why in wrong.items():
+        refused(gguf_models.write(tmp_path / "a.gguf", "llama", keys, tensors | {name: vector}), why)
+    for name in ("token_embd.weight", "blk.0.ffn_up.weight"):
+        fewer = {key: value for key, value in tensors.items() if key != name}
+        refused(gguf_models.write(tmp_path / "a.gguf", "llama", keys, fewer), f"expected a matrix {name}, got none")
+    fewer = {key: value for key, value in tensors.items() if key != "blk.1.attn_norm.weight"}
+    path = gguf_models.write(tmp_path / "a.gguf", "llama", keys, fewer)
+    with pytest.raises(ValueError, match=r"missing model.layers.1.input_layernorm.weight$"):
+        build(read_gguf(path))

@@ -55,7 +55,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFSource:
     """
     file = read_file(path)
     architecture = file.metadata.get("general.architecture")
-    if architecture not in LAYOUTS:
+    if not isinstance(architecture, str) or architecture not in LAYOUTS:
         known = ", ".join(LAYOUTS)
         raise ValueError(f"{file.path}: expected general.architecture to be one of {known}, got {architecture!r}")
     keys = Keys(file, architecture)

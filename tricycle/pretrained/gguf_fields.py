@@ -88,9 +88,10 @@ class Keys:
         """Channels of a head: those of a key and a value must be as many."""
         n_heads = self.whole("attention.head_count")
         size = self.whole("attention.key_length", max(1, self.whole("embedding_length") // n_heads))
-        if self.whole("attention.value_length", size) != size:
+        values = self.whole("attention.value_length", size)
+        if values != size:
             raise self.error(
-                f"{self.architecture}.attention.value_length is not key_length, {size}, as it is in models here"
+                f"expected {self.architecture}.attention.value_length to be key_length, {size}, got {values}"
             )
         return size
 

@@ -1,0 +1,281 @@
+"""The container of llama.cpp's files: every value it can hold, and files that were cut off, damaged or made to harm."""
+
+from __future__ import annotations
+
+import struct
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tricycle.pretrained.gguf import read_gguf, read_metadata
+from tricycle.pretrained.gguf_file import read_file
+
+STRING, ARRAY = 8, 9
+U8, I8, U16, I16, U32, I32, F32, BOOL, U64, I64, F64 = 0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12
+
+
+def u32(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+def u64(value: int) -> bytes:
+    return struct.pack("<Q", value)
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return u64(len(raw)) + raw
+
+
+def start(n_tensors: int, n_pairs: int, version: int = 3) -> bytes:
+    return b"GGUF" + u32(version) + u64(n_tensors) + u64(n_pairs)
+
+
+def pair(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + u32(kind) + value
+
+
+def entry(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + u32(len(shape)) + b"".join(map(u64, shape)) + u32(kind) + u64(offset)
+
+
+def padded(header: bytes, alignment: int = 32) -> bytes:
+    return header + bytes(-len(header) % alignment)
+
+
+def whole_file() -> bytes:
+    """A header of every kind of value, and two tensors."""
+    pairs = [
+        pair("general.architecture", STRING, text("llama")),
+        pair("a.u8", U8, struct.pack("<B", 200)),
+        pair("a.i8", I8, struct.pack("<b", -100)),
+        pair("a.u16", U16, struct.pack("<H", 60_000)),
+        pair("a.i16", I16, struct.pack("<h", -30_000)),
+        pair("a.u32", U32, u32(4_000_000_000)),
+        pair("a.i32", I32, struct.pack("<i", -2_000_000_000)),
+        pair("a.f32", F32, struct.pack("<f", 0.5)),
+        pair("a.bool", BOOL, b"\x01"),
+        pair("a.u64", U64, u64(2**63 + 1)),
+        pair("a.i64", I64, struct.pack("<q", -(2**62))),
+        pair("a.f64", F64, struct.pack("<d", 0.1)),
+        pair("a.text", STRING, text("Grüße ▁")),
+        pair("a.texts", ARRAY, u32(STRING) + u64(3) + text("a") + text("") + text("Ġ")),
+        pair("a.numbers", ARRAY, u32(I32) + u64(2) + struct.pack("<ii", 1, -1)),
+        pair("a.flags", ARRAY, u32(BOOL) + u64(2) + b"\x00\x01"),
+        pair("a.none", ARRAY, u32(F32) + u64(0)),
+    ]
+    tensors = [entry("first", (3, 2)), entry("second", (32,), 8, 32)]
+    header = padded(start(len(tensors), len(pairs)) + b"".join(pairs + tensors))
+    first = np.arange(6, dtype="<f4").tobytes()
+    second = np.float16(0.5).tobytes() + np.arange(-16, 16, dtype=np.int8).tobytes()
+    return header + padded(first) + second
+
+
+METADATA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "a.u8": 200,
+    "a.i8": -100,
+    "a.u16": 60_000,
+    "a.i16": -30_000,
+    "a.u32": 4_000_000_000,
+    "a.i32": -2_000_000_000,
+    "a.f32": 0.5,
+    "a.bool": True,
+    "a.u64": 2**63 + 1,
+    "a.i64": -(2**62),
+    "a.f64": 0.1,
+    "a.text": "Grüße ▁",
+    "a.texts": ["a", "", "Ġ"],
+    "a.numbers": [1, -1],
+    "a.flags": [False, True],
+    "a.none": [],
+}
+
+
+def written(tmp_path: Path, content: bytes) -> Path:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    return path
+
+
+def refused(path: Path, why: str) -> None:
+    """In one line that begins with the path."""
+    with pytest.raises(ValueError, match=why) as caught:
+        read_file(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ") and "\n" not in message and len(message) < 300 + len(str(path))
+
+
+# -------------------------------------------------------------------- what is there
+@pytest.mark.parametrize("version", [2, 3])
+def test_every_kind_of_value(tmp_path, version):
+    content = whole_file()
+    path = written(tmp_path, content[:4] + u32(version) + content[8:])
+    assert read_metadata(path) == METADATA
+    assert [type(value) for value in read_metadata(path).values()] == [type(value) for value in METADATA.values()]
+    file = read_file(path)
+    first, second = file.tensors.values()
+    assert (first.name, first.shape, first.kind, second.shape, second.kind) == ("first", (2, 3), "F32", (32,), "Q8_0")
+    np.testing.assert_array_equal(file.read(first), np.arange(6).reshape(2, 3))
+    np.testing.assert_array_equal(file.read(first, slice(1, 2)), [[3, 4, 5]])
+    np.testing.assert_array_equal(file.read(second), np.arange(-16, 16) / 2)
+    np.testing.assert_array_equal(file.read(second, slice(2, 4)), [-7, -6.5])
+
+
+def test_the_package_of_its_authors_reads_the_same(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    reader = gguf.GGUFReader(written(tmp_path, whole_file()))
+    theirs = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert theirs == METADATA
+
+
+def test_floats_are_a_view_of_the_file(tmp_path):
+    file = read_file(written(tmp_path, whole_file()))
+    values = file.read(file.tensors["first"])
+    assert not values.flags.owndata and not values.flags.writeable
+
+
+def test_another_alignment(tmp_path):
+    for alignment in (1, 2, 8, 64):
+        header = start(1, 1) + pair("general.alignment", U32, u32(alignment)) + entry("x", (3,))
+        path = written(tmp_path, padded(header, alignment) + np.arange(3, dtype="<f4").tobytes())
+        values = read_file(path).read(read_file(path).tensors["x"])
+        assert values.tolist() == [0, 1, 2] and values.flags.aligned
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path):
+    path = written(tmp_path, whole_file())
+    file = read_file(path)
+    path.write_bytes(whole_file()[:-60])
+    with pytest.raises(ValueError, match=r"cut off since it was opened, in tensor second"):
+        file.read(file.tensors["second"])
+
+
+# -------------------------------------------------------------------- what is refused
+def test_no_gguf_file(tmp_path):
+    for content in (b"", b"GGUF", b"PK\x03\x04" + bytes(100), b"FUGG" + bytes(100)):
+        refused(written(tmp_path, content), "expected a GGUF file, which begins with GGUF")
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "nowhere.gguf")
+    with pytest.raises(OSError):
+        read_file(tmp_path)
+
+
+def test_cut_off_at_every_byte(tmp_path):
+    content = whole_file()
+    for length in range(len(content)):
+        refused(written(tmp_path, content[:length]), "expected a GGUF file|cut off")
+
+
+def test_bytes_flipped(tmp_path):
+    """Whatever comes of it is a model of fewer or other values, or one line; and never takes long, or memory."""
+    content = whole_file()
+    rng = np.random.default_rng(0)
+    outcomes = {"read": 0, "refused": 0}
+    tracemalloc.start()
+    begin = time.perf_counter()
+    for _ in range(1500):
+        damaged = np.frombuffer(content, np.uint8).copy()
+        places = rng.integers(4, len(content), rng.integers(1, 4))
+        damaged[places] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, rng.integers(256)], len(places))
+        path = written(tmp_path, damaged.tobytes())
+        try:
+            file = read_file(path)
+            for tensor in file.tensors.values():
+                assert file.read(tensor).shape == tensor.shape
+            outcomes["read"] += 1
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+            outcomes["refused"] += 1
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert min(outcomes.values()) > 50
+    assert peak < 2e6 and time.perf_counter() - begin < 30
+
+
+HUGE = 2**60
+CRAFTED = {
+    "version 1": (start(0, 0, 1), "expected version 2 or 3"),
+    "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(16), "expected version 2 or 3 of GGUF in little-endian"),
+    "so many tensors": (start(HUGE, 0) + bytes(64), f"cut off or damaged: {HUGE} tensors at byte 24 of 88"),
+    "so many keys": (start(0, HUGE) + bytes(64), f"{HUGE} keys at byte 24"),
+    "most tensors": (start(2**64 - 1, 0) + bytes(64), "cut off or damaged"),
+    "a long key": (start(0, 1) + u64(HUGE) + bytes(64), f"{HUGE} bytes of a key"),
+    "a long text": (start(0, 1) + text("k") + u32(STRING) + u64(2**64 - 1) + bytes(64), "bytes of k"),
+    "a long array": (start(0, 1) + text("k") + u32(ARRAY) + u32(U8) + u64(HUGE), "at most 8388608 values in arrays"),
+    "a longer array than the file": (
+        start(0, 1) + text("k") + u32(ARRAY) + u32(F64) + u64(99) + bytes(64),
+        "99 values",
+    ),
+    "texts longer than the file": (
+        start(0, 1) + text("k") + u32(ARRAY) + u32(STRING) + u64(4) + text("a") + u64(HUGE) + bytes(64),
+        "a text of k near byte",
+    ),
+    "arrays of arrays": (
+        start(0, 1) + text("k") + u32(ARRAY) + u32(ARRAY) + u64(1) + u32(ARRAY) + u64(1) + bytes(64),
+        "k is an array of arrays",
+    ),
+    "an unknown type of value": (start(0, 1) + text("k") + u32(77) + bytes(64), "k is of the unknown type 77"),
+    "no UTF-8": (start(0, 1) + text(b"\xff\xfe") + u32(U8) + bytes(64), "a key at byte 32 is no UTF-8"),
+    "a key twice": (start(0, 2) + 2 * pair("k", U8, b"\x00"), "key 'k' comes twice"),
+    "alignment 0": (start(0, 1) + pair("general.alignment", U32, u32(0)), "to be a power of two, got 0"),
+    "alignment 48": (start(0, 1) + pair("general.alignment", U32, u32(48)), "to be a power of two, got 48"),
+    "alignment of text": (start(0, 1) + pair("general.alignment", STRING, text("32")), "power of two, got '32'"),
+    "alignment too large": (start(0, 1) + pair("general.alignment", U64, u64(2**62)), "power of two"),
+    "a product that overflows": (
+        padded(start(1, 0) + entry("x", (2**32, 2**32, 2, 1))) + bytes(64),
+        r"tensor 'x' \(1, 2, 4294967296, 4294967296\) \(F32\) ends at byte 147573952589676413024 of",
+    ),
+    "a product that is 0 in 64 bits": (
+        padded(start(1, 0) + entry("x", (2**33, 2**33))) + bytes(64),
+        "cut off or damaged",
+    ),
+    "no values": (padded(start(1, 0) + entry("x", (4, 0))) + bytes(64), "expected a value at least in tensor 'x'"),
+    "five dimensions": (start(1, 0) + entry("x", (1,) * 5) + bytes(64), "at most 4 dimensions of tensor 'x', got 5"),
+    "a crowd of dimensions": (start(1, 0) + text("x") + u32(2**32 - 1) + bytes(64), "at most 4 dimensions"),
+    "an offset beyond the file": (padded(start(1, 0) + entry("x", (4,), 0, HUGE)) + bytes(64), "cut off or damaged"),
+    "an offset in between": (
+        padded(start(1, 0) + entry("x", (4,), 0, 4)) + bytes(64),
+        "begins at 4, no multiple of 32",
+    ),
+    "an unknown type": (
+        padded(start(1, 0) + entry("x", (256,), 10)) + bytes(512),
+        "tensor 'x' is of type 10; expected",
+    ),
+    "a broken block": (padded(start(1, 0) + entry("x", (33,), 8)) + bytes(64), "rows of a multiple of 32 values in"),
+    "a tensor twice": (padded(start(2, 0) + 2 * entry("x", (4,))) + bytes(64), "tensor 'x' comes twice"),
+    "tensors over each other": (
+        padded(start(2, 0) + entry("x", (9,)) + entry("y", (4,), 0, 32)) + bytes(64),
+        "tensors 'x' and 'y' lie over each other",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted(tmp_path, name):
+    content, why = CRAFTED[name]
+    path = written(tmp_path, content)
+    tracemalloc.start()
+    begin = time.perf_counter()
+    refused(path, why)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2e5 and time.perf_counter() - begin < 1
+
+
+# -------------------------------------------------------------------- a model's keys
+def test_no_model_that_is_known(tmp_path):
+    path = written(tmp_path, padded(start(0, 1) + pair("general.architecture", STRING, text("mamba"))))
+    with pytest.raises(ValueError, match=r"general.architecture to be one of llama, qwen2, .*, got 'mamba'$"):
+        read_gguf(path)
+    for pairs in (
+        [],
+        [pair("general.architecture", ARRAY, u32(U8) + u64(0))],
+        [pair("general.architecture", U8, b"1")],
+    ):
+        with pytest.raises(ValueError, match=r"expected general.architecture to be one of"):
+            read_gguf(written(tmp_path, padded(start(0, len(pairs)) + b"".join(pairs))))
