@@ -14,11 +14,10 @@ from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.generate import check_sampling, generate
 from tricycle.models import GPT
-from tricycle.tokeniser import BPETokeniser
+from tricycle.tokeniser import BPETokeniser, StreamDecoder
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.pickles import load_pickled_model
 from tricycle_cli.run import SAMPLING
-from tricycle_cli.stream import StreamDecoder
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from typing import Any
 
 import tiktoken
 
-from tricycle.tokeniser import _PIECE as PIECE
-from tricycle.tokeniser import END_OF_TEXT, BPETokeniser
+from tricycle.tokeniser import END_OF_TEXT, PIECE, BPETokeniser
 from tricycle_datasets.download import DownloadError, fetch
 from tricycle_datasets.python_code import SKIPPED_FOLDERS
 from tricycle_datasets.shakespeare import SHA256, URL

@@ -30,7 +30,9 @@ configs.checked configs.model configs.training configs.presets configs
 blocks models encoder
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
-optimisers scheduler files tokeniser dataset checkpoint training generate evaluation
+optimisers scheduler files tokeniser
+pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
+dataset checkpoint training generate evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
 pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi

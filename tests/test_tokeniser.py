@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tricycle import tokeniser as module
-from tricycle.tokeniser import END_OF_TEXT, BPETokeniser
-from tricycle_cli.stream import StreamDecoder
+from tricycle.tokeniser import END_OF_TEXT, BPETokeniser, StreamDecoder
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 TEXT = """def greet(name, times=3):
@@ -67,7 +66,7 @@ def merge(ids: list[int], pair: tuple[int, int], new: int) -> list[int]:
 
 def slow_merges(text: str, n_merges: int) -> list[tuple[int, int]]:
     """Count every pair anew before each merge."""
-    pieces = [list(piece.encode()) for piece in re.findall(module._PIECE, text)]
+    pieces = [list(piece.encode()) for piece in re.findall(module.PIECE, text)]
     merges: list[tuple[int, int]] = []
     while len(merges) < n_merges:
         counts = Counter(pair for piece in pieces for pair in pairwise(piece))
@@ -82,7 +81,7 @@ def slow_merges(text: str, n_merges: int) -> list[tuple[int, int]]:
 
 def slow_encode(text: str, merges: list[tuple[int, int]]) -> list[int]:
     ids = []
-    for piece in re.findall(module._PIECE, text):
+    for piece in re.findall(module.PIECE, text):
         tokens = list(piece.encode())
         for i, pair in enumerate(merges):
             tokens = merge(tokens, pair, 256 + i)
@@ -117,7 +116,7 @@ def test_training_follows_the_definition_on_real_text(trained):
 
 def test_pieces_cover_the_text():
     everything = "".join(chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
-    assert "".join(re.findall(module._PIECE, everything)) == everything
+    assert "".join(re.findall(module.PIECE, everything)) == everything
 
 
 def test_equal_texts_give_equal_tokenisers(trained):

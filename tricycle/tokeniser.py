@@ -7,6 +7,7 @@ Training is ours; encoding runs in tiktoken's core, built on the merges that tra
 
 from __future__ import annotations
 
+import codecs
 import heapq
 import json
 import os
@@ -15,7 +16,7 @@ import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -36,7 +37,7 @@ _LETTER = (
     "A-Za-z\u00c0-\u167f\u1681-\u1fff\u2c00-\u2dff\u2e80-\u2fff\u3041-\ud7ff\uf900-\ufdff"
     "\uff21-\uff3a\uff41-\uff5a\uff66-\uffdc\U00010000-\U0001efff\U00020000-\U0003ffff"
 )
-_PIECE = "|".join(
+PIECE = "|".join(
     [
         rf"[^\r\n0-9{_LETTER}]?[{_LETTER}]+",  # a word with the one sign before it: " the", "_name", "'ll"
         r" ?[0-9]{1,3}",
@@ -50,6 +51,61 @@ _CHUNK = 2**18  # characters: bounds memory, and the depth that GPT-2's look-ahe
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what errors="surrogateescape" makes of such bytes
 _FORMAT = {"format": "tricycle-bpe", "version": 1}
+
+
+class TextStream(Protocol):
+    """Text as its tokens come, one after another.
+
+    `"".join([*map(stream.push, ids), stream.flush()])` is what `decode` gives for all of them.
+    """
+
+    def push(self, ids: Any) -> str:
+        """Take one id or several; return the characters that they complete, perhaps none."""
+
+    def flush(self) -> str:
+        """End the text: what is still incomplete shows as U+FFFD."""
+
+
+class Tokeniser(Protocol):
+    """What the rest of Tricycle asks of a tokeniser, whoever trained it."""
+
+    @property
+    def n_vocab(self) -> int:
+        """How many ids there are: all are below it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many rows a model for it has at least."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What holds any id."""
+
+    @property
+    def start_of_text(self) -> int | None:
+        """The id that stands before every text, where one does."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that separates documents."""
+
+    def encode(self, text: str) -> Any:
+        """The ids (T,) of a text, as the model's makers read texts."""
+
+    def encode_plain(self, text: str | bytes) -> np.ndarray:
+        """The ids (T,) of nothing but this text: no name in it stands for a special token, and none is added."""
+
+    def decode(self, ids: Any) -> str:
+        """The text that ids stand for."""
+
+    def stream(self, seen: Any = ()) -> TextStream:
+        """Decodes what comes after ids that were seen before."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything there is to know, as JSON can hold it."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file, whole or not at all."""
 
 
 class BPETokeniser:
@@ -111,6 +167,11 @@ class BPETokeniser:
         _expect(END_OF_TEXT in self.special_tokens, f"{END_OF_TEXT} among the special tokens", self._special_names)
         return self.special_tokens[END_OF_TEXT]
 
+    @property
+    def start_of_text(self) -> int:
+        """A text begins where another one ends."""
+        return self.end_of_text
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one id; a special token gives its name."""
         return self.decode_bytes([token])
@@ -131,7 +192,7 @@ class BPETokeniser:
             ValueError: no text at all.
         """
         texts = [text] if isinstance(text, (str, bytes, bytearray)) else text
-        find_pieces = re.compile(_PIECE).findall
+        find_pieces = re.compile(PIECE).findall
         counts: Counter[str] = Counter()
         for one in texts:
             for run in _runs(one)[::2]:
@@ -172,13 +233,17 @@ class BPETokeniser:
                     parts += [self._encoding.encode_to_numpy(c, disallowed_special=()) for c in _chunks(piece)]
         return np.concatenate(parts, dtype=self.dtype, casting="unsafe")
 
+    def encode_plain(self, text: str | bytes) -> np.ndarray:
+        """As `encode` does; a tokeniser of other people's may do more there."""
+        return self.encode(text)
+
     def _build_encoding(self) -> tiktoken.Encoding:
         import tiktoken
 
         if self._split == "gpt2":
             from tiktoken_ext.openai_public import r50k_pat_str as pattern
         else:
-            pattern = _PIECE
+            pattern = PIECE
         ranks = {token: rank for rank, token in enumerate(self._ordinary)}
         # `encode` never allows this one, but where tiktoken (0.14) knows none at all, arrays come at half the speed
         special = {END_OF_TEXT: len(ranks)}
@@ -205,6 +270,10 @@ class BPETokeniser:
             ValueError: as `decode_bytes`.
         """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def stream(self, seen: ArrayLike = ()) -> StreamDecoder:
+        """Decodes ids as they are generated; what was seen before them changes nothing."""
+        return StreamDecoder(self)
 
     # saving
 
@@ -281,6 +350,22 @@ class BPETokeniser:
 
     def __repr__(self) -> str:
         return f"BPETokeniser(vocab_size={self.vocab_size}, n_vocab={self.n_vocab}, split={self._split!r})"
+
+
+class StreamDecoder:
+    """Decodes ids as they are generated, and holds a character back until all of its bytes are there."""
+
+    def __init__(self, tokeniser: BPETokeniser) -> None:
+        self.tokeniser = tokeniser
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: ArrayLike) -> str:
+        """As of `TextStream`."""
+        return self._decoder.decode(self.tokeniser.decode_bytes(ids))
+
+    def flush(self) -> str:
+        """As of `TextStream`."""
+        return self._decoder.decode(b"", final=True)
 
 
 def _expect(ok: bool, what: str, got: object) -> None:
