@@ -7,6 +7,7 @@ random weights of the same layout everywhere.
 from __future__ import annotations
 
 import io
+import json
 import sys
 import tarfile
 import zipfile
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 from tables import wrong_flags
 
-from experiments.pretrained import g2p, packages
+from experiments.pretrained import g2p, packages, textgenrnn
 from experiments.pretrained.packages import Package
 from tricycle_datasets.download import DownloadError
 
@@ -226,4 +227,166 @@ test_wrong_flags_of_g2p_are_refused = wrong_flags(
     g2p.main,
     (["--beam-size", "0"], "expected --beam-size to be at least 1, got 0"),
     (["--words"], "expected --words with a word or more"),
+)
+
+
+# -------------------------------------------------------------------- textgenrnn
+CHARACTERS = {"a": 1, "b": 2, " ": 3, "<s>": 4}
+
+
+def random_lstms(size: int = 6, embedding_dim: int = 5) -> dict[str, np.ndarray]:
+    """Matrices (in, 4 H) and what else textgenrnn has, of another size."""
+    rng = np.random.default_rng(0)
+    width = embedding_dim + 2 * size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding/embeddings": (5, embedding_dim),
+        "attention/attention_W": (width, 1),
+    }
+    shapes |= {"output/kernel": (width, 5), "output/bias": (5,)}
+    for layer, n_inputs in {"rnn_1": embedding_dim, "rnn_2": size}.items():
+        shapes |= {f"{layer}/kernel": (n_inputs, 4 * size), f"{layer}/recurrent_kernel": (size, 4 * size)}
+        shapes |= {f"{layer}/bias": (8 * size,)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def as_on_a_gpu(matrix: np.ndarray) -> np.ndarray:
+    """Each gate's transpose in memory, under the shape that it had before."""
+    gates = np.split(matrix, 4, axis=1)
+    return np.concatenate([gate.T.ravel().reshape(gate.shape) for gate in gates], axis=1)
+
+
+def made_up_textgenrnn(folder: Path, arrays: dict[str, np.ndarray]) -> Path:
+    h5py = pytest.importorskip("h5py")
+    content = io.BytesIO()
+    with h5py.File(content, "w") as file:
+        for name, array in arrays.items():
+            stored = as_on_a_gpu(array) if name.endswith("kernel") and name.startswith("rnn") else array
+            file[f"{name.split('/')[0]}/{name}:0"] = stored
+    files = {"textgenrnn/textgenrnn_weights.hdf5": content.getvalue()}
+    files["textgenrnn/textgenrnn_vocab.json"] = json.dumps(CHARACTERS).encode()
+    return a_source_archive(folder / "textgenrnn.tar.gz", files)
+
+
+def plain_lstm(x: np.ndarray, kernel: np.ndarray, recurrent: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """(T, in) to (T, H), in float64."""
+    size = len(recurrent)
+    h = np.zeros(size)
+    c = np.zeros(size)
+    outputs = []
+    for row in x.astype(np.float64):
+        gates = row @ kernel + h @ recurrent + bias[: 4 * size] + bias[4 * size :]
+        enter, keep, new, leave = np.split(gates, 4)
+        c = c / (1 + np.exp(-keep)) + np.tanh(new) / (1 + np.exp(-enter))
+        h = np.tanh(c) / (1 + np.exp(-leave))
+        outputs.append(h)
+    return np.array(outputs)
+
+
+def plain_characters(arrays: dict[str, np.ndarray], tokens: list[int]) -> np.ndarray:
+    """(V,) of the character after the last."""
+    embedded = arrays["embedding/embeddings"][tokens]
+    outputs = [embedded]
+    for layer in ("rnn_1", "rnn_2"):
+        weights = [arrays[f"{layer}/{part}"] for part in ("kernel", "recurrent_kernel", "bias")]
+        outputs.append(plain_lstm(outputs[-1], *weights))
+    x = np.concatenate(outputs, axis=1)
+    scores = x @ arrays["attention/attention_W"][:, 0]
+    shares = np.exp(scores - scores.max())
+    return (shares / shares.sum()) @ x @ arrays["output/kernel"] + arrays["output/bias"]
+
+
+def test_the_lstms_give_the_logits_of_plain_numpy(tmp_path: Path) -> None:
+    arrays = random_lstms()
+    model, vocabulary = textgenrnn.load(made_up_textgenrnn(tmp_path, arrays))
+    assert vocabulary == CHARACTERS
+    tokens = np.random.default_rng(1).integers(0, 5, (3, 17))
+    logits = model(tokens).array
+    for row, ids in zip(logits, tokens):
+        np.testing.assert_allclose(row, plain_characters(arrays, ids.tolist()), atol=2e-5)
+
+
+def test_what_the_network_sees() -> None:
+    rows = textgenrnn.windows(CHARACTERS, ["b", "?", "a"])
+    assert rows.shape == (4, 40)
+    assert rows[:, -4:].tolist() == [[0, 0, 0, 4], [0, 0, 4, 2], [0, 4, 2, 0], [4, 2, 0, 1]]
+
+
+def test_bits_by_hand(tmp_path: Path) -> None:
+    arrays = {name: 0 * array for name, array in random_lstms().items()}
+    arrays["output/bias"] = np.log(np.array([1, 4, 1, 1, 1], np.float32) / 8)
+    model, vocabulary = textgenrnn.load(made_up_textgenrnn(tmp_path, arrays))
+    assert textgenrnn.bits(model, vocabulary, ("aab",)) == pytest.approx((1 + 1 + 3 + 3) / 4)
+    generator = np.random.default_rng(0)
+    assert textgenrnn.write(model, vocabulary, "b", 0, 5, generator) == "baaaa"
+
+
+@needs(packages.TEXTGENRNN)
+def test_the_real_network_knows_english() -> None:
+    """In the wrong layout it has 69 bits a character, and writes signs of all kinds."""
+    pytest.importorskip("h5py")
+    model, vocabulary = textgenrnn.load()
+    assert (len(vocabulary), model.n_parameters) == (464, 462_717)
+    assert textgenrnn.bits(model, vocabulary, textgenrnn.TITLES) == pytest.approx(1.337, abs=1e-3)
+    text = textgenrnn.write(model, vocabulary, "", 0, 60, np.random.default_rng(0))
+    assert text == "[Specific] Can someone please remove the state of the state "
+
+
+@needs(packages.TEXTGENRNN)
+def test_the_real_network_in_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    h5py = pytest.importorskip("h5py")
+    model, vocabulary = textgenrnn.load()
+    tokens = textgenrnn.windows(vocabulary, list(textgenrnn.TITLES[0]))
+    with h5py.File(io.BytesIO(packages.TEXTGENRNN.read("textgenrnn_weights.hdf5")), "r") as file:
+        arrays = {}
+        file.visititems(lambda name, item: arrays.update({name: np.array(item)} if hasattr(item, "shape") else {}))
+    weights = {name.partition("/")[2][:-2]: torch.from_numpy(array) for name, array in arrays.items()}
+    x = weights["embedding/embeddings"][torch.from_numpy(tokens)]
+    outputs = [x]
+    for layer in ("rnn_1", "rnn_2"):
+        kernel, recurrent, bias = (weights[f"{layer}/{part}"] for part in ("kernel", "recurrent_kernel", "bias"))
+        theirs = torch.nn.LSTM(len(kernel), 128, batch_first=True)
+        # what lies in memory is what cuDNN and PyTorch call the matrix of a gate, (H, in)
+        state = {
+            "weight_ih_l0": torch.cat([gate.reshape(128, -1) for gate in kernel.chunk(4, dim=1)]),
+            "weight_hh_l0": torch.cat([gate.reshape(128, -1) for gate in recurrent.chunk(4, dim=1)]),
+            "bias_ih_l0": bias[:512],
+            "bias_hh_l0": bias[512:],
+        }
+        theirs.load_state_dict(state)
+        outputs.append(theirs(outputs[-1])[0].detach())
+    joined = torch.cat(outputs, dim=-1)
+    shares = torch.softmax(joined @ weights["attention/attention_W"], dim=1)
+    expected = (shares * joined).sum(dim=1) @ weights["output/kernel"] + weights["output/bias"]
+    assert np.abs(model(tokens).array - expected.numpy()).max() < 1e-4
+
+
+def test_the_program_of_textgenrnn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = made_up_textgenrnn(tmp_path, random_lstms())
+    words = ["textgenrnn", "--path", str(path), "--begin", "ab", "--temperatures", "0", "1", "--longest", "7"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert textgenrnn.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["0", "1", "1"]
+    assert all(line[6:8] == "ab" and len(line) <= 13 for line in lines[:3])
+    assert lines[-1].endswith(" bits a character of 3 titles")
+
+
+def test_no_such_weights(tmp_path: Path) -> None:
+    arrays = random_lstms()
+    path = made_up_textgenrnn(tmp_path, {name: arrays[name] for name in arrays if name != "output/bias"})
+    with pytest.raises(ValueError, match=r"expected the weights of textgenrnn: there is no output/output/bias:0"):
+        textgenrnn.load(path)
+    with pytest.raises(ValueError, match="expected the weights of textgenrnn"):
+        textgenrnn.read_arrays(b"no HDF5")
+    with pytest.raises(ValueError, match=r"second\.runs\.0\.0"):
+        textgenrnn.load(made_up_textgenrnn(tmp_path, {**arrays, "rnn_2/recurrent_kernel": np.zeros((6, 8))}))
+
+
+test_wrong_flags_of_textgenrnn_are_refused = wrong_flags(
+    textgenrnn.main,
+    (["--texts", "0"], "expected --texts to be at least 1, got 0"),
+    (["--longest", "0"], "expected --longest to be at least 1, got 0"),
 )
