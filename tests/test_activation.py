@@ -25,7 +25,7 @@ def sigmoid(x):
         (GLU(), lambda x: x * sigmoid(x)),
         (SwiGLU(), lambda x: x * x * sigmoid(x)),
     ],
-    ids=repr,
+    ids=lambda value: repr(value) if isinstance(value, ops.Op) else "formula",
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
 def test_values(op, formula, dtype, tolerance):
