@@ -164,8 +164,8 @@ def default_run(request, line: str) -> None:
 def the_tests(request, line: str) -> None:
     first, second = line.split(" && ")
     installs(first)
-    assert second == "pytest"
-    assert "test" in EXTRAS
+    assert second == "pytest -n auto"
+    assert any("pytest-xdist" in package for package in EXTRAS["test"])
 
 
 def conda_create(request, line: str) -> None:
@@ -270,7 +270,7 @@ LINES = {
     "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,
     'pip install -e ".[bf16]" && python train_smol_gpt.py --precision bfloat16': bfloat16_run,
     "pip install -e . && python train_smol_gpt.py": default_run,
-    'pip install -e ".[test]" && pytest': the_tests,
+    'pip install -e ".[test]" && pytest -n auto': the_tests,
     "conda env create -f environment.cpu.yml -n tricycle": conda_create,
     "conda activate tricycle": conda_activate,
     "python train_smol_gpt.py --preset shakespeare --minutes 10": shakespeare_run,
