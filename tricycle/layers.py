@@ -49,7 +49,15 @@ class Layer:
 
     def layers(self) -> Iterator[Layer]:
         """This layer and all inside it, each once."""
-        return (layer for _, layer in self.named_layers())
+        seen: dict[int, Layer] = {}
+        waiting = [self]
+        while waiting:
+            layer = waiting.pop()
+            if id(layer) not in seen:
+                seen[id(layer)] = layer
+                # turned round, so that the first is the next
+                waiting += [part for part in _items(vars(layer).values()) if isinstance(part, Layer)][::-1]
+        return iter(seen.values())
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
         """This layer, as "", and all inside it, each once under the first of its names, such as "blocks.0.mlp"."""
@@ -141,7 +149,8 @@ class Layer:
     def evaluating(self) -> Iterator[None]:
         """Within this block dropout is off and nothing is remembered for gradients; then each layer is as before."""
         before = [(layer, layer.training) for layer in self.layers()]
-        self.eval()
+        for layer, _ in before:
+            layer.training = False
         try:
             with no_grad():
                 yield
@@ -223,6 +232,17 @@ class Layer:
                 lines.append(f"  {name} {head}")
                 lines += [f"  {line}" for line in rest]
         return lines
+
+
+def _items(values: Iterable[Any]) -> Iterator[Any]:
+    """Those of the values that are no containers, and what the others contain."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _items(value)
+        elif isinstance(value, dict):
+            yield from _items(value.values())
+        else:
+            yield value
 
 
 def _unpack(name: str, value: Any) -> Iterator[tuple[str, Any]]:
