@@ -341,12 +341,12 @@ def test_uneven_batches_count_as_one_big_batch(rng):
     counts = [count_labels(labels, PADDING) for _, labels in batches]
     assert counts == [6, 1, 3, 0]
     parts, whole = small_model(), small_model()
-    found = gradients(parts, labelled(parts, loss_fn), batches, np.array(counts))
+    grads = gradients(parts, labelled(parts, loss_fn), batches, np.array(counts))
     expected = gradients(whole, labelled(whole, loss_fn), [as_one(batches)])
-    assert found.n_labels == 10
-    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
-    assert found.loss_sum == pytest.approx(10 * expected.loss, rel=1e-12)
-    for mine, theirs in zip(found.parameters, expected.parameters, strict=True):
+    assert grads.n_labels == 10
+    assert grads.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert grads.loss_sum == pytest.approx(10 * expected.loss, rel=1e-12)
+    for mine, theirs in zip(grads.parameters, expected.parameters, strict=True):
         np.testing.assert_allclose(mine.grad.array, theirs.grad.array, rtol=1e-12, atol=1e-14)
 
 
@@ -359,10 +359,10 @@ def test_the_verbs_take_any_model_and_loss(rng):
     by_hand = [2 / error.size * x.T @ error, 2 / error.size * error.sum(axis=0)]
     norm = math.sqrt(sum(float((g**2).sum()) for g in by_hand))
 
-    found = gradients(model, lambda batch, factor: MeanSquaredError()(y, model(batch)) * factor, [x])
-    assert mean_over_processes(found) == found
-    assert found.loss == pytest.approx(float((error**2).mean()), rel=1e-5)
-    assert apply(model, StochasticGradientDescent(0.1), found, max_norm=norm / 4) == pytest.approx(norm, rel=1e-5)
+    grads = gradients(model, lambda batch, factor: MeanSquaredError()(y, model(batch)) * factor, [x])
+    assert mean_over_processes(grads) == grads
+    assert grads.loss == pytest.approx(float((error**2).mean()), rel=1e-5)
+    assert apply(model, StochasticGradientDescent(0.1), grads, max_norm=norm / 4) == pytest.approx(norm, rel=1e-5)
     np.testing.assert_allclose(model.weights.array, before - 0.1 * by_hand[0] / 4, rtol=1e-4, atol=1e-6)
     assert model.weights.grad is None
 
@@ -375,9 +375,9 @@ def test_an_update_is_the_three_verbs(rng):
     for _ in range(3):
         loss_of = labelled(models[0], CrossEntropy(PADDING))
         losses.append(train_on_batch(models[0], optimisers[0], loss_of, batch, max_norm=0.1))
-        found = gradients(models[1], labelled(models[1], CrossEntropy(PADDING)), [batch])
-        apply(models[1], optimisers[1], mean_over_processes(found), 0.1)
-        assert found.loss == losses[-1]
+        grads = gradients(models[1], labelled(models[1], CrossEntropy(PADDING)), [batch])
+        apply(models[1], optimisers[1], mean_over_processes(grads), 0.1)
+        assert grads.loss == losses[-1]
     assert losses == sorted(losses, reverse=True)
     for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         np.testing.assert_array_equal(mine.array, theirs.array)

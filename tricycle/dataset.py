@@ -114,9 +114,9 @@ class InfiniteBatchDataset(Dataset):
         return self
 
     def __next__(self) -> tuple[Any, Any]:
-        given = self._give(self.position, self.position + self._step)
+        batch = self._give(self.position, self.position + self._step)
         self.position += self._step
-        return given
+        return batch
 
     def state(self) -> dict[str, int]:
         """Where the dataset stands: enough to go on with exactly the batches that would have come."""

@@ -319,10 +319,10 @@ class Optimiser:
         decay = self.weight_decay if self.decays(parameter) else 0.0
         step = Step(n_updates + 1 - n_skipped, self.learning_rate, decay)
         grad: Any = parameter.grad
-        given = parameter.array, grad.array, state, step
+        arguments = parameter.array, grad.array, state, step
         if factor is None or (isinstance(factor, float) and factor == 1):
-            return partial(rule.update, *given)
-        return partial(rule.scaled_update, *given, factor)
+            return partial(rule.update, *arguments)
+        return partial(rule.scaled_update, *arguments, factor)
 
     def memory_of(self, parameter: Tensor) -> tuple[int, State]:
         """How many updates a parameter had, and its state; fresh arrays where there are none.

@@ -487,11 +487,11 @@ class _Line:
                 count[b * n_ids + symbol[right]] -= weight[i]
                 new_count[new * n_ids + symbol[right]] += weight[i]
                 new_where[new * n_ids + symbol[right]].append(i)
-        for found, times in new_count.items():
-            count[found] = times
+        for neighbours, times in new_count.items():
+            count[neighbours] = times
             if times > 1:
-                self.where[found] = new_where[found]
-                heapq.heappush(self.heap, (-times, found))
+                self.where[neighbours] = new_where[neighbours]
+                heapq.heappush(self.heap, (-times, neighbours))
 
 
 def _laid_out(counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:

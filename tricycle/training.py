@@ -1,8 +1,8 @@
 """Training in three verbs: the gradients of a batch, their mean over processes, and the update.
 
-    found = gradients(model, loss_of, batches)
-    found = mean_over_processes(found)
-    norm = apply(model, optimiser, found)
+    grads = gradients(model, loss_of, batches)
+    grads = mean_over_processes(grads)
+    norm = apply(model, optimiser, grads)
 
 They are the same on a CPU and on a GPU, and for any model and loss. Below them stands what a GPT's training is made of:
 state in, state out; the model sees none of it. Loops with their folders and clocks belong to programs, such as
@@ -181,19 +181,19 @@ def _all_finite(tensor: Tensor) -> bool:
 
 
 # -------------------------------------------------------------------- the second verb
-def mean_over_processes(found: Gradients) -> Gradients:
-    """What all processes found together. There is one process, so that is what it found itself.
+def mean_over_processes(grads: Gradients) -> Gradients:
+    """The gradients of all processes together. There is one process, so these are its own.
 
     With several, loss sums and numbers of labels are added up, and each gradient becomes the mean of all processes'
     gradients, weighed by their numbers of labels.
     """
-    return found
+    return grads
 
 
 # -------------------------------------------------------------------- the third verb
 @np.errstate(all="ignore")
 def apply(
-    model: Layer, optimiser: Optimiser, found: Gradients, max_norm: float = 0.0, loss_scaling: Array | None = None
+    model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scaling: Array | None = None
 ) -> Any:
     """One update of the optimiser, with gradients scaled down to a common norm; they are forgotten afterwards.
 
@@ -211,7 +211,7 @@ def apply(
     """
     scale = 1.0 if loss_scaling is None else loss_scaling[0]
     norm = gradient_norm(model) / scale
-    fine = _is_finite(norm, found.loss)
+    fine = _is_finite(norm, grads.loss)
     if isinstance(norm, float) and not fine:
         raise _bad_gradient(norm, model)
     factor = _where(fine, _share_kept(norm, max_norm) / scale)
@@ -270,9 +270,9 @@ def train_on_batch(model: Layer, optimiser: Optimiser, loss_of: LossOf, batch: A
     Raises:
         NonFiniteError: as of `gradients` and `apply`.
     """
-    found = mean_over_processes(gradients(model, loss_of, [batch]))
-    apply(model, optimiser, found, max_norm)
-    return found.loss
+    grads = mean_over_processes(gradients(model, loss_of, [batch]))
+    apply(model, optimiser, grads, max_norm)
+    return grads.loss
 
 
 # -------------------------------------------------------------------- a GPT's training
@@ -376,14 +376,14 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
     loss_scaling = _loss_scaling(state)
     scale = None if loss_scaling is None else loss_scaling[0]
     try:
-        found = gradients(model, labelled(model, CrossEntropy()), batches, n_labels, scale)
-        found = mean_over_processes(found)
+        grads = gradients(model, labelled(model, CrossEntropy()), batches, n_labels, scale)
+        grads = mean_over_processes(grads)
         optimiser.learning_rate = state.learning_rate(state.step + 1)
-        norm = apply(model, optimiser, found, config.max_gradient_norm, loss_scaling)
+        norm = apply(model, optimiser, grads, config.max_gradient_norm, loss_scaling)
     except NonFiniteError as error:
         raise NonFiniteError(f"step {state.step + 1}: {error}") from None
     state.step += 1
-    return found.loss, norm
+    return grads.loss, norm
 
 
 def _loss_scaling(state: TrainingState) -> Array | None:

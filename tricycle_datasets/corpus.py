@@ -143,7 +143,7 @@ class Corpus:
     def _sample(self) -> Iterator[bytes]:
         """Training text for the tokeniser, at most SAMPLE_BYTES of it, from all over where that is known."""
         everything = not self._n_train_bytes or self._n_train_bytes <= SAMPLE_BYTES
-        seen = taken = 0
+        seen = n_bytes = 0
         for text, held_out in self._documents():
             if held_out:
                 continue
@@ -152,10 +152,10 @@ class Corpus:
                 block = text[start : start + size]
                 seen += len(block)
                 budget = SAMPLE_BYTES if everything else SAMPLE_BYTES * seen // self._n_train_bytes
-                if taken < budget:
-                    yield block[: budget - taken]
-                    taken += min(len(block), budget - taken)
-            if taken == SAMPLE_BYTES:
+                if n_bytes < budget:
+                    yield block[: budget - n_bytes]
+                    n_bytes += min(len(block), budget - n_bytes)
+            if n_bytes == SAMPLE_BYTES:
                 return
 
     def _write(self, folder: Path, tokeniser: BPETokeniser) -> None:

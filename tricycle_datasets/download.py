@@ -37,9 +37,9 @@ def file_sha256(path: str | os.PathLike[str]) -> str:
 
 def check_hash(path: str | os.PathLike[str], sha256: str) -> None:
     """Raises ValueError where a file's content is not the expected one."""
-    found = file_sha256(path)
-    if found != sha256:
-        raise ValueError(f"{path}: expected a file with SHA-256 {sha256}, found {found}")
+    digest = file_sha256(path)
+    if digest != sha256:
+        raise ValueError(f"{path}: expected a file with SHA-256 {sha256}, got {digest}")
 
 
 def fetch(name: str, url: str, sha256: str, folder: str) -> Path:

@@ -36,15 +36,19 @@ def fit_adaptive_temperature(
         ValueError: fewer such rows than bins, or fewer bins than coefficients.
     """
     tried = np.geomspace(1, 12, 40) if betas is None else np.asarray(betas, float)
-    softmax, entropies, found = AdaptiveSoftmax(), [], []
+    softmax, entropies, expected_costs = AdaptiveSoftmax(), [], []
     for i, array in enumerate(scores):
         entropies.append(softmax.temperature(array)[-1][:, 0])
-        found.append(np.stack([costs(i, kernels.softmax(array * array.dtype.type(beta))) for beta in tried], axis=-1))
+        expected_costs.append(
+            np.stack([costs(i, kernels.softmax(array * array.dtype.type(beta))) for beta in tried], axis=-1)
+        )
     used = [values > threshold for values in entropies]
     if not sum(rows.sum() for rows in used) >= n_bins > degree:
         wanted = f"{n_bins} rows with an entropy above {threshold} and {degree + 1} bins"
         raise ValueError(f"fit_adaptive_temperature: expected at least {wanted}")
-    entropy, cost = (np.concatenate([a[rows] for a, rows in zip(arrays, used)]) for arrays in (entropies, found))
+    entropy, cost = (
+        np.concatenate([a[rows] for a, rows in zip(arrays, used)]) for arrays in (entropies, expected_costs)
+    )
     bins = np.array_split(np.argsort(entropy), n_bins)
     centres = [entropy[rows].mean() for rows in bins]
     best = [tried[cost[rows].mean(axis=0).argmin()] for rows in bins]

@@ -47,11 +47,11 @@ def beam_search(
         first = np.arange(n_items)[:, None] * beam_size  # the row of each item's first beam
         state = select(state, np.repeat(np.arange(n_items), beam_size))
         scores = np.tile([0.0] + [-np.inf] * (beam_size - 1), (n_items, 1))  # all beams begin alike: one counts
-        found = np.full((n_items * beam_size, max_length + 1), end)
-        found[:, 0] = begin
+        written = np.full((n_items * beam_size, max_length + 1), end)
+        written[:, 0] = begin
         lasting = np.zeros((n_items, beam_size))  # lengths of those that are finished, 0 of others
         for t in range(max_length):
-            logits = model.decode(model.place(found[:, t : t + 1]), state).numpy()[:, -1].astype(np.float64)
+            logits = model.decode(model.place(written[:, t : t + 1]), state).numpy()[:, -1].astype(np.float64)
             steps = kernels.log_softmax(logits).reshape(n_items, beam_size, -1)
             steps[lasting > 0] = -np.inf
             steps[lasting > 0, end] = 0  # a finished one stays as it is
@@ -60,15 +60,15 @@ def beam_search(
             scores = np.take_along_axis(totals, best, axis=1)
             beams, tokens = np.divmod(best, steps.shape[-1])
             rows = (first + beams).reshape(-1)
-            found, lasting = found[rows], np.take_along_axis(lasting, beams, axis=1)
-            found[:, t + 1] = tokens.reshape(-1)
+            written, lasting = written[rows], np.take_along_axis(lasting, beams, axis=1)
+            written[:, t + 1] = tokens.reshape(-1)
             lasting[(lasting == 0) & (tokens == end)] = t + 1
             if (lasting > 0).all():
                 break
             if beam_size > 1:
                 state = select(state, rows)
         ranks = scores / np.where(lasting > 0, lasting, max_length) ** length_penalty
-        chosen = found[(first[:, 0] + ranks.argmax(axis=1)), 1:].tolist()
+        chosen = written[(first[:, 0] + ranks.argmax(axis=1)), 1:].tolist()
     return [row[: row.index(end)] if end in row else row for row in chosen]
 
 

@@ -82,8 +82,8 @@ class MaxPooling(Layer):
         """As of `AttentionPooling`."""
         x = x if mask is None else where(x.xp.asarray(mask[..., None]), x, -np.inf)
         largest = x.max(axis=1)
-        taken = (x.array == largest.array[:, None]).astype(x.dtype)
-        return largest, (taken / taken.sum(axis=1, keepdims=True)).mean(axis=-1)
+        is_largest = (x.array == largest.array[:, None]).astype(x.dtype)
+        return largest, (is_largest / is_largest.sum(axis=1, keepdims=True)).mean(axis=-1)
 
 
 class Classifier(Layer):

@@ -106,8 +106,8 @@ class BlockSoftmax(RowSoftmax):
         wanted = (self.n_blocks, last) if self.correction == "learned" else None
         got = None if scales is None else (scales.shape[-2], min(scales.shape[-1], last))
         if got != wanted or (wanted and n_keys > (self.length or n_keys)):
-            found = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
-            raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {found}")
+            came = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
+            raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {came}")
         saved: dict[int, tuple[Any, ...]] = {}
         out = xp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
 
@@ -124,10 +124,10 @@ class BlockSoftmax(RowSoftmax):
         kernels.for_items(q, forward)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
-            found: dict[int, Any] = {}
+            by_start: dict[int, Any] = {}
 
             def work(items: slice) -> None:
-                found[items.start] = self._backward_blocks(
+                by_start[items.start] = self._backward_blocks(
                     grad[items],
                     q[items],
                     k[items],
@@ -142,7 +142,7 @@ class BlockSoftmax(RowSoftmax):
                 )
 
             kernels.for_items(q, work)
-            return None if scales is None else xp.stack([found[start] for start in sorted(found)]).sum(axis=0)
+            return None if scales is None else xp.stack([by_start[start] for start in sorted(by_start)]).sum(axis=0)
 
         return out, backward
 
@@ -154,8 +154,8 @@ class BlockSoftmax(RowSoftmax):
                 continue
             part_scoring = scoring.of_part(queries.start, keys.start)
             here = None if mask is None else mask[:, :, queries if mask.shape[2] > 1 else slice(None), keys]
-            found = kernels.attention(q[:, queries], k[:, keys], v[:, keys], part_scoring, False, here)
-            parts.append(_Part(i, queries, keys, part_scoring, here, *found))
+            results = kernels.attention(q[:, queries], k[:, keys], v[:, keys], part_scoring, False, here)
+            parts.append(_Part(i, queries, keys, part_scoring, here, *results))
         return parts
 
     def _backward_blocks(

@@ -233,10 +233,10 @@ def _attend_by_blocks(inputs: _Inputs, nothing: bool, out: np.ndarray, log_total
 
 def _exponentials(heads: _Heads, block: Block, nothing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of e^(score - shift): their products with the values (H, T, E), their sums (H, T), and the shift (H, T) or ()."""
-    found = _exponentials_as_they_are(heads, block)
+    exponentials = _exponentials_as_they_are(heads, block)
     no_shift = np.zeros((), heads.queries.dtype)
-    if found is not None and (nothing or found[1].min() > 1 / pieces.MOST):
-        return *found, no_shift
+    if exponentials is not None and (nothing or exponentials[1].min() > 1 / pieces.MOST):
+        return *exponentials, no_shift
     scores = heads.scores(block, block.seen)
     shift = scores.max(axis=-1)
     shift = np.maximum(shift, 0) if nothing else np.where(np.isneginf(shift), 0, shift)

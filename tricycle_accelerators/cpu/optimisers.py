@@ -16,13 +16,13 @@ from tricycle_accelerators import pieces, threads
 @widening(1)
 def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     """A matrix for each thread at a time."""
-    found = np.empty_like(x)
+    polar = np.empty_like(x)
 
     def work(i: int) -> None:
-        found[i] = kernels.orthogonalise.plain(x[i : i + 1])[0]
+        polar[i] = kernels.orthogonalise.plain(x[i : i + 1])[0]
 
     threads.parallel(work, range(len(x)))
-    return found
+    return polar
 
 
 def each(like: np.ndarray, calls: Sequence[Callable[[], None]]) -> None:

@@ -80,8 +80,8 @@ __device__ inline void write_rows(
 // Dynamic shared memory: 2 TILE (D + 1) + TILE (TILE + 1) floats.
 template <int D, int TILE>
 __global__ void __launch_bounds__(SIDE* SIDE) attention(
-    const float* q, const float* k, const float* v, float* out, float* log_total, const Sizes s, const Steps q_steps,
-    const Steps k_steps, const Steps v_steps, const Steps out_steps, const Mask mask
+    const float* q, const float* k, const float* v, float* out, float* log_total, const Sizes s,
+    const Strides q_strides, const Strides k_strides, const Strides v_strides, const Strides out_strides, const Mask mask
 ) {
     constexpr int PER = TILE / SIDE;
     extern __shared__ float shared[];
@@ -89,9 +89,9 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention(
     const Place at((s.n_queries + TILE - 1) / TILE, s.n_heads, s.causal);
     const int first = at.tile * TILE, y = threadIdx.x / SIDE, x = threadIdx.x % SIDE;
     const int key_head = at.head / s.heads_per_key();
-    const float *k_start = k_steps.start(k, at.item, key_head), *v_start = v_steps.start(v, at.item, key_head);
+    const float *k_start = k_strides.start(k, at.item, key_head), *v_start = v_strides.start(v, at.item, key_head);
     const Mask hidden = mask.at(at.item, at.head);
-    load_tile<D, TILE>(queries, q_steps.start(q, at.item, at.head), q_steps.token, first, s.n_queries, s.size);
+    load_tile<D, TILE>(queries, q_strides.start(q, at.item, at.head), q_strides.token, first, s.n_queries, s.size);
     float largest[PER], total[PER], sums[PER][D / SIDE] = {};
 #pragma unroll
     for (int i = 0; i < PER; ++i) {
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention(
     const int n_seen = s.seen_by(first + TILE < s.n_queries ? first + TILE - 1 : s.n_queries - 1);
     for (int start = s.seen_from(first) / TILE * TILE; start < n_seen; start += TILE) {
         __syncthreads();  // the values of the tile before have been read
-        load_tile<D, TILE>(keys, k_start, k_steps.token, start, s.n_keys, s.size);
+        load_tile<D, TILE>(keys, k_start, k_strides.token, start, s.n_keys, s.size);
         __syncthreads();
         float scores[PER][PER];
         products<D>(scores, queries, keys, y, x);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention(
             }
         }
         __syncthreads();  // the keys have been read, the weights written
-        load_tile<D, TILE>(keys, v_start, v_steps.token, start, s.n_keys, s.size);
+        load_tile<D, TILE>(keys, v_start, v_strides.token, start, s.n_keys, s.size);
         __syncthreads();
         mix<D, TILE, false>(sums, weights, keys, y, x);
     }
@@ -144,19 +144,19 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention(
 #pragma unroll
         for (int c = 0; c < D / SIDE; ++c) sums[i][c] /= whole == 0 ? 1.0f : whole;
     }
-    write_rows<D>(sums, out_steps.start(out, at.item, at.head), out_steps.token, first, s.n_queries, s.size, y, x);
+    write_rows<D>(sums, out_strides.start(out, at.item, at.head), out_strides.token, first, s.n_queries, s.size, y, x);
 }
 
 // inner[b, h, t] = grad . out, the part of a score's gradient that its whole row shares. One warp a row.
 template <class T>
 __global__ void attention_inner(
-    const T* grad, const T* out, float* inner, const Sizes s, const Steps grad_steps, const Steps out_steps
+    const T* grad, const T* out, float* inner, const Sizes s, const Strides grad_strides, const Strides out_strides
 ) {
     const i64 row = team_row();
     if (row >= (i64)s.n_items * s.n_heads * s.n_queries) return;
     const int t = row % s.n_queries, h = row / s.n_queries % s.n_heads, b = row / s.n_queries / s.n_heads;
-    const T* left = grad_steps.start(grad, b, h) + t * grad_steps.token;
-    const T* right = out_steps.start(out, b, h) + t * out_steps.token;
+    const T* left = grad_strides.start(grad, b, h) + t * grad_strides.token;
+    const T* right = out_strides.start(out, b, h) + t * out_strides.token;
     float sum = 0.0f;
     for (int d = threadIdx.x; d < s.size; d += 32) sum += to_float(left[d]) * to_float(right[d]);
     sum = team<Sum>(sum);
@@ -196,8 +196,8 @@ __device__ inline void slopes(
 template <int D, int TILE>
 __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
     const float* grad, const float* q, const float* k, const float* v, const float* log_total, const float* inner,
-    float* dk, float* dv, const Sizes s, const Steps grad_steps, const Steps q_steps, const Steps k_steps,
-    const Steps v_steps, const Steps dk_steps, const Steps dv_steps, const Mask mask
+    float* dk, float* dv, const Sizes s, const Strides grad_strides, const Strides q_strides, const Strides k_strides,
+    const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const Mask mask
 ) {
     constexpr int PER = TILE / SIDE, ROWS = TILE * (D + 1), SQUARE = TILE * (TILE + 1);
     extern __shared__ float shared[];
@@ -205,19 +205,19 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
     float *weights = grads + ROWS, *dscores = weights + SQUARE;
     const Place at((s.n_keys + TILE - 1) / TILE, s.n_key_heads, false);
     const int first = at.tile * TILE, y = threadIdx.x / SIDE, x = threadIdx.x % SIDE;
-    load_tile<D, TILE>(keys, k_steps.start(k, at.item, at.head), k_steps.token, first, s.n_keys, s.size);
-    load_tile<D, TILE>(values, v_steps.start(v, at.item, at.head), v_steps.token, first, s.n_keys, s.size);
+    load_tile<D, TILE>(keys, k_strides.start(k, at.item, at.head), k_strides.token, first, s.n_keys, s.size);
+    load_tile<D, TILE>(values, v_strides.start(v, at.item, at.head), v_strides.token, first, s.n_keys, s.size);
     float key_sums[PER][D / SIDE] = {}, value_sums[PER][D / SIDE] = {};
     const int begin = s.first_to_see(first) / TILE * TILE, end = s.end_of_seeing(first + TILE - 1);
     const int first_head = at.head * s.heads_per_key();
     for (int head = first_head; head < first_head + s.heads_per_key(); ++head) {
         const i64 row = ((i64)at.item * s.n_heads + head) * s.n_queries;
         const Mask hidden = mask.at(at.item, head);
-        const float *q_start = q_steps.start(q, at.item, head), *grad_start = grad_steps.start(grad, at.item, head);
+        const float *q_start = q_strides.start(q, at.item, head), *grad_start = grad_strides.start(grad, at.item, head);
         for (int start = begin; start < end; start += TILE) {
             __syncthreads();  // the tile before has been read
-            load_tile<D, TILE>(queries, q_start, q_steps.token, start, s.n_queries, s.size);
-            load_tile<D, TILE>(grads, grad_start, grad_steps.token, start, s.n_queries, s.size);
+            load_tile<D, TILE>(queries, q_start, q_strides.token, start, s.n_queries, s.size);
+            load_tile<D, TILE>(grads, grad_start, grad_strides.token, start, s.n_queries, s.size);
             __syncthreads();
             float p[PER][PER], dp[PER][PER];
             products<D>(p, queries, keys, y, x);
@@ -235,16 +235,16 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_keys(
             mix<D, TILE, true>(key_sums, dscores, queries, y, x);
         }
     }
-    write_rows<D>(key_sums, dk_steps.start(dk, at.item, at.head), dk_steps.token, first, s.n_keys, s.size, y, x);
-    write_rows<D>(value_sums, dv_steps.start(dv, at.item, at.head), dv_steps.token, first, s.n_keys, s.size, y, x);
+    write_rows<D>(key_sums, dk_strides.start(dk, at.item, at.head), dk_strides.token, first, s.n_keys, s.size, y, x);
+    write_rows<D>(value_sums, dv_strides.start(dv, at.item, at.head), dv_strides.token, first, s.n_keys, s.size, y, x);
 }
 
 // dq of a tile of queries. Dynamic shared memory: 4 TILE (D + 1) + TILE (TILE + 1) floats.
 template <int D, int TILE>
 __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_queries(
     const float* grad, const float* q, const float* k, const float* v, const float* log_total, const float* inner,
-    float* dq, const Sizes s, const Steps grad_steps, const Steps q_steps, const Steps k_steps, const Steps v_steps,
-    const Steps dq_steps, const Mask mask
+    float* dq, const Sizes s, const Strides grad_strides, const Strides q_strides, const Strides k_strides,
+    const Strides v_strides, const Strides dq_strides, const Mask mask
 ) {
     constexpr int PER = TILE / SIDE, ROWS = TILE * (D + 1);
     extern __shared__ float shared[];
@@ -254,16 +254,17 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_queries(
     const int first = at.tile * TILE, y = threadIdx.x / SIDE, x = threadIdx.x % SIDE;
     const i64 row = ((i64)at.item * s.n_heads + at.head) * s.n_queries;
     const Mask hidden = mask.at(at.item, at.head);
-    load_tile<D, TILE>(queries, q_steps.start(q, at.item, at.head), q_steps.token, first, s.n_queries, s.size);
-    load_tile<D, TILE>(grads, grad_steps.start(grad, at.item, at.head), grad_steps.token, first, s.n_queries, s.size);
+    load_tile<D, TILE>(queries, q_strides.start(q, at.item, at.head), q_strides.token, first, s.n_queries, s.size);
+    const float* grad_start = grad_strides.start(grad, at.item, at.head);
+    load_tile<D, TILE>(grads, grad_start, grad_strides.token, first, s.n_queries, s.size);
     const int key_head = at.head / s.heads_per_key();
-    const float *k_start = k_steps.start(k, at.item, key_head), *v_start = v_steps.start(v, at.item, key_head);
+    const float *k_start = k_strides.start(k, at.item, key_head), *v_start = v_strides.start(v, at.item, key_head);
     float sums[PER][D / SIDE] = {};
     const int n_seen = s.seen_by(first + TILE < s.n_queries ? first + TILE - 1 : s.n_queries - 1);
     for (int start = s.seen_from(first) / TILE * TILE; start < n_seen; start += TILE) {
         __syncthreads();
-        load_tile<D, TILE>(keys, k_start, k_steps.token, start, s.n_keys, s.size);
-        load_tile<D, TILE>(values, v_start, v_steps.token, start, s.n_keys, s.size);
+        load_tile<D, TILE>(keys, k_start, k_strides.token, start, s.n_keys, s.size);
+        load_tile<D, TILE>(values, v_start, v_strides.token, start, s.n_keys, s.size);
         __syncthreads();
         float p[PER][PER], dp[PER][PER];
         products<D>(p, queries, keys, y, x);
@@ -276,5 +277,5 @@ __global__ void __launch_bounds__(SIDE* SIDE) attention_backward_queries(
         __syncthreads();
         mix<D, TILE, false>(sums, dscores, keys, y, x);
     }
-    write_rows<D>(sums, dq_steps.start(dq, at.item, at.head), dq_steps.token, first, s.n_queries, s.size, y, x);
+    write_rows<D>(sums, dq_strides.start(dq, at.item, at.head), dq_strides.token, first, s.n_queries, s.size, y, x);
 }

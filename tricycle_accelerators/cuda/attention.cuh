@@ -2,14 +2,14 @@
 //
 // q: (B, T, H, D). k, v: (B, S, K, D), where H is a multiple of K and query head h uses key head h / (H / K). Scores are
 // scale q k^T, perhaps capped, plus a mask; query t sees the keys up to t + offset, and of these perhaps only the last
-// so many, the window. Arrays are strided, but for their last axis; steps are in elements. log_total: (B, H, T), natural
-// logs of the sums of exponentials, -inf where a query sees no key.
+// so many, the window. Arrays are strided, but for their last axis; strides are in elements.
+// log_total: (B, H, T), natural logs of the sums of exponentials, -inf where a query sees no key.
 #pragma once
 #include "common.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-struct Steps {  // from one item, token and head to the next
+struct Strides {  // from one item, token and head to the next
     i64 item, token, head;
 
     template <class T> __device__ T* start(T* array, int b, int h) const { return array + b * item + h * head; }

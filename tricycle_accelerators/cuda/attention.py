@@ -12,14 +12,14 @@ from tricycle_accelerators.cuda import arrays, cudnn, launch
 from tricycle_accelerators.cuda.arrays import f32
 
 
-def _steps(x: Array) -> np.ndarray:
+def _strides(x: Array) -> np.ndarray:
     """Of (B, T, H, D), in elements."""
-    return launch.struct(launch.STEPS, *(step // x.dtype.itemsize for step in x.strides[:3]))
+    return launch.struct(launch.STRIDES, *(stride // x.dtype.itemsize for stride in x.strides[:3]))
 
 
 def _rows_lie_apart(x: Array, bytes_: int) -> bool:
     """Whether each (D,) lies in one piece that starts at a multiple of so many bytes."""
-    places = (launch.address(x), *(step for step, n in zip(x.strides[:3], x.shape) if n > 1))
+    places = (launch.address(x), *(stride for stride, n in zip(x.strides[:3], x.shape) if n > 1))
     return (x.strides[-1] == x.dtype.itemsize or x.shape[-1] == 1) and all(place % bytes_ == 0 for place in places)
 
 
@@ -42,8 +42,8 @@ def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
     if mask is None:
         return launch.struct(launch.MASK, 0, 0, 0, 0), None
     mask = arrays.floats(mask)
-    steps = (step // 4 if n > 1 else 0 for step, n in zip(mask.strides[:3], mask.shape))
-    return launch.struct(launch.MASK, launch.address(mask), *steps), mask
+    strides = (stride // 4 if n > 1 else 0 for stride, n in zip(mask.strides[:3], mask.shape))
+    return launch.struct(launch.MASK, launch.address(mask), *strides), mask
 
 
 def _way(q: Array, k: Array, v: Array, *others: Array) -> SimpleNamespace | None:
@@ -82,15 +82,15 @@ def _way(q: Array, k: Array, v: Array, *others: Array) -> SimpleNamespace | None
 def attention(
     q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None
 ) -> tuple[Array, Array] | NotImplementedType:
-    found = cudnn.forward(q, k, v, scoring, nothing, mask)
-    way = _way(q, k, v) if found is None else None
+    results = cudnn.forward(q, k, v, scoring, nothing, mask)
+    way = _way(q, k, v) if results is None else None
     if way is None:
-        return NotImplemented if found is None else found
+        return NotImplemented if results is None else results
     (n_items, n_queries, n_heads, _), dtype = q.shape, q.dtype
     q, k, v = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (q, k, v))
     out, log_total = arrays.empty(q, q.shape), arrays.empty(q, (n_items, n_heads, n_queries), f32)
     at, kept = _mask(mask)
-    arguments = q, k, v, out, log_total, _sizes(q, k, scoring, nothing), *map(_steps, (q, k, v, out)), at
+    arguments = q, k, v, out, log_total, _sizes(q, k, scoring, nothing), *map(_strides, (q, k, v, out)), at
     plan = launch.attention_tiles(n_queries, n_items * n_heads, way.rows, way.threads, way.shared.forward)
     launch.launch(way.name, way.name, way.forward, plan, *arguments)
     del kept  # it had to live until here
@@ -121,12 +121,12 @@ def attention_backward(
     sizes, (at, kept) = _sizes(q, k, scoring, False), _mask(mask)
     plan = launch.teams(inner.size, 1, 4)
     kind = launch.TYPES[way.dtype.name]
-    launch.launch("attention", "attention_inner", (kind,), plan, grad, out, inner, sizes, _steps(grad), _steps(out))
+    launch.launch("attention", "attention_inner", (kind,), plan, grad, out, inner, sizes, _strides(grad), _strides(out))
     # gradients go straight to where they are wanted, if that lies as the kernels write
     wanted = dq, dk, dv
     fits = [x.dtype == way.dtype and _rows_lie_apart(x, way.bytes) for x in wanted]
     dq, dk, dv = (x if fit else arrays.empty(q, x.shape, way.dtype) for x, fit in zip(wanted, fits))
-    given, steps = (grad, q, k, v, log_total, inner), tuple(map(_steps, (grad, q, k, v)))
+    operands, strides = (grad, q, k, v, log_total, inner), tuple(map(_strides, (grad, q, k, v)))
     n_keys, n_key_heads = k.shape[1:3]
     for part, n_tokens, n_tiled, results in (
         ("queries", n_queries, n_heads, (dq,)),
@@ -134,7 +134,7 @@ def attention_backward(
     ):
         shared = getattr(way.shared, part)
         plan = launch.attention_tiles(n_tokens, n_items * n_tiled, way.backward_rows, way.threads, shared)
-        arguments = *given, *results, sizes, *steps, *map(_steps, results), at
+        arguments = *operands, *results, sizes, *strides, *map(_strides, results), at
         launch.launch(way.name, f"{way.name}_backward_{part}", way.backward, plan, *arguments)
     for x, fit, result in zip(wanted, fits, (dq, dk, dv)):
         if not fit:

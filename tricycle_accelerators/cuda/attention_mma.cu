@@ -110,8 +110,8 @@ __device__ inline void write_rows(
 // Dynamic shared memory: (ROWS + 4 KEYS) WIDTH numbers.
 template <class T, int D, int KEYS>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
-    const T* q, const T* k, const T* v, T* out, float* log_total, const Sizes s, const Steps q_steps,
-    const Steps k_steps, const Steps v_steps, const Steps out_steps, const Mask mask
+    const T* q, const T* k, const T* v, T* out, float* log_total, const Sizes s, const Strides q_strides,
+    const Strides k_strides, const Strides v_strides, const Strides out_strides, const Mask mask
 ) {
     constexpr int TILE = KEYS * WIDTH<D>;
     extern __shared__ __align__(16) unsigned char shared[];
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
     const int first = at.tile * ROWS, lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
     const int row = own + lane / 4, column = lane % 4 * 2;  // of the first of this lane's four sums
     const int key_head = at.head / s.heads_per_key();
-    const T *k_start = k_steps.start(k, at.item, key_head), *v_start = v_steps.start(v, at.item, key_head);
+    const T *k_start = k_strides.start(k, at.item, key_head), *v_start = v_strides.start(v, at.item, key_head);
     const Mask hidden = mask.at(at.item, at.head);
     const int last = first + ROWS < s.n_queries ? first + ROWS - 1 : s.n_queries - 1, n_seen = s.seen_by(last);
     // every query of the tile sees the keys from `free_from` to `free_to`
@@ -138,14 +138,14 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
         largest[half] = s.nothing ? 0.0f : -INFINITY;
         total[half] = s.nothing && lane % 4 == 0 ? 1.0f : 0.0f;  // each lane its own part until the end
     }
-    fetch<D, ROWS>(queries, q_steps.start(q, at.item, at.head), q_steps.token, first, s.n_queries);
-    fetch<D, KEYS>(keys, k_start, k_steps.token, begin, s.n_keys);
-    fetch<D, KEYS>(values, v_start, v_steps.token, begin, s.n_keys);
+    fetch<D, ROWS>(queries, q_strides.start(q, at.item, at.head), q_strides.token, first, s.n_queries);
+    fetch<D, KEYS>(keys, k_start, k_strides.token, begin, s.n_keys);
+    fetch<D, KEYS>(values, v_start, v_strides.token, begin, s.n_keys);
     end_group();
     for (int start = begin, now = 0; start < n_seen; start += KEYS, now ^= 1) {
         if (start + KEYS < n_seen) {
-            fetch<D, KEYS>(keys + (now ^ 1) * TILE, k_start, k_steps.token, start + KEYS, s.n_keys);
-            fetch<D, KEYS>(values + (now ^ 1) * TILE, v_start, v_steps.token, start + KEYS, s.n_keys);
+            fetch<D, KEYS>(keys + (now ^ 1) * TILE, k_start, k_strides.token, start + KEYS, s.n_keys);
+            fetch<D, KEYS>(values + (now ^ 1) * TILE, v_start, v_strides.token, start + KEYS, s.n_keys);
         }
         end_group();
         wait_for_groups<1>();
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
         if (lane % 4 == 0 && first + row + 8 * half < s.n_queries)
             log_total[rows + row + 8 * half] = whole == 0 ? -INFINITY : largest[half] * LN_2 + logf(whole);
     }
-    T* to = out_steps.start(out, at.item, at.head) + first * out_steps.token;
-    write_rows<D>(sums, shares, to, out_steps.token, row, s.n_queries - first);
+    T* to = out_strides.start(out, at.item, at.head) + first * out_strides.token;
+    write_rows<D>(sums, shares, to, out_strides.token, row, s.n_queries - first);
 }
 
 // dk and dv of a tile of 64 keys, which query heads that share them add to one after another: scores are made turned,
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma(
 template <class T, int D, int QUERIES>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
     const T* grad, const T* q, const T* k, const T* v, const float* log_total, const float* inner, T* dk, T* dv,
-    const Sizes s, const Steps grad_steps, const Steps q_steps, const Steps k_steps, const Steps v_steps,
-    const Steps dk_steps, const Steps dv_steps, const Mask mask
+    const Sizes s, const Strides grad_strides, const Strides q_strides, const Strides k_strides,
+    const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const Mask mask
 ) {
     constexpr int TILE = QUERIES * WIDTH<D>;
     extern __shared__ __align__(16) unsigned char shared[];
@@ -222,15 +222,15 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
     const float to_base_2 = s.scale * LOG2_E;
     float dkeys[D / 8][4] = {}, dvalues[D / 8][4] = {};
     const int begin = s.first_to_see(first) / QUERIES * QUERIES, end = s.end_of_seeing(first + ROWS - 1);
-    fetch<D, ROWS>(keys, k_steps.start(k, at.item, at.head), k_steps.token, first, s.n_keys);
-    fetch<D, ROWS>(values, v_steps.start(v, at.item, at.head), v_steps.token, first, s.n_keys);
+    fetch<D, ROWS>(keys, k_strides.start(k, at.item, at.head), k_strides.token, first, s.n_keys);
+    fetch<D, ROWS>(values, v_strides.start(v, at.item, at.head), v_strides.token, first, s.n_keys);
     const int first_head = at.head * s.heads_per_key();
     for (int head = first_head; head < first_head + s.heads_per_key(); ++head) {
-        const T *q_start = q_steps.start(q, at.item, head), *grad_start = grad_steps.start(grad, at.item, head);
+        const T *q_start = q_strides.start(q, at.item, head), *grad_start = grad_strides.start(grad, at.item, head);
         const i64 rows = ((i64)at.item * s.n_heads + head) * s.n_queries;
         auto fetch_queries = [&](int start, int where) {
-            fetch<D, QUERIES>(queries + where * TILE, q_start, q_steps.token, start, s.n_queries);
-            fetch<D, QUERIES>(grads + where * TILE, grad_start, grad_steps.token, start, s.n_queries);
+            fetch<D, QUERIES>(queries + where * TILE, q_start, q_strides.token, start, s.n_queries);
+            fetch<D, QUERIES>(grads + where * TILE, grad_start, grad_strides.token, start, s.n_queries);
             for (int i = threadIdx.x; i < QUERIES; i += WARPS * 32) {
                 const bool there = start + i < s.n_queries;
                 const float total = there ? log_total[rows + start + i] : -INFINITY;
@@ -280,18 +280,18 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_keys(
     }
     wait_for_groups<0>();
     const float ones[2] = {1.0f, 1.0f}, scales[2] = {s.scale, s.scale};
-    T* to_keys = dk_steps.start(dk, at.item, at.head) + first * dk_steps.token;
-    T* to_values = dv_steps.start(dv, at.item, at.head) + first * dv_steps.token;
-    write_rows<D>(dkeys, scales, to_keys, dk_steps.token, row, s.n_keys - first);
-    write_rows<D>(dvalues, ones, to_values, dv_steps.token, row, s.n_keys - first);
+    T* to_keys = dk_strides.start(dk, at.item, at.head) + first * dk_strides.token;
+    T* to_values = dv_strides.start(dv, at.item, at.head) + first * dv_strides.token;
+    write_rows<D>(dkeys, scales, to_keys, dk_strides.token, row, s.n_keys - first);
+    write_rows<D>(dvalues, ones, to_values, dv_strides.token, row, s.n_keys - first);
 }
 
 // dq of a tile of 64 queries. Dynamic shared memory: (2 ROWS + 4 KEYS) WIDTH numbers.
 template <class T, int D, int KEYS>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
     const T* grad, const T* q, const T* k, const T* v, const float* log_total, const float* inner, T* dq,
-    const Sizes s, const Steps grad_steps, const Steps q_steps, const Steps k_steps, const Steps v_steps,
-    const Steps dq_steps, const Mask mask
+    const Sizes s, const Strides grad_strides, const Strides q_strides, const Strides k_strides,
+    const Strides v_strides, const Strides dq_strides, const Mask mask
 ) {
     constexpr int TILE = KEYS * WIDTH<D>;
     extern __shared__ __align__(16) unsigned char shared[];
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
     const int first = at.tile * ROWS, lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
     const int row = own + lane / 4, column = lane % 4 * 2;
     const int key_head = at.head / s.heads_per_key();
-    const T *k_start = k_steps.start(k, at.item, key_head), *v_start = v_steps.start(v, at.item, key_head);
+    const T *k_start = k_strides.start(k, at.item, key_head), *v_start = v_strides.start(v, at.item, key_head);
     const i64 rows = ((i64)at.item * s.n_heads + at.head) * s.n_queries + first;
     const Mask hidden = mask.at(at.item, at.head);
     const int last = first + ROWS < s.n_queries ? first + ROWS - 1 : s.n_queries - 1, n_seen = s.seen_by(last);
@@ -321,15 +321,15 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
         by[half] = total == -INFINITY ? 0.0f : total * LOG2_E;
         inners[half] = there ? inner[rows + row + 8 * half] : 0.0f;
     }
-    fetch<D, ROWS>(queries, q_steps.start(q, at.item, at.head), q_steps.token, first, s.n_queries);
-    fetch<D, ROWS>(grads, grad_steps.start(grad, at.item, at.head), grad_steps.token, first, s.n_queries);
-    fetch<D, KEYS>(keys, k_start, k_steps.token, begin, s.n_keys);
-    fetch<D, KEYS>(values, v_start, v_steps.token, begin, s.n_keys);
+    fetch<D, ROWS>(queries, q_strides.start(q, at.item, at.head), q_strides.token, first, s.n_queries);
+    fetch<D, ROWS>(grads, grad_strides.start(grad, at.item, at.head), grad_strides.token, first, s.n_queries);
+    fetch<D, KEYS>(keys, k_start, k_strides.token, begin, s.n_keys);
+    fetch<D, KEYS>(values, v_start, v_strides.token, begin, s.n_keys);
     end_group();
     for (int start = begin, now = 0; start < n_seen; start += KEYS, now ^= 1) {
         if (start + KEYS < n_seen) {
-            fetch<D, KEYS>(keys + (now ^ 1) * TILE, k_start, k_steps.token, start + KEYS, s.n_keys);
-            fetch<D, KEYS>(values + (now ^ 1) * TILE, v_start, v_steps.token, start + KEYS, s.n_keys);
+            fetch<D, KEYS>(keys + (now ^ 1) * TILE, k_start, k_strides.token, start + KEYS, s.n_keys);
+            fetch<D, KEYS>(values + (now ^ 1) * TILE, v_start, v_strides.token, start + KEYS, s.n_keys);
         }
         end_group();
         wait_for_groups<1>();
@@ -361,6 +361,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_mma_backward_queries(
     }
     wait_for_groups<0>();
     const float scales[2] = {s.scale, s.scale};
-    T* to = dq_steps.start(dq, at.item, at.head) + first * dq_steps.token;
-    write_rows<D>(sums, scales, to, dq_steps.token, row, s.n_queries - first);
+    T* to = dq_strides.start(dq, at.item, at.head) + first * dq_strides.token;
+    write_rows<D>(sums, scales, to, dq_strides.token, row, s.n_queries - first);
 }

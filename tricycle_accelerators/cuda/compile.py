@@ -56,8 +56,8 @@ _BUILTINS = r".*/(libnvrtc-builtins\.so\.[\d.]+|nvrtc-builtins64_\d+\.dll)"
 
 
 def _headers() -> Path | None:
-    found = _installed(r".*/include/cuda_bf16\.h")
-    return None if found is None else found.parent
+    header = _installed(r".*/include/cuda_bf16\.h")
+    return None if header is None else header.parent
 
 
 @cache
@@ -98,8 +98,8 @@ def compile_file(file: str, architecture: str) -> Iterator[Usage]:
     for name in names:
         call("nvrtcAddNameExpression", program, name.encode())
     options = (f"--gpu-architecture={architecture}", *OPTIONS, *BY_CUPY, f"-I{_headers()}", "--ptxas-options=-v")
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    call("nvrtcCompileProgram", program, len(options), given)
+    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    call("nvrtcCompileProgram", program, len(options), words)
     mangled, lowered = {}, ctypes.c_char_p()
     for name in names:
         call("nvrtcGetLoweredName", program, name.encode(), ctypes.byref(lowered))
@@ -130,14 +130,14 @@ def usages(log: str, mangled: dict[str, str], architecture: str) -> Iterator[Usa
         yield Usage(name, architecture, int(registers[1]), used, stack, stores + loads)
 
 
-def table(found: list[Usage]) -> str:
+def table(usages: list[Usage]) -> str:
     """In Markdown, a line for each kernel: registers for each architecture, shared memory, and what spilled."""
-    names = list(dict.fromkeys(usage.kernel for usage in found))
-    where = list(dict.fromkeys(usage.architecture for usage in found))
+    names = list(dict.fromkeys(usage.kernel for usage in usages))
+    where = list(dict.fromkeys(usage.architecture for usage in usages))
     lines = [f"| kernel | registers {' / '.join(where)} | shared bytes | stack and spills |"]
     lines.append("| --- | --- | --- | --- |")
     for name in names:
-        own = [usage for usage in found if usage.kernel == name]
+        own = [usage for usage in usages if usage.kernel == name]
         registers = " / ".join(str(usage.registers) for usage in own)
         local = max(usage.stack + usage.spills for usage in own)
         lines.append(f"| `{name}` | {registers} | {max(usage.shared for usage in own)} | {local} |")

@@ -18,7 +18,7 @@ from tricycle.kernels import Scoring
 
 KINDS = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # names of dtypes, and what cuDNN calls them
 TOKENS = 64  # sequences of multiples of it: each length needs a graph of its own, which takes a while to build
-ALIGNED = 16  # bytes, of addresses and steps
+ALIGNED = 16  # bytes, of addresses and strides
 MOST_GRAPHS = 64
 # Sums of dq in a fixed order, so that training gives the same bits in every run; without it the backward is faster.
 DETERMINISTIC = True
@@ -48,16 +48,16 @@ def version() -> str:
 
 
 # -------------------------------------------------------------------- what is asked for: pure, without a GPU
-Steps = tuple[int, int, int, int]
+Strides = tuple[int, int, int, int]
 
 
 class Shape(NamedTuple):
-    """Everything that decides a graph: sizes (B, T, H, D), and the steps in elements along B, H, T and D of each array.
+    """Everything that decides a graph: sizes (B, T, H, D), and each array's strides in elements along B, H, T and D.
 
     Attributes:
         scale: scores are scale * q . k.
         dtype: its name.
-        steps: of q, k and v; in the backward also of out, its gradient, dq, dk and dv.
+        strides: of q, k and v; in the backward also of out, its gradient, dq, dk and dv.
     """
 
     n_items: int
@@ -67,12 +67,12 @@ class Shape(NamedTuple):
     causal: bool
     scale: float
     dtype: str
-    steps: tuple[Steps, ...]
+    strides: tuple[Strides, ...]
 
 
-def steps_of(x: Array) -> Steps:
+def strides_of(x: Array) -> Strides:
     """Of an array (B, T, H, D), in cuDNN's order of axes: B, H, T, D."""
-    b, t, h, d = (step // x.dtype.itemsize for step in x.strides)
+    b, t, h, d = (stride // x.dtype.itemsize for stride in x.strides)
     return b, h, t, d
 
 
@@ -89,13 +89,13 @@ def shape_of(q: Array, scoring: Scoring, *others: Array) -> Shape | None:
     fits = fits and all(x.shape == q.shape and x.dtype == q.dtype for x in others)
     if not fits or not all(_aligned(x) for x in arrays):
         return None
-    steps = tuple(steps_of(x) for x in arrays)
+    strides = tuple(strides_of(x) for x in arrays)
     causal = scoring.offset is not None
-    return Shape(n_items, n_tokens, n_heads, size, causal, scoring.scale, q.dtype.name, steps)
+    return Shape(n_items, n_tokens, n_heads, size, causal, scoring.scale, q.dtype.name, strides)
 
 
 def _aligned(x: Array) -> bool:
-    whole = x.strides[-1] == x.dtype.itemsize and all(step % ALIGNED == 0 for step in x.strides[:-1])
+    whole = x.strides[-1] == x.dtype.itemsize and all(stride % ALIGNED == 0 for stride in x.strides[:-1])
     return whole and x.data.ptr % ALIGNED == 0
 
 
@@ -116,18 +116,18 @@ def forward_graph(shape: Shape, **target: Any) -> Graph:
     graph, arrays, kind = _new_graph(shape, ("q", "k", "v"), **target)
     out, totals = graph.sdpa(*arrays, generate_stats=True, name="attention", **_how(shape))
     _is_result(out, shape, contiguous(shape), kind)
-    _is_result(totals, shape._replace(size=1), _steps_of_totals(shape), _data_type("FLOAT"))
+    _is_result(totals, shape._replace(size=1), _strides_of_totals(shape), _data_type("FLOAT"))
     return Graph(graph, (*arrays, out, totals))
 
 
 def backward_graph(shape: Shape, **target: Any) -> Graph:
     """q, k, v, the output, its gradient and the logs to dq, dk and dv."""
     graph, arrays, kind = _new_graph(shape, ("q", "k", "v", "out", "grad"), **target)
-    sizes, steps = _sizes(shape._replace(size=1)), _steps_of_totals(shape)
-    totals = graph.tensor(name="totals", dim=sizes, stride=steps, data_type=_data_type("FLOAT"))
+    sizes, strides = _sizes(shape._replace(size=1)), _strides_of_totals(shape)
+    totals = graph.tensor(name="totals", dim=sizes, stride=strides, data_type=_data_type("FLOAT"))
     how = {**_how(shape), "use_deterministic_algorithm": DETERMINISTIC}
     results = graph.sdpa_backward(*arrays, totals, name="attention_backward", **how)
-    for result, place in zip(results, shape.steps[5:]):
+    for result, place in zip(results, shape.strides[5:]):
         _is_result(result, shape, place, kind)
     return Graph(graph, (*arrays, totals, *results))
 
@@ -139,7 +139,8 @@ def _new_graph(shape: Shape, names: tuple[str, ...], **target: Any) -> tuple[Any
     graph = cudnn.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, **target)
     sizes = _sizes(shape)
     arrays = [
-        graph.tensor(name=name, dim=sizes, stride=steps, data_type=kind) for name, steps in zip(names, shape.steps)
+        graph.tensor(name=name, dim=sizes, stride=strides, data_type=kind)
+        for name, strides in zip(names, shape.strides)
     ]
     return graph, arrays, kind
 
@@ -154,21 +155,21 @@ def _data_type(name: str) -> Any:
     return getattr(cudnn.data_type, name)
 
 
-def _sizes(shape: Shape) -> Steps:
+def _sizes(shape: Shape) -> tuple[int, int, int, int]:
     return shape.n_items, shape.n_heads, shape.n_tokens, shape.size
 
 
-def contiguous(shape: Shape) -> Steps:
-    """The steps of an array (B, T, H, D) without gaps."""
+def contiguous(shape: Shape) -> Strides:
+    """The strides of an array (B, T, H, D) without gaps."""
     return shape.n_tokens * shape.n_heads * shape.size, shape.size, shape.n_heads * shape.size, 1
 
 
-def _steps_of_totals(shape: Shape) -> Steps:
+def _strides_of_totals(shape: Shape) -> Strides:
     return shape.n_heads * shape.n_tokens, shape.n_tokens, 1, 1
 
 
-def _is_result(tensor: Any, shape: Shape, steps: Steps, kind: Any) -> None:
-    tensor.set_output(True).set_data_type(kind).set_dim(_sizes(shape)).set_stride(steps)
+def _is_result(tensor: Any, shape: Shape, strides: Strides, kind: Any) -> None:
+    tensor.set_output(True).set_data_type(kind).set_dim(_sizes(shape)).set_stride(strides)
 
 
 # -------------------------------------------------------------------- on a device
@@ -199,15 +200,15 @@ def _ready(make: Any, shape: Shape) -> Graph | None:
         if len(_graphs) >= MOST_GRAPHS:
             _graphs.clear()
         try:
-            found = make(shape, handle=_handle())
-            found.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            built = make(shape, handle=_handle())
+            built.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         except cudnn.cudnnGraphNotSupportedError:
-            found = None
+            built = None
         except RuntimeError as error:  # a library that is broken or too old: slower, but nobody need stop
             said = " ".join(str(error).split())
             warnings.warn(f"cuDNN's attention failed, so another kernel is used: {said}", stacklevel=2)
-            found = None
-        _graphs[key] = found
+            built = None
+        _graphs[key] = built
     return _graphs[key]
 
 

@@ -101,18 +101,18 @@ template <class From, class To> __global__ void cast(const From* x, To* y, i64 n
     });
 }
 
-// Turn pairs (x_i, x_{i + D/2}) by the angle of their position. x: (B, T, H, D) with steps between items, positions and
+// Turn pairs (x_i, x_{i + D/2}) by the angle of their position. x: (B, T, H, D) with strides between items, positions and
 // heads; cos and sin: (T, D/2); y: (B, T, H, D) without gaps. One thread a pair.
 template <class T>
 __global__ void rotate(
     const T* x, const float* cos, const float* sin, T* y, i64 n_pairs, int n_tokens, int n_heads, int half,
-    i64 item_step, i64 token_step, i64 head_step
+    i64 item_stride, i64 token_stride, i64 head_stride
 ) {
     const i64 pair = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (pair >= n_pairs) return;
     const int i = pair % half, head = pair / half % n_heads;
     const i64 place = pair / half / n_heads, token = place % n_tokens, item = place / n_tokens;
-    const T* from = x + item * item_step + token * token_step + head * head_step + i;
+    const T* from = x + item * item_stride + token * token_stride + head * head_stride + i;
     T* to = y + (place * n_heads + head) * 2 * half + i;
     const float a = to_float(from[0]), b = to_float(from[half]);
     const float c = cos[token * half + i], s = sin[token * half + i];

@@ -80,8 +80,8 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array | NotImplementedType:
     x = x if x.strides[-1] == x.dtype.itemsize else arrays.dense(x)
     _, n_tokens, n_heads, size = x.shape
     out = arrays.empty(x)
-    steps = [i64(step // x.dtype.itemsize) for step in x.strides[:3]]
-    numbers = i64(x.size // 2), i32(n_tokens), i32(n_heads), i32(size // 2), *steps
+    strides = [i64(stride // x.dtype.itemsize) for stride in x.strides[:3]]
+    numbers = i64(x.size // 2), i32(n_tokens), i32(n_heads), i32(size // 2), *strides
     plan = launch.elementwise(x.size // 2, 1)
     launch.launch("elementwise", "rotate", (kind,), plan, x, arrays.floats(cos), arrays.floats(sin), out, *numbers)
     return out

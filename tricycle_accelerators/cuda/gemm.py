@@ -140,11 +140,11 @@ def library() -> ctypes.CDLL:
     """
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
-    found = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+    library = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
     for name, arguments in _SIGNATURES.items():
-        getattr(found, name).argtypes = arguments
-    found.cublasLtGetVersion.restype = _SIZE
-    return found
+        getattr(library, name).argtypes = arguments
+    library.cublasLtGetVersion.restype = _SIZE
+    return library
 
 
 @cache
@@ -209,16 +209,16 @@ class Plan:
         """
         if self.product.with_bias:
             self._describe(DESCRIPTION_BIAS, ctypes.c_void_p(bias))
-        preference, found, number = preferences(self.product), _Heuristic(), ctypes.c_int()
+        preference, heuristic, number = preferences(self.product), _Heuristic(), ctypes.c_int()
         layouts = self.first, self.second, self.result, self.result
-        wanted = handle, self.description, *layouts, preference, 1, ctypes.byref(found), ctypes.byref(number)
+        wanted = handle, self.description, *layouts, preference, 1, ctypes.byref(heuristic), ctypes.byref(number)
         try:
             _call("cublasLtMatmulAlgoGetHeuristic", *wanted)
         finally:
             _call("cublasLtMatmulPreferenceDestroy", preference)
-        if not number.value or found.state:
+        if not number.value or heuristic.state:
             raise NotSupported(f"cublasLtMatmulAlgoGetHeuristic: no algorithm for {self.product}")
-        self.algorithm = found
+        self.algorithm = heuristic
         return self
 
     def run(self, handle: Any, a: int, b: int, bias: int, out: int, workspace: int, stream: int) -> None:
@@ -349,8 +349,8 @@ def _lies(x: Array) -> tuple[Array, Side]:
     """A matrix and how it lies; a copy where it lies in no way that cuBLASLt knows."""
     import cupy
 
-    found = side(x.shape, x.strides, x.itemsize)
-    return (x, found) if found is not None else (cupy.ascontiguousarray(x), Side(False, x.shape[1]))
+    own_side = side(x.shape, x.strides, x.itemsize)
+    return (x, own_side) if own_side is not None else (cupy.ascontiguousarray(x), Side(False, x.shape[1]))
 
 
 def _multiply(product: Product, a: Array, b: Array, bias: Array | None, out: Array) -> bool:

@@ -171,9 +171,9 @@ class Plan(NamedTuple):
         return self
 
 
-def up(n: int, step: int) -> int:
-    """n divided by step, rounded up."""
-    return -(-n // step)
+def up(n: int, size: int) -> int:
+    """n divided by size, rounded up."""
+    return -(-n // size)
 
 
 def pack(itemsize: int) -> int:
@@ -267,7 +267,7 @@ SIZES = np.dtype(
     + [(name, np.int32) for name in ("causal", "offset", "window", "nothing")]
     + [(name, np.float32) for name in ("scale", "cap")]
 )
-STEPS = np.dtype([(name, np.int64) for name in ("item", "token", "head")])
+STRIDES = np.dtype([(name, np.int64) for name in ("item", "token", "head")])
 MASK = np.dtype([("values", np.uint64), *((name, np.int64) for name in ("item", "head", "query"))])
 NULL = np.uint64(0)
 
@@ -314,8 +314,8 @@ def _include() -> tuple[str, ...]:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:
         return ()
-    found = find_nvidia_header_directory("cudart")
-    return () if found is None else (f"-I{found}",)
+    header = find_nvidia_header_directory("cudart")
+    return () if header is None else (f"-I{header}",)
 
 
 @cache
@@ -346,12 +346,12 @@ def launch(file: str, kernel: str, template: tuple[str, ...], plan: Plan, *argum
     Raises:
         ValueError: arrays lie on several devices.
     """
-    given = tuple(NULL if argument is None else argument for argument in arguments)
-    where = _device_of(kernel, given)
+    filled = tuple(NULL if argument is None else argument for argument in arguments)
+    where = _device_of(kernel, filled)
     device = _device() if where is None else where
     with on_device(device):
         function = _function(file, kernel, template, device, plan.shared)
-        function(plan.grid, plan.block, given, shared_mem=plan.shared)
+        function(plan.grid, plan.block, filled, shared_mem=plan.shared)
 
 
 def _device_of(kernel: str, arguments: Sequence[Any]) -> int | None:
@@ -360,11 +360,11 @@ def _device_of(kernel: str, arguments: Sequence[Any]) -> int | None:
     Raises:
         ValueError: there are several.
     """
-    found = {number for number in map(device_of, arguments) if number is not None}
-    if len(found) > 1:
-        numbers = " and ".join(map(str, sorted(found)))
-        raise ValueError(f"{kernel}: expected arrays on one device, got some on {numbers}")
-    return found.pop() if found else None
+    numbers = {number for number in map(device_of, arguments) if number is not None}
+    if len(numbers) > 1:
+        names = " and ".join(map(str, sorted(numbers)))
+        raise ValueError(f"{kernel}: expected arrays on one device, got some on {names}")
+    return numbers.pop() if numbers else None
 
 
 def device_of(array: Any) -> int | None:

@@ -31,12 +31,12 @@ def _cross_entropy(
 ) -> Array:
     n_rows, size = logits.shape
     if labels.shape != (n_rows,) or weights.shape != (n_rows,):
-        found = f"{labels.shape} and {weights.shape}"
-        raise ValueError(f"cross_entropy: expected labels and weights of shape ({n_rows},), got {found}")
+        got = f"{labels.shape} and {weights.shape}"
+        raise ValueError(f"cross_entropy: expected labels and weights of shape ({n_rows},), got {got}")
     costs = arrays.empty(logits, (n_rows,), f32)
     ids = arrays.dense(labels.astype(i64, copy=False))
-    given = arrays.dense(logits), ids, arrays.floats(weights)
+    operands = arrays.dense(logits), ids, arrays.floats(weights)
     numbers = i64(n_rows), i64(size), f32(smoothing)
     plan = launch.teams(n_rows, size, logits.dtype.itemsize)
-    launch.launch("rows", "cross_entropy", (kind,), plan, *given, costs, slope, *numbers)
+    launch.launch("rows", "cross_entropy", (kind,), plan, *operands, costs, slope, *numbers)
     return sums.whole_sum(costs, "float", "false")

@@ -21,10 +21,10 @@ def layer_norm(
     y = arrays.empty(x)
     mean = arrays.empty(x, statistics, f32)
     scale = arrays.empty(x, statistics, f32)
-    given = arrays.dense(x), arrays.floats(gain), None if bias is None else arrays.floats(bias)
+    operands = arrays.dense(x), arrays.floats(gain), None if bias is None else arrays.floats(bias)
     numbers = i64(n_rows), i32(size), f32(eps), i32(centred)
     plan = launch.teams(n_rows, size, x.dtype.itemsize)
-    launch.launch("norm", "layer_norm", (kind,), plan, *given, y, mean, scale, *numbers)
+    launch.launch("norm", "layer_norm", (kind,), plan, *operands, y, mean, scale, *numbers)
     return y, mean, scale
 
 
@@ -39,10 +39,10 @@ def layer_norm_backward(
     rows = arrays.dense(grad), arrays.dense(x), arrays.floats(gain)
     statistics = arrays.floats(mean), arrays.floats(scale)
     at_once = arrays.elements_at_once(size, kind, *rows)
-    found = launch.norm_backward(n_rows, size, at_once)
-    if found is None:
+    blocks = launch.norm_backward(n_rows, size, at_once)
+    if blocks is None:
         return NotImplemented
-    plan, held = found
+    plan, held = blocks
     dx = arrays.empty(x)
     by_block = arrays.empty(x, (plan.grid[0], 2 * size), f32)
     template = kind, str(at_once), str(held)

@@ -45,8 +45,8 @@ def adamw(
     at = None if factor is None else _on_device(factor, weights)
     numbers = *number(step), *number(learning_rate), at, *map(f32, betas), *logs, f32(eps), f32(decay)
     plan = launch.elementwise(weights.size, launch.pack(grad.dtype.itemsize))
-    given = weights, arrays.dense(grad), first, second, i64(weights.size)
-    launch.launch("adamw", "adamw", (kind,), plan, *given, *numbers)
+    operands = weights, arrays.dense(grad), first, second, i64(weights.size)
+    launch.launch("adamw", "adamw", (kind,), plan, *operands, *numbers)
     return None
 
 

@@ -11,8 +11,8 @@ from tricycle_accelerators.cuda.arrays import f32, i32, i64
 
 def _fits(weights: Array, *others: Array | None) -> bool:
     """Whether the kernels take these: contiguous float32 (and booleans), and something to do."""
-    given = [array for array in others if array is not None]
-    plain = all(a.flags.c_contiguous and a.size and a.dtype.name in ("float32", "bool") for a in given)
+    present = [array for array in others if array is not None]
+    plain = all(a.flags.c_contiguous and a.size and a.dtype.name in ("float32", "bool") for a in present)
     return plain and weights.dtype == f32
 
 
@@ -52,12 +52,12 @@ def _backward(
     across = weights.T
     d_output = d_states[0]
     plan = launch.elementwise(n_items * size, 1)
-    steps = i64(states[0].size), i64(grad[0].size), i64(d_gates[0].size)
-    numbers = *steps, i64(n_items), i32(size), *map(i32, options)
+    strides = i64(states[0].size), i64(grad[0].size), i64(d_gates[0].size)
+    numbers = *strides, i64(n_items), i32(size), *map(i32, options)
     for t in reversed(range(n_steps)):
         moves = None if active is None else active[t]
-        given = gates[t], states[0, t], states[0, t + 1], grad[0, t], d_states, d_gates[0, t], moves
-        launch.launch("recurrent", name, (), plan, *given, *numbers)
+        operands = gates[t], states[0, t], states[0, t + 1], grad[0, t], d_states, d_gates[0, t], moves
+        launch.launch("recurrent", name, (), plan, *operands, *numbers)
         d_output += gemm.matmul(d_gates[-1, t], across)
     return None
 

@@ -11,17 +11,17 @@ def whole_sum(x: Array, kind: str, squares: str) -> Array:
     plan = launch.whole_sum(x.size, x.dtype.itemsize)
     n_blocks = plan.grid[0]
     total = arrays.empty(x, (), f32)
-    found = total if n_blocks == 1 else arrays.empty(x, (n_blocks,), f32)
-    launch.launch("reduce", "sum_all", (kind, squares), plan, arrays.dense(x), found, i64(x.size))
+    partial_sums = total if n_blocks == 1 else arrays.empty(x, (n_blocks,), f32)
+    launch.launch("reduce", "sum_all", (kind, squares), plan, arrays.dense(x), partial_sums, i64(x.size))
     if n_blocks > 1:
         one = launch.Plan((1, 1), plan.block)
-        launch.launch("reduce", "sum_all", ("float", "false"), one, found, total, i64(n_blocks))
+        launch.launch("reduce", "sum_all", ("float", "false"), one, partial_sums, total, i64(n_blocks))
     return total
 
 
 def column_sums(x: Array, kind: str) -> Array:
     n_rows, size = x.shape
     plan, chunk = launch.column_sums(n_rows, size, x.dtype.itemsize)
-    found = arrays.empty(x, (plan.grid[1], size), f32)
-    launch.launch("reduce", "sum_rows", (kind,), plan, x, found, i64(n_rows), i64(size), i64(chunk))
-    return found[0] if len(found) == 1 else column_sums(found, "float")
+    partial_sums = arrays.empty(x, (plan.grid[1], size), f32)
+    launch.launch("reduce", "sum_rows", (kind,), plan, x, partial_sums, i64(n_rows), i64(size), i64(chunk))
+    return partial_sums[0] if len(partial_sums) == 1 else column_sums(partial_sums, "float")

@@ -211,8 +211,8 @@ def attention_backward(
         logs = log_total[group.item, group.heads][None]
         if not np.abs(logs).max() < pieces.SAFE_EXPONENT:
             wide = _float32(q[heads], k[key_heads], v[key_heads])
-            given = grad[heads], wide[0], wide[1], wide[2], out[heads], logs
-            kernels.attention_backward(*given, scoring, dq[heads], place_k, place_v)
+            operands = grad[heads], wide[0], wide[1], wide[2], out[heads], logs
+            kernels.attention_backward(*operands, scoring, dq[heads], place_k, place_v)
             return
         everything = slice(None)
         here = _Group(

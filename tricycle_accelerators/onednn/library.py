@@ -122,8 +122,8 @@ def _path() -> Path | str:
         files = metadata.files(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         return f"oneDNN is not installed ({EXTRA})"
-    found = [Path(str(file.locate())).resolve() for file in files if file.name == LIBRARY]
-    return found[0] if found and found[0].exists() else f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
+    paths = [Path(str(file.locate())).resolve() for file in files if file.name == LIBRARY]
+    return paths[0] if paths and paths[0].exists() else f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
 
 
 class _Library(NamedTuple):
@@ -137,17 +137,17 @@ _one_at_a_time = threading.Lock()
 
 def _library() -> _Library:
     """oneDNN, where there is no `problem`."""
-    found = _loaded()
-    if isinstance(found, str):
-        raise RuntimeError(f"oneDNN cannot be used: {found}")
-    return found
+    library = _loaded()
+    if isinstance(library, str):
+        raise RuntimeError(f"oneDNN cannot be used: {library}")
+    return library
 
 
 def problem() -> str | None:
     """Why oneDNN cannot be used here, in one line; None when it can."""
     with _one_at_a_time:  # there must be one engine
-        found = _loaded()
-    return found if isinstance(found, str) else None
+        library = _loaded()
+    return library if isinstance(library, str) else None
 
 
 @cache
@@ -230,8 +230,8 @@ def _matmul(of: Descriptors, *then: tuple[Any, ...]) -> c_void_p:
         else:
             _call("dnnl_post_ops_append_eltwise", post, ELEMENTWISE[what], *(number or [0.0]), 0.0)
     _call("dnnl_primitive_attr_set_post_ops", attributes, post)
-    given = of[SOURCE], of[WEIGHTS], of.get(BIAS), of[RESULT]
-    description = _made("dnnl_matmul_primitive_desc_create", _engine(), *given, attributes)
+    operands = of[SOURCE], of[WEIGHTS], of.get(BIAS), of[RESULT]
+    description = _made("dnnl_matmul_primitive_desc_create", _engine(), *operands, attributes)
     _call("dnnl_post_ops_destroy", post)
     _call("dnnl_primitive_attr_destroy", attributes)
     return description

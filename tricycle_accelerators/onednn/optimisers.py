@@ -24,7 +24,7 @@ def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray | Not
     if x.shape[1] > x.shape[2]:
         return orthogonalise(x.swapaxes(1, 2), precision).swapaxes(1, 2)
     _, n_rows, n_columns = x.shape
-    found = np.empty(x.shape, np.float32)
+    polar = np.empty(x.shape, np.float32)
     bfloat16 = library.bfloat16()
 
     def work(i: int) -> None:
@@ -44,9 +44,9 @@ def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray | Not
             library.product(factors[0], factors[1], square)
             diagonal += a
             library.convert(square, factors[0])
-            result = found[i] if step == len(POLAR) - 1 else np.empty_like(rounded)
+            result = polar[i] if step == len(POLAR) - 1 else np.empty_like(rounded)
             library.product(factors[0], rounded, result)
             rounded = result
 
     threads.parallel(work, range(len(x)))
-    return found
+    return polar

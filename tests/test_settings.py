@@ -1,0 +1,21 @@
+"""Settings of other people's models, as their files say them."""
+
+import pytest
+
+from tricycle.pretrained.settings import GenerationSettings
+
+
+@pytest.mark.parametrize("stop, expected", [(None, ()), (2, (2,)), ([2, 5], (2, 5))])
+def test_one_end_or_many(stop, expected):
+    assert GenerationSettings.from_fields({"eos_token_id": stop}, {}).stop_tokens == expected
+
+
+def test_the_generation_file_beats_the_config():
+    assert GenerationSettings.from_fields({"eos_token_id": [1, 2]}, {"eos_token_id": 7}).stop_tokens == (1, 2)
+    assert GenerationSettings.from_fields({}, {"eos_token_id": 7}).stop_tokens == (7,)
+
+
+def test_null_is_the_default_and_other_fields_are_not_ours():
+    settings = GenerationSettings.from_fields({"top_k": None, "temperature": 0.6, "num_beams": 4}, {})
+    assert settings == GenerationSettings(temperature=0.6)
+    assert settings.top_k == 50 and not settings.do_sample
