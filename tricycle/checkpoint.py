@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from tricycle import devices
-from tricycle.configs import GPTConfig, ModelConfig
+from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.files import atomic_write
-from tricycle.models import GPT
+from tricycle.models import GPT, least_numbers
 from tricycle.optimisers import Optimiser
 from tricycle.tokeniser import BPETokeniser
 
@@ -132,18 +132,6 @@ class Checkpoint:
                 optimiser.remember(parameter, int(about["n_updates"][name]), moments)
             dataset.load_state(self.about["dataset"])
             return dict(self.about["progress"])
-
-
-def least_numbers(config: ModelConfig) -> int:
-    """How many numbers the matrices and tables of a model have, without making it."""
-    width = config.embedding_dim
-    heads = config.n_heads * config.channels_per_head
-    key_heads = config.key_heads * config.channels_per_head
-    attention = width * (2 * heads + 2 * key_heads)
-    mlp = width * config.mlp_width * (3 if config.is_gated else 2)
-    positions = config.context_window * width if config.positions == "learned" else 0
-    tokens = config.vocab_size * (config.embedding_size or width)
-    return tokens + positions + config.n_layers * (attention + mlp)
 
 
 def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:

@@ -166,3 +166,15 @@ def initialise(model: BlockStack) -> None:
         if isinstance(parameter, Parameter) and parameter.role in DRAWN:
             std = last if id(parameter) in into_stream else 0.02
             parameter.array[...] = normal(std)(parameter.shape, model.generator)
+
+
+def least_numbers(config: ModelConfig) -> int:
+    """How many numbers the matrices and tables of a model have, without making it."""
+    width = config.embedding_dim
+    heads = config.n_heads * config.channels_per_head
+    key_heads = config.key_heads * config.channels_per_head
+    attention = width * (2 * heads + 2 * key_heads)
+    mlp = width * config.mlp_width * (3 if config.is_gated else 2)
+    positions = config.context_window * width if config.positions == "learned" else 0
+    tokens = config.vocab_size * (config.embedding_size or width)
+    return tokens + positions + config.n_layers * (attention + mlp)

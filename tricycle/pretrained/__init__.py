@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tricycle.checkpoint import load_checkpoint
 from tricycle.pretrained import hub
 from tricycle.pretrained.families import DTYPES, build
 from tricycle.pretrained.folder import CONFIG, INDEX, WEIGHTS, read_folder
-from tricycle.pretrained.gguf import read_gguf
+from tricycle.pretrained.gguf import GGUFSource, read_gguf
 from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.source import Source
 from tricycle.pretrained.tensor_files import read_tensors
+from tricycle.pretrained.tokenisers import from_folder, from_gguf
 
 OWN_CHECKPOINTS = ("best.safetensors", "last.safetensors")  # of a run folder, the first that is there
 # What suits the small models that people train here.
@@ -88,11 +89,33 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _load_source(source: Source, dtype: str) -> Pretrained:
+    tokeniser = _tokeniser_of(source)
     try:
         settings = GenerationSettings.from_fields(source.generation, source.fields)
     except ValueError as error:
         raise ValueError(f"{source.path}: {error}") from None
-    return Pretrained(build(source, dtype), None, settings, source)
+    model = build(source, dtype)
+    n_known = model.config.vocab_size  # type: ignore[attr-defined]
+    if tokeniser is not None and tokeniser.n_vocab > n_known:
+        n_tokens = tokeniser.n_vocab
+        raise ValueError(
+            f"{source.path}: expected a tokeniser of at most {n_known} tokens, as the model knows, got {n_tokens}"
+        )
+    return Pretrained(model, tokeniser, settings, source)
+
+
+def _tokeniser_of(source: Source) -> Any:
+    """The tokeniser in the same folder or file; None where there is none."""
+    if isinstance(source, GGUFSource):
+        metadata = source.metadata or {}
+        return from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
+    folder = source.path if source.path.is_dir() else source.path.parent
+    try:
+        return from_folder(folder)
+    except FileNotFoundError:
+        if (folder / "tokenizer.model").exists():  # there is one, in a form that is not read: the message says so
+            raise
+        return None
 
 
 # -------------------------------------------------------------------- Tricycle's own
@@ -117,8 +140,13 @@ def _own_checkpoint(path: Path) -> Path | None:
 
 
 def _load_own(path: Path) -> Pretrained:
+    from tricycle.checkpoint import load_checkpoint  # here, so that it may import from this package itself
+
     checkpoint = load_checkpoint(path)
     tokeniser = checkpoint.tokeniser()
-    stop_tokens = () if tokeniser is None or not tokeniser.special_tokens else (tokeniser.end_of_text,)
+    stop_tokens: tuple[int, ...] = ()
+    if tokeniser is not None:
+        with contextlib.suppress(ValueError):  # it knows no end of a text
+            stop_tokens = (tokeniser.end_of_text,)
     settings = GenerationSettings(**OWN_SETTINGS, stop_tokens=stop_tokens)
     return Pretrained(checkpoint.model().eval(), tokeniser, settings)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tricycle.checkpoint import least_numbers
 from tricycle.layers import Layer
+from tricycle.models import least_numbers
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3

@@ -132,7 +132,8 @@ class Layout:
 
     def is_transposed(self, name: str) -> bool:
         """Whether theirs is (out, in) where ours is (in, out)."""
-        return role_of(self.parameters[name]) in ("matrix", "head") and not self.family.in_out
+        role = role_of(self.parameters[name])
+        return role == "head" or (role == "matrix" and not self.family.in_out)
 
     def is_woven(self, name: str) -> bool:
         """Whether theirs has the heads' queries, keys and values side by side."""

@@ -10,12 +10,13 @@ from tricycle.pretrained.families.llama import (
     LLAMA_NAMES,
     common,
     common_fields,
-    has_bias,
     rotary_scaling_fields,
+    whole_share,
     window_fields,
     windows,
 )
 from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, rotary_section, wrong
+from tricycle.pretrained.same import has_bias
 
 NAMES: Names = {
     **LLAMA_NAMES,
@@ -121,6 +122,7 @@ def _rotary(fields: Fields) -> dict[str, Any]:
 
 # -------------------------------------------------------------------- ours to theirs
 def to_gemma2(config: ModelConfig) -> dict[str, Any]:
+    whole_share(config)
     theirs = {
         **common_fields(config),
         **window_fields(config),

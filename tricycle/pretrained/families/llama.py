@@ -10,6 +10,7 @@ from typing import Any
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
 from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, rotary_fields, wrong
+from tricycle.pretrained.same import has_bias
 
 LLAMA_NAMES: Names = {
     "token_embedding": ["model.embed_tokens"],
@@ -144,18 +145,22 @@ def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def whole_share(config: ModelConfig) -> None:
+    """
+    Raises:
+        ValueError: heads that do not divide the width, which some classes of transformers refuse whatever their size.
+    """
+    if config.embedding_dim % config.n_heads:
+        raise ValueError(f"n_heads={config.n_heads}: expected a divisor of embedding_dim {config.embedding_dim}")
+
+
 def to_llama(config: ModelConfig) -> dict[str, Any]:
+    whole_share(config)
     return {
         **common_fields(config),
         "attention_bias": bool(has_bias(config, "qkv") or has_bias(config, "output")),
         "mlp_bias": has_bias(config, "mlp"),
     }
-
-
-def has_bias(config: ModelConfig, part: str) -> bool:
-    """Whether the linear layers of a part ("qkv", "output", "mlp") have biases."""
-    own = getattr(config, f"{part}_bias")
-    return config.bias if own is None else bool(own)
 
 
 def to_mistral(config: ModelConfig) -> dict[str, Any]:

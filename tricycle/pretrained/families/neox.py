@@ -6,8 +6,9 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.families.llama import has_bias, rotary_scaling_fields
+from tricycle.pretrained.families.llama import rotary_scaling_fields
 from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, rotary_fields
+from tricycle.pretrained.same import has_bias
 
 NAMES: Names = {
     "token_embedding": ["gpt_neox.embed_in"],

@@ -6,8 +6,8 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.families.llama import has_bias
 from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields
+from tricycle.pretrained.same import has_bias
 
 NAMES: Names = {
     "token_embedding": ["model.decoder.embed_tokens"],

@@ -1,0 +1,297 @@
+"""Models in Hugging Face's form, for `transformers` and all that reads what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricycle.configs.model import ModelConfig
+from tricycle.files import atomic_write
+from tricycle.models import GPT
+from tricycle.pretrained.families import ALL
+from tricycle.pretrained.families.family import Family, Layout, empty_gpt, their_arrays
+from tricycle.pretrained.fields import Fields
+from tricycle.pretrained.folder import CONFIG, GENERATION, WEIGHTS
+from tricycle.pretrained.same import differing, effective
+from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.tensor_files import write_tensors
+from tricycle.pretrained.tokenisers import PretrainedTokeniser
+from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
+from tricycle.tokeniser import END_OF_TEXT, BPETokeniser
+
+KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# A family that always has these is told that they do nothing: biases of 0, gains of 1.
+NEUTRAL = ("bias", "qkv_bias", "output_bias", "mlp_bias", "head_bias", "qk_norm_gain")
+MOST_SUPPRESSED = 10_000  # ids without a token that generation_config.json lists
+
+
+# -------------------------------------------------------------------- which family
+def family_of_config(config: ModelConfig, avoided: str = "") -> tuple[Family, dict[str, Any], ModelConfig]:
+    """The family of `transformers` that computes what this config does, its fields, and what these mean.
+
+    The config that comes back may have more biases and gains, which then do nothing; the family with the fewest is
+    taken.
+
+    Args:
+        avoided: a model_type that is not to be taken.
+
+    Raises:
+        ValueError: there is none; names the fields that are in the way.
+    """
+    fitting: list[tuple[int, Family, dict[str, Any], ModelConfig]] = []
+    nearest: tuple[int, str] = (10**6, "")
+    for family in ALL:
+        kind = family.model_types[0]
+        if family.new_model is not empty_gpt or kind == avoided:
+            continue
+        try:
+            fields = {"model_type": kind, **family.to_fields(config)}
+            back = family.to_config(Fields(fields))
+        except ValueError as error:  # it says itself what it cannot say
+            nearest = min(nearest, (99, f"{kind}: {error}"))
+            continue
+        differences = differing(config, back)
+        in_the_way = [name for name in differences if not _is_neutral(name, config, back)]
+        if not in_the_way:
+            fitting.append((len(differences), family, fields, back))
+        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in in_the_way)
+        nearest = min(nearest, (len(in_the_way), f"in the way of {kind}: {values}"))
+    if not fitting:
+        raise ValueError(f"no family of transformers computes what this model does; {nearest[1]}")
+    return min(fitting, key=lambda fit: fit[0])[1:]
+
+
+def _is_neutral(name: str, config: ModelConfig, back: ModelConfig) -> bool:
+    return name in NEUTRAL and not effective(config)[name] and bool(effective(back)[name])
+
+
+# -------------------------------------------------------------------- the folder
+def export_folder(
+    model: Any,
+    tokeniser: Any,
+    folder: str | os.PathLike[str],
+    card: Mapping[str, Any] | None = None,
+    *,
+    generation: GenerationSettings | None = None,
+    dtype: str = "float32",
+) -> str:
+    """Write a model so that `transformers` loads it: config.json, model.safetensors, generation_config.json, the
+    tokeniser's files and a README.md. The folder is there whole or not at all.
+
+    Args:
+        model: a `GPT`.
+        tokeniser: our own or another; None leaves its files out.
+        folder: a new or an empty one.
+        card: what was measured, and whatever else is to stand in the README's table: names and values.
+        generation: how the model is to write.
+        dtype: of the weights in the file: float32, float16 or bfloat16.
+
+    Returns:
+        the family's model_type.
+
+    Raises:
+        FileExistsError: there is something in the folder.
+        ValueError: no family can express the config (names the fields), a weight is not finite, or a tokeniser with
+            more tokens than the model.
+    """
+    if not isinstance(model, GPT):
+        raise ValueError(f"export: expected a GPT, got {type(model).__name__}")
+    if dtype not in KINDS:
+        raise ValueError(f"export: expected dtype to be one of {', '.join(KINDS)}, got {dtype!r}")
+    n_known = model.config.vocab_size
+    if tokeniser is not None and tokeniser.n_vocab > n_known:
+        raise ValueError(f"export: expected a tokeniser of at most {n_known} tokens, got {tokeniser.n_vocab}")
+    document = _tokenizer_document(tokeniser)
+    family, fields, back = family_of_config(model.config, _not_to_be_read_by(document))
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: expected a folder that is new or empty")
+    special = _special_ids(tokeniser)
+    files = {
+        CONFIG: {"architectures": [family.architecture], **fields, **special, "torch_dtype": dtype},
+        GENERATION: _generation_fields(generation, special, tokeniser, n_known),
+    }
+    with _whole_folder(folder) as place:
+        for name, values in files.items():
+            _write_json(place / name, values)
+        _write_weights(place / WEIGHTS, model, family, back, KINDS[dtype])
+        if document is not None:
+            with atomic_write(place / "tokenizer.json", text=True) as file:
+                file.write(document)
+            _write_json(place / "tokenizer_config.json", _tokeniser_fields(tokeniser, model.config.context_window))
+        with atomic_write(place / "README.md", text=True) as file:
+            file.write(model_card(folder.name, model, fields["model_type"], card or {}))
+    return str(fields["model_type"])
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside it that takes its name once the block has ended well, and is gone where it has not."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = folder.with_name(f".{folder.name}.{os.getpid()}-{threading.get_ident()}.part")
+    place.mkdir()
+    try:
+        yield place
+        if folder.exists():
+            folder.rmdir()
+        place.rename(folder)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    with atomic_write(path, text=True) as file:
+        json.dump(values, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+
+
+# -------------------------------------------------------------------- weights
+def _write_weights(path: Path, model: GPT, family: Family, config: ModelConfig, kind: str) -> None:
+    """
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    twin = Layout(family, family.new_model(config))  # its weights are neutral: what ours has not got comes from there
+    own = dict(model.named_parameters())
+    shapes = {piece.name: piece.shape for name in twin.parameters for piece in twin.pieces(name)}
+
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        for name, parameter in twin.parameters.items():
+            array = own.get(name, parameter).numpy()
+            if not np.isfinite(array).all():
+                raise ValueError(f"export: expected finite weights, {name} has NaN or infinity")
+            yield from their_arrays(twin, name, array)
+
+    with atomic_write(path) as file:
+        write_tensors(file, shapes, arrays(), kind)
+
+
+# -------------------------------------------------------------------- how it writes
+def _special_ids(tokeniser: Any) -> dict[str, Any]:
+    """What config.json says of the ends of texts."""
+    if isinstance(tokeniser, PretrainedTokeniser):
+        return {"bos_token_id": tokeniser.bos, "eos_token_id": tokeniser.eos}
+    if isinstance(tokeniser, BPETokeniser) and END_OF_TEXT in tokeniser.special_tokens:
+        return {"bos_token_id": tokeniser.end_of_text, "eos_token_id": tokeniser.end_of_text}
+    return {"bos_token_id": None, "eos_token_id": None}
+
+
+def _generation_fields(
+    settings: GenerationSettings | None, special: dict[str, Any], tokeniser: Any, n_known: int
+) -> dict[str, Any]:
+    """The fields of generation_config.json; ids that stand for no token are never to be drawn."""
+    fields = {name: value for name, value in special.items() if value is not None}
+    if settings is not None:
+        names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        usual = GenerationSettings()
+        fields |= {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(usual, name)}
+        stop = list(settings.stop_tokens)
+        if stop:
+            fields["eos_token_id"] = stop[0] if len(stop) == 1 else stop
+    n_unknown = n_known - tokeniser.n_vocab if tokeniser is not None else 0
+    if 0 < n_unknown <= MOST_SUPPRESSED:
+        fields["suppress_tokens"] = list(range(tokeniser.n_vocab, n_known))
+    return fields
+
+
+# -------------------------------------------------------------------- its tokeniser
+def _tokenizer_document(tokeniser: Any) -> str | None:
+    """Its tokenizer.json."""
+    if tokeniser is None:
+        return None
+    is_other = isinstance(tokeniser, PretrainedTokeniser)
+    return tokeniser.to_tokenizer_json() if is_other else to_tokenizer_json(tokeniser)
+
+
+def _not_to_be_read_by(document: str | None) -> str:
+    """A model_type with which `transformers` 5 would cut text in another way than the tokeniser says: it makes one of
+    Qwen's kind of whatever stands beside a model of type qwen2."""
+    if document is None or SPLITS["qwen"] in _patterns(json.loads(document).get("pre_tokenizer")):
+        return ""
+    return "qwen2"
+
+
+def _patterns(value: Any) -> list[str]:
+    """All texts inside a value of JSON."""
+    if isinstance(value, str):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [text for part in inside for text in _patterns(part)]
+
+
+def _tokeniser_fields(tokeniser: Any, context_window: int) -> dict[str, Any]:
+    """Of tokenizer_config.json."""
+    special: dict[str, str] = {}
+    templates: dict[str, str] = {}
+    if isinstance(tokeniser, PretrainedTokeniser):
+        special, templates = tokeniser.special, tokeniser.chat_templates
+    elif END_OF_TEXT in tokeniser.special_tokens:
+        special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    fields: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_window,
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    if list(templates) == ["default"]:
+        fields["chat_template"] = templates["default"]
+    elif templates:
+        fields["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return fields
+
+
+# -------------------------------------------------------------------- its card
+def model_card(title: str, model: GPT, model_type: str, card: Mapping[str, Any]) -> str:
+    """A README.md about a model: what it is, what was measured, how it is used.
+
+    Args:
+        card: further names and values of its table.
+    """
+    config = model.config
+    rows: dict[str, Any] = {
+        "parameters": f"{model.n_parameters:,}",
+        "kind": model_type,
+        "layers": config.n_layers,
+        "width": config.embedding_dim,
+        "heads": f"{config.n_heads}, {config.key_heads} of keys and values",
+        "tokens it knows": f"{config.vocab_size:,}",
+        "context": f"{config.context_window:,} tokens",
+        **card,
+    }
+    table = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- tricycle
+---
+# {_cell(title)}
+
+Written by Tricycle, which trains and runs models on NumPy and CuPy.
+
+| | |
+|:---|:---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{_cell(title)}")
+tokeniser = AutoTokenizer.from_pretrained("{_cell(title)}")
+```
+"""
+
+
+def _cell(value: Any) -> str:
+    """A value in one cell of a table."""
+    text = f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+    return " ".join(text.replace("|", "\\|").replace('"', "'").split())

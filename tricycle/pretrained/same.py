@@ -1,0 +1,80 @@
+"""When two configs make the same model: each field spelled in one way, and those that do not matter left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tricycle.configs.model import ModelConfig, model_fields
+
+# What says how a model starts, learns or rounds, and not what it computes.
+FREE = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio")
+
+
+def effective(config: ModelConfig) -> dict[str, Any]:
+    """The fields that decide what a model computes, with all that follows from others written out."""
+    values = {name: getattr(config, name) for name in model_fields(ModelConfig.__dataclass_fields__)}
+    for name in FREE:
+        del values[name]
+    values |= {
+        "n_key_heads": config.key_heads,
+        "head_size": config.channels_per_head,
+        "hidden_size": config.mlp_width,
+        "gated": config.is_gated,
+        "activation": "swish" if config.activation == "swiglu" else config.activation,
+        "score_scale": config.score_scale or config.channels_per_head**-0.5,
+        "embedding_size": config.embedding_size or config.embedding_dim,
+    }
+    for part in ("qkv", "output", "mlp"):
+        values[f"{part}_bias"] = has_bias(config, part)
+    values["bias"] = config.bias and config.norm == "layer_norm"  # what is left of it are the norms' own
+    values |= _windows(config) | _positions(config)
+    if not config.qk_norm:
+        values |= _usual("qk_norm_gain qk_norm_eps")
+    if config.softmax != "blocks":
+        values |= _usual("softmax_blocks")
+    return values
+
+
+def has_bias(config: ModelConfig, part: str) -> bool:
+    """Whether the linear layers of a part ("qkv", "output", "mlp") have biases."""
+    own = getattr(config, f"{part}_bias")
+    return config.bias if own is None else bool(own)
+
+
+def _windows(config: ModelConfig) -> dict[str, Any]:
+    full = tuple(layer for layer in range(config.n_layers) if config.window_of(layer) is None)
+    if len(full) == config.n_layers:
+        return _usual("window full_layers rotary_local_base")
+    local = config.rotary_local_base
+    if not local and config.rotary_scaling == "none":
+        local = config.rotary_base
+    return {"window": config.window, "full_layers": full, "rotary_local_base": local}
+
+
+def _positions(config: ModelConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if config.positions != "learned":
+        values |= _usual("position_offset")
+    if config.positions != "rotary":
+        values |= _usual("rotary_base rotary_local_base rotary_fraction rotary_scaling")
+    if config.positions != "rotary" or config.rotary_scaling == "none":
+        values |= _usual("rotary_factor")
+    if config.positions != "rotary" or config.rotary_scaling != "llama3":
+        values |= _usual("rotary_low_frequency rotary_high_frequency rotary_original_window")
+    return values
+
+
+def _usual(names: str) -> dict[str, Any]:
+    return {name: ModelConfig.__dataclass_fields__[name].default for name in names.split()}
+
+
+def differing(config: ModelConfig, other: ModelConfig) -> list[str]:
+    """The fields in which two configs make different models."""
+    ours, theirs = effective(config), effective(other)
+    return [name for name in ours if not _equal(ours[name], theirs[name])]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, (int, float)):
+        return abs(a - b) <= 1e-12 * abs(a)
+    return bool(a == b)
