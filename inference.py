@@ -88,9 +88,9 @@ def main() -> None:
     stream(arguments.prompt or "", tokens, tokeniser)
 
 
-def load(source: Path, tokeniser_path: Path | None) -> tuple[GPT, BPETokeniser]:
+def load(source: Path, tokeniser_path: Path | None) -> tuple[GPT, Any]:
     """The model and its tokeniser."""
-    tokeniser: BPETokeniser | None = None
+    tokeniser: Any = None
     if source.is_dir():
         found = [path for name in ("best", "last") if (path := source / f"{name}.safetensors").exists()]
         if not found:

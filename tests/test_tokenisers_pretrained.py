@@ -631,3 +631,31 @@ def test_a_folder_without_a_tokeniser(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(FileNotFoundError, match=r"tokenizer.model alone is not read"):
         from_folder(tmp_path)
+
+
+# -------------------------------------------------------------------- with a model
+def test_a_model_brings_its_tokeniser(tmp_path):
+    from tricycle.pretrained import load
+
+    transformers = pytest.importorskip("transformers")
+    n_vocab = kind("llama3").get_vocab_size()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for rows in (n_vocab + 3, n_vocab, n_vocab - 1):
+        config = transformers.LlamaConfig(vocab_size=rows, **sizes)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+        folder_of(tmp_path, kind("llama3"), **NAMES)
+        if rows < n_vocab:
+            with pytest.raises(
+                ValueError, match=f"expected a tokeniser of at most {rows} tokens, as the model knows, got {n_vocab}"
+            ):
+                load(tmp_path)
+        else:
+            assert load(tmp_path).tokeniser.encode("a<s>") == kind("llama3").encode("a<s>").ids
+
+
+def test_smollm2_is_whole(smollm2):
+    from tricycle.pretrained import load
+
+    loaded = load(smollm2[0])
+    assert loaded.tokeniser.chat(LONGER) == from_gguf(smollm2[1]).chat(LONGER)
+    assert loaded.generation.stop_tokens == (loaded.tokeniser.eos,) == (2,)

@@ -23,7 +23,7 @@ from tricycle.dataset import CausalLMDataset
 from tricycle.files import atomic_write
 from tricycle.models import GPT, least_numbers
 from tricycle.optimisers import Optimiser
-from tricycle.tokeniser import BPETokeniser
+from tricycle.tokeniser import Tokeniser
 
 FORMAT = 1
 A_CHECKPOINT = "a whole checkpoint of Tricycle"
@@ -33,7 +33,7 @@ PathLike = str | os.PathLike[str]
 def save_checkpoint(
     path: PathLike,
     model: GPT,
-    tokeniser: BPETokeniser | None = None,
+    tokeniser: Tokeniser | None = None,
     optimiser: Optimiser | None = None,
     dataset: CausalLMDataset | None = None,
     progress: dict[str, Any] | None = None,
@@ -108,10 +108,13 @@ class Checkpoint:
             model.generator.bit_generator.state = self.about["generator"]
             return model
 
-    def tokeniser(self) -> BPETokeniser | None:
-        """The tokeniser that went along, if one did."""
+    def tokeniser(self) -> Tokeniser | None:
+        """The tokeniser that went along, if one did: our own, or another."""
+        # not above: to import it makes Python import its whole package, and that imports this file
+        from tricycle.pretrained.tokenisers import tokeniser_from_dict
+
         with expecting(self.path, A_CHECKPOINT):
-            return BPETokeniser.from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
+            return tokeniser_from_dict(self.about["tokeniser"]) if self.about.get("tokeniser") else None
 
     def restore(self, model: GPT, optimiser: Optimiser, dataset: CausalLMDataset) -> dict[str, Any]:
         """Put the optimiser and the dataset where they stood; returns the progress.

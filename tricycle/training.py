@@ -30,7 +30,7 @@ from tricycle.models import GPT
 from tricycle.optimisers import AdamW, Muon, Optimiser, gradient_norm
 from tricycle.scheduler import SCHEDULES
 from tricycle.tensor import Tensor, topological_order
-from tricycle.tokeniser import BPETokeniser
+from tricycle.tokeniser import Tokeniser
 
 # How many updates a run is taken to have at least while its number of updates is not known, because it is limited in
 # minutes and nothing has been timed.
@@ -302,7 +302,7 @@ class TrainingState:
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
 
-    def save(self, path: Path, tokeniser: BPETokeniser | None) -> None:
+    def save(self, path: Path, tokeniser: Tokeniser | None) -> None:
         progress = {name: getattr(self, name) for name in self.PROGRESS}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
         save_checkpoint(path, self.model, tokeniser, self.optimiser, self.dataset, progress)
