@@ -56,7 +56,7 @@ def test_conda_environments_equal_the_project(file, extras):
 
 
 def test_the_extras():
-    assert EXTRAS.keys() >= {"bf16", "cuda12", "cuda13", "datasets", "test", "dev"}
+    assert EXTRAS.keys() >= {"bf16", "cuda12", "cuda13", "datasets", "test", "dev", "pretrained", "smollm2"}
     for number in ("12", "13"):
         assert f"cupy-cuda{number}x[ctk]>=14.2,<15" in EXTRAS[f"cuda{number}"]
         assert {for_conda(requirement) for requirement in EXTRAS[f"cuda{number}"]} == CONDA_CUDA
