@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tricycle.attention import KeyValueCache
 from tricycle.configs import DebugConfig
-from tricycle.generate import check_sampling, generate, repeats, sample
+from tricycle.generate import Reader, check_sampling, generate, repeats, sample
 from tricycle.models import GPT
 from tricycle.tensor import no_grad, to_tensor
 
@@ -145,6 +146,7 @@ def test_no_gradient_is_left_behind(model):
         ([1], {"no_repeat_ngram_size": -1}, "expected no_repeat_ngram_size to be a whole number, 0 or more, got -1"),
         ([1], {"no_repeat_ngram_size": 2.0}, "expected no_repeat_ngram_size to be a whole number, 0 or more, got 2.0"),
         ([1], {"top_p": float("nan")}, "expected top_p to be above 0 and at most 1, got nan"),
+        ([1], {"repetition_penalty": 0}, "expected repetition_penalty to be above 0, got 0"),
         ([1], {"n_vocab": 0}, "expected n_vocab from 1 to 50, got 0"),
         ([1], {"n_vocab": 51}, "expected n_vocab from 1 to 50, got 51"),
     ],
@@ -276,3 +278,105 @@ def test_no_run_is_written_twice(model, size, n):
 def test_good_settings_pass():
     assert check_sampling(0, 0, 1) is None
     assert check_sampling(1.5, np.int64(3), 0.1) is None
+
+
+# -------------------------------------------------------------------- several ends, and a penalty on repetition
+def test_it_ends_after_any_of_several_tokens(model):
+    drawn = list(generate(model, [1], 60, temperature=2.0))
+    stops = [drawn[9], drawn[4], drawn[30]]
+    n_until = min(map(drawn.index, stops)) + 1
+    for some in (stops, tuple(stops), np.array(stops)):
+        assert list(generate(model, [1], 60, temperature=2.0, stop_token=some)) == drawn[:n_until]
+    assert list(generate(model, [1], 60, temperature=2.0, stop_token=())) == drawn
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 5.0])
+def test_the_penalty_is_that_of_transformers(penalty):
+    processors = pytest.importorskip("transformers").generation.logits_process
+    torch = pytest.importorskip("torch")
+    generator = np.random.default_rng(0)
+    logits, seen = generator.normal(0, 2, 30), generator.integers(0, 30, 12)
+    theirs = processors.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(seen[None]), torch.tensor(logits[None]))
+    order = [sample(logits, generator, 0, never=range(i), repetition_penalty=penalty, seen=seen) for i in range(30)]
+    assert order == [int(theirs[0, i:].argmax()) + i for i in range(30)]
+
+
+def test_the_penalty_counts_the_prompt_and_what_was_drawn(model):
+    drawn = list(generate(model, [7, 8], 10, temperature=0, repetition_penalty=1e9))
+    assert len({7, 8, *drawn}) == 12
+    assert list(generate(model, [7, 8], 10, temperature=0, repetition_penalty=1.0)) == list(
+        generate(model, [7, 8], 10, temperature=0)
+    )
+
+
+# -------------------------------------------------------------------- what has been read already
+def count_reads(model, monkeypatch) -> list[int]:
+    """How many tokens each call of the model reads."""
+    reads: list[int] = []
+    forward = type(model).forward
+
+    def counted(self, tokens, caches=None):
+        reads.append(tokens.shape[-1])
+        return forward(self, tokens, caches)
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    return reads
+
+
+@pytest.mark.parametrize("token_shift", [False, True])
+def test_a_reader_reads_only_what_is_new(monkeypatch, token_shift):
+    model = new_model(token_shift=token_shift)
+    reader, texts = Reader(model), ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 9], [1], [8, 2], [8, 2, *range(10)])
+    wanted = [full_logits(model, text) for text in texts]
+    reads = count_reads(model, monkeypatch)
+    for text, logits in zip(texts, wanted):
+        np.testing.assert_allclose(reader.logits(text), logits, rtol=1e-4, atol=1e-4)
+        assert reader.tokens == text
+    assert reads == ([3, 2, 3, 3, 1, 2, 10] if token_shift else [3, 2, 1, 1, 1, 2, 10])
+
+
+def test_a_conversation_is_read_once(model, monkeypatch):
+    reader = Reader(model)
+    first = list(generate(model, [1, 2, 3], 4, temperature=0, reader=reader))
+    fresh = list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0))
+    reads = count_reads(model, monkeypatch)
+    assert list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0, reader=reader)) == fresh
+    assert reads == [2, 1, 1]  # the last token drawn had not been read
+
+
+def test_an_interrupted_reader_begins_anew(model, monkeypatch):
+    reader = Reader(model)
+    reader.logits([1, 2])
+    block = type(model.blocks[1])
+    forward = block.forward
+
+    def interrupted(self, *args, **kwargs):
+        if self is model.blocks[1]:
+            raise KeyboardInterrupt
+        return forward(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reader.logits([1, 2, 3])
+    np.testing.assert_allclose(reader.logits([1, 2, 3]), full_logits(model, [1, 2, 3]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_grows_and_forgets():
+    cache = KeyValueCache(1000)
+    keys = np.arange(700, dtype=np.float32).reshape(1, 700, 1, 1)
+    for start, stop in ((0, 10), (10, 11), (11, 300), (300, 700)):
+        held, values = cache.append(keys[:, start:stop], -keys[:, start:stop])
+        np.testing.assert_array_equal(held, keys[:, :stop])
+        np.testing.assert_array_equal(values, -held)
+    assert cache._keys.shape[1] == 1000 > 700
+    cache.crop(5)
+    held, _ = cache.append(keys[:, 99:100], keys[:, 99:100])
+    assert held.ravel().tolist() == [0, 1, 2, 3, 4, 99]
+    for length in (-1, 7):
+        with pytest.raises(ValueError, match=f"expected to keep 0 to 6 tokens, got {length}"):
+            cache.crop(length)
+    cache.latest = keys[:, :1]
+    cache.crop(6)
+    with pytest.raises(ValueError, match="without a token shift"):
+        cache.crop(3)

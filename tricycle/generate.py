@@ -19,8 +19,10 @@ def sample(
     top_p: float = 1.0,
     min_p: float = 0.0,
     never: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    seen: Sequence[int] = (),
 ) -> int:
-    """Draw a token.
+    """Draw a token. What follows happens in this order: repetition_penalty, never, temperature, top_k, top_p and min_p.
 
     Args:
         logits: (V,).
@@ -29,14 +31,22 @@ def sample(
         top_p: draw among the fewest largest whose probabilities reach this sum (Holtzman et al. 2020).
         min_p: draw among those at least this many times as probable as the largest (Nguyen et al. 2024).
         never: tokens that are not drawn, unless there is no other.
+        repetition_penalty: logits of tokens that were `seen` are divided by this, or multiplied where they are below 0
+            (Keskar et al. 2019, section 4.1); 1 leaves them.
 
     Raises:
         ValueError: settings out of range, or logits that are not finite.
     """
-    check_sampling(temperature, top_k, top_p, min_p)
+    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty=repetition_penalty)
     logits = logits.astype(np.float64)
     if not np.isfinite(logits).all():
         raise ValueError("sample: expected finite logits, got NaN or infinity: the model's weights are broken")
+    if repetition_penalty != 1 and len(seen):
+        known = np.unique(np.asarray(seen, np.int64))
+        known = known[known < len(logits)]
+        logits[known] = np.where(
+            logits[known] < 0, logits[known] * repetition_penalty, logits[known] / repetition_penalty
+        )
     if 0 < len(hidden := {token for token in never if token < len(logits)}) < len(logits):
         logits[list(hidden)] = -np.inf
     if temperature == 0:
@@ -60,7 +70,12 @@ def repeats(tokens: Sequence[int], size: int) -> list[int]:
 
 
 def check_sampling(
-    temperature: float, top_k: int, top_p: float, min_p: float = 0.0, no_repeat_ngram_size: int = 0
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float = 0.0,
+    no_repeat_ngram_size: int = 0,
+    repetition_penalty: float = 1.0,
 ) -> None:
     """Refuse settings out of range.
 
@@ -78,6 +93,50 @@ def check_sampling(
         raise ValueError(f"expected top_p to be above 0 and at most 1, got {top_p!r}")
     if not 0 <= min_p <= 1:
         raise ValueError(f"expected min_p to be from 0 to 1, got {min_p!r}")
+    if not 0 < repetition_penalty < np.inf:
+        raise ValueError(f"expected repetition_penalty to be above 0, got {repetition_penalty!r}")
+
+
+class Reader:
+    """A model together with the text that it has read last, whose keys and values it remembers.
+
+    Of the next text it reads only what comes after the beginning that both have.
+
+    Attributes:
+        tokens: what has been read.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+        self.forget()
+
+    def forget(self) -> None:
+        """Read the next text from its first token."""
+        self.tokens: list[int] = []
+        self._caches = self.model.new_caches()
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits (V,) after a text of one token or more, in host memory; dropout is off."""
+        tokens = list(tokens)
+        n_known = min(_n_shared(self.tokens, tokens), len(tokens) - 1)  # the last token is read in any case
+        if n_known < len(self.tokens) and any(cache.latest is not None for cache in self._caches):
+            n_known = 0
+        if n_known == 0:
+            self.forget()
+        for cache in self._caches:
+            cache.crop(n_known)
+        self.tokens = []  # until all blocks have read the same, should something interrupt them
+        logits = next_logits(self.model, tokens[n_known:], self._caches)
+        self.tokens = tokens
+        return logits
+
+
+def _n_shared(left: list[int], right: list[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    n_both = min(len(left), len(right))
+    if left[:n_both] == right[:n_both]:
+        return n_both
+    return next(i for i in range(n_both) if left[i] != right[i])
 
 
 def generate(
@@ -88,10 +147,12 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int | np.random.Generator | None = 0,
-    stop_token: int | None = None,
+    stop_token: int | Sequence[int] | None = None,
     n_vocab: int | None = None,
     min_p: float = 0.0,
     no_repeat_ngram_size: int = 0,
+    repetition_penalty: float = 1.0,
+    reader: Reader | None = None,
 ) -> Iterator[int]:
     """Continue a prompt; gives each token as soon as it is drawn.
 
@@ -101,41 +162,52 @@ def generate(
     Args:
         prompt: token ids, at least one and at most the context window.
         n_tokens: how many to draw at most.
-        temperature, top_k, top_p, min_p: as of `sample`.
-        stop_token: end after drawing this one.
+        temperature, top_k, top_p, min_p, repetition_penalty: as of `sample`; the prompt counts as seen.
+        stop_token: end after drawing this one, or one of these.
         n_vocab: draw only ids below this (a tokeniser may know fewer than the model).
         no_repeat_ngram_size: never write so many tokens a second time in the same order; 0 lets them be. Small models
             run in circles without it.
+        reader: one of this model, which may have read the beginning of the prompt already; a new one if None.
 
     Raises:
         ValueError: an empty or too long prompt, ids outside the vocabulary, settings out of range.
     """
-    check_sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size)
+    check_sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size, repetition_penalty)
     tokens = [int(token) for token in prompt]
     window = model.config.context_window
+    _check_prompt(tokens, n_tokens, n_vocab, model)
+    generator = np.random.default_rng(seed)
+    stops = () if stop_token is None else np.atleast_1d(stop_token).tolist()
+    eyes = reader or Reader(model)
+
+    def draw() -> Iterator[int]:
+        first = 0  # of the tokens that the model sees
+        for _ in range(n_tokens):
+            if len(tokens) - first > window:
+                first = len(tokens) - max(1, window // 2)
+            logits, never = eyes.logits(tokens[first:])[:n_vocab], repeats(tokens, no_repeat_ngram_size)
+            token = sample(logits, generator, temperature, top_k, top_p, min_p, never, repetition_penalty, tokens)
+            tokens.append(token)
+            yield token
+            if token in stops:
+                return
+
+    return draw()
+
+
+def _check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
+    """
+    Raises:
+        ValueError: as of `generate`.
+    """
+    window, size = model.config.context_window, model.config.vocab_size
     if not 1 <= len(tokens) <= window:
         raise ValueError(f"generate: expected a prompt of 1 to {window} tokens, got {len(tokens)}")
     if n_tokens < 0:
         raise ValueError(f"generate: expected n_tokens to be 0 or more, got {n_tokens}")
-    if n_vocab is not None and not 1 <= n_vocab <= model.config.vocab_size:
-        raise ValueError(f"generate: expected n_vocab from 1 to {model.config.vocab_size}, got {n_vocab}")
-    check_range("generate: prompt", np.array(tokens), model.config.vocab_size)
-    generator = np.random.default_rng(seed)
-
-    def draw() -> Iterator[int]:
-        caches, unread = model.new_caches(), tokens
-        for _ in range(n_tokens):
-            if caches[0].length + len(unread) > window:
-                caches, unread = model.new_caches(), tokens[-max(1, window // 2) :]
-            logits, never = next_logits(model, unread, caches)[:n_vocab], repeats(tokens, no_repeat_ngram_size)
-            token = sample(logits, generator, temperature, top_k, top_p, min_p, never)
-            tokens.append(token)
-            unread = [token]
-            yield token
-            if token == stop_token:
-                return
-
-    return draw()
+    if n_vocab is not None and not 1 <= n_vocab <= size:
+        raise ValueError(f"generate: expected n_vocab from 1 to {size}, got {n_vocab}")
+    check_range("generate: prompt", np.array(tokens), size)
 
 
 @np.errstate(all="ignore")  # broken weights are an error of `sample`

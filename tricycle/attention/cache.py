@@ -9,12 +9,14 @@ import numpy as np
 
 from tricycle.devices import Array, array_module
 
+LEAST_ROOM = 256  # tokens
+
 
 class KeyValueCache:
     """The keys and values of the tokens that one attention layer has seen, for generation without gradients.
 
     Args:
-        capacity: how many tokens fit.
+        capacity: how many tokens fit. Room is taken as they come.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -30,18 +32,44 @@ class KeyValueCache:
         Raises:
             ValueError: more tokens than the cache holds, or another batch size than before.
         """
-        n_items, n_tokens, n_heads, size = keys.shape
+        n_items, n_tokens = keys.shape[:2]
         if self.length + n_tokens > self.capacity:
             raise ValueError(f"KeyValueCache: {self.length} + {n_tokens} tokens exceed its capacity of {self.capacity}")
-        if self._keys is None or self._values is None:
-            shape = (n_items, self.capacity, n_heads, size)
-            self._keys, self._values = (array_module(x).empty(shape, x.dtype) for x in (keys, values))
-        if len(self._keys) != n_items:
+        if self._keys is not None and len(self._keys) != n_items:
             raise ValueError(f"KeyValueCache: expected a batch of {len(self._keys)}, got {n_items}")
-        new = slice(self.length, self.length + n_tokens)
-        self._keys[:, new], self._values[:, new] = keys, values
-        self.length += n_tokens
-        return self.keys, self._values[:, : self.length]
+        length = self.length + n_tokens
+        self._keys = self._with_room(self._keys, keys, length)
+        self._values = self._with_room(self._values, values, length)
+        self._keys[:, self.length : length], self._values[:, self.length : length] = keys, values
+        self.length = length
+        return self._keys[:, :length], self._values[:, :length]
+
+    def _with_room(self, held: Array | None, new: Array, length: int) -> Array:
+        """Room for so many tokens with what is held: more than that, but not for a whole context window at once."""
+        room = 0 if held is None else held.shape[1]
+        if held is not None and length <= room:
+            return held
+        grown = min(self.capacity, max(length, 2 * room, LEAST_ROOM))
+        larger = array_module(new).empty((new.shape[0], grown, *new.shape[2:]), new.dtype)
+        if held is not None:
+            larger[:, : self.length] = held[:, : self.length]
+        return larger
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens but the first so many.
+
+        Raises:
+            ValueError: there are not so many; or some are to be forgotten, and attention has mixed tokens with the ones
+                before them (`TokenShift`), so that nothing can go on from the middle.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"KeyValueCache: expected to keep 0 to {self.length} tokens, got {length}")
+        if length == self.length:
+            return
+        if length and self.latest is not None:
+            raise ValueError("KeyValueCache: expected attention without a token shift, to forget some tokens")
+        self.length = length
+        self.latest = None
 
     def select(self, rows: np.ndarray) -> KeyValueCache:
         """A cache of some items of the batch, each as often as it is named."""
