@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from transformers_families import FAMILIES, SMOLLM2, VOCABULARY, Family
 from tricycle.configs import ModelConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimisers import AdamW, decays, role_of
+from tricycle.optimisers import AdamW, decays
+from tricycle.pretrained.families import build
+from tricycle.pretrained.same import differing
+from tricycle.pretrained.source import Source, StoredTensor
 from tricycle.tensor import no_grad
 from tricycle_lab.probe import Probe
 
@@ -56,52 +60,19 @@ def new_theirs(family: Family, lively: bool = True) -> Any:
     return model
 
 
-def in_our_layout(family: Family, model: GPT, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Their weights, or their gradients, as ours: by our names, side by side and transposed as ours are.
-
-    Raises:
-        KeyError: a tensor that they do not have.
-        ValueError: one of theirs that has no place in ours.
-    """
-    ours = {}
-    left = set(tensors)
-    for name, parameter in model.named_parameters():
-        sources = their_names(family, name)
-        left -= set(sources)
-        parts = [tensors[source].detach() for source in sources]
-        if family.woven and ".qkv." in name:
-            parts = [unwoven(part, family.ours.n_heads) for part in parts]
-        whole = torch.cat(parts)
-        transposed = role_of(parameter) in ("matrix", "head") and not family.in_out
-        ours[name] = (whole.T if transposed else whole).numpy()
-    if left:
-        raise ValueError(f"expected a place for all of their tensors, got none for {', '.join(sorted(left))}")
-    return ours
-
-
-def their_names(family: Family, name: str) -> list[str]:
-    """What the parts of a parameter are called there."""
-    layer, _, kind = name.rpartition(".")
-    ending = "bias" if kind == "bias" else "weight"
-    block = re.search(r"\d+", layer)
-    if block is None:
-        return [f"{source}.{ending}" for source in family.names[layer]]
-    sources = family.names[layer.replace(block[0], "N")]
-    return [f"{source.replace('N', block[0])}.{ending}" for source in sources]
-
-
-def unwoven(rows: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Queries, keys and values of one head after the other, (H * 3 * D, ...), to all queries, keys, values."""
-    by_head = rows.unflatten(0, (n_heads, 3, -1))
-    return by_head.transpose(0, 1).flatten(0, 2)
+def read(theirs: Any, part: str = "data") -> GPT:
+    """Our model, as it would be read from files of theirs; with part="grad" their gradients stand in its weights."""
+    tensors = {}
+    for name, parameter in theirs.named_parameters():
+        array = getattr(parameter, part).numpy()
+        tensors[name] = StoredTensor(array.shape, "F32", lambda array=array: array)
+    return build(Source(Path("memory"), theirs.config.to_dict(), tensors))
 
 
 def a_pair(family: Family, lively: bool = True) -> tuple[GPT, Any]:
     """Our model and theirs with the same weights."""
     theirs = new_theirs(family, lively)
-    model = GPT(family.ours).eval()
-    model.load_state_dict(in_our_layout(family, model, dict(theirs.named_parameters())))
-    return model, theirs
+    return read(theirs), theirs
 
 
 def some_tokens(n_batches: int = 1, vocab_size: int = VOCABULARY, batch: int = BATCH) -> np.ndarray:
@@ -134,6 +105,7 @@ def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def worst(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> tuple[float, str]:
     """The largest of all differences, and where it is."""
+    assert set(ours) == set(theirs)
     return max((difference(array, theirs[name]), name) for name, array in ours.items())
 
 
@@ -145,15 +117,14 @@ def compare_logits(model: GPT, theirs: Any, tokens: np.ndarray) -> float:
         return difference(model(tokens).array, expected)
 
 
-def compare_gradients(family: Family, model: GPT, theirs: Any, tokens: np.ndarray) -> tuple[float, str]:
+def compare_gradients(model: GPT, theirs: Any, tokens: np.ndarray) -> tuple[float, str]:
     """The worst difference of the gradients of one loss."""
     loss = our_loss(model, tokens)
     expected = their_loss(theirs, tokens)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
     expected.backward()
-    their_grads = in_our_layout(family, model, {name: p.grad for name, p in theirs.named_parameters()})
-    return worst({name: p.grad.array for name, p in model.named_parameters()}, their_grads)
+    return worst({name: p.grad.array for name, p in model.named_parameters()}, read(theirs, "grad").state_dict())
 
 
 @each_family
@@ -161,8 +132,14 @@ def test_logits_and_every_gradient_agree(family: Family) -> None:
     model, theirs = a_pair(family)
     tokens = some_tokens()[0]
     assert compare_logits(model, theirs, tokens) < AGREED
-    by, where = compare_gradients(family, model, theirs, tokens)
+    by, where = compare_gradients(model, theirs, tokens)
     assert by < AGREED, where
+
+
+@each_family
+def test_what_is_read_means_what_it_should(family: Family) -> None:
+    model, _ = a_pair(family)
+    assert differing(family.ours, model.config) == []
 
 
 @each_family
@@ -223,7 +200,7 @@ def test_twenty_steps_of_training_agree() -> None:
     ours_trace, their_trace = train_both(model, theirs, some_tokens(20), 3e-3)
     np.testing.assert_allclose(ours_trace, their_trace, rtol=0, atol=1e-3)
     assert ours_trace[-1] < ours_trace[0] - 0.3
-    expected = in_our_layout(family, model, dict(theirs.named_parameters()))
+    expected = read(theirs).state_dict()
     for name, array in model.state_dict().items():
         np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-3, err_msg=name)
     assert np.abs(model.state_dict()["token_embedding.weights"] - before).max() > 1e-2
@@ -306,12 +283,12 @@ def test_smollm2(capsys: pytest.CaptureFixture) -> None:
     assert model.n_parameters == 134_515_008
     batches = some_tokens(20, SMOLLM2.ours.vocab_size, batch=1)
     by_logits = compare_logits(model, theirs, batches[0])
-    by_gradients, where = compare_gradients(SMOLLM2, model, theirs, batches[0])
+    by_gradients, where = compare_gradients(model, theirs, batches[0])
     model.zero_grad()
     theirs.zero_grad()
     ours_trace, their_trace = train_both(model, theirs, batches, 1e-4)
     by_losses = np.abs(np.subtract(ours_trace, their_trace)).max()
-    expected = in_our_layout(SMOLLM2, model, dict(theirs.named_parameters()))
+    expected = read(theirs).state_dict()
     by_weights = max(np.abs(array - expected[name]).max() for name, array in model.state_dict().items())
     with capsys.disabled():
         print(f"\nlogits {by_logits:.1e}, gradients {by_gradients:.1e} ({where}), relative to the largest")

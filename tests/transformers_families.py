@@ -1,4 +1,4 @@
-"""Small models of many families: what transformers is told, what ours is told, and how both call their layers."""
+"""Small models of many families: what transformers is told, and what ours is told."""
 
 from __future__ import annotations
 
@@ -11,72 +11,6 @@ VOCABULARY = 61
 LONGEST = 32  # tokens
 N_LAYERS = 2
 
-# Our names of layers to theirs; several of theirs lie side by side in ours. N stands for the number of a block.
-Names = dict[str, list[str]]
-
-# -------------------------------------------------------------------- names
-LLAMA_NAMES: Names = {
-    "token_embedding": ["model.embed_tokens"],
-    "blocks.N.attention_norm": ["model.layers.N.input_layernorm"],
-    "blocks.N.attention.qkv": [f"model.layers.N.self_attn.{part}_proj" for part in "qkv"],
-    "blocks.N.attention.query_norm": ["model.layers.N.self_attn.q_norm"],
-    "blocks.N.attention.key_norm": ["model.layers.N.self_attn.k_norm"],
-    "blocks.N.attention.projection": ["model.layers.N.self_attn.o_proj"],
-    "blocks.N.mlp_norm": ["model.layers.N.post_attention_layernorm"],
-    "blocks.N.mlp.up": ["model.layers.N.mlp.up_proj", "model.layers.N.mlp.gate_proj"],
-    "blocks.N.mlp.projection": ["model.layers.N.mlp.down_proj"],
-    "norm": ["model.norm"],
-    "head": ["lm_head"],
-}
-GEMMA_NAMES: Names = {
-    **LLAMA_NAMES,
-    "blocks.N.attention_post_norm": ["model.layers.N.post_attention_layernorm"],
-    "blocks.N.mlp_norm": ["model.layers.N.pre_feedforward_layernorm"],
-    "blocks.N.mlp_post_norm": ["model.layers.N.post_feedforward_layernorm"],
-}
-NEOX_NAMES: Names = {
-    "token_embedding": ["gpt_neox.embed_in"],
-    "blocks.N.attention_norm": ["gpt_neox.layers.N.input_layernorm"],
-    "blocks.N.attention.qkv": ["gpt_neox.layers.N.attention.query_key_value"],
-    "blocks.N.attention.projection": ["gpt_neox.layers.N.attention.dense"],
-    "blocks.N.mlp_norm": ["gpt_neox.layers.N.post_attention_layernorm"],
-    "blocks.N.mlp.up": ["gpt_neox.layers.N.mlp.dense_h_to_4h"],
-    "blocks.N.mlp.projection": ["gpt_neox.layers.N.mlp.dense_4h_to_h"],
-    "norm": ["gpt_neox.final_layer_norm"],
-    "head": ["lm_head"],
-}
-OPT_NAMES: Names = {
-    "token_embedding": ["model.decoder.embed_tokens"],
-    "position_embedding": ["model.decoder.embed_positions"],
-    "embedding_projection": ["model.decoder.project_in"],
-    "blocks.N.attention_norm": ["model.decoder.layers.N.self_attn_layer_norm"],
-    "blocks.N.attention.qkv": [f"model.decoder.layers.N.self_attn.{part}_proj" for part in "qkv"],
-    "blocks.N.attention.projection": ["model.decoder.layers.N.self_attn.out_proj"],
-    "blocks.N.mlp_norm": ["model.decoder.layers.N.final_layer_norm"],
-    "blocks.N.mlp.up": ["model.decoder.layers.N.fc1"],
-    "blocks.N.mlp.projection": ["model.decoder.layers.N.fc2"],
-    "norm": ["model.decoder.final_layer_norm"],
-    "head_projection": ["model.decoder.project_out"],
-}
-GPT2_NAMES: Names = {
-    "token_embedding": ["transformer.wte"],
-    "position_embedding": ["transformer.wpe"],
-    "blocks.N.attention_norm": ["transformer.h.N.ln_1"],
-    "blocks.N.attention.qkv": ["transformer.h.N.attn.c_attn"],
-    "blocks.N.attention.projection": ["transformer.h.N.attn.c_proj"],
-    "blocks.N.mlp_norm": ["transformer.h.N.ln_2"],
-    "blocks.N.mlp.up": ["transformer.h.N.mlp.c_fc"],
-    "blocks.N.mlp.projection": ["transformer.h.N.mlp.c_proj"],
-    "norm": ["transformer.ln_f"],
-}
-PHI_NAMES: Names = {
-    **LLAMA_NAMES,
-    "blocks.N.attention.projection": ["model.layers.N.self_attn.dense"],
-    "blocks.N.mlp.up": ["model.layers.N.mlp.fc1"],
-    "blocks.N.mlp.projection": ["model.layers.N.mlp.fc2"],
-    "norm": ["model.final_layernorm"],
-}
-
 
 # -------------------------------------------------------------------- families
 @dataclass(frozen=True)
@@ -86,18 +20,12 @@ class Family:
     Attributes:
         model_type: transformers' word for it.
         theirs: fields of its config there.
-        ours: the same model's config here.
-        names: our layers to theirs.
-        woven: queries, keys and values of one head lie side by side in one matrix of theirs (GPT-NeoX).
-        in_out: their matrices are (in, out) as ours are (GPT-2's Conv1D).
+        ours: the same model's config here, said once more: what is read must mean this.
     """
 
     model_type: str
     theirs: dict[str, Any]
     ours: ModelConfig
-    names: Names
-    woven: bool = False
-    in_out: bool = False
 
 
 def theirs_like_llama(**fields: Any) -> dict[str, Any]:
@@ -143,8 +71,10 @@ def llama(rope: dict[str, Any], **rotary: Any) -> Family:
     """Llama with heads as SmolLM2 has them."""
     heads = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     theirs = theirs_like_llama(**heads, rope_parameters={"rope_theta": 100_000.0, **rope}, max_position_embeddings=512)
-    ours = ours_like_llama(embedding_dim=36, n_heads=9, n_key_heads=3, head_size=64, rotary_base=100_000.0, **rotary)
-    return Family("llama", theirs, ours, LLAMA_NAMES)
+    ours = ours_like_llama(
+        context_window=512, embedding_dim=36, n_heads=9, n_key_heads=3, head_size=64, rotary_base=100_000.0, **rotary
+    )
+    return Family("llama", theirs, ours)
 
 
 def mistral() -> Family:
@@ -152,7 +82,7 @@ def mistral() -> Family:
     rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
     theirs = theirs_like_llama(sliding_window=7, rope_parameters=rope, tie_word_embeddings=False, rms_norm_eps=1e-4)
     ours = ours_like_llama(window=7, rotary_base=1_000_000.0, tied=False, norm_eps=1e-4)
-    return Family("mistral", theirs, ours, LLAMA_NAMES)
+    return Family("mistral", theirs, ours)
 
 
 def qwen2() -> Family:
@@ -160,7 +90,7 @@ def qwen2() -> Family:
     layers = {"num_hidden_layers": 3, "max_window_layers": 2, "use_sliding_window": True, "sliding_window": 5}
     theirs = theirs_like_llama(**layers, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
     ours = ours_like_llama(n_layers=3, window=5, full_layers=(0, 1), qkv_bias=True)
-    return Family("qwen2", theirs, ours, LLAMA_NAMES)
+    return Family("qwen2", theirs, ours)
 
 
 def qwen3() -> Family:
@@ -170,7 +100,7 @@ def qwen3() -> Family:
     ours = ours_like_llama(
         head_size=16, norm_eps=1e-2, rotary_base=1_000_000.0, qk_norm=True, qk_norm_gain=True, qk_norm_eps=1e-2
     )
-    return Family("qwen3", theirs, ours, LLAMA_NAMES)
+    return Family("qwen3", theirs, ours)
 
 
 def ours_like_gemma(**fields: Any) -> ModelConfig:
@@ -200,7 +130,7 @@ def gemma2() -> Family:
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
     ours = ours_like_gemma(full_layers=(1,), score_cap=1.5, logit_cap=2.5)
-    return Family("gemma2", theirs, ours, GEMMA_NAMES)
+    return Family("gemma2", theirs, ours)
 
 
 def gemma3() -> Family:
@@ -228,7 +158,7 @@ def gemma3() -> Family:
         qk_norm_gain=True,
         qk_norm_eps=1e-3,
     )
-    return Family("gemma3_text", theirs, ours, GEMMA_NAMES)
+    return Family("gemma3_text", theirs, ours)
 
 
 def neox(parallel: bool) -> Family:
@@ -259,7 +189,7 @@ def neox(parallel: bool) -> Family:
         rotary_fraction=0.25,
         tied=False,
     )
-    return Family("gpt_neox", theirs, ours, NEOX_NAMES, woven=True)
+    return Family("gpt_neox", theirs, ours)
 
 
 def opt(before: bool, embedding_size: int = 0) -> Family:
@@ -287,7 +217,7 @@ def opt(before: bool, embedding_size: int = 0) -> Family:
         position_offset=2,
         embedding_size=embedding_size,
     )
-    return Family("opt", theirs, ours, OPT_NAMES)
+    return Family("opt", theirs, ours)
 
 
 def gpt2() -> Family:
@@ -302,7 +232,7 @@ def gpt2() -> Family:
         "eos_token_id": 2,
     }
     ours = ModelConfig(vocab_size=VOCABULARY, context_window=LONGEST, embedding_dim=24, n_layers=N_LAYERS, n_heads=3)
-    return Family("gpt2", theirs, ours, GPT2_NAMES, in_out=True)
+    return Family("gpt2", theirs, ours)
 
 
 def phi() -> Family:
@@ -330,7 +260,7 @@ def phi() -> Family:
         tied=False,
         head_bias=True,
     )
-    return Family("phi", theirs, ours, PHI_NAMES)
+    return Family("phi", theirs, ours)
 
 
 LLAMA3_SCALING = {
@@ -397,5 +327,4 @@ SMOLLM2 = Family(
         gated=True,
         bias=False,
     ),
-    LLAMA_NAMES,
 )
