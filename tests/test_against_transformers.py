@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import FAMILIES, SMOLLM2, VOCABULARY, Family
+from transformers_families import FAMILIES, SMOLLM2, VOCABULARY, Family, difference, enliven
 
 from tricycle.configs import ModelConfig
 from tricycle.loss import CrossEntropy
@@ -49,14 +48,7 @@ def new_theirs(family: Family, lively: bool = True) -> Any:
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(family.model_type, **family.theirs)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            if p.ndim == 1:  # gains and biases, moved off 0 and 1 to count
-                p += 0.2 * noise
-            elif lively and not re.search("embed|wte|wpe", name):  # embeddings stay small: so the eps of a norm counts
-                p.copy_(noise * p.shape[1] ** -0.5)
+    enliven(model, lively)
     return model
 
 
@@ -93,14 +85,6 @@ def our_loss(model: GPT, tokens: np.ndarray) -> Any:
 def their_loss(theirs: Any, tokens: np.ndarray) -> Any:
     logits = theirs(torch.from_numpy(tokens[:, :-1].copy())).logits
     return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(tokens[:, 1:].copy()).flatten())
-
-
-def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference, relative to the largest element: by itself an element has no relative precision."""
-    assert ours.shape == theirs.shape
-    largest = np.abs(theirs).max()
-    assert largest > 0
-    return float(np.abs(ours - theirs).max() / largest)
 
 
 def worst(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> tuple[float, str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from tricycle.configs import ModelConfig
 
@@ -328,3 +331,26 @@ SMOLLM2 = Family(
         bias=False,
     ),
 )
+
+
+# -------------------------------------------------------------------- weights and differences
+def enliven(theirs: Any, lively: bool = True) -> None:
+    """Random weights for a model of transformers: so large, if `lively`, that every part shows in the logits."""
+    import torch
+
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            if p.ndim == 1:  # gains and biases, moved off 0 and 1 to count
+                p += 0.2 * noise
+            elif lively and not re.search("embed|wte|wpe", name):  # embeddings stay small: so the eps of a norm counts
+                p.copy_(noise * p.shape[1] ** -0.5)
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference, relative to the largest element: by itself an element has no relative precision."""
+    assert ours.shape == theirs.shape
+    largest = np.abs(theirs).max()
+    assert largest > 0
+    return float(np.abs(ours - theirs).max() / largest)

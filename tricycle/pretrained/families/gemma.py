@@ -157,4 +157,5 @@ GEMMA3 = Family(
     to_gemma3,
     NAMES,
     ("model.", "language_model.model.", "model.language_model.", "language_model.", ""),
+    unread=r"(model\.)?(vision_tower|multi_modal_projector)\.",  # of pictures
 )
