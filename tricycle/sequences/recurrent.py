@@ -16,6 +16,7 @@ from tricycle import devices, kernels
 from tricycle.attention import length_mask
 from tricycle.devices import Array, array_module
 from tricycle.initialisers import Initialiser, xavier
+from tricycle.kernels.dispatch import Kernel
 from tricycle.layers import Dropout, Layer, new_generator
 from tricycle.ops import Wanted, as_tensor, check_device, concatenate, floating, positive, register, stack, where
 from tricycle.tensor import Operand, Parameter, Tensor, record
@@ -25,15 +26,19 @@ class Cell(NamedTuple):
     """What a kind of recurrence looks like from outside.
 
     Attributes:
-        kernel: its name in kernels/, to which "_backward" is added.
+        name: of the node in a graph.
+        step: the kernel that goes over some steps.
+        step_back: the one that goes back over them.
         n_gates: each H columns.
         n_states: S.
         n_kept: arrays like a state that the kernel fills, the states included.
         n_grads: 2 where the input's part of the gates and that of the output before differ in their gradient.
-        options: further arguments of the kernel.
+        options: further arguments of both kernels.
     """
 
-    kernel: str
+    name: str
+    step: Kernel[..., Any]
+    step_back: Kernel[..., Any]
     n_gates: int
     n_states: int = 1
     n_kept: int = 1
@@ -44,10 +49,10 @@ class Cell(NamedTuple):
 PIECE_STEPS = 8  # products of several steps at once are as fast as of all, and threads can share them with the steps
 
 CELLS = {
-    "tanh": Cell("rnn", 1, options=(False,)),
-    "relu": Cell("rnn", 1, options=(True,)),
-    "gru": Cell("gru", 3, n_kept=2, n_grads=2),
-    "lstm": Cell("lstm", 4, n_states=2, n_kept=3),
+    "tanh": Cell("rnn", kernels.rnn, kernels.rnn_backward, 1, options=(False,)),
+    "relu": Cell("rnn", kernels.rnn, kernels.rnn_backward, 1, options=(True,)),
+    "gru": Cell("gru", kernels.gru, kernels.gru_backward, 3, n_kept=2, n_grads=2),
+    "lstm": Cell("lstm", kernels.lstm, kernels.lstm_backward, 4, n_states=2, n_kept=3),
 }
 
 
@@ -76,7 +81,7 @@ def recurrence(
         (S, T + 1, B, H): the states before the first step and after each.
     """
     kind = CELLS[cell]
-    check_device(kind.kernel, x.array, initial.array, input_weights.array, hidden_weights.array)
+    check_device(kind.name, x.array, initial.array, input_weights.array, hidden_weights.array)
     run = _Run(kind, floating(x.array), initial.array, input_weights.array, hidden_weights.array, active)
     run.forward(*(bias.array for bias in biases))
 
@@ -84,7 +89,7 @@ def recurrence(
         return run.backward(grad, bool(biases))
 
     args = (x, initial, input_weights, hidden_weights, *biases)
-    return record(run.states[: kind.n_states], args, backward, kind.kernel, False)
+    return record(run.states[: kind.n_states], args, backward, kind.name, False)
 
 
 class _Run:
@@ -121,7 +126,7 @@ class _Run:
         if bias is not None and self.kind.n_grads == 1:  # where both do the same, one is enough
             bias = bias + later_bias
             later_bias = None
-        step = getattr(kernels, self.kind.kernel)
+        step = self.kind.step
 
         def project(piece: slice) -> None:
             kernels.matmul(_flat(self.rows[piece]), self.matrix, bias, _flat(self.gates[piece]))
@@ -139,12 +144,12 @@ class _Run:
         d_initial = grad[:, -1].copy()
         dx = xp.empty(self.rows.shape, self.gates.dtype)
         d_matrix = xp.zeros_like(self.matrix)
-        step = getattr(kernels, f"{self.kind.kernel}_backward")
+        step_back = self.kind.step_back
 
         def go_back(piece: slice) -> None:
             states = _around(self.states, piece)
             known = (self.gates[piece], states, self.hidden, self._active(piece))
-            step(_around(grad, piece), *known, d_gates[:, piece], d_initial, *self.kind.options)
+            step_back(_around(grad, piece), *known, d_gates[:, piece], d_initial, *self.kind.options)
 
         def multiply(piece: slice) -> None:
             d = _flat(d_gates[0, piece])
