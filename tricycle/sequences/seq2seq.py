@@ -16,7 +16,7 @@ import numpy as np
 
 from tricycle.attention import KeyValueCache, length_mask
 from tricycle.blocks import TransformerBlock, new_norm
-from tricycle.configs.model import Activation, ModelConfig
+from tricycle.configs.model import ModelConfig
 from tricycle.functions import linear
 from tricycle.initialisers import normal
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
@@ -259,14 +259,19 @@ def sinusoids(n_places: int, size: int) -> np.ndarray:
     return table
 
 
+# What Vaswani et al. 2017 do and GPT-2, whose fields are the defaults of `ModelConfig`, does not.
+PAPER: dict[str, Any] = {"activation": "relu", "dropout": 0.1}
+
+
 class TransformerEncoder(Layer):
     """Embeds tokens and lets them attend to each other.
 
     Args:
-        vocab_size, embedding_dim, n_heads, n_layers, context_window: sizes.
+        vocab_size, embedding_dim, n_heads, n_layers, context_window: sizes, fields of `ModelConfig`, as are `fields`.
         norm_first: norms stand before the parts of a block, and one at the end; else after each sum, as in the paper.
-        activation, expansion_ratio, dropout, softmax: as of `ModelConfig`.
         learned_positions: `LearnedPositions` and not `SinusoidalPositions`.
+        decoder: tokens see those before them, and what an encoder gave.
+        fields: those of `PAPER` are as there unless given.
     """
 
     def __init__(
@@ -277,31 +282,26 @@ class TransformerEncoder(Layer):
         n_layers: int,
         context_window: int,
         *,
-        dropout: float = 0.1,
         norm_first: bool = False,
-        activation: Activation = "relu",
-        expansion_ratio: float = 4,
         learned_positions: bool = False,
-        softmax: str = "softmax",
-        generator: Generator = None,
         decoder: bool = False,
+        generator: Generator = None,
+        **fields: Any,
     ) -> None:
-        generator = new_generator(generator)
-        self.embedding = Embedding(vocab_size, embedding_dim, normal(embedding_dim**-0.5), generator)
-        places = context_window, embedding_dim
-        self.positions = LearnedPositions(*places, generator) if learned_positions else SinusoidalPositions(*places)
-        self.dropout = Dropout(dropout, generator)
         config = ModelConfig(
+            vocab_size=vocab_size,
             embedding_dim=embedding_dim,
             n_heads=n_heads,
             n_layers=n_layers,
             context_window=context_window,
-            expansion_ratio=expansion_ratio,
-            activation=activation,
             norm_placement="before" if norm_first else "after",
-            softmax=softmax,
-            dropout=dropout,
+            **{**PAPER, **fields},
         )
+        generator = new_generator(generator)
+        self.embedding = Embedding(vocab_size, embedding_dim, normal(embedding_dim**-0.5), generator)
+        places = context_window, embedding_dim
+        self.positions = LearnedPositions(*places, generator) if learned_positions else SinusoidalPositions(*places)
+        self.dropout = Dropout(config.dropout, generator)
         self.blocks = [
             TransformerBlock(config, layer, causal=decoder, cross=decoder, generator=generator)
             for layer in range(n_layers)
