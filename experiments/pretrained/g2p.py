@@ -109,8 +109,8 @@ def pronounce(model: Speller, words: list[str], beam_size: int = 1) -> list[list
     """The sounds of each word, as the CMU Pronouncing Dictionary writes them: a number is a vowel's stress."""
     tokens, lengths = ids_of(words)
     limits = {"begin": SOUNDS.index("<s>"), "end": SOUNDS.index("</s>"), "max_length": MOST_SOUNDS}
-    found = beam_search(model, tokens, lengths, beam_size=beam_size, **limits)
-    return [[SOUNDS[sound] for sound in sounds] for sounds in found]
+    targets = beam_search(model, tokens, lengths, beam_size=beam_size, **limits)
+    return [[SOUNDS[sound] for sound in sounds] for sounds in targets]
 
 
 # -------------------------------------------------------------------- the program

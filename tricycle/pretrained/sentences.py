@@ -112,12 +112,14 @@ def load_sentences(path_or_name: str | os.PathLike[str], dtype: str = "float32")
     Raises:
         FileNotFoundError, ValueError: as of `pretrained.load`; or a way of pooling that is not known here.
     """
-    found = load(path_or_name, dtype)
-    if found.source is None or not isinstance(found.model, TextEncoder):
-        raise ValueError(f"{path_or_name}: expected an encoder, got a {type(found.model).__name__}, which writes texts")
-    path = found.source.path
+    loaded = load(path_or_name, dtype)
+    if loaded.source is None or not isinstance(loaded.model, TextEncoder):
+        raise ValueError(
+            f"{path_or_name}: expected an encoder, got a {type(loaded.model).__name__}, which writes texts"
+        )
+    path = loaded.source.path
     folder = path.parent if path.is_file() else path
-    tokeniser = found.tokeniser or from_folder(folder)
+    tokeniser = loaded.tokeniser or from_folder(folder)
     try:
         limits = Fields(_object(folder / "sentence_bert_config.json"))
         longest = limits.whole_or_none("max_seq_length", None)
@@ -125,7 +127,7 @@ def load_sentences(path_or_name: str | os.PathLike[str], dtype: str = "float32")
         if _object(folder / "config_sentence_transformers.json").get("default_prompt_name") is not None:
             raise ValueError("expected default_prompt_name to be null: no prompt is put before texts here")
         pooling = read_pooling(folder)
-        return SentenceEncoder(found.model, tokeniser, pooling, longest, lower)
+        return SentenceEncoder(loaded.model, tokeniser, pooling, longest, lower)
     except ValueError as error:
         raise ValueError(f"{path_or_name}: {error}") from None
 

@@ -26,6 +26,29 @@ class _Part(NamedTuple):
     log_total: Array
 
 
+class _Operands(NamedTuple):
+    """Queries (B, T, H, D), keys (B, S, K, D) and values (B, S, K, E); or room for their gradients."""
+
+    q: Array
+    k: Array
+    v: Array
+
+    def of_items(self, items: slice) -> _Operands:
+        return _Operands(self.q[items], self.k[items], self.v[items])
+
+    def of_part(self, part: _Part) -> _Operands:
+        return _Operands(self.q[:, part.queries], self.k[:, part.keys], self.v[:, part.keys])
+
+
+class _Kept(NamedTuple):
+    """What the way back needs of some items of the batch."""
+
+    parts: list[_Part]
+    factors: list[Array | int]
+    log_total: Array | None  # with exact scales
+    mask: Array | None
+
+
 class BlockSoftmax(RowSoftmax):
     """Softmax within each block of keys by itself, times a scale for each block and query position.
 
@@ -108,38 +131,34 @@ class BlockSoftmax(RowSoftmax):
         if got != wanted or (wanted and n_keys > (self.length or n_keys)):
             came = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
             raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {came}")
-        saved: dict[int, tuple[Any, ...]] = {}
+        operands = _Operands(q, k, v)
+        kept: dict[int, _Kept] = {}
         out = xp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
 
         def forward(items: slice) -> None:
             here = _of_items(mask, items)
-            parts = self._attend_blocks(q[items], k[items], v[items], scoring, here)
+            parts = self._attend_blocks(*operands.of_items(items), scoring, here)
             exact, shape = self.correction == "exact", (items.stop - items.start, q.shape[2], q.shape[1])
             log_total = _log_of_sum(xp, parts, shape) if exact and parts else None
             factors = [self._factor(xp, part, start, scales, log_total) for part in parts]
             for part, factor in zip(parts, factors):
                 out[items, part.queries] += part.out * factor
-            saved[items.start] = parts, factors, log_total, here
+            kept[items.start] = _Kept(parts, factors, log_total, here)
 
         kernels.for_items(q, forward)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
-            by_start: dict[int, Any] = {}
+            by_start: dict[int, Array | None] = {}
 
             def work(items: slice) -> None:
-                by_start[items.start] = self._backward_blocks(
-                    grad[items],
-                    q[items],
-                    k[items],
-                    v[items],
-                    out[items],
-                    scoring,
-                    scales,
-                    saved[items.start],
-                    dq[items],
-                    dk[items],
-                    dv[items],
-                )
+                mine = operands.of_items(items)
+                grads = _Operands(dq, dk, dv).of_items(items)
+                of_these = kept[items.start]
+                if of_these.log_total is None:
+                    by_start[items.start] = self._backward_blocks(grad[items], mine, grads, of_these, start, scales)
+                else:  # with exact scales it is attention to the whole row
+                    whole = (out[items], of_these.log_total, scoring, *grads, of_these.mask)
+                    kernels.attention_backward(grad[items], *mine, *whole)
 
             kernels.for_items(q, work)
             return None if scales is None else xp.stack([by_start[start] for start in sorted(by_start)]).sum(axis=0)
@@ -159,51 +178,30 @@ class BlockSoftmax(RowSoftmax):
         return parts
 
     def _backward_blocks(
-        self,
-        grad: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        scoring: Scoring,
-        scales: Array | None,
-        saved: tuple[Any, ...],
-        dq: Array,
-        dk: Array,
-        dv: Array,
+        self, grad: Array, operands: _Operands, grads: _Operands, kept: _Kept, start: int, scales: Array | None
     ) -> Array | None:
-        parts, factors, log_total, mask = saved
-        if log_total is not None:
-            kernels.attention_backward(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask)
-            return None
-        xp = array_module(q)
+        """Writes the gradients of queries, keys and values, and returns that of the scales.
+
+        Args:
+            start: place of the first query.
+        """
+        xp = array_module(grad)
         dscales = None if scales is None else xp.zeros_like(scales)
-        for array in (dq, dk, dv):
+        for array in grads:
             array[...] = 0
-        start = scoring.offset or 0
-        for part, factor in zip(parts, factors):
-            i, seeing, keys, part_scoring, here, block_out, block_total = part
-            block_grad = grad[:, seeing]
+        for part, factor in zip(kept.parts, kept.factors):
+            part_grad = grad[:, part.queries]
             if dscales is not None:
-                shares = (block_grad * block_out).sum(axis=-1).sum(axis=0)  # (T, H)
-                places = slice(seeing.start + start, seeing.stop + start)
-                dscales[..., i, places] = shares.T if self.per_head else shares.sum(axis=1)
-                block_grad = block_grad * factor
-            dqueries = xp.empty(q[:, seeing].shape, q.dtype)
-            kernels.attention_backward(
-                block_grad,
-                q[:, seeing],
-                k[:, keys],
-                v[:, keys],
-                block_out,
-                block_total,
-                part_scoring,
-                dqueries,
-                dk[:, keys],
-                dv[:, keys],
-                here,
-            )
-            dq[:, seeing] += dqueries
+                shares = (part_grad * part.out).sum(axis=-1).sum(axis=0)  # (T, H)
+                places = slice(part.queries.start + start, part.queries.stop + start)
+                dscales[..., part.block, places] = shares.T if self.per_head else shares.sum(axis=1)
+                part_grad = part_grad * factor
+            mine = operands.of_part(part)
+            _, dk, dv = grads.of_part(part)
+            dq = xp.empty(mine.q.shape, mine.q.dtype)  # a query may see several blocks
+            saved = (part.out, part.log_total, part.scoring)
+            kernels.attention_backward(part_grad, *mine, *saved, dq, dk, dv, part.mask)
+            grads.q[:, part.queries] += dq
         return dscales
 
     def _blocks(self, n_keys: int) -> list[slice]:
