@@ -21,6 +21,14 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", f"error::{category}")
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, for pytest -n
+def pytest_xdist_make_scheduler(config, log):
+    """All tests of a file run in one process: some look at what the others of their file did."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items):
     if any("gpu" in item.keywords for item in items) and (problem := devices.gpu_problem()):
         for item in items:

@@ -260,7 +260,7 @@ def attend_both(qkv, scoring, nothing, mask=None):
     """Results, logs and gradients of ours and of the reference in float64."""
     grad = np.random.default_rng(5).standard_normal(qkv[0].shape)
     exact = [array.astype(np.float64) for array in qkv]
-    found = kernels.attention(*qkv, scoring, nothing, mask)
+    found = kernels.attention(*qkv, scoring, nothing, mask, np.dtype(np.float32))
     expected = kernels.attention.plain(*exact, scoring, nothing, mask)
     poisoned = [np.full(array.shape, np.nan, np.float32) for array in qkv]
     kernels.attention_backward(grad.astype(np.float32), *qkv, *found, scoring, *poisoned, mask)

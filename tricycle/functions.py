@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tricycle import kernels, ops
 from tricycle.devices import Array
@@ -44,13 +45,14 @@ class RowSoftmax(Op, is_base=True):
         return record(weights, (x,), lambda grad, wanted: (self.rows_backward(grad, scores, weights),), self.name)
 
     def attend(
-        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None
+        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
     ) -> tuple[Array, AttendBackward]:
         """Attention of queries (B, T, H, D) to keys and values (B, S, K, D), where H is a multiple of K.
 
         Args:
             scoring: how scores are made, and which keys a query sees.
             mask: added to the scores, 0 or -inf, (B or 1, H or 1, T or 1, S).
+            dtype: of the result; that of the queries unless given. These may have 16 bits for the sake of a product.
 
         Returns:
             (B, T, H, D), and what takes its gradient and the arrays for those of q, k and v.
@@ -60,7 +62,7 @@ class RowSoftmax(Op, is_base=True):
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
             kernels.row_attention_backward(grad, q, k, v, scoring, self.rows, self.rows_backward, dq, dk, dv, mask)
 
-        return out, backward
+        return out if dtype is None else out.astype(dtype, copy=False), backward
 
     def for_window(self, context_window: int) -> RowSoftmax:
         """The same for a layer with this context window."""
@@ -83,9 +85,9 @@ class _Fused(RowSoftmax):
     fused, nothing = True, False
 
     def attend(
-        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None
+        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
     ) -> tuple[Array, AttendBackward]:
-        out, log_total = kernels.attention(q, k, v, scoring, self.nothing, mask)
+        out, log_total = kernels.attention(q, k, v, scoring, self.nothing, mask, dtype)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
             kernels.attention_backward(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask)

@@ -86,7 +86,9 @@ class Attention(Op):
         q, k, v = _operands(originals, precision) if self.softmax.fused else originals
         hidden = additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
         parameters = () if scales is None else (scales.array,)
-        out, attend_backward = self.softmax.attend(q, k, v, self._scoring(q, k), hidden, *parameters)
+        like_queries = {"dtype": originals[0].dtype} if self.softmax.fused else {}  # for their operands may be narrower
+        scoring = self._scoring(q, k)
+        out, attend_backward = self.softmax.attend(q, k, v, scoring, hidden, *parameters, **like_queries)
         args = tensors if scales is None else (*tensors, scales)
 
         def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, ...]:

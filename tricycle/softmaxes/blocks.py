@@ -114,7 +114,15 @@ class BlockSoftmax(RowSoftmax):
             return self(Tensor(scores), None if scales is None else Tensor(scales)).array
 
     def attend(
-        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, scales: Array | None = None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scoring: Scoring,
+        mask: Array | None = None,
+        scales: Array | None = None,
+        *,
+        dtype: Any = None,
     ) -> tuple[Array, AttendBackward]:
         """As each block's attention to its keys by the queries that see any of them.
 
@@ -133,7 +141,7 @@ class BlockSoftmax(RowSoftmax):
             raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {came}")
         operands = _Operands(q, k, v)
         kept: dict[int, _Kept] = {}
-        out = xp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+        out = xp.zeros((*q.shape[:3], v.shape[3]), dtype or q.dtype)
 
         def forward(items: slice) -> None:
             here = _of_items(mask, items)

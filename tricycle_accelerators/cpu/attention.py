@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import NotImplementedType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
 from tricycle.kernels.reference.attention import Rows, RowsBackward
-from tricycle.kernels.reference.widening import widening, widening_in_place
+from tricycle.kernels.reference.widening import wide, widening, widening_in_place
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
 
@@ -181,10 +181,17 @@ def _heads(inputs: _Inputs, group: Group, triangles: _Triangles) -> _Heads:
 
 
 # -------------------------------------------------------------------- softmax
-@widening(1)
 def attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool, mask: np.ndarray | None = None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scoring: Scoring,
+    nothing: bool,
+    mask: np.ndarray | None = None,
+    dtype: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
+    dtype = dtype or q.dtype
+    q, k, v, mask = map(wide, (q, k, v, mask))
     out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
     seen = _seen(q, k, scoring)
@@ -193,7 +200,7 @@ def attention(
     if not seen.is_empty(q, k):
         inputs = seen.inputs(q, k, v, scoring, mask)
         _attend(inputs, nothing, out[:, seen.queries], log_total[:, :, seen.queries])
-    return out, log_total
+    return out.astype(dtype, copy=False), log_total
 
 
 def _attend(inputs: _Inputs, nothing: bool, out: np.ndarray, log_total: np.ndarray) -> None:

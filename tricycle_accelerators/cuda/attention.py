@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import NotImplementedType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -80,13 +81,16 @@ def _way(q: Array, k: Array, v: Array, *others: Array) -> SimpleNamespace | None
 
 
 def attention(
-    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None
+    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None, dtype: Any = None
 ) -> tuple[Array, Array] | NotImplementedType:
+    dtype = dtype or q.dtype
     results = cudnn.forward(q, k, v, scoring, nothing, mask)
-    way = _way(q, k, v) if results is None else None
+    if results is not None:
+        return arrays.cast(results[0], dtype), results[1]
+    way = _way(q, k, v)
     if way is None:
-        return NotImplemented if results is None else results
-    (n_items, n_queries, n_heads, _), dtype = q.shape, q.dtype
+        return NotImplemented
+    n_items, n_queries, n_heads, _ = q.shape
     q, k, v = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (q, k, v))
     out, log_total = arrays.empty(q, q.shape), arrays.empty(q, (n_items, n_heads, n_queries), f32)
     at, kept = _mask(mask)

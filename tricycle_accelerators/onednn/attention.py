@@ -79,12 +79,25 @@ def _and_ones(values: np.ndarray, n_ones: int) -> np.ndarray:
 
 # -------------------------------------------------------------------- forward
 def attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool, mask: np.ndarray | None = None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scoring: Scoring,
+    nothing: bool,
+    mask: np.ndarray | None = None,
+    dtype: Any = None,
 ) -> Any:
     if not q.dtype == k.dtype == v.dtype == library.bfloat16():
         return NotImplemented
-    if not _takes(q, k, v, scoring, mask):
-        return _in_float32(q, k, v, scoring, nothing, mask)
+    compute = _attend if _takes(q, k, v, scoring, mask) else _in_float32
+    out, log_total = compute(q, k, v, scoring, nothing, mask)
+    return out.astype(dtype or q.dtype, copy=False), log_total
+
+
+def _attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool, mask: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `attention` gives, with `out` in float32."""
     n_items, n_queries, n_heads, _ = q.shape
     out = np.empty((*q.shape[:3], v.shape[3]), np.float32)
     log_total = np.empty((n_items, n_heads, n_queries), np.float32)
@@ -124,7 +137,7 @@ def attention(
 def _in_float32(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool, mask: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """By others; of a long cache only the keys that are seen are converted."""
+    """The same by others; of a long cache only the keys that are seen are converted."""
     keys = scoring.keys_seen(slice(0, q.shape[1]), k.shape[1])
     queries, k, v = _float32(q, k[:, keys], v[:, keys])
     mask = None if mask is None else mask[..., keys]

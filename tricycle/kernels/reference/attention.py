@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import kernel
@@ -77,20 +77,22 @@ def attention_scores(q: Array, k: Array, scoring: Scoring, mask: Array | None = 
 
 
 @kernel
-@widening(1)
 def attention(
-    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None
+    q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None, dtype: Any = None
 ) -> tuple[Array, Array]:
     """softmax(scores) v for every item and head (Vaswani et al. 2017, section 3.2.1).
 
     Args:
         nothing: beside the keys there is one more, with a score of 0 and a value of zeros, which makes it softmax1.
+        dtype: of `out`; that of the queries unless given.
 
     Returns:
         out: (B, T, H, E), zeros where a query sees no key, and the log of each row's sum of exponentials (B, H, T),
         -inf there (0 with `nothing`), which the backward needs.
     """
     xp = array_module(q)
+    dtype = dtype or q.dtype
+    q, k, v, mask = map(wide, (q, k, v, mask))
     scores = attention_scores.plain(q, k, scoring, mask)
     largest = scores.max(axis=-1, keepdims=True) if k.shape[1] else xp.zeros((*scores.shape[:-1], 1), scores.dtype)
     largest = xp.maximum(largest, 0) if nothing else xp.where(xp.isneginf(largest), 0, largest)
@@ -100,7 +102,8 @@ def attention(
         total += xp.exp(-largest)
     empty = total == 0
     total = xp.where(empty, 1, total)
-    return _mix(weights / total, v), xp.where(empty, -xp.inf, largest + xp.log(total))[..., 0]
+    out = _mix(weights / total, v).astype(dtype, copy=False)
+    return out, xp.where(empty, -xp.inf, largest + xp.log(total))[..., 0]
 
 
 @kernel
