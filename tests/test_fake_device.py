@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import test_autoencoders
 import test_classifiers
+import test_encoder
 import test_kernels
 import test_seq2seq
 import test_training
@@ -17,6 +18,7 @@ from versions import offer
 
 from tricycle import devices, kernels, no_grad, training
 from tricycle.configs import DebugConfig
+from tricycle.encoder import SentencePooling, TextEncoder
 from tricycle.evaluation import evaluate
 from tricycle.generate import generate
 from tricycle.layers import Dense
@@ -507,6 +509,19 @@ def test_encoder_decoders_train_and_translate_on_the_device(device, make, rng):
     for beam_size in (1, 3):
         found = [beam_search(model, source, lengths, beam_size=beam_size, **how) for model in models]
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["mean", "first"])
+def test_an_encoder_trains_on_the_device(device, kind):
+    tokens, mask, types = test_encoder.a_batch(test_encoder.SMALL)
+
+    def loss_of(model):
+        vectors = SentencePooling(kind)(model(model.place(tokens), mask, model.place(types)), mask)
+        return ((vectors[:2] - vectors[2:]) ** 2).mean()  # texts that should be alike
+
+    models = train_both(lambda: TextEncoder(test_encoder.SMALL), loss_of)
+    hidden = [model(model.place(tokens), mask) for model in models]
+    np.testing.assert_allclose(hidden[0].array.held, hidden[1].array, 1e-3, 1e-4)
 
 
 @pytest.mark.parametrize("make", test_classifiers.MAKERS.values(), ids=test_classifiers.MAKERS)
