@@ -175,6 +175,7 @@ def least_numbers(config: ModelConfig) -> int:
     key_heads = config.key_heads * config.channels_per_head
     attention = width * (2 * heads + 2 * key_heads)
     mlp = width * config.mlp_width * (3 if config.is_gated else 2)
-    positions = config.context_window * width if config.positions == "learned" else 0
+    positions = (config.context_window + config.position_offset) * width if config.positions == "learned" else 0
+    types = config.token_types * width if isinstance(config, EncoderConfig) else 0
     tokens = config.vocab_size * (config.embedding_size or width)
-    return tokens + positions + config.n_layers * (attention + mlp)
+    return tokens + positions + types + config.n_layers * (attention + mlp)
