@@ -32,13 +32,14 @@ sequences sequences.convolution sequences.recurrent sequences.attentions sequenc
 sequences.classifiers sequences.autoencoders
 optimisers scheduler files tokeniser
 pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
+pretrained.ggml_tokens
 dataset checkpoint training generate evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.same pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
 pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi
 pretrained.families.bert pretrained.families
 pretrained.quantised pretrained.gguf_file pretrained.gguf_names pretrained.gguf_fields pretrained.gguf
-pretrained.packaged pretrained.hub pretrained.export pretrained pretrained.sentences
+pretrained.packaged pretrained.hub pretrained.export pretrained.gguf_writer pretrained pretrained.sentences
 __main__
 """.split()
 

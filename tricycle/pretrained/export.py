@@ -8,7 +8,8 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,25 @@ def family_of_config(config: ModelConfig, avoided: str = "") -> tuple[Family, di
     Raises:
         ValueError: there is none; names the fields that are in the way.
     """
+    try:
+        return best_of(config, [family for family in ALL if family.model_types[0] != avoided])
+    except ValueError as error:
+        raise ValueError(f"no family of transformers computes what this model does; {error}") from None
+
+
+def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:
+    """The same among some families.
+
+    Raises:
+        ValueError: there is none; names what is in the way of the nearest.
+    """
     fitting: list[tuple[int, Family, dict[str, Any], ModelConfig]] = []
     nearest: tuple[int, str] = (10**6, "")
-    for family in ALL:
+    if config.activation == "swiglu":  # the same in their words
+        config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
+    for family in families:
         kind = family.model_types[0]
-        if family.new_model is not empty_gpt or kind == avoided:
+        if family.new_model is not empty_gpt:
             continue
         try:
             fields = {"model_type": kind, **family.to_fields(config)}
@@ -66,7 +81,7 @@ def family_of_config(config: ModelConfig, avoided: str = "") -> tuple[Family, di
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in in_the_way)
         nearest = min(nearest, (len(in_the_way), f"in the way of {kind}: {values}"))
     if not fitting:
-        raise ValueError(f"no family of transformers computes what this model does; {nearest[1]}")
+        raise ValueError(nearest[1])
     return min(fitting, key=lambda fit: fit[0])[1:]
 
 
@@ -155,10 +170,16 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 # -------------------------------------------------------------------- weights
-def _write_weights(path: Path, model: GPT, family: Family, config: ModelConfig, kind: str) -> None:
-    """
+def weights_of(
+    model: GPT, family: Family, config: ModelConfig
+) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, np.ndarray]]]:
+    """The shapes of a model's tensors by a family's names, and the values, one tensor after another in that order.
+
+    Args:
+        config: as `best_of` gives it: what the model has not got of it is written as biases of 0 and gains of 1.
+
     Raises:
-        ValueError: a weight is not finite.
+        ValueError: a weight is not finite; when its turn comes.
     """
     twin = Layout(family, family.new_model(config))  # its weights are neutral: what ours has not got comes from there
     own = dict(model.named_parameters())
@@ -171,8 +192,17 @@ def _write_weights(path: Path, model: GPT, family: Family, config: ModelConfig, 
                 raise ValueError(f"export: expected finite weights, {name} has NaN or infinity")
             yield from their_arrays(twin, name, array)
 
+    return shapes, arrays()
+
+
+def _write_weights(path: Path, model: GPT, family: Family, config: ModelConfig, kind: str) -> None:
+    """
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    shapes, arrays = weights_of(model, family, config)
     with atomic_write(path) as file:
-        write_tensors(file, shapes, arrays(), kind)
+        write_tensors(file, shapes, arrays, kind)
 
 
 # -------------------------------------------------------------------- how it writes

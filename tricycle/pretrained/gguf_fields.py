@@ -150,7 +150,7 @@ def llama3_scaling(keys: Keys, divisors: np.ndarray) -> Fields:
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if factor != 1 else {}
     sound = np.isfinite(divisors).all() and divisors.min() >= 1
     for window, low, high in [_USUAL, *_fitted(divisors, frequencies, factor)] if sound else []:
-        expected = _llama3_divisors(frequencies, factor, window, low, high)
+        expected = llama3_divisors(frequencies, factor, window, low, high)
         if np.allclose(expected, divisors, rtol=1e-5, atol=0):
             return {
                 "rope_scaling": {
@@ -164,7 +164,8 @@ def llama3_scaling(keys: Keys, divisors: np.ndarray) -> Fields:
     raise keys.error("expected rope_freqs.weight to be a scaling of llama3's kind, got other divisors")
 
 
-def _llama3_divisors(frequencies: np.ndarray, factor: float, window: float, low: float, high: float) -> np.ndarray:
+def llama3_divisors(frequencies: np.ndarray, factor: float, window: float, low: float, high: float) -> np.ndarray:
+    """What Llama 3's scaling divides each frequency by: 1 above `high` turns in the window, the factor below `low`."""
     turns = window * frequencies / (2 * np.pi)
     share = np.clip((turns - low) / (high - low), 0, 1)
     return 1 / ((1 - share) / factor + share)

@@ -1,0 +1,339 @@
+"""Models as files of llama.cpp: what is read back, what transformers and llama.cpp make of them, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tricycle.configs import ModelConfig
+from tricycle.generate import generate
+from tricycle.models import GPT
+from tricycle.pretrained import load
+from tricycle.pretrained.gguf import read_gguf, read_metadata
+from tricycle.pretrained.gguf_writer import export_gguf
+from tricycle.pretrained.quantised import dequantise, quantise
+from tricycle.pretrained.same import differing
+from tricycle.pretrained.tokenisers import PretrainedTokeniser
+from tricycle.tensor import no_grad
+from tricycle.tokeniser import BPETokeniser
+
+pytest.importorskip("gguf")
+pytest.importorskip("tokenizers")
+
+VOCABULARY = 300
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "context_window": 64,
+    "embedding_dim": 64,
+    "hidden_size": 96,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_key_heads": 2,
+    "norm": "rms_norm",
+    "positions": "rotary",
+    "activation": "swish",
+    "gated": True,
+    "bias": False,
+}
+GPT2 = {"vocab_size": VOCABULARY, "context_window": 64, "embedding_dim": 64, "n_layers": 2, "n_heads": 4}
+LLAMA_3 = {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 32, "rotary_base": 1000.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "llama, as swiglu": ("llama", {**LLAMA, "activation": "swiglu", "gated": False}),
+    "llama, untied, other base and eps": ("llama", {**LLAMA, "tied": False, "rotary_base": 5e5, "norm_eps": 1e-6}),
+    "llama, wide heads": ("llama", {**LLAMA, "head_size": 24, "n_key_heads": 1}),
+    "llama, biases": ("llama", {**LLAMA, "qkv_bias": True, "output_bias": True, "mlp_bias": True}),
+    "llama, biases of some": ("llama", {**LLAMA, "qkv_bias": True}),
+    "llama, linear": ("llama", {**LLAMA, "rotary_scaling": "linear", "rotary_factor": 4.0}),
+    "llama 3": ("llama", {**LLAMA, "embedding_dim": 128, **LLAMA_3}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2, untied, without biases": ("gpt2", {**GPT2, "tied": False, "qkv_bias": False, "output_bias": False}),
+    "gpt2, narrow": ("gpt2", {**GPT2, "embedding_dim": 48, "hidden_size": 100, "n_heads": 3}),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+TEXTS = ("the thing in the wind", " sing\n\n  12345 don't", "Grüße, 世界 🙂", "", "the<|endoftext|>thing")
+
+
+def new_model(name: str) -> GPT:
+    return lively(GPT(ModelConfig(**MODELS[name][1])))
+
+
+def lively(model: GPT) -> GPT:
+    """With weights of which every part counts."""
+    rng = np.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter.array += rng.standard_normal(parameter.shape).astype(np.float32) * np.float32(0.15)
+    return model.eval()
+
+
+def our_tokeniser(split: str = "gpt2") -> BPETokeniser:
+    words = [b"th", b"the", b" the", b"in", b"ing", b" w", b"12"]
+    return BPETokeniser.from_tokens([bytes([value]) for value in range(256)] + words, split)
+
+
+def logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
+    with no_grad():
+        return model(tokens).numpy()
+
+
+TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (2, 40))
+
+
+# -------------------------------------------------------------------- there and back
+@each_model
+def test_the_same_model_comes_back(tmp_path, name):
+    architecture, _ = MODELS[name]
+    model = new_model(name)
+    assert export_gguf(model, our_tokeniser(), tmp_path / "a.gguf") == architecture
+    assert read_metadata(tmp_path / "a.gguf")["general.architecture"] == architecture
+    back = load(tmp_path / "a.gguf").model
+    neutral = {"qkv_bias", "output_bias", "mlp_bias"}  # what one part has another gets too, as 0
+    assert set(differing(model.config, back.config)) <= (neutral if "bias" in name else set())
+    own = dict(back.named_parameters())
+    for key, parameter in model.named_parameters():
+        np.testing.assert_array_equal(own.pop(key).numpy(), parameter.numpy(), err_msg=key)
+    assert all(not extra.numpy().any() for extra in own.values())
+    if name != "llama 3":
+        np.testing.assert_array_equal(logits(back, TOKENS), logits(model, TOKENS))
+    np.testing.assert_allclose(logits(back, TOKENS), logits(model, TOKENS), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@each_model
+def test_fewer_bits(tmp_path, name, kind):
+    """Matrices are rounded once; norms, biases and positions are as they were."""
+    model = new_model(name)
+    for bits in ("F32", kind):
+        export_gguf(model, None, tmp_path / f"{bits}.gguf", bits)
+    exact = read_gguf(tmp_path / "F32.gguf").tensors
+    for key, tensor in read_gguf(tmp_path / f"{kind}.gguf").tensors.items():
+        values = exact[key].read()
+        if values.ndim == 1 or "wpe" in key:
+            expected, expected_kind = values, "F32"
+        elif kind == "F16" or tensor.shape[:: -1 if "transformer.h" in key else 1][-1] % 32:
+            expected, expected_kind = values.astype(np.float16), "F16"
+        else:
+            conv = "transformer.h" in key  # lies transposed in the file, and is rounded along its rows there
+            rows = np.ascontiguousarray(values.T if conv else values)
+            expected, expected_kind = dequantise(quantise(rows, "Q8_0"), "Q8_0"), "Q8_0"
+            expected = expected.T if conv else expected
+        assert tensor.kind == expected_kind, key
+        # rows of queries and keys change places as wholes, so that rounding does not see it
+        np.testing.assert_array_equal(tensor.read(), expected, err_msg=key)
+    back = load(tmp_path / f"{kind}.gguf").model
+    difference = np.abs(logits(back, TOKENS) - logits(model, TOKENS)).max()
+    assert 0 < difference < {"F16": 0.02, "Q8_0": 0.2}[kind] * np.abs(logits(model, TOKENS)).max()
+
+
+# What transformers looks for in such files: no scaled angles, no biases of attention in a llama, no GPT-2 of another
+# window than 1024 tokens or another width of its MLPs.
+READ_BY_TRANSFORMERS = {
+    **{name: MODELS[name][1] for name in ("llama", "llama, as swiglu", "llama, untied, other base and eps")},
+    "gpt2": {**GPT2, "context_window": 1024},
+    "gpt2, untied": {**GPT2, "context_window": 1024, "tied": False},
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_transformers_reads_it(tmp_path, name):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = lively(GPT(ModelConfig(**READ_BY_TRANSFORMERS[name])))
+    export_gguf(model, our_tokeniser(), tmp_path / "a.gguf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="a.gguf", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(logits(model, TOKENS), expected, rtol=0, atol=1e-4)
+
+
+def test_it_replaces_a_file_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"what was there")
+    model = new_model("llama")
+    next(iter(model.parameters())).array[0, 0] = np.nan
+    with pytest.raises(
+        ValueError, match=r"^export: expected finite weights, token_embedding.weights has NaN or infinity$"
+    ):
+        export_gguf(model, our_tokeniser(), path)
+    next(iter(model.parameters())).array[0, 0] = 70_000
+    with pytest.raises(ValueError, match=r"expected values that F16 can hold, token_embd.weight has larger ones$"):
+        export_gguf(model, our_tokeniser(), path, "F16")
+    assert path.read_bytes() == b"what was there" and [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
+    export_gguf(model, our_tokeniser(), path)
+    assert path.read_bytes()[:4] == b"GGUF" and [entry.name for entry in tmp_path.iterdir()] == ["a.gguf"]
+
+
+# -------------------------------------------------------------------- tokenisers
+def other_tokeniser(**changes: Any) -> PretrainedTokeniser:
+    """One as it comes with models, of the kind of SmolLM2: with a template, and tokens of its own."""
+    document = json.loads(PretrainedTokeniser(_document_of_ours()).to_tokenizer_json())
+    document["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Digits", "individual_digits": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        ],
+    }
+    document["model"]["ignore_merges"] = False
+    n = len(document["model"]["vocab"]) + 1
+    for i, (text, special) in enumerate([("<|im_start|>", True), ("<|im_end|>", True), ("<tool>", False)]):
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        document["added_tokens"].append({"id": n + i, "content": text, **flags, "special": special})
+    document |= changes
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    templates = {"default": "{{ messages[0]['content'] }}", "tool": "{{ tools }}"}
+    return PretrainedTokeniser(json.dumps(document), special, templates)
+
+
+def _document_of_ours() -> str:
+    from tricycle.pretrained.tokenizer_json import to_tokenizer_json
+
+    return to_tokenizer_json(our_tokeniser())
+
+
+def test_our_tokeniser_goes_along(tmp_path):
+    tokeniser = our_tokeniser()
+    export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
+    metadata = read_metadata(tmp_path / "a.gguf")
+    assert metadata["tokenizer.ggml.pre"] == "gpt-2"
+    assert len(metadata["tokenizer.ggml.tokens"]) == VOCABULARY  # llama.cpp wants as many as rows
+    assert metadata["tokenizer.ggml.tokens"][-1] == "[PAD299]" and metadata["tokenizer.ggml.token_type"][-1] == 5
+    loaded = load(tmp_path / "a.gguf")
+    for text in TEXTS:
+        assert loaded.tokeniser.encode(text) == tokeniser.encode(text, allowed_special=True).tolist()
+    assert loaded.tokeniser.eos == loaded.tokeniser.bos == tokeniser.end_of_text
+    assert loaded.generation.stop_tokens == (tokeniser.end_of_text,)
+
+
+def test_another_tokeniser_goes_along(tmp_path):
+    tokeniser = other_tokeniser()
+    export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
+    metadata = read_metadata(tmp_path / "a.gguf")
+    assert metadata["tokenizer.ggml.pre"] == "smollm"
+    assert metadata["tokenizer.ggml.add_bos_token"] is False and metadata["tokenizer.ggml.add_eos_token"] is False
+    kinds = metadata["tokenizer.ggml.token_type"][tokeniser.n_vocab - 3 : tokeniser.n_vocab + 1]
+    assert kinds == [3, 3, 4, 5]
+    back = load(tmp_path / "a.gguf").tokeniser
+    for text in (*TEXTS, "<|im_start|>in<|im_end|><tool>in"):
+        assert back.encode(text) == tokeniser.encode(text)
+    assert back.special == tokeniser.special and back.chat_templates == tokeniser.chat_templates
+
+
+def test_what_stands_before_a_text(tmp_path):
+    around = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [264], "tokens": ["<|im_start|>"]}},
+    }
+    tokeniser = other_tokeniser(post_processor=around)
+    assert tokeniser.encode("in")[0] == tokeniser.bos == 264
+    export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
+    assert read_metadata(tmp_path / "a.gguf")["tokenizer.ggml.add_bos_token"] is True
+    assert load(tmp_path / "a.gguf").tokeniser.encode("in") == tokeniser.encode("in")
+
+
+def test_without_a_tokeniser(tmp_path):
+    export_gguf(new_model("gpt2"), None, tmp_path / "a.gguf")
+    assert not [key for key in read_metadata(tmp_path / "a.gguf") if key.startswith("tokenizer.")]
+    assert load(tmp_path / "a.gguf").tokeniser is None
+
+
+# -------------------------------------------------------------------- what is refused
+FIELDS = {
+    "qk_norm": (LLAMA, {"qk_norm": True}, "in the way of llama: qk_norm=True"),
+    "window": (LLAMA, {"window": 8}, "in the way of llama: rotary_local_base=0.0, window=8"),
+    "softmax": (GPT2, {"softmax": "softmax1"}, "in the way of gpt2: softmax='softmax1'"),
+    "another activation in llama": (LLAMA, {"activation": "relu"}, "in the way of llama: activation='relu'"),
+    "another activation in gpt2": (GPT2, {"activation": "gelu_exact"}, "in the way of gpt2: activation='gelu_exact'"),
+    "scores without a scale": (GPT2, {"score_scale": 1.0}, "in the way of gpt2: score_scale=1.0"),
+    "a part that turns": (LLAMA, {"rotary_fraction": 0.5}, "in the way of llama: rotary_fraction=0.5"),
+    "side by side": (GPT2, {"parallel": True}, "in the way of gpt2: parallel=True"),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_in_the_way(tmp_path, name):
+    base, changes, why = FIELDS[name]
+    with pytest.raises(ValueError) as caught:
+        export_gguf(GPT(ModelConfig(**{**base, **changes})), None, tmp_path / "a.gguf")
+    assert str(caught.value) == f"export_gguf: llama.cpp cannot run this model: {why}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokenisers_in_the_way(tmp_path):
+    document = json.loads(other_tokeniser().to_tokenizer_json())
+    strange = {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": False}
+    lstrip = [{**token, "lstrip": True} for token in document["added_tokens"]]
+    before = {"type": "Prepend", "prepend": "_"}
+    words = {"type": "WordLevel", "vocab": {"a": 0, "<|im_end|>": 1}, "unk_token": "a"}
+    cases: list[tuple[Any, str]] = [
+        (our_tokeniser("tricycle"), "cuts text as one of gpt-2, smollm, llama-bpe, qwen2 does"),
+        (other_tokeniser(pre_tokenizer=strange), "cuts text as one of gpt-2"),
+        (other_tokeniser(normalizer=before), "cuts text as one of gpt-2"),
+        (other_tokeniser(added_tokens=lstrip), "without lstrip, rstrip and single_word, got '<|endoftext|>'"),
+        (other_tokeniser(model=words), "expected a byte-level BPE, got WordLevel"),
+        (other_tokeniser(model={**document["model"], "merges": [], "ignore_merges": True}), "none leads to 7, such as"),
+        (PretrainedTokeniser(other_tokeniser().to_tokenizer_json()), "with bos_token or eos_token"),
+        (BPETokeniser(257, ["<x>"]), "expected a tokeniser with <|endoftext|>"),
+        (object(), "expected a BPETokeniser or a PretrainedTokeniser, got object"),
+    ]
+    for tokeniser, why in cases:
+        with pytest.raises(ValueError) as caught:
+            export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
+        message = str(caught.value)
+        assert message.startswith("export_gguf: llama.cpp cannot run this model: ") and why in message, message
+        assert "\n" not in message
+    small = GPT(ModelConfig(**{**LLAMA, "vocab_size": 200}))
+    with pytest.raises(ValueError, match=r"at most 200 tokens, as the model has rows, got 264$"):
+        export_gguf(small, our_tokeniser(), tmp_path / "a.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_arguments(tmp_path):
+    with pytest.raises(ValueError, match=r"^export_gguf: expected kind to be one of F32, F16, Q8_0, got 'Q4_K'$"):
+        export_gguf(new_model("llama"), None, tmp_path / "a.gguf", "Q4_K")
+    with pytest.raises(ValueError, match=r"^export_gguf: expected a GPT, got dict$"):
+        export_gguf({}, None, tmp_path / "a.gguf")
+
+
+# -------------------------------------------------------------------- llama.cpp itself
+def greedy_of_llama_cpp(path: Path, prompt: list[int], n: int) -> list[int]:
+    """In 32 bits throughout, its cache too."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    model = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, type_k=0, type_v=0, verbose=False)
+    tokens = []
+    for token in model.generate(prompt, temp=0.0, repeat_penalty=1.0):
+        tokens.append(token)
+        if len(tokens) == n:
+            break
+    model.close()
+    return tokens
+
+
+@each_model
+def test_llama_cpp_goes_on_alike(tmp_path, name):
+    model = new_model(name)
+    export_gguf(model, our_tokeniser(), tmp_path / "a.gguf")
+    prompt = TOKENS[0, :8].tolist()
+    expected = [int(token) for token in generate(model, prompt, 32, temperature=0)][-32:]
+    assert len(set(expected)) > 3
+    assert greedy_of_llama_cpp(tmp_path / "a.gguf", prompt, 32) == expected
+
+
+@pytest.mark.parametrize("of", ["ours", "another"])
+def test_llama_cpp_cuts_text_alike(tmp_path, of):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokeniser: Any = our_tokeniser() if of == "ours" else other_tokeniser()
+    export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
+    model = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
+    for text in TEXTS:
+        ours = tokeniser.encode(text, allowed_special=True)
+        assert model.tokenize(text.encode(), add_bos=False, special=True) == list(map(int, ours)), text
+    model.close()
