@@ -1,23 +1,520 @@
-"""Reading other people's models: folders, files, and what is refused."""
+"""Reading other people's models: folders, files, names, memory, and what is refused with one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tricycle.pretrained import load
+from tricycle.checkpoint import save_checkpoint
+from tricycle.configs import GPTConfig, ModelConfig
+from tricycle.generate import generate
+from tricycle.models import GPT
+from tricycle.pretrained import hub, load
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.tensor_files import read_tensors, write_tensors
+from tricycle.tensor import no_grad
+from tricycle.tokeniser import BPETokeniser
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+SIZES = {"vocab_size": 300, "context_window": 32, "embedding_dim": 24, "n_heads": 4, "n_layers": 2}
+LIKE_LLAMA = {"norm": "rms_norm", "positions": "rotary", "activation": "swish", "gated": True, "bias": False}
+LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA, n_key_heads=2, hidden_size=40)
+GPT2 = ModelConfig(**SIZES)
+TOKENS = np.random.default_rng(0).integers(0, 300, (2, 20))
 
 
-def test_a_folder(tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
+def a_folder(place: Path, config: ModelConfig = LLAMA, tokeniser: Any = None, dtype: str = "float32") -> GPT:
+    """A small model, written there."""
+    model = GPT(config)
+    export_folder(model, tokeniser, place, dtype=dtype)
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    a_folder(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the object in a JSON file."""
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def refuse(path: Path, message: str, kind: type[Exception] = ValueError) -> None:
+    """The message matches, and is one line."""
+    with pytest.raises(kind, match=message) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
+
+
+# -------------------------------------------------------------------- what comes back
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_what_was_written_is_read(config: ModelConfig, tmp_path: Path) -> None:
+    model = a_folder(tmp_path / "model", config)
+    ours = load(tmp_path / "model")
+    assert not ours.model.training
+    assert ours.tokeniser is None
+    state = ours.model.state_dict()
+    for name, array in model.state_dict().items():
+        assert np.array_equal(array, state[name]), name
+    assert ours.source.fields["model_type"] in ("llama", "gpt2")
+    by_file = load(tmp_path / "model" / "model.safetensors")
+    assert np.array_equal(by_file.model(TOKENS).array, model(TOKENS).array)
+
+
+def test_settings(folder: Path) -> None:
+    values = {"do_sample": True, "temperature": 0.6, "top_k": None, "top_p": 0.9, "eos_token_id": [2, 7]}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    assert load(folder).generation == GenerationSettings(True, 0.6, 50, 0.9, stop_tokens=(2, 7))
+    edit(folder / "config.json", lambda fields: fields.update(eos_token_id=5))
+    (folder / "generation_config.json").write_text("{}")
+    assert load(folder).generation == GenerationSettings(stop_tokens=(5,))
+    (folder / "generation_config.json").unlink()
+    assert load(folder).generation == GenerationSettings(stop_tokens=(5,))
+    for name, value in {
+        "temperature": "hot",
+        "top_k": 1.5,
+        "do_sample": 1,
+        "eos_token_id": ["x"],
+        "top_p": True,
+    }.items():
+        (folder / "generation_config.json").write_text(json.dumps({name: value}))
+        refuse(folder, name)
+
+
+def test_a_tokeniser_comes_along_and_rows_beyond_it_are_never_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    tokeniser = BPETokeniser(300).train("some text of very few words, some text " * 9, progress=False)
+    assert tokeniser.n_vocab < 300
+    a_folder(tmp_path / "model", LLAMA, tokeniser)
+    ours = load(tmp_path / "model")
+    assert ours.tokeniser.n_vocab == tokeniser.n_vocab
+    assert ours.tokeniser.encode("some words") == tokeniser.encode("some words").tolist()
+    assert ours.generation.stop_tokens == (tokeniser.end_of_text,)
+    drawn = generate(ours.model, [5], 400, temperature=5.0, n_vocab=ours.tokeniser.n_vocab)
+    assert max(drawn) < tokeniser.n_vocab
+    edit(tmp_path / "model" / "tokenizer.json", lambda document: document["model"]["vocab"].update(many=300))
+    refuse(tmp_path / "model", "a tokeniser of at most 300 tokens, as the model knows, got 301")
+
+
+def test_a_run_folder_and_a_checkpoint(tmp_path: Path) -> None:
+    tokeniser = BPETokeniser(300).train("some text of very few words, some text " * 9, progress=False)
+    model = GPT(GPTConfig(**SIZES)).eval()
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    (tmp_path / "metrics.jsonl").write_text("")
+    refuse(tmp_path, "a run folder with best.safetensors or last.safetensors", FileNotFoundError)
+    save_checkpoint(tmp_path / "last.safetensors", model, tokeniser)
+    for path in (tmp_path, tmp_path / "last.safetensors"):
+        ours = load(path)
+        assert np.array_equal(ours.model(TOKENS).array, model(TOKENS).array)
+        assert ours.tokeniser == tokeniser
+        assert ours.generation.stop_tokens == (tokeniser.end_of_text,)
+        assert ours.generation.do_sample and ours.source is None
+    other = GPT(GPTConfig(**SIZES, seed=1)).eval()
+    save_checkpoint(tmp_path / "best.safetensors", other)
+    assert np.array_equal(load(tmp_path).model(TOKENS).array, other(TOKENS).array)
+    assert load(tmp_path).tokeniser is None
+
+
+# -------------------------------------------------------------------- 16 bits, and memory
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_16_bits_stay_so_where_asked(dtype: str, config: ModelConfig, tmp_path: Path) -> None:
+    a_folder(tmp_path / "model", config, dtype=dtype)
+    wide, stored = load(tmp_path / "model").model, load(tmp_path / "model", dtype="stored").model
+    assert {p.dtype.itemsize for p in wide.parameters()} == {4}
+    large = [p for p in stored.parameters() if p.ndim == 2 and p.role != "position"]
+    assert {str(p.dtype) for p in large} == {dtype}
+    assert sum(p.array.nbytes for p in stored.parameters()) < 0.6 * sum(p.array.nbytes for p in wide.parameters())
+    expected = wide(TOKENS).array
+    assert stored(TOKENS).array.dtype == np.float32
+    assert np.abs(stored(TOKENS).array - expected).max() < 1e-5 * np.abs(expected).max()
+    assert list(generate(stored, [1, 2], 12, temperature=0)) == list(generate(wide, [1, 2], 12, temperature=0))
+    stored(TOKENS).sum().backward()  # what is not frozen may learn
+    assert all((p.grad is None) == (p.dtype.itemsize == 2) for p in stored.parameters())
+    with pytest.raises(ValueError, match="expected weights of 32 bits"):
+        stored.unfreeze()
+
+
+def test_what_dtypes_there_are(folder: Path) -> None:
+    with pytest.raises(ValueError, match="dtype to be one of float32, stored, got 'int4'"):
+        load(folder, dtype="int4")
+
+
+def test_bfloat16_is_read_exactly_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_folder(tmp_path / "model", dtype="bfloat16")
+    expected = load(tmp_path / "model").model.state_dict()
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    for name, array in load(tmp_path / "model").model.state_dict().items():
+        assert np.array_equal(array, expected[name])
+
+
+def test_rounding_to_16_bits(tmp_path: Path) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    bits = np.random.default_rng(1).integers(0, 2**32, 10_000, dtype=np.uint32)
+    values = np.concatenate([bits.view(np.float32), np.float32([0, -0.0, np.inf, -np.inf, 1, 1.00390625, 1.01171875])])
+    with (tmp_path / "a.safetensors").open("wb") as file:
+        write_tensors(file, {"a": values.shape}, [("a", values)], "BF16")
+    tensors, metadata = read_tensors(tmp_path / "a.safetensors")
+    assert metadata == {"format": "pt"}
+    with np.errstate(all="ignore"):
+        expected = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(tensors["a"].read().astype(np.float32), expected)
+
+
+PEAK = """
+import sys, numpy, ml_dtypes, tricycle.pretrained
+def status(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+before = status("VmRSS")
+model = tricycle.pretrained.load(sys.argv[1], sys.argv[2]).model
+print(sum(p.array.nbytes for p in model.parameters()), status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
+@pytest.mark.parametrize("dtypes", ["float32 float32", "bfloat16 float32", "bfloat16 stored"])
+def test_loading_needs_the_memory_of_the_model(dtypes: str, tmp_path: Path) -> None:
+    """And 10 % more at most. Most of it is one large table."""
+    written, dtype = dtypes.split()
+    config = ModelConfig(**LIKE_LLAMA, vocab_size=80_000, embedding_dim=256, n_heads=4, n_layers=4, hidden_size=1024)
+    export_folder(GPT(config, draw_weights=False), None, tmp_path / "model", dtype=written)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path / "model", dtype], capture_output=True, text=True, check=True
     )
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    theirs.save_pretrained(tmp_path)
-    ours = load(tmp_path)
-    tokens = np.random.default_rng(0).integers(0, 61, (2, 20))
-    with torch.no_grad():
-        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-    assert np.abs(ours.model(tokens).array - expected).max() < 1e-4 * np.abs(expected).max()
-    assert ours.generation.stop_tokens == (2,)
+    own, peak = map(int, done.stdout.split())
+    assert own > (40e6 if dtype == "stored" else 80e6)
+    assert 0.9 * own < peak < 1.1 * own
+
+
+# -------------------------------------------------------------------- configs that are refused
+FIELDS: list[tuple[str, Any, str]] = [
+    ("model_type", None, "expected model_type to be one of llama, .*, got None"),
+    ("model_type", "mamba", "expected model_type to be one of llama, .*, got 'mamba'"),
+    ("model_type", ["llama"], "model_type"),
+    ("vocab_size", "many", "expected vocab_size to be a whole number above 0, got 'many'"),
+    ("vocab_size", 0, "vocab_size"),
+    ("vocab_size", -3, "vocab_size"),
+    ("vocab_size", 1.5, "vocab_size"),
+    ("vocab_size", True, "vocab_size"),
+    ("vocab_size", 10**12, "the config asks for at least 24,000,000,.* numbers, the tensors have"),
+    ("vocab_size", 10**400, "vocab_size"),
+    ("vocab_size", 299, r"model.embed_tokens.weight: expected shape \(299, 24\), got \(300, 24\)"),
+    ("num_hidden_layers", 10**12, "expected num_hidden_layers to be at most 20, as many as there are tensors"),
+    ("num_hidden_layers", 3, "missing model.layers.2.input_layernorm.weight, .* and 5 more"),
+    ("num_hidden_layers", 1, "unexpected model.layers.1.* and 5 more"),
+    ("hidden_size", 10**9, "the config asks for at least"),
+    ("intermediate_size", 39, r"model.layers.0.mlp.up_proj.weight: expected shape \(39, 24\), got \(40, 24\)"),
+    ("num_attention_heads", 5, "n_key_heads"),
+    ("num_key_value_heads", 4, r"model.layers.0.self_attn.k_proj.weight: expected shape \(24, 24\), got \(12, 24\)"),
+    ("head_dim", 5, "head_size"),
+    ("hidden_act", "quick_gelu", "expected hidden_act to be one of .*, got 'quick_gelu'"),
+    ("hidden_act", {}, "hidden_act"),
+    ("rms_norm_eps", 0, "rms_norm_eps"),
+    ("rms_norm_eps", "small", "rms_norm_eps"),
+    ("rope_theta", float("inf"), "rope_theta"),
+    ("rope_theta", -1, "rope_theta"),
+    ("tie_word_embeddings", "yes", "tie_word_embeddings"),
+    ("tie_word_embeddings", False, "missing lm_head.weight"),
+    ("attention_bias", True, "missing .*self_attn.q_proj.bias"),
+    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}, "rope_type to be default, linear or llama3, got 'yarn'"),
+    ("rope_scaling", {"type": "dynamic", "factor": 4.0}, "rope_type to be .*, got 'dynamic'"),
+    ("rope_scaling", {"rope_type": "linear"}, "rope_scaling.factor"),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor"),
+    ("rope_scaling", "linear", "rope_scaling to be an object"),
+    ("quantization_config", {"quant_method": "gptq"}, "got quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), FIELDS)
+def test_fields_that_are_refused(name: str, value: Any, message: str, folder: Path) -> None:
+    edit(folder / "config.json", lambda fields: fields.update({name: value}))
+    refuse(folder, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("n_positions", 10**11, "the config asks for at least"),
+        ("n_layer", 10**11, "expected n_layer to be at most"),
+        ("scale_attn_by_inverse_layer_idx", True, "scale_attn_by_inverse_layer_idx"),
+        ("add_cross_attention", True, "add_cross_attention"),
+    ],
+)
+def test_fields_of_gpt2_that_are_refused(name: str, value: Any, message: str, tmp_path: Path) -> None:
+    a_folder(tmp_path / "model", GPT2)
+    edit(tmp_path / "model" / "config.json", lambda fields: fields.update({name: value}))
+    refuse(tmp_path / "model", message)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\xff\xfe", '{"a": 1}{'])
+def test_a_config_that_is_none(text: str, folder: Path) -> None:
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    refuse(folder, "config.json: expected")
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    refuse(folder, "config.json: there is no such file", FileNotFoundError)
+
+
+# -------------------------------------------------------------------- files that are refused
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any], more: bytes = b"") -> None:
+    """Change the header of a safetensors file."""
+    content = path.read_bytes()
+    n_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + n_bytes])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + n_bytes :] + more)
+
+
+NORM = "model.norm.weight"
+HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda header: header[NORM].update(dtype="F12"), "model.norm.weight: expected one of the types .*, got 'F12'"),
+    (lambda header: header[NORM].update(dtype="I32"), "model.norm.weight: expected floating-point numbers, got I32"),
+    (lambda header: header[NORM].update(dtype="F16"), "96 bytes are not those of shape"),
+    (lambda header: header[NORM].update(shape=[25]), "96 bytes are not those of shape"),
+    (lambda header: header[NORM].update(shape=[2**62, 2**62]), "bytes are not those of shape"),
+    (lambda header: header[NORM].update(shape=[-24]), "a shape of whole numbers"),
+    (lambda header: header[NORM].update(shape=24), "a shape of whole numbers"),
+    (lambda header: header[NORM].update(shape=[1] * 99), "a shape of whole numbers"),
+    (lambda header: header[NORM].update(shape=[4, 6]), r"model.norm.weight: expected shape \(24,\), got \(4, 6\)"),
+    (lambda header: header[NORM].update(data_offsets=[0, 96]), "overlap"),
+    (lambda header: header[NORM].update(data_offsets=[10**15, 10**15 + 96]), "the file is cut off or damaged"),
+    (lambda header: header[NORM].update(data_offsets=[96, 0]), "the file is cut off or damaged"),
+    (lambda header: header[NORM].update(data_offsets=[1, 2, 3]), "a first and a last byte"),
+    (lambda header: header.update({NORM: 3}), "model.norm.weight: expected an object"),
+    (lambda header: header.update(__metadata__=[]), "an object as metadata"),
+    (lambda header: header.pop(NORM), "missing model.norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HEADERS)
+def test_headers_that_are_refused(change: Callable[[dict[str, Any]], Any], message: str, folder: Path) -> None:
+    rewrite(folder / "model.safetensors", change)
+    refuse(folder, message)
+
+
+def add(name: str, kind: str = "F32") -> Callable[[dict[str, Any]], None]:
+    def change(header: dict[str, Any]) -> None:
+        end = max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
+        header[name] = {"dtype": kind, "shape": [1], "data_offsets": [end, end + 4]}
+
+    return change
+
+
+def test_a_tensor_too_many(folder: Path) -> None:
+    rewrite(folder / "model.safetensors", add("model.layers.0.adapter.weight"), bytes(4))
+    refuse(folder, "unexpected model.layers.0.adapter.weight")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "h.1.attn.bias", "h.1.attn.masked_bias"]
+)
+def test_buffers_are_passed_over(name: str, folder: Path) -> None:
+    rewrite(folder / "model.safetensors", add(name, "I32"), bytes(4))
+    load(folder)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 4, 8, 20, 2000, -1])
+def test_a_file_that_is_cut_off(n_bytes: int, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:n_bytes])
+    refuse(folder, "cut off")
+
+
+def test_a_header_that_is_none(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes((2**60).to_bytes(8, "little") + bytes(100))
+    refuse(folder, "header is cut off")
+    for text in (b"[]", b"{", b"\xff\xff", b'{"a": 1, "a": 2}', b"[" * 100_000):
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        refuse(folder, "its header is no")
+
+
+def test_whatever_byte_of_a_header_is_wrong(folder: Path) -> None:
+    """A file is read as it is, or refused in one line."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    n_bytes = 8 + int.from_bytes(content[:8], "little")
+    generator = np.random.default_rng(0)
+    n_refused = 0
+    for _ in range(150):
+        damaged = bytearray(content)
+        damaged[generator.integers(n_bytes)] = generator.integers(256)
+        path.write_bytes(damaged)
+        try:
+            load(folder)
+        except ValueError as error:
+            n_refused += 1
+            assert "\n" not in str(error)
+    assert n_refused > 100
+
+
+def test_a_pickle_alone(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refuse(folder, "pickle, which can run anything .*save_pretrained")
+    (folder / "pytorch_model.bin").unlink()
+    refuse(folder, "expected model.safetensors or model.safetensors.index.json", FileNotFoundError)
+
+
+def test_a_head_that_should_be_the_embedding(folder: Path) -> None:
+    """transformers writes it twice in some files; with other values the config contradicts the weights."""
+    path = folder / "model.safetensors"
+    tensors, _ = read_tensors(path)
+    arrays = {name: tensor.read().copy() for name, tensor in tensors.items()}
+    for shift in (0, 1):
+        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"] + shift
+        with path.open("wb") as file:
+            write_tensors(file, {name: array.shape for name, array in arrays.items()}, arrays.items(), "F32")
+        if shift:
+            refuse(folder, "tie_word_embeddings says that lm_head.weight is model.embed_tokens.weight")
+        else:
+            load(folder)
+
+
+# -------------------------------------------------------------------- many files
+@pytest.fixture
+def shards(folder: Path) -> Path:
+    """The folder with its weights in two files."""
+    tensors, _ = read_tensors(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
+    for file_name, part in parts.items():
+        arrays = {name: tensors[name].read() for name in part}
+        with (folder / file_name).open("wb") as file:
+            write_tensors(file, {name: array.shape for name, array in arrays.items()}, arrays.items(), "F32")
+    places = {name: file_name for file_name, part in parts.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def test_two_files(shards: Path) -> None:
+    expected = load(shards).model(TOKENS).array
+    (shards / "model.safetensors").unlink()
+    assert np.array_equal(load(shards).model(TOKENS).array, expected)
+
+
+FIRST = "model-00001-of-00002.safetensors"
+
+
+def test_files_that_are_refused(shards: Path) -> None:
+    (shards / "model.safetensors").unlink()
+    index = shards / "model.safetensors.index.json"
+    before = index.read_text()
+    for change, message in [
+        (
+            lambda values: values["weight_map"].update(more="model-00001-of-00002.safetensors"),
+            "more is in none of the files",
+        ),
+        (lambda values: values["weight_map"].update({NORM: "../model.safetensors"}), "files beside it, got '../model"),
+        (lambda values: values["weight_map"].update({NORM: "/etc/passwd"}), "files beside it"),
+        (lambda values: values["weight_map"].update({NORM: 3}), "weight_map to be an object"),
+        (lambda values: values.pop("weight_map"), "weight_map to be an object"),
+    ]:
+        edit(index, change)
+        refuse(shards, message)
+        index.write_text(before)
+    second = shards / "model-00002-of-00002.safetensors"
+    second.rename(shards / "elsewhere")
+    refuse(shards, "model-00002-of-00002.safetensors: this part of the weights is missing", FileNotFoundError)
+    second.write_bytes((shards / FIRST).read_bytes())
+    refuse(shards, "is in another part too")
+
+
+# -------------------------------------------------------------------- names
+def test_no_such_place(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", "./nowhere", "../a/b/c.gguf", "a b"):
+        refuse(path, "there is no such folder or file", FileNotFoundError)
+
+
+def test_a_name_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModuleNotFoundError, match=r'no such folder or file.* pip install "tricycle-gpt\[pretrained\]"'):
+        load("somebody/some-model")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A made-up cache with one model, and no network."""
+    constants = pytest.importorskip("huggingface_hub").constants
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    place = tmp_path / "hub" / "models--somebody--some-model"
+    a_folder(place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return place
+
+
+def test_a_name_that_is_in_the_cache(cache: Path) -> None:
+    for name in ("somebody/some-model", "somebody/some-model@main"):
+        assert load(name).source.path.parent == cache / "snapshots"
+
+
+def test_names_that_are_not(cache: Path) -> None:
+    refuse(
+        "somebody/other-model", "HF_HUB_OFFLINE is set: where there is a network, run `hf download", FileNotFoundError
+    )
+    refuse("somebody/some-model@v2", "HF_HUB_OFFLINE is set", FileNotFoundError)
+    (cache / "refs" / "main").unlink()
+    refuse("somebody/some-model", "HF_HUB_OFFLINE is set", FileNotFoundError)
+
+
+def test_what_the_hub_says_is_said_in_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("huggingface_hub.errors")
+    library = sys.modules["huggingface_hub"]
+
+    class Response:
+        headers: dict[str, str] = {}
+        request = None
+        status_code = 401
+
+    cases = [
+        (errors.GatedRepoError, "give it on https://huggingface.co/a/b, then run: hf auth login"),
+        (errors.RepositoryNotFoundError, "huggingface.co has no model of that name that is open to you"),
+    ]
+    for kind, message in cases:
+
+        def fail(*args: Any, kind: Any = kind, **options: Any) -> None:
+            raise kind("long\nstory", response=Response())
+
+        monkeypatch.setattr(library, "snapshot_download", fail)
+        refuse("a/b", message, FileNotFoundError)
+
+    def unreachable(*args: Any, **options: Any) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(library, "snapshot_download", unreachable)
+    refuse("a/b", "no route to host", FileNotFoundError)
+
+
+def test_only_what_is_needed_is_downloaded() -> None:
+    from fnmatch import fnmatch
+
+    def wanted(name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in hub.FILES)
+
+    assert all(wanted(f"model{part}.safetensors") for part in ("", "-00001-of-00003"))
+    assert not any(wanted(name) for name in ("pytorch_model.bin", "modeling.py", "onnx/model.onnx", "consolidated.pth"))
+
+
+# -------------------------------------------------------------------- models that nobody drew
+def test_weights_that_are_not_drawn() -> None:
+    model = GPT(GPT2, draw_weights=False)
+    assert {float(np.abs(p.array).max()) for p in model.parameters()} == {0.0, 1.0}
+    with no_grad():
+        assert model(TOKENS).shape == (2, 20, 300)
