@@ -18,6 +18,11 @@ ACTIVATION_WORDS: dict[str, tuple[str, ...]] = {
 OURS = {word: ours for ours, words in ACTIVATION_WORDS.items() for word in words}
 
 
+def activation_word(activation: str) -> str:
+    """What transformers calls an activation of ours ("swiglu" is the gated "swish")."""
+    return ACTIVATION_WORDS["swish" if activation == "swiglu" else activation][0]
+
+
 class Fields:
     """What a model's config.json says.
 

@@ -15,7 +15,7 @@ from tricycle.pretrained.families.llama import (
     window_fields,
     windows,
 )
-from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, rotary_section, wrong
+from tricycle.pretrained.fields import Fields, activation_word, rotary_section, wrong
 from tricycle.pretrained.same import has_bias
 
 NAMES: Names = {
@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+USUAL_WINDOW = 4096
 GEMMA3_DEFAULTS = {**DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_072}
 
 
@@ -93,7 +94,7 @@ def _pattern(n_layers: int, every: int) -> list[str]:
 
 
 def _window(fields: Fields, types: list[str]) -> int | None:
-    window = fields.whole_or_none("sliding_window", 4096)
+    window = fields.whole_or_none("sliding_window", USUAL_WINDOW)
     if window is None and "sliding_attention" in types:
         raise wrong("sliding_window", "a whole number above 0, for layers of sliding_attention", None)
     return window
@@ -126,10 +127,11 @@ def to_gemma2(config: ModelConfig) -> dict[str, Any]:
     theirs = {
         **common_fields(config),
         **window_fields(config),
-        "hidden_activation": ACTIVATION_WORDS["swish" if config.activation == "swiglu" else config.activation][0],
+        "hidden_activation": activation_word(config.activation),
         "query_pre_attn_scalar": _query_scalar(config),
         "attn_logit_softcapping": config.score_cap or None,
         "final_logit_softcapping": config.logit_cap or None,
+        "sliding_window": config.window or USUAL_WINDOW,  # must be there even if no layer has one
         "attention_bias": has_bias(config, "qkv") or has_bias(config, "output"),
     }
     del theirs["hidden_act"]

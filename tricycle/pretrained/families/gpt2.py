@@ -6,7 +6,7 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields
+from tricycle.pretrained.fields import Fields, activation_word
 
 NAMES: Names = {
     "token_embedding": ["transformer.wte"],
@@ -50,7 +50,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "n_layer": config.n_layers,
         "n_head": config.n_heads,
         "layer_norm_epsilon": config.norm_eps,
-        "activation_function": "gelu_new" if config.activation == "gelu" else ACTIVATION_WORDS[config.activation][0],
+        "activation_function": "gelu_new" if config.activation == "gelu" else activation_word(config.activation),
         "scale_attn_weights": config.score_scale != 1,
         "tie_word_embeddings": config.tied,
         "resid_pdrop": config.dropout,

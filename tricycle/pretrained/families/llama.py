@@ -9,7 +9,7 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, rotary_fields, wrong
+from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, wrong
 from tricycle.pretrained.same import has_bias
 
 LLAMA_NAMES: Names = {
@@ -120,7 +120,7 @@ def common_fields(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.key_heads,
         "head_dim": config.channels_per_head,
         "rms_norm_eps": config.norm_eps,
-        "hidden_act": ACTIVATION_WORDS["swish" if config.activation == "swiglu" else config.activation][0],
+        "hidden_act": activation_word(config.activation),
         "tie_word_embeddings": config.tied,
         "rope_theta": config.rotary_base,
         "attention_dropout": 0.0,

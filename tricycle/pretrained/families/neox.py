@@ -7,7 +7,7 @@ from typing import Any
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
 from tricycle.pretrained.families.llama import rotary_scaling_fields
-from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, rotary_fields
+from tricycle.pretrained.fields import Fields, activation_word, rotary_fields
 from tricycle.pretrained.same import has_bias
 
 NAMES: Names = {
@@ -55,7 +55,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.n_heads,
         "layer_norm_eps": config.norm_eps,
         "use_parallel_residual": config.parallel,
-        "hidden_act": ACTIVATION_WORDS[config.activation][0],
+        "hidden_act": activation_word(config.activation),
         "attention_bias": has_bias(config, "qkv") or has_bias(config, "output"),
         "tie_word_embeddings": config.tied,
         "rotary_emb_base": config.rotary_base,

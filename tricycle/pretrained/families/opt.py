@@ -6,7 +6,7 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields
+from tricycle.pretrained.fields import Fields, activation_word
 from tricycle.pretrained.same import has_bias
 
 NAMES: Names = {
@@ -59,7 +59,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": config.n_layers,
         "num_attention_heads": config.n_heads,
         "do_layer_norm_before": config.norm_placement == "before",
-        "activation_function": ACTIVATION_WORDS[config.activation][0],
+        "activation_function": activation_word(config.activation),
         "enable_bias": any(has_bias(config, part) for part in ("qkv", "output", "mlp")),
         "word_embed_proj_dim": config.embedding_size or config.embedding_dim,
         "tie_word_embeddings": config.tied,

@@ -7,7 +7,7 @@ from typing import Any
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
 from tricycle.pretrained.families.llama import LLAMA_NAMES, rotary_scaling_fields
-from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields, rotary_fields
+from tricycle.pretrained.fields import Fields, activation_word, rotary_fields
 
 NAMES: Names = {
     **LLAMA_NAMES,
@@ -51,7 +51,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.key_heads,
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": ACTIVATION_WORDS[config.activation][0],
+        "hidden_act": activation_word(config.activation),
         "tie_word_embeddings": False,
         "rope_theta": config.rotary_base,
         "partial_rotary_factor": config.rotary_fraction,

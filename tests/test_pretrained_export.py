@@ -1,0 +1,274 @@
+"""Giving back: transformers loads what we wrote, with the same logits and tokens; or we say what is in the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers_families import FAMILIES, difference
+
+from tricycle.configs import PRESETS, EncoderConfig, ModelConfig
+from tricycle.encoder import TextEncoder
+from tricycle.generate import generate
+from tricycle.models import GPT
+from tricycle.pretrained import load
+from tricycle.pretrained.export import export_folder, family_of_config
+from tricycle.pretrained.settings import GenerationSettings
+from tricycle.tokeniser import BPETokeniser
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+AGREED = 1e-4
+TEXT = "The cat sat on the mat; 12345 cats' mats, naïve Ĳsselmeer.\n\n\tfür 3½ €uro — そして日本語も。" * 20
+ODD_TEXTS = [
+    "",
+    " ",
+    "  leading, and trailing  ",
+    "\n\n\r\n\t \u00a0\u2003x",
+    "don't you'll WE'VE it's 1234567 3½ ²³ x٣٤",
+    "naïve na\u0308ive Ĳ \ufb01 \uff41\uff42 ǅ",
+    "👩\u200d👩\u200d👧\u200d👦 🏳️\u200d🌈 e\u0301\u0327",
+    "日本語とไทยและ العربية עברית हिन्दी 한국어",
+    "\u0000\u0001\u007f\u0085\u200b\u2028\ufeff\ufffd\U0010ffff",
+    "<|endoftext|> <|endoftext|>",
+    "a" * 300 + " " * 300,
+    "def f(x):\n    return {'a': [1, 2], **x}  # ok\n",
+]
+SIZES = {"vocab_size": 310, "context_window": 128, "embedding_dim": 24, "n_heads": 3, "n_layers": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokeniser() -> BPETokeniser:
+    return BPETokeniser(310).train(TEXT, progress=False)
+
+
+def lively(config: ModelConfig) -> GPT:
+    """A model whose every weight shows."""
+    model = GPT(config).eval()
+    generator = np.random.default_rng(1)
+    for p in model.parameters():
+        p.array[...] += 0.2 * generator.standard_normal(p.shape, dtype=np.float32)
+    return model
+
+
+def theirs_of(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def compare(model: GPT, folder: Path, agreed: float = AGREED) -> None:
+    """Logits of transformers, and of ourselves, and greedy tokens of both."""
+    theirs = theirs_of(folder)
+    tokens = np.random.default_rng(2).integers(0, model.config.vocab_size, (2, 24))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+    ours = model(tokens).array
+    assert difference(ours, expected) < agreed
+    assert difference(load(folder).model(tokens).array, ours) < min(agreed, 1e-6)
+    prompt = [5, 2, 8]
+    n_new = min(32, model.config.context_window - 3)
+    settings = {"no_repeat_ngram_size": 2, "do_sample": False, "suppress_tokens": None}
+    theirs.generation_config.eos_token_id = None
+    out = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, pad_token_id=0, **settings)
+    assert list(generate(model, prompt, n_new, temperature=0, no_repeat_ngram_size=2)) == out[0, 3:].tolist()
+
+
+# -------------------------------------------------------------------- every config that can be said
+LIKE_LLAMA = {**SIZES, "norm": "rms_norm", "positions": "rotary", "gated": True, "activation": "swish", "bias": False}
+EXPRESSED: dict[str, tuple[str, ModelConfig]] = {
+    "GPT-2": ("gpt2", ModelConfig(**SIZES)),
+    "GPT-2, untied": ("gpt2", ModelConfig(**SIZES, tied=False, dropout=0.1)),
+    "GPT-2, no biases": ("gpt2", ModelConfig(**SIZES, bias=False)),
+    "GPT-2, biases here and there": ("gpt2", ModelConfig(**SIZES, qkv_bias=False, mlp_bias=False)),
+    "GPT-2, relu squared": ("gpt2", ModelConfig(**SIZES, activation="relu_squared", hidden_size=50)),
+    "GPT-2, exact, unscaled": ("gpt2", ModelConfig(**SIZES, activation="gelu_exact", score_scale=1.0)),
+    "OPT": ("opt", ModelConfig(**SIZES, position_offset=2, activation="relu", bias=False)),
+    "OPT, norms after": ("opt", ModelConfig(**SIZES, position_offset=2, norm_placement="after", embedding_size=10)),
+    "NeoX": ("gpt_neox", ModelConfig(**SIZES, positions="rotary", tied=False)),
+    "NeoX, parallel, tied": ("gpt_neox", ModelConfig(**SIZES, positions="rotary", parallel=True, rotary_fraction=0.5)),
+    "NeoX, no biases": ("gpt_neox", ModelConfig(**SIZES, positions="rotary", bias=False, activation="sigmoid")),
+    "Llama": ("llama", ModelConfig(**LIKE_LLAMA)),
+    "Llama, swiglu, a ratio": (
+        "llama",
+        ModelConfig(**{**LIKE_LLAMA, "activation": "swiglu", "gated": False, "expansion_ratio": 2.0}, tied=False),
+    ),
+    "Llama, GeGLU, biases": ("llama", ModelConfig(**{**LIKE_LLAMA, "activation": "gelu", "bias": True})),
+    "Llama, biases of q, k, v": ("llama", ModelConfig(**LIKE_LLAMA, qkv_bias=True)),
+    "Llama, llama3": (
+        "llama",
+        ModelConfig(
+            **LIKE_LLAMA, rotary_scaling="llama3", rotary_factor=4.0, rotary_original_window=64, rotary_base=5000.0
+        ),
+    ),
+    "Mistral": ("mistral", ModelConfig(**LIKE_LLAMA, window=5)),
+    "Mistral, for its heads": ("mistral", ModelConfig(**{**LIKE_LLAMA, "n_heads": 5}, head_size=6)),
+    "Qwen3": (
+        "qwen3",
+        ModelConfig(**LIKE_LLAMA, qk_norm=True, qk_norm_eps=1e-5, head_size=10, window=5, full_layers=(1,)),
+    ),
+    "Gemma 2": (
+        "gemma2",
+        ModelConfig(
+            **{**LIKE_LLAMA, "activation": "gelu"},
+            norm_unit_offset=True,
+            norm_placement="both",
+            embedding_scale=24**0.5,
+            score_scale=7**-0.5,
+            logit_cap=3.0,
+        ),
+    ),
+    "Phi": ("phi", ModelConfig(**SIZES, positions="rotary", parallel=True, shared_norm=True, tied=False)),
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSED)
+def test_transformers_loads_what_we_wrote(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
+    model_type, config = EXPRESSED[name]
+    model = lively(config)
+    assert export_folder(model, tokeniser, tmp_path / "model") == model_type
+    compare(model, tmp_path / "model")
+    same_ids(tokeniser, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_comes_back(name: str, tmp_path: Path) -> None:
+    """Their model in ours, in theirs."""
+    family = FAMILIES[name]
+    model = lively(family.ours)
+    assert export_folder(model, None, tmp_path / "model") == family.model_type
+    assert not (tmp_path / "model" / "tokenizer.json").exists()
+    compare(model, tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_16_bits(dtype: str, tmp_path: Path) -> None:
+    """What is in the file is the rounded model."""
+    model = lively(EXPRESSED["Llama"][1])
+    export_folder(model, None, tmp_path / "model", dtype=dtype)
+    rounded = load(tmp_path / "model", dtype="stored").model
+    theirs = theirs_of(tmp_path / "model")
+    assert str(theirs.dtype) == f"torch.{dtype}"
+    tokens = np.random.default_rng(2).integers(0, 310, (2, 24))
+    with torch.no_grad():
+        expected = theirs.float()(torch.from_numpy(tokens)).logits.numpy()
+    assert difference(rounded(tokens).array, expected) < 3e-2  # their table of angles is rounded too
+    export_folder(rounded, None, tmp_path / "again", dtype=dtype)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "model" / "model.safetensors"
+    ).read_bytes()
+
+
+# -------------------------------------------------------------------- tokens
+def same_ids(tokeniser: BPETokeniser, theirs: Any) -> None:
+    for text in ODD_TEXTS:
+        expected = tokeniser.encode(text, allowed_special=True).tolist()
+        assert theirs(text)["input_ids"] == expected, repr(text)
+        assert theirs.decode(expected) == tokeniser.decode(expected), repr(text)
+    assert theirs.eos_token_id == theirs.bos_token_id == tokeniser.end_of_text
+
+
+def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> None:
+    model = lively(replace(EXPRESSED["GPT-2"][1], vocab_size=320))
+    settings = GenerationSettings(do_sample=True, temperature=0.7, top_k=0, min_p=0.1, stop_tokens=(3, 4))
+    export_folder(model, tokeniser, tmp_path / "model", generation=settings)
+    assert load(tmp_path / "model").generation == settings
+    theirs = theirs_of(tmp_path / "model").generation_config
+    assert theirs.eos_token_id == [3, 4]
+    assert theirs.suppress_tokens == list(range(tokeniser.n_vocab, 320))
+    smaller = BPETokeniser(311).train(TEXT, progress=False)
+    smaller_model = GPT(replace(model.config, vocab_size=smaller.n_vocab - 1))
+    with pytest.raises(ValueError, match="export: expected a tokeniser of at most"):
+        export_folder(smaller_model, smaller, tmp_path / "other")
+
+
+def test_a_tokeniser_that_transformers_would_read_as_qwens(tokeniser: BPETokeniser) -> None:
+    """Beside a model of type qwen2 it makes one of Qwen's kind of anything: so another type is taken, or none."""
+    config = ModelConfig(**LIKE_LLAMA, qkv_bias=True)
+    assert family_of_config(config)[1]["model_type"] == "qwen2"
+    assert family_of_config(config, avoided="qwen2")[1]["model_type"] == "llama"
+    windows = replace(config, window=5, full_layers=(1,))
+    assert family_of_config(windows)[1]["model_type"] == "qwen2"
+
+
+# -------------------------------------------------------------------- configs that nobody else knows
+REFUSED: dict[str, tuple[ModelConfig, str]] = {
+    "softmax": (ModelConfig(**SIZES, softmax="softmax1"), "gpt2: softmax='softmax1'"),
+    "blocks": (ModelConfig(**SIZES, softmax="blocks"), "softmax='blocks'"),
+    "token shift": (ModelConfig(**LIKE_LLAMA, token_shift=True), "llama: token_shift=True"),
+    "no positions": (ModelConfig(**SIZES, positions="none"), "positions='none'"),
+    "learned positions": (replace(ModelConfig(**LIKE_LLAMA), positions="learned"), "positions='learned'"),
+    "caps": (ModelConfig(**LIKE_LLAMA, score_cap=5.0), "score_cap=5.0"),
+    "scale": (ModelConfig(**LIKE_LLAMA, score_scale=0.1), "score_scale=0.1"),
+    "eps of q and k": (ModelConfig(**LIKE_LLAMA, qk_norm=True), "qk_norm"),
+    "laptop": (PRESETS["laptop"](), "token_shift=True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_field_in_the_way_is_named(name: str, tmp_path: Path) -> None:
+    config, field = REFUSED[name]
+    with pytest.raises(ValueError, match="no family of transformers computes what this model does") as caught:
+        export_folder(GPT(config), None, tmp_path / "model")
+    assert field in str(caught.value) and "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_decoders(tmp_path: Path) -> None:
+    encoder = TextEncoder(EncoderConfig(vocab_size=50, context_window=16, embedding_dim=32, n_heads=4, n_layers=2))
+    with pytest.raises(ValueError, match="export: expected a GPT, got TextEncoder"):
+        export_folder(encoder, None, tmp_path / "model")
+
+
+# -------------------------------------------------------------------- the folder
+def test_its_files(tokeniser: BPETokeniser, tmp_path: Path) -> None:
+    model = lively(EXPRESSED["Llama"][1])
+    card = {"bits a byte": 1.23456789, "text": 'a "quoted" | one\nand more'}
+    export_folder(model, tokeniser, tmp_path / "deep" / "model", card)
+    folder = tmp_path / "deep" / "model"
+    names = "README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert sorted(path.name for path in folder.iterdir()) == names.split()
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields["architectures"] == ["LlamaForCausalLM"]
+    assert fields["eos_token_id"] == tokeniser.end_of_text
+    readme = (folder / "README.md").read_text()
+    assert f"| parameters | {model.n_parameters:,} |" in readme
+    assert "| bits a byte | 1.235 |" in readme
+    assert "| text | a 'quoted' \\| one and more |" in readme
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    model = lively(EXPRESSED["Llama"][1])
+    (tmp_path / "empty").mkdir()
+    export_folder(model, None, tmp_path / "empty")
+    before = (tmp_path / "empty" / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="a folder that is new or empty"):
+        export_folder(model, None, tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").read_bytes() == before
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="a folder that is new or empty"):
+        export_folder(model, None, tmp_path / "file")
+
+
+def test_a_broken_model_leaves_nothing(tmp_path: Path) -> None:
+    model = lively(EXPRESSED["Llama"][1])
+    model.norm.gain.array[3] = np.nan
+    with pytest.raises(ValueError, match=r"export: expected finite weights, norm.gain has NaN"):
+        export_folder(model, None, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="dtype to be one of float32, float16, bfloat16, got 'int8'"):
+        export_folder(model, None, tmp_path / "model", dtype="int8")
