@@ -16,6 +16,7 @@ from tricycle.configs import (
     GPT2Config,
     GPTConfig,
     LaptopConfig,
+    PortableConfig,
     ShakespeareConfig,
     SmolGPTConfig,
 )
@@ -276,7 +277,8 @@ def test_presets_have_the_shapes_that_were_promised(preset: type[GPTConfig]) -> 
 
 
 def test_the_presets_by_name() -> None:
-    assert set(PRESETS.values()) == {DebugConfig, LaptopConfig, ShakespeareConfig, SmolGPTConfig, GPT2Config}
+    kinds = {DebugConfig, LaptopConfig, PortableConfig, ShakespeareConfig, SmolGPTConfig, GPT2Config}
+    assert set(PRESETS.values()) == kinds
     assert all(name == name.lower() for name in PRESETS)
 
 

@@ -154,6 +154,15 @@ def test_every_family_comes_back(name: str, tmp_path: Path) -> None:
     compare(model, tmp_path / "model")
 
 
+def test_the_portable_preset(tmp_path: Path) -> None:
+    """It is there to be handed on, with a tokeniser that cuts text as GPT-2 does."""
+    tokeniser = BPETokeniser(1024, split="gpt2").train(TEXT, progress=False)
+    model = lively(PRESETS["portable"]())
+    assert export_folder(model, tokeniser, tmp_path / "model") == "llama"
+    compare(model, tmp_path / "model")
+    same_ids(tokeniser, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_in_16_bits(dtype: str, tmp_path: Path) -> None:
     """What is in the file is the rounded model."""

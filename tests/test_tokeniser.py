@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tricycle import tokeniser as module
-from tricycle.tokeniser import END_OF_TEXT, BPETokeniser, StreamDecoder
+from tricycle.tokeniser import END_OF_TEXT, BPETokeniser, StreamDecoder, gpt2_piece
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 TEXT = """def greet(name, times=3):
@@ -407,3 +407,36 @@ def test_gpt2_saves_and_loads(gpt2, tmp_path):
 def test_importing_is_light():
     code = "import sys, tricycle.tokeniser; print(*{'tiktoken', 'tqdm', 'regex', 'requests'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+# -------------------------------------------------------------------- GPT-2's way to cut a text
+CUTS = [
+    "don't you'll WE'VE it's 1234567 3½ ²³ x٣٤",
+    "  two spaces,  and\n\n\tlines \r\n \u00a0\u2003x\u0085 \x1c\x1f",
+    "naïve na\u0308ive 日本語とไทยและ العربية 한국어 👩\u200d👧",
+    "'s 'd'm'''t a'b\u2028\u3000 ",
+]
+
+
+@pytest.mark.parametrize("text", CUTS)
+def test_pieces_are_those_of_gpt2(text: str) -> None:
+    pre_tokenizers = pytest.importorskip("tokenizers").pre_tokenizers
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    expected = [text[start:end] for _, (start, end) in byte_level.pre_tokenize_str(text)]
+    assert re.findall(gpt2_piece(), text) == expected
+
+
+def test_a_tokeniser_that_cuts_as_gpt2_does() -> None:
+    text = "we don't, they don't; 1234 and 1234,\n\n" * 20
+    tokeniser = BPETokeniser(300, split="gpt2").train(text, progress=False)
+    assert tokeniser.to_dict()["split"] == "gpt2"
+    tokens = {tokeniser.token_bytes(token) for token in range(tokeniser.n_vocab)}
+    assert b"'t" in tokens and b" don" in tokens and b" don't" not in tokens
+    assert b" 1234" in tokens
+    assert tokeniser.decode(tokeniser.encode(text)) == text
+    assert len(tokeniser.encode(text)) < len(text) / 2
+    again = BPETokeniser.from_dict(tokeniser.to_dict())
+    assert again == tokeniser
+    assert again.train(text, progress=False) == tokeniser
+    with pytest.raises(ValueError, match="split tricycle or gpt2, got 'words'"):
+        BPETokeniser(300, split="words")

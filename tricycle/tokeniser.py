@@ -13,8 +13,10 @@ import json
 import os
 import re
 import reprlib
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 END_OF_TEXT = "<|endoftext|>"
+SPLITS = ("tricycle", "gpt2")
 
 # Text is cut into pieces before anything is merged, and no merge crosses a piece. The classes are
 # spelt out, with no \w, \s or \p{L}, so that Python's `re` (training) and Rust's regex (encoding)
@@ -47,6 +50,8 @@ PIECE = "|".join(
 )
 # After a letter and before a space every pattern here starts a new piece, so a text may be cut there.
 _SAFE_CUT = re.compile(rf"(?<=[{_LETTER}])(?=[ \n])")
+# What Unicode calls white space; Python's \\s has four control characters more.
+_ANY_SPACE = r"\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _CHUNK = 2**18  # characters: bounds memory, and the depth that GPT-2's look-ahead may backtrack
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what errors="surrogateescape" makes of such bytes
@@ -120,12 +125,15 @@ class BPETokeniser:
             fewer merges than asked for: `n_vocab` counts the ids there are.
         special_tokens: names of ids that stand for no text. Ordinary text that happens to contain
             such a name is ordinary text, see `encode`.
+        split: what cuts a text into pieces, which no token crosses: "tricycle", or "gpt2", which other programs know.
 
     Raises:
-        ValueError: a vocabulary too small for the bytes and the special tokens, or bad special tokens.
+        ValueError: a vocabulary too small for the bytes and the special tokens, bad special tokens, an unknown split.
     """
 
-    def __init__(self, vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)) -> None:
+    def __init__(
+        self, vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,), split: str = "tricycle"
+    ) -> None:
         names = [special_tokens] if isinstance(special_tokens, str) else list(special_tokens)
         sound = all(isinstance(name, str) and name and not _SURROGATE.search(name) for name in names)
         _expect(sound and len(set(names)) == len(names), "special_tokens to be distinct texts, none empty", names)
@@ -133,12 +141,13 @@ class BPETokeniser:
         sound = isinstance(vocab_size, (int, np.integer)) and not isinstance(vocab_size, bool)
         what = f"vocab_size from {at_least} (256 bytes, {len(names)} special tokens) to 2**32"
         _expect(sound and at_least <= vocab_size <= 2**32, what, vocab_size)
+        _expect(split in SPLITS, f"split {' or '.join(SPLITS)}", split)
         self.vocab_size = int(vocab_size)
         self._special_names = names
-        self._set_tokens([bytes([value]) for value in range(256)], split="tricycle")
+        self._set_tokens([bytes([value]) for value in range(256)], split)
 
     def _set_tokens(self, tokens: list[bytes], split: str) -> None:
-        self._split = split  # which pattern cuts text into pieces: "tricycle" or "gpt2"
+        self._split = split  # which pattern cuts text into pieces
         self._ordinary = tokens
         self.special_tokens = {name: len(tokens) + i for i, name in enumerate(self._special_names)}
         self._tokens = tokens + [name.encode("utf-8") for name in self._special_names]
@@ -192,7 +201,7 @@ class BPETokeniser:
             ValueError: no text at all.
         """
         texts = [text] if isinstance(text, (str, bytes, bytearray)) else text
-        find_pieces = re.compile(PIECE).findall
+        find_pieces = re.compile(PIECE if self._split == "tricycle" else gpt2_piece()).findall
         counts: Counter[str] = Counter()
         for one in texts:
             for run in _runs(one)[::2]:
@@ -202,7 +211,7 @@ class BPETokeniser:
         tokens = [bytes([value]) for value in range(256)]
         for left, right in _learn_merges(counts, self.vocab_size - 256 - len(self._special_names), progress):
             tokens.append(tokens[left] + tokens[right])
-        self._set_tokens(tokens, split="tricycle")
+        self._set_tokens(tokens, self._split)
         return self
 
     # encoding and decoding
@@ -298,7 +307,7 @@ class BPETokeniser:
         _expect(isinstance(state, dict) and set(state) == fields, f"a dict of {', '.join(sorted(fields))}", state)
         for name, value in _FORMAT.items():
             _expect(state[name] == value, f"{name} {value}", state[name])
-        _expect(state["split"] in ("tricycle", "gpt2"), "split tricycle or gpt2", state["split"])
+        _expect(state["split"] in SPLITS, f"split {' or '.join(SPLITS)}", state["split"])
         _expect(isinstance(state["special_tokens"], list), "special_tokens to be a list", state["special_tokens"])
         tokeniser = cls(state["vocab_size"], state["special_tokens"])
         texts = state["tokens"]
@@ -366,6 +375,34 @@ class StreamDecoder:
     def flush(self) -> str:
         """As of `TextStream`."""
         return self._decoder.decode(b"", final=True)
+
+
+@cache
+def gpt2_piece() -> str:
+    """GPT-2's pattern (Radford et al. 2019) for Python's `re`, which has no word for all scripts' letters and numbers.
+
+    It is for training alone. Encoding runs in Rust; where that knows a newer Unicode, the two may cut a text in another
+    place, which costs a merge that is never used.
+    """
+    letter, number = (_characters(kind) for kind in "LN")
+    return "|".join(
+        [
+            "'(?:[sdmt]|ll|ve|re)",
+            rf" ?[{letter}]+",
+            rf" ?[{number}]+",
+            rf" ?[^{_ANY_SPACE}{letter}{number}]+",
+            rf"[{_ANY_SPACE}]+(?![^{_ANY_SPACE}])",
+            rf"[{_ANY_SPACE}]+",
+        ]
+    )
+
+
+def _characters(kind: str) -> str:
+    """All characters whose Unicode category begins with this letter, as ranges of a class."""
+    codes = [code for code in range(0x110000) if unicodedata.category(chr(code))[0] == kind]
+    starts = [code for before, code in zip([-2, *codes], codes) if code != before + 1]
+    ends = [code for code, after in zip(codes, [*codes[1:], -2]) if after != code + 1]
+    return "".join(f"\\U{start:08x}-\\U{end:08x}" for start, end in zip(starts, ends))
 
 
 def _expect(ok: bool, what: str, got: object) -> None:

@@ -7,6 +7,7 @@ from tricycle.configs.presets import (
     GPT2Config,
     GPTConfig,
     LaptopConfig,
+    PortableConfig,
     ShakespeareConfig,
     SmolGPTConfig,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "GPTConfig",
     "LaptopConfig",
     "ModelConfig",
+    "PortableConfig",
     "ShakespeareConfig",
     "SmolGPTConfig",
     "TrainingConfig",
