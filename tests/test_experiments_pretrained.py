@@ -20,6 +20,7 @@ from tables import wrong_flags
 
 from experiments.pretrained import g2p, minilm, packages, textgenrnn
 from experiments.pretrained.packages import Package
+from tricycle.pretrained.export import export_folder
 from tricycle_datasets.download import DownloadError
 
 
@@ -410,6 +411,19 @@ def test_the_real_similarities_are_those_of_transformers(tmp_path: Path) -> None
     expected = torch.nn.functional.normalize((hidden * real).sum(dim=1) / real.sum(dim=1)).numpy()
     assert np.abs(vectors @ vectors.T - expected @ expected.T).max() < 1e-5
     assert np.abs(vectors - expected).max() < 1e-5
+
+
+@needs(packages.MINILM)
+def test_the_real_model_is_given_back(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = minilm.load()
+    assert export_folder(model.model, model.tokeniser, tmp_path / "given") == "bert"
+    with zipfile.ZipFile(io.BytesIO(packages.MINILM.read("model.zip"))) as archive:
+        archive.extractall(tmp_path / "theirs")
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("given", "theirs"))
+    texts = ["Größe", "two words"], ["你好", "and two more"]
+    assert dict(ours(*texts, padding=True)) == dict(theirs(*texts, padding=True))
+    assert transformers.AutoModel.from_pretrained(tmp_path / "given").config.hidden_size == 384
 
 
 @needs(packages.MINILM)

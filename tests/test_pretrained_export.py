@@ -236,10 +236,58 @@ def test_the_field_in_the_way_is_named(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_decoders(tmp_path: Path) -> None:
-    encoder = TextEncoder(EncoderConfig(vocab_size=50, context_window=16, embedding_dim=32, n_heads=4, n_layers=2))
-    with pytest.raises(ValueError, match="export: expected a GPT, got TextEncoder"):
-        export_folder(encoder, None, tmp_path / "model")
+def test_only_models() -> None:
+    with pytest.raises(ValueError, match="export: expected a GPT or a TextEncoder, got dict"):
+        export_folder({}, None, "model")
+
+
+# -------------------------------------------------------------------- encoders
+SMALL_ENCODER = EncoderConfig(
+    vocab_size=320, context_window=16, embedding_dim=24, n_heads=3, n_layers=2, hidden_size=40, token_types=3
+)
+ENCODERS = {
+    "bert": SMALL_ENCODER,
+    "bert, of other fields": replace(SMALL_ENCODER, activation="gelu", norm_eps=0.1, token_types=1),
+    "bert, without biases": replace(SMALL_ENCODER, bias=False),
+    "roberta": replace(SMALL_ENCODER, position_offset=3, token_types=1),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(name: str, tokeniser: BPETokeniser, tmp_path: Path) -> None:
+    model = TextEncoder(ENCODERS[name]).eval()
+    generator = np.random.default_rng(0)
+    for p in model.parameters():
+        p.array += 0.3 * generator.standard_normal(p.shape).astype(np.float32)
+    kind = export_folder(model, tokeniser, tmp_path / "model")
+    assert kind == name.split(",")[0]
+    assert not (tmp_path / "model" / "generation_config.json").exists()
+    assert "AutoModel.from_pretrained" in (tmp_path / "model" / "README.md").read_text()
+    theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert all(missing.startswith("pooler.") for missing in info["missing_keys"]) and not info["unexpected_keys"]
+    tokens = generator.integers(5, 310, (2, 9))
+    types = generator.integers(0, ENCODERS[name].token_types, (2, 9))
+    with torch.no_grad():
+        inside = {"input_ids": torch.from_numpy(tokens), "token_type_ids": torch.from_numpy(types)}
+        expected = theirs.eval()(**inside).last_hidden_state.numpy()
+    assert difference(model(tokens, types=types).array, expected) < AGREED
+    again = load(tmp_path / "model").model
+    assert np.array_equal(again(tokens, types=types).array, model(tokens, types=types).array)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"norm_placement": "before"}, "norm_placement='before'"),
+        ({"positions": "rotary"}, "positions='rotary'"),
+        ({"embedding_norm": False}, "embedding_norm=False"),
+        ({"token_types": 0}, "type_vocab_size"),
+    ],
+)
+def test_what_no_encoder_there_does(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = TextEncoder(replace(SMALL_ENCODER, **fields))
+    with pytest.raises(ValueError, match=f"no family of transformers computes what this model does.*{said}"):
+        export_folder(model, None, tmp_path / "model")
 
 
 # -------------------------------------------------------------------- the folder

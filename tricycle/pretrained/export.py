@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.configs.model import ModelConfig
+from tricycle.configs.model import EncoderConfig, ModelConfig
+from tricycle.encoder import TextEncoder
 from tricycle.files import atomic_write
-from tricycle.models import GPT
+from tricycle.models import GPT, BlockStack
 from tricycle.pretrained.families import ALL
+from tricycle.pretrained.families.bert import empty_encoder
 from tricycle.pretrained.families.family import Family, Layout, empty_gpt, their_arrays
 from tricycle.pretrained.fields import Fields
 from tricycle.pretrained.folder import CONFIG, GENERATION, WEIGHTS
@@ -64,9 +66,10 @@ def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, di
     nearest: tuple[int, str] = (10**6, "")
     if config.activation == "swiglu":  # the same in their words
         config = replace(config, activation="swish", gated=True, hidden_size=config.mlp_width)
+    new_model = empty_encoder if isinstance(config, EncoderConfig) else empty_gpt
     for family in families:
         kind = family.model_types[0]
-        if family.new_model is not empty_gpt:
+        if family.new_model is not new_model:
             continue
         try:
             fields = {"model_type": kind, **family.to_fields(config)}
@@ -103,7 +106,7 @@ def export_folder(
     tokeniser's files and a README.md. The folder is there whole or not at all.
 
     Args:
-        model: a `GPT`.
+        model: a `GPT` or a `TextEncoder`.
         tokeniser: our own or another; None leaves its files out.
         folder: a new or an empty one.
         card: what was measured, and whatever else is to stand in the README's table: names and values.
@@ -118,8 +121,8 @@ def export_folder(
         ValueError: no family can express the config (names the fields), a weight is not finite, or a tokeniser with
             more tokens than the model.
     """
-    if not isinstance(model, GPT):
-        raise ValueError(f"export: expected a GPT, got {type(model).__name__}")
+    if not isinstance(model, (GPT, TextEncoder)):
+        raise ValueError(f"export: expected a GPT or a TextEncoder, got {type(model).__name__}")
     if dtype not in KINDS:
         raise ValueError(f"export: expected dtype to be one of {', '.join(KINDS)}, got {dtype!r}")
     n_known = model.config.vocab_size
@@ -133,8 +136,9 @@ def export_folder(
     special = _special_ids(tokeniser)
     files = {
         CONFIG: {"architectures": [family.architecture], **fields, **special, "torch_dtype": dtype},
-        GENERATION: _generation_fields(generation, special, tokeniser, n_known),
     }
+    if isinstance(model, GPT):
+        files[GENERATION] = _generation_fields(generation, special, tokeniser, n_known)
     with _whole_folder(folder) as place:
         for name, values in files.items():
             _write_json(place / name, values)
@@ -142,7 +146,7 @@ def export_folder(
         if document is not None:
             with atomic_write(place / "tokenizer.json", text=True) as file:
                 file.write(document)
-            _write_json(place / "tokenizer_config.json", _tokeniser_fields(tokeniser, model.config.context_window))
+            _write_json(place / "tokenizer_config.json", _tokeniser_fields(tokeniser, model.config))
         with atomic_write(place / "README.md", text=True) as file:
             file.write(model_card(folder.name, model, fields["model_type"], card or {}))
     return str(fields["model_type"])
@@ -171,7 +175,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 # -------------------------------------------------------------------- weights
 def weights_of(
-    model: GPT, family: Family, config: ModelConfig
+    model: BlockStack, family: Family, config: ModelConfig
 ) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, np.ndarray]]]:
     """The shapes of a model's tensors by a family's names, and the values, one tensor after another in that order.
 
@@ -195,7 +199,7 @@ def weights_of(
     return shapes, arrays()
 
 
-def _write_weights(path: Path, model: GPT, family: Family, config: ModelConfig, kind: str) -> None:
+def _write_weights(path: Path, model: BlockStack, family: Family, config: ModelConfig, kind: str) -> None:
     """
     Raises:
         ValueError: a weight is not finite.
@@ -258,7 +262,7 @@ def _patterns(value: Any) -> list[str]:
     return [text for part in inside for text in _patterns(part)]
 
 
-def _tokeniser_fields(tokeniser: Any, context_window: int) -> dict[str, Any]:
+def _tokeniser_fields(tokeniser: Any, config: ModelConfig) -> dict[str, Any]:
     """Of tokenizer_config.json."""
     special: dict[str, str] = {}
     templates: dict[str, str] = {}
@@ -268,10 +272,12 @@ def _tokeniser_fields(tokeniser: Any, context_window: int) -> dict[str, Any]:
         special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     fields: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context_window,
+        "model_max_length": config.context_window,
         "clean_up_tokenization_spaces": False,
         **special,
     }
+    if isinstance(config, EncoderConfig) and config.token_types > 1:
+        fields["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     if list(templates) == ["default"]:
         fields["chat_template"] = templates["default"]
     elif templates:
@@ -280,7 +286,7 @@ def _tokeniser_fields(tokeniser: Any, context_window: int) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- its card
-def model_card(title: str, model: GPT, model_type: str, card: Mapping[str, Any]) -> str:
+def model_card(title: str, model: BlockStack, model_type: str, card: Mapping[str, Any]) -> str:
     """A README.md about a model: what it is, what was measured, how it is used.
 
     Args:
@@ -297,10 +303,12 @@ def model_card(title: str, model: GPT, model_type: str, card: Mapping[str, Any])
         "context": f"{config.context_window:,} tokens",
         **card,
     }
+    writes = isinstance(model, GPT)
+    auto = "AutoModelForCausalLM" if writes else "AutoModel"
     table = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items())
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {"text-generation" if writes else "feature-extraction"}
 tags:
 - tricycle
 ---
@@ -313,9 +321,9 @@ Written by Tricycle, which trains and runs models on NumPy and CuPy.
 {table}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{_cell(title)}")
+model = {auto}.from_pretrained("{_cell(title)}")
 tokeniser = AutoTokenizer.from_pretrained("{_cell(title)}")
 ```
 """

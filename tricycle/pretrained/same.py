@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tricycle.configs.model import ModelConfig, model_fields
+from tricycle.configs.model import EncoderConfig, ModelConfig, model_fields
 
 # What says how a model starts, learns or rounds, and not what it computes.
 FREE = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio")
@@ -27,6 +27,8 @@ def effective(config: ModelConfig) -> dict[str, Any]:
     for part in ("qkv", "output", "mlp"):
         values[f"{part}_bias"] = has_bias(config, part)
     values["bias"] = config.bias and config.norm == "layer_norm"  # what is left of it are the norms' own
+    if isinstance(config, EncoderConfig):
+        values |= {"token_types": config.token_types, "embedding_norm": config.embedding_norm}
     values |= _windows(config) | _positions(config)
     if not config.qk_norm:
         values |= _usual("qk_norm_gain qk_norm_eps")
