@@ -163,6 +163,13 @@ def test_the_portable_preset(tmp_path: Path) -> None:
     same_ids(tokeniser, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
 
 
+@pytest.mark.parametrize("preset", ["debug", "shakespeare"])
+def test_other_presets(preset: str, tmp_path: Path) -> None:
+    model = lively(PRESETS[preset]())
+    assert export_folder(model, None, tmp_path / "model") == "gpt2"
+    compare(model, tmp_path / "model")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_in_16_bits(dtype: str, tmp_path: Path) -> None:
     """What is in the file is the rounded model."""
