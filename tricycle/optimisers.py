@@ -179,7 +179,7 @@ class MuonRule(Rule):
     Args:
         rate: the learning rate is multiplied by it.
         momentum: how much of the mean gradient a step keeps.
-        precision: of the products by which singular values are brought there, in `functions.PRECISIONS`.
+        precision: of the products by which singular values are brought there, in `precision.PRECISIONS`.
     """
 
     state_names = ("first",)
