@@ -175,6 +175,17 @@ def test_a_window_makes_it_mistral(files, tmp_path):
     assert (fields["model_type"], fields["sliding_window"]) == ("mistral", 7)
 
 
+def test_biases_of_queries_keys_and_values_alone(files, tmp_path):
+    """Hugging Face's Llama cannot have them, its Qwen2 can, which is the same otherwise."""
+    _, model = files["Qwen2"]
+    keys = gguf_models.keys_of("llama", model.config)
+    source = read_gguf(gguf_models.write(tmp_path / "a.gguf", "llama", keys, gguf_models.converted("llama", model)))
+    assert source.fields["model_type"] == "qwen2"
+    for key, tensor in source.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), model.state_dict()[key].numpy(), err_msg=key)
+    build(source)
+
+
 def test_special_tokens_and_sampling(files, tmp_path):
     _, model = files["Llama"]
     keys = {f":tokenizer.ggml.{name}_token_id": i for i, name in enumerate(["bos", "eos", "eot", "padding"], 1)}

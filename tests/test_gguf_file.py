@@ -205,21 +205,24 @@ CRAFTED = {
     "so many keys": (start(0, HUGE) + bytes(64), f"{HUGE} keys at byte 24"),
     "most tensors": (start(2**64 - 1, 0) + bytes(64), "cut off or damaged"),
     "a long key": (start(0, 1) + u64(HUGE) + bytes(64), f"{HUGE} bytes of a key"),
-    "a long text": (start(0, 1) + text("k") + u32(STRING) + u64(2**64 - 1) + bytes(64), "bytes of k"),
-    "a long array": (start(0, 1) + text("k") + u32(ARRAY) + u32(U8) + u64(HUGE), "at most 8388608 values in arrays"),
+    "a long text": (start(0, 1) + text("k") + u32(STRING) + u64(2**64 - 1) + bytes(64), "bytes of 'k'"),
+    "a long array": (
+        start(0, 1) + text("k") + u32(ARRAY) + u32(U8) + u64(HUGE),
+        "at most 4194304 values in arrays, got .* in 'k'",
+    ),
     "a longer array than the file": (
         start(0, 1) + text("k") + u32(ARRAY) + u32(F64) + u64(99) + bytes(64),
-        "99 values",
+        "99 values of 'k'",
     ),
     "texts longer than the file": (
         start(0, 1) + text("k") + u32(ARRAY) + u32(STRING) + u64(4) + text("a") + u64(HUGE) + bytes(64),
-        "a text of k near byte",
+        "a text of 'k' near byte",
     ),
     "arrays of arrays": (
         start(0, 1) + text("k") + u32(ARRAY) + u32(ARRAY) + u64(1) + u32(ARRAY) + u64(1) + bytes(64),
-        "k is an array of arrays",
+        "'k' is an array of arrays",
     ),
-    "an unknown type of value": (start(0, 1) + text("k") + u32(77) + bytes(64), "k is of the unknown type 77"),
+    "an unknown type of value": (start(0, 1) + text("k") + u32(77) + bytes(64), "'k' is of the unknown type 77"),
     "no UTF-8": (start(0, 1) + text(b"\xff\xfe") + u32(U8) + bytes(64), "a key at byte 32 is no UTF-8"),
     "a key twice": (start(0, 2) + 2 * pair("k", U8, b"\x00"), "key 'k' comes twice"),
     "alignment 0": (start(0, 1) + pair("general.alignment", U32, u32(0)), "to be a power of two, got 0"),
@@ -248,6 +251,12 @@ CRAFTED = {
     ),
     "a broken block": (padded(start(1, 0) + entry("x", (33,), 8)) + bytes(64), "rows of a multiple of 32 values in"),
     "a tensor twice": (padded(start(2, 0) + 2 * entry("x", (4,))) + bytes(64), "tensor 'x' comes twice"),
+    "a crowd of keys": (
+        start(0, 70_000) + b"".join(pair(f"{i:05d}", U8, b"\x00") for i in range(70_000)),
+        "expected at most 65536 keys, got 70000",
+    ),
+    "a long name": (start(0, 1) + text("n" * 9_000) + u32(77) + bytes(64), "'n{30}...n{31}' is of the unknown type 77"),
+    "a name of many lines": (start(0, 1) + text("a\nb") + u32(77) + bytes(64), "is of the unknown type 77"),
     "tensors over each other": (
         padded(start(2, 0) + entry("x", (9,)) + entry("y", (4,), 0, 32)) + bytes(64),
         "tensors 'x' and 'y' lie over each other",

@@ -14,6 +14,7 @@ from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.gguf import read_gguf, read_metadata
+from tricycle.pretrained.gguf_file import read_file
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.pretrained.quantised import dequantise, quantise
 from tricycle.pretrained.same import differing
@@ -246,6 +247,25 @@ def test_without_a_tokeniser(tmp_path):
 
 
 # -------------------------------------------------------------------- what is refused
+def test_a_damaged_file_is_a_model_or_one_line(tmp_path):
+    """Bytes flipped anywhere before the weights, from the container to the tokeniser."""
+    path = tmp_path / "a.gguf"
+    export_gguf(new_model("llama, biases"), other_tokeniser(), path, "Q8_0")
+    content = path.read_bytes()
+    n_header = min(entry.start for entry in read_file(path).tensors.values())
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        damaged = np.frombuffer(content, np.uint8).copy()
+        places = rng.integers(4, n_header, rng.integers(1, 4))
+        damaged[places] = rng.choice([0, 1, 0x20, 0x7F, 0x80, 0xFF, rng.integers(256)], len(places))
+        path.write_bytes(damaged.tobytes())
+        try:
+            load(path)
+        except ValueError as error:
+            message = str(error)
+            assert message.startswith(f"{path}: ") and "\n" not in message and len(message) < 400, message
+
+
 FIELDS = {
     "qk_norm": (LLAMA, {"qk_norm": True}, "in the way of llama: qk_norm=True"),
     "window": (LLAMA, {"window": 8}, "in the way of llama: rotary_local_base=0.0, window=8"),

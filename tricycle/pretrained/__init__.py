@@ -108,7 +108,10 @@ def _tokeniser_of(source: Source) -> Any:
     """The tokeniser in the same folder or file; None where there is none."""
     if isinstance(source, GGUFSource):
         metadata = source.metadata or {}
-        return from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
+        try:
+            return from_gguf(metadata) if "tokenizer.ggml.model" in metadata else None
+        except ValueError as error:
+            raise ValueError(f"{source.path}: {error}") from None
     folder = source.path if source.path.is_dir() else source.path.parent
     try:
         return from_folder(folder)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.pretrained.gguf_fields import FIELDS, Fields, Keys
-from tricycle.pretrained.gguf_file import Entry, GGUFFile, read_file
+from tricycle.pretrained.gguf_file import Entry, GGUFFile, read_file, shown
 from tricycle.pretrained.gguf_names import LAYOUTS, Change, Heads, Layout
 from tricycle.pretrained.source import Source, StoredTensor
 
@@ -62,7 +62,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFSource:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in LAYOUTS:
         known = ", ".join(LAYOUTS)
-        raise ValueError(f"{file.path}: expected general.architecture to be one of {known}, got {architecture!r}")
+        raise ValueError(f"{file.path}: expected general.architecture to be one of {known}, got {shown(architecture)}")
     keys = Keys(file, architecture)
     _check_whole(file, keys)
     divisors = file.read(file.tensors[_DIVISORS]) if _DIVISORS in file.tensors else None
@@ -82,10 +82,10 @@ def _check_whole(file: GGUFFile, keys: Keys) -> None:
     """One whole model, of the sizes that its tensors have: no key asks for more memory than the file fills."""
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
-        raise keys.error(f"expected a model, got general.type {kind!r}")
+        raise keys.error(f"expected a model, got general.type {shown(kind)}")
     parts = file.metadata.get("split.count", 0)
     if parts not in (0, 1):
-        raise keys.error(f"is one of {parts} files of a model: join them first (llama-gguf-split --merge)")
+        raise keys.error(f"is one of {shown(parts)} files of a model: join them first (llama-gguf-split --merge)")
     numbers = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
     n_blocks = 1 + max(numbers, default=-1)
     sizes = {
@@ -115,7 +115,7 @@ class _Translation:
                 continue
             for full, tensor in self._translated(name, entry):
                 if full in tensors:
-                    raise self.keys.error(f"tensor {name!r} is a second {full}")
+                    raise self.keys.error(f"tensor {shown(name)} is a second {shown(full)}")
                 tensors[full] = tensor
         return tensors
 
@@ -125,14 +125,14 @@ class _Translation:
         general = f"blk.N.{layer[match.end() :]}" if match else layer
         theirs = self.layout.names.get(general)
         if theirs is None or suffix not in ("weight", "bias"):
-            raise self.keys.error(f"tensor {name!r} has no place in a model of the kind {self.keys.architecture}")
+            raise self.keys.error(f"tensor {shown(name)} has no place in a model of the kind {self.keys.architecture}")
         number = match[1] if match else ""
         full = [f"{one.replace('.N.', f'.{number}.')}.{suffix}" for one in theirs]
         change = self.layout.changes.get(general)
         if len(full) == 1:
             return [(full[0], self._stored(entry, slice(None), entry.shape, change))]
         if entry.shape[0] != sum(self.heads.rows):
-            raise self.keys.error(f"expected {sum(self.heads.rows)} rows of tensor {name!r}, got {entry.shape[0]}")
+            raise self.keys.error(f"expected {sum(self.heads.rows)} rows of tensor {shown(name)}, got {entry.shape[0]}")
         ends = np.cumsum((0, *self.heads.rows)).tolist()
         pieces = [slice(start, end) for start, end in pairwise(ends)]
         shapes = [(n_rows, *entry.shape[1:]) for n_rows in self.heads.rows]
@@ -150,7 +150,7 @@ class _Translation:
         heads = self.heads
         if change.rows and (entry.shape[0] != change.rows(heads) or heads.size % 2):
             said = f"{heads.n_heads} heads of queries, {heads.n_key_heads} of keys, of {heads.size} channels"
-            raise self.keys.error(f"tensor {entry.name!r} of shape {entry.shape} does not fit {said}")
+            raise self.keys.error(f"tensor {shown(entry.name)} of shape {entry.shape} does not fit {said}")
 
 
 def _tie_copies(file: GGUFFile, fields: Fields, tensors: dict[str, StoredTensor]) -> None:

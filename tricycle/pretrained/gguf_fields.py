@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.pretrained.gguf_file import GGUFFile
+from tricycle.pretrained.gguf_file import GGUFFile, shown
 
 Fields = dict[str, Any]
 _REQUIRED: Any = object()
@@ -51,14 +51,16 @@ class Keys:
         if isinstance(value, list) and value and value == [value[0]] * len(value):
             value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise self.error(f"expected {full} to be a whole number above 0, the same in all layers, got {value!r}")
+            raise self.error(
+                f"expected {full} to be a whole number above 0, the same in all layers, got {shown(value)}"
+            )
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:
         """A finite number above 0: of those that 32 bits hold as this, the one with the fewest digits."""
         full, value = self._get(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.error(f"expected {full} to be a number above 0, got {value!r}")
+            raise self.error(f"expected {full} to be a number above 0, got {shown(value)}")
         return float(str(np.float32(value)))
 
     def maybe(self, key: str) -> Any:
@@ -69,7 +71,7 @@ class Keys:
         """True or false."""
         full, value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.error(f"expected {full} to be true or false, got {value!r}")
+            raise self.error(f"expected {full} to be true or false, got {shown(value)}")
         return value
 
     def shape(self, tensor: str) -> tuple[int, ...]:
@@ -120,7 +122,7 @@ def _scaling(keys: Keys, divisors: np.ndarray | None) -> Fields:
     kind = keys.maybe("rope.scaling.type")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind not in (None, "none", "linear"):
-        raise keys.error(f"expected {keys.architecture}.rope.scaling.type none or linear, got {kind!r}")
+        raise keys.error(f"expected {keys.architecture}.rope.scaling.type none or linear, got {shown(kind)}")
     for tensor in ("rope_factors_long.weight", "rope_factors_short.weight"):
         if keys.has(tensor):
             raise keys.error(f"has {tensor}, of the scaling longrope, which is not known here")
@@ -191,7 +193,7 @@ def _fitted(divisors: np.ndarray, frequencies: np.ndarray, factor: float) -> lis
 def _like_llama(keys: Keys, divisors: np.ndarray | None) -> Fields:
     """What llama, qwen and gemma have in common."""
     if keys.maybe("expert_count"):
-        raise keys.error(f"is a mixture of {keys.maybe('expert_count')} experts, which is not known here")
+        raise keys.error(f"is a mixture of {shown(keys.maybe('expert_count'))} experts, which is not known here")
     size = keys.head_size()
     if keys.rotated() != size:
         raise keys.error(f"expected all {size} channels of a head to turn, got {keys.rotated()}")
@@ -215,6 +217,8 @@ def _llama(keys: Keys, divisors: np.ndarray | None) -> Fields:
     fields = _like_llama(keys, divisors) | {"model_type": "llama", "hidden_act": "silu"}
     fields["attention_bias"] = keys.has("blk.0.attn_q.bias")
     fields["mlp_bias"] = keys.has("blk.0.ffn_up.bias")
+    if fields["attention_bias"] and not keys.has("blk.0.attn_output.bias"):  # Hugging Face's Llama has it too, or none
+        return fields | {"model_type": "qwen2", "use_sliding_window": False}
     if keys.maybe("attention.sliding_window"):
         fields |= {"model_type": "mistral", "sliding_window": keys.whole("attention.sliding_window")}
     return fields
