@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,26 @@ def test_our_tokeniser_goes_along(tmp_path):
     assert loaded.generation.stop_tokens == (tokeniser.end_of_text,)
 
 
+def learnt_tokeniser() -> BPETokeniser:
+    """With merges as a text teaches them, by GPT-2's pattern."""
+    return BPETokeniser(400, split="gpt2").train(Path(argparse.__file__).read_text(encoding="utf-8"), progress=False)
+
+
+def runs_of_characters() -> list[str]:
+    """Where the order of merges decides most."""
+    rng = np.random.default_rng(2)
+    pieces = [*"a=- \n\t#_.1é", "the", "self"]
+    return ["".join(str(rng.choice(pieces)) * rng.integers(1, 20) for _ in range(4)) for _ in range(300)]
+
+
+def test_a_learnt_tokeniser_goes_along(tmp_path):
+    tokeniser = learnt_tokeniser()
+    export_gguf(GPT(ModelConfig(**{**LLAMA, "vocab_size": 512})), tokeniser, tmp_path / "a.gguf")
+    back = load(tmp_path / "a.gguf").tokeniser
+    for text in [*TEXTS, *runs_of_characters()]:
+        assert back.encode(text) == tokeniser.encode(text, allowed_special=True).tolist(), text
+
+
 def test_another_tokeniser_goes_along(tmp_path):
     tokeniser = other_tokeniser()
     export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
@@ -347,13 +368,14 @@ def test_llama_cpp_goes_on_alike(tmp_path, name):
     assert greedy_of_llama_cpp(tmp_path / "a.gguf", prompt, 32) == expected
 
 
-@pytest.mark.parametrize("of", ["ours", "another"])
+@pytest.mark.parametrize("of", ["ours", "another", "learnt"])
 def test_llama_cpp_cuts_text_alike(tmp_path, of):
     llama_cpp = pytest.importorskip("llama_cpp")
-    tokeniser: Any = our_tokeniser() if of == "ours" else other_tokeniser()
-    export_gguf(new_model("llama"), tokeniser, tmp_path / "a.gguf")
+    made = {"ours": our_tokeniser, "another": other_tokeniser, "learnt": learnt_tokeniser}
+    tokeniser: Any = made[of]()
+    export_gguf(GPT(ModelConfig(**{**LLAMA, "vocab_size": 512})), tokeniser, tmp_path / "a.gguf")
     model = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
-    for text in TEXTS:
+    for text in [*TEXTS, *runs_of_characters()]:
         ours = tokeniser.encode(text, allowed_special=True)
         assert model.tokenize(text.encode(), add_bos=False, special=True) == list(map(int, ours)), text
     model.close()
