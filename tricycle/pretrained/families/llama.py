@@ -168,7 +168,9 @@ def to_mistral(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_qwen2(config: ModelConfig) -> dict[str, Any]:
-    return {**common_fields(config), **window_fields(config), "use_sliding_window": bool(config.window)}
+    first = next((i for i in range(config.n_layers) if config.window_of(i)), config.n_layers)
+    windows_as_once = {"use_sliding_window": bool(config.window), "max_window_layers": first}  # before layer_types
+    return {**common_fields(config), **window_fields(config), **windows_as_once}
 
 
 def to_qwen3(config: ModelConfig) -> dict[str, Any]:
