@@ -153,7 +153,7 @@ def linear(
 
     Args:
         x: (..., from_size). weights: (from_size, to_size). bias: (to_size,).
-        precision: in `precision.PRECISIONS`; of the three products of forward and backward, not of their sums and results.
+        precision: in `precision.PRECISIONS`; of the products of forward and backward, not of their sums and results.
 
     Returns:
         (..., to_size).
