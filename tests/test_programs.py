@@ -163,9 +163,10 @@ def call_with(snippet: str, *words) -> subprocess.CompletedProcess:
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 sys.argv[0] = "train_smol_gpt.py"
-import train_smol_gpt
+import tricycle_cli.train as program
 from tricycle import training
 from tricycle_cli import run
+from tricycle_cli.flags import run_main
 
 def after(step, action):
     train_step = run.train_step
@@ -177,7 +178,7 @@ def after(step, action):
     run.train_step = patched
 
 {snippet}
-train_smol_gpt.run_main(train_smol_gpt.main)
+run_main(program.main)
 """
     return call("-c", program, *words)
 
@@ -233,7 +234,7 @@ def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name,
     """And the run is saved before it begins."""
     folder = tmp_path / "run"
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder]
-    done = call_with(f"train_smol_gpt.evaluate = {send(name)}", *words)
+    done = call_with(f"program.evaluate = {send(name)}", *words)
     assert done.returncode == status
     assert lines_said(done.stderr) == (["train_smol_gpt.py: interrupted"] if status == 130 else [])
     assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 12
@@ -259,7 +260,7 @@ def new_state(*args):
     global state
     state = init(*args)
     return state
-train_smol_gpt.new_state = new_state
+program.new_state = new_state
 def spoil():
     state.model.norm.gain.array[0] = float("nan")
 after(6, spoil)
@@ -444,13 +445,13 @@ RESUME_WRONG = [
     ("--resume", "--resume"),
 ]
 INFER_WRONG = [
-    ("", "a run folder, a checkpoint (.safetensors) or a pickled model (.pkl)"),
-    ("missing.safetensors", "missing.safetensors: expected a whole checkpoint of Tricycle, there is no such file"),
+    ("", "a run folder, a checkpoint (.safetensors), a pickled model (.pkl), a folder in Hugging Face's form"),
+    ("missing.safetensors", "missing.safetensors: expected a model, there is no such file"),
     ("missing.pkl", "missing.pkl: expected a pickled Tricycle GPT, there is no such file"),
     ("'no checkpoint'", "expected a run folder with best.safetensors or last.safetensors"),
     ("cut", "best.safetensors: expected a whole checkpoint of Tricycle"),
-    ("short.txt", "short.txt: expected a whole checkpoint of Tricycle"),
-    ("empty.txt", "empty.txt: expected a whole checkpoint of Tricycle"),
+    ("short.txt", "short.txt: expected a folder, or a file that ends in .safetensors, .gguf, "),
+    ("empty.txt", "empty.txt: expected a folder, or a file that ends in .safetensors, .gguf, "),
     ("evil.pkl", "system, which no model needs"),
     ("random.pkl", "random.pkl: expected a pickled Tricycle GPT"),
     ("good ''", "expected a prompt of at least one character"),

@@ -1,7 +1,6 @@
-"""What this machine offers Tricycle and what is in use: python -m tricycle"""
+"""The command line: `python -m tricycle train`, and so on; alone it says what this machine offers Tricycle."""
 
-from tricycle_cli.flags import run_main
-from tricycle_cli.machine import main
+from tricycle_cli.main import MODULE, main
 
 if __name__ == "__main__":
-    run_main(main)
+    main(MODULE)

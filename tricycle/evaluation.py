@@ -17,14 +17,17 @@ from tricycle.tensor import Tensor
 IGNORED = -1  # the label of tokens that an earlier window has predicted
 
 
-def evaluate(model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, stride: int = 0) -> tuple[float, int]:
+def evaluate(
+    model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, stride: int = 0, window: int = 0
+) -> tuple[float, int]:
     """The loss on a run of tokens, each predicted once (the first one is only read).
 
     Args:
         tokens: at least two ids.
         n_batches: look only at so many batches, spread evenly; 0 for all.
         stride: how far windows move on; a smaller one than the context window gives each token more context
-            and costs more. 0 for the context window.
+            and costs more. 0 for a window.
+        window: how many tokens are seen at once; 0 for the model's context window.
 
     Returns:
         the mean loss in nats a token, and how many tokens were predicted.
@@ -34,7 +37,7 @@ def evaluate(model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, strid
     """
     if len(tokens) < 2:
         raise ValueError(f"evaluate: expected at least 2 tokens, got {len(tokens)}")
-    length = min(model.config.context_window, len(tokens) - 1)
+    length = min(window or model.config.context_window, len(tokens) - 1)
     windows = list(_windows(len(tokens) - 1, length, min(stride or length, length)))
     if n_batches and n_batches * batch_size < len(windows):
         chosen = np.linspace(0, len(windows) - 1, n_batches * batch_size).astype(int)

@@ -1,4 +1,4 @@
-"""What this machine offers Tricycle and what is in use; `python -m tricycle` prints it."""
+"""What this machine offers Tricycle, and what is in use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -29,6 +30,11 @@ OPTIONAL = """
     threadpoolctl tiktoken tqdm tyro safetensors matplotlib pooch requests datasets ml_dtypes onednn-cpu-gomp
 """.split()
 WIDTH, INDENT = 110, 12
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """There are none."""
 
 
 def installed(*packages: str) -> list[str]:
@@ -197,6 +203,10 @@ def report() -> str:
 
 
 def main() -> int:
+    if sys.argv[1:]:
+        from tricycle_cli.flags import parse
+
+        parse(Arguments, description=__doc__ or "")
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     print(report())
     return 0

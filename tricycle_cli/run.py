@@ -21,7 +21,7 @@ from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write
 from tricycle.generate import generate
-from tricycle.tokeniser import BPETokeniser
+from tricycle.tokeniser import Tokeniser
 from tricycle.training import LEAST_STEPS, TrainingState, read_steps, train_step
 
 # With a limit in minutes, the number of updates is estimated after these, while less than a quarter of the
@@ -48,7 +48,7 @@ class Run:
     """
 
     folder: Path
-    tokeniser: BPETokeniser
+    tokeniser: Tokeniser
     held_out: HeldOut
     say: Callable[[str], None] = print
     stop: Callable[[], bool] = lambda: False

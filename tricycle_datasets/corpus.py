@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tricycle.tokeniser import BPETokeniser
+from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle.tokeniser import BPETokeniser, Tokeniser
 from tricycle_datasets.download import cache_folder, file_sha256
 
 Document = tuple[bytes, bool]  # a text, and whether it is held out
@@ -59,7 +60,7 @@ class Corpus:
         name: str,
         documents: Callable[[], Iterable[Document]],
         vocab_size: int | None = None,
-        tokeniser: BPETokeniser | None = None,
+        tokeniser: Tokeniser | None = None,
         *,
         fingerprint: str | None = None,
         progress: bool = True,
@@ -70,17 +71,17 @@ class Corpus:
         self._given = tokeniser
         if vocab_size is None:
             vocab_size = tokeniser.vocab_size if tokeniser else DEFAULT_VOCAB_SIZE
-        untrained = BPETokeniser(vocab_size)
+        untrained = BPETokeniser(max(257, vocab_size) if tokeniser else vocab_size)
         self._n_train_bytes = 0  # unknown where nobody counts
         if fingerprint is None:
             fingerprint = self._survey()
         folder = self._folder(fingerprint, untrained, trained_here=True)
         # a resumed run brings the tokeniser that this very corpus gave it: no need to encode again
-        if tokeniser and not (_intact(folder) and BPETokeniser.load(folder / "tokeniser.json") == tokeniser):
+        if tokeniser and not (_intact(folder) and load_tokeniser(folder / "tokeniser.json") == tokeniser):
             folder = self._folder(fingerprint, tokeniser, trained_here=False)
         if not _intact(folder):
             self._build(folder, untrained)
-        self.tokeniser = BPETokeniser.load(folder / "tokeniser.json")
+        self.tokeniser = load_tokeniser(folder / "tokeniser.json")
         self.train = np.load(folder / "train.npy", mmap_mode="r", allow_pickle=False)
         self.validation = np.load(folder / "validation.npy", mmap_mode="r", allow_pickle=False)
         self._validation_file = folder / "validation.bin"
@@ -108,7 +109,7 @@ class Corpus:
             f"{len(self.validation):,} held-out tokens)"
         )
 
-    def _folder(self, fingerprint: str, tokeniser: BPETokeniser, trained_here: bool) -> Path:
+    def _folder(self, fingerprint: str, tokeniser: Tokeniser, trained_here: bool) -> Path:
         """The place in the cache for these texts with these settings."""
         key = json.dumps([_FORMAT, fingerprint, tokeniser.to_dict(), trained_here, SAMPLE_BYTES, _BLOCK])
         return cache_folder() / "corpora" / f"{self.name}-{hashlib.sha256(key.encode('utf-8')).hexdigest()[:20]}"
@@ -158,7 +159,7 @@ class Corpus:
             if n_bytes == SAMPLE_BYTES:
                 return
 
-    def _write(self, folder: Path, tokeniser: BPETokeniser) -> None:
+    def _write(self, folder: Path, tokeniser: Tokeniser) -> None:
         from tqdm import tqdm
 
         tokeniser.save(folder / "tokeniser.json")
@@ -208,7 +209,7 @@ class HubCorpus(Corpus):
     def __init__(
         self,
         vocab_size: int | None = None,
-        tokeniser: BPETokeniser | None = None,
+        tokeniser: Tokeniser | None = None,
         *,
         max_bytes: int = 10**9,
         n_documents: int | None = None,
@@ -258,13 +259,13 @@ def hold_out_tail(text: bytes) -> Iterator[Document]:
 class _TokenWriter:
     """Writes a one-dimensional .npy file whose length is known only at the end."""
 
-    def __init__(self, file: BinaryIO, tokeniser: BPETokeniser) -> None:
+    def __init__(self, file: BinaryIO, tokeniser: Tokeniser) -> None:
         self.file, self.tokeniser = file, tokeniser
         self.n_tokens = 0
         self._write_header()
 
     def add(self, text: bytes) -> None:
-        ids = self.tokeniser.encode(text)
+        ids = self.tokeniser.encode_plain(text)
         if self.n_tokens:
             ids = np.concatenate([[self.tokeniser.end_of_text], ids]).astype(ids.dtype)
         self.file.write(ids.tobytes())

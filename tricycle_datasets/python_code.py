@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from tricycle.tokeniser import BPETokeniser
+from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import Corpus, Document, is_held_out
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages"}
@@ -24,7 +24,7 @@ class PythonCode(Corpus):
     """
 
     def __init__(
-        self, vocab_size: int | None = None, tokeniser: BPETokeniser | None = None, *, progress: bool = True
+        self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, *, progress: bool = True
     ) -> None:
         root = Path(sysconfig.get_path("stdlib"))
         names = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tricycle.tokeniser import BPETokeniser
+from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import Corpus, hold_out_tail
 from tricycle_datasets.download import fetch
 
@@ -22,7 +22,7 @@ class Shakespeare(Corpus):
     """
 
     def __init__(
-        self, vocab_size: int | None = None, tokeniser: BPETokeniser | None = None, *, progress: bool = True
+        self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, *, progress: bool = True
     ) -> None:
         text = fetch("input.txt", URL, SHA256, folder="tinyshakespeare").read_bytes()
         super().__init__("shakespeare", lambda: hold_out_tail(text), vocab_size, tokeniser, progress=progress)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tricycle.tokeniser import BPETokeniser
+from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import HELD_OUT_BYTES, Corpus, Document, hold_out_tail, is_held_out
 
 
@@ -28,7 +28,7 @@ class TextFiles(Corpus):
         self,
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         vocab_size: int | None = None,
-        tokeniser: BPETokeniser | None = None,
+        tokeniser: Tokeniser | None = None,
         *,
         progress: bool = True,
     ) -> None:

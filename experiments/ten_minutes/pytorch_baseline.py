@@ -25,7 +25,6 @@ from experiments.settings import at_least, save
 from experiments.ten_minutes.ablations import FIELDS, PLAIN
 from experiments.ten_minutes.clock import Budget
 from experiments.ten_minutes.data import held_out, load
-from train_smol_gpt import compressed_bits
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.evaluation import evaluate
 from tricycle.optimisers import decays, is_hidden_matrix
@@ -33,6 +32,7 @@ from tricycle.tensor import Tensor, no_grad, to_tensor
 from tricycle.training import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.run import FINAL_OVERLAP
+from tricycle_cli.train import compressed_bits
 
 LAST_SECONDS = 10  # kept for what comes after the last update, besides the measurement: as `tricycle_cli.run` does
 

@@ -42,11 +42,11 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
 
     from experiments.ten_minutes.clock import Budget
     from experiments.ten_minutes.data import held_out, load
-    from train_smol_gpt import compressed_bits
     from tricycle.configs import GPTConfig
     from tricycle.evaluation import evaluate
     from tricycle.training import new_state, train_step
     from tricycle_cli.run import FINAL_OVERLAP
+    from tricycle_cli.train import compressed_bits
 
     config = GPTConfig.from_dict(task["config"])
     corpus = load(task["data"], task["part"], config.vocab_size, task["files"])

@@ -15,11 +15,9 @@ from tricycle.tokeniser import PIECE, BPETokeniser
 Fields = dict[str, Any]
 
 _VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN = tuple(sorted({*range(256)} - {*_VISIBLE}))
 # GPT-2's spelling of bytes: each is one visible character, itself where it is visible, else one from U+0100 on.
-BYTE_CHARACTERS = {value: chr(value) for value in _VISIBLE}
-BYTE_CHARACTERS |= {
-    value: chr(0x100 + i) for i, value in enumerate(value for value in range(256) if value not in _VISIBLE)
-}
+BYTE_CHARACTERS = {value: chr(value) for value in _VISIBLE} | {value: chr(0x100 + i) for i, value in enumerate(_HIDDEN)}
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA_3 = _CONTRACTIONS + (r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")

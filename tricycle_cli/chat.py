@@ -1,0 +1,237 @@
+"""Talk with a model in the terminal.
+
+Ctrl-C ends an answer; at the prompt it leaves, as Ctrl-D does. /help lists what else can be said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from tricycle.files import atomic_write
+from tricycle.generate import Reader, generate
+from tricycle.pretrained import Pretrained
+from tricycle_cli.flags import parse
+from tricycle_cli.generate import text_of
+from tricycle_cli.models import Device, SamplingFlags, load_model, stop_tokens
+
+HELP = """/reset        forget the conversation
+/save FILE    write it down: as JSON where the name ends in .json, else as text
+/help         this
+//...         a message that begins with a slash
+Ctrl-C        ends an answer; at the prompt it leaves, as Ctrl-D does"""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Whom to talk with, and how."""
+
+    source: tyro.conf.Positional[str] = "smollm2"
+    """a model for conversations, as `tricycle generate` takes it"""
+    system: str | None = None
+    """what the model is told before the conversation begins"""
+    length: int = 1024
+    """the most tokens of an answer"""
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    softmax: str | None = None
+    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    dtype: Literal["float32", "stored"] = "float32"
+    """stored: weights that are stored in 16 bits stay so in memory; half the room, and slower"""
+    device: Device = "auto"
+    """where to compute; "auto" takes a GPU if there is one"""
+
+
+class Conversation:
+    """What was said, and the model that answers.
+
+    Args:
+        system: what the model is told first.
+        n_tokens: the most tokens of an answer.
+        settings: of sampling, as `generate` takes them.
+
+    Raises:
+        ValueError: a model without a chat template, or one whose template refuses the first message.
+    """
+
+    def __init__(self, loaded: Pretrained, system: str | None, n_tokens: int, settings: dict[str, Any]) -> None:
+        if not loaded.tokeniser.chat_template:
+            raise ValueError(
+                "expected a model with a chat template, this one has none: it was not taught to talk. "
+                "`tricycle generate` lets it continue a text"
+            )
+        if n_tokens < 1:
+            raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
+        self.model, self.tokeniser = loaded.model, loaded.tokeniser
+        self.stops = stop_tokens(loaded)
+        self.n_tokens, self.settings = n_tokens, settings
+        self.beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+        self._ids([*self.messages, {"role": "user", "content": "Hello!"}])  # refused now, or not at all
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages: list[Message] = [*self.beginning]
+        self.reader = Reader(self.model)
+
+    def ask(self, said: str) -> tuple[Iterator[str], int]:
+        """Take a message; returns the answer as it comes, and how many messages had to be forgotten for it.
+
+        The answer becomes part of the conversation as far as it was taken.
+
+        Raises:
+            ValueError: the message alone does not fit into the context window; it is not kept.
+        """
+        messages = [*self.messages, {"role": "user", "content": said}]
+        window = self.model.config.context_window
+        room = min(self.n_tokens, max(1, window // 4))
+        n_first, n_forgotten = len(self.beginning), 0
+        ids = self._ids(messages)
+        while len(ids) + room > window:
+            if len(messages) <= n_first + 1:
+                most = window - room
+                raise ValueError(
+                    f"the message is too long: expected at most {most} tokens with all around it, got {len(ids)}"
+                )
+            n_gone = min(2, len(messages) - n_first - 1)  # a question and its answer
+            del messages[n_first : n_first + n_gone]
+            n_forgotten += n_gone
+            ids = self._ids(messages)
+        self.messages = messages
+        return self._answer(ids), n_forgotten
+
+    def _ids(self, messages: list[Message]) -> list[int]:
+        return list(self.tokeniser.chat(messages, allowed_special=False))
+
+    def _answer(self, ids: list[int]) -> Iterator[str]:
+        answer: Message = {"role": "assistant", "content": ""}
+        self.messages.append(answer)
+        tokens = generate(
+            self.model,
+            ids,
+            min(self.n_tokens, self.model.config.context_window - len(ids)),
+            **self.settings,
+            stop_token=self.stops,
+            n_vocab=self.tokeniser.n_vocab,
+            reader=self.reader,
+        )
+        for part in text_of(tokens, self.tokeniser, self.stops, ids):
+            answer["content"] += part
+            yield part
+
+    def save(self, path: Path) -> None:
+        """Write the conversation down.
+
+        Raises:
+            OSError: that cannot be.
+        """
+        with atomic_write(path, text=True) as file:
+            if path.suffix == ".json":
+                json.dump(self.messages, file, indent=2, ensure_ascii=False)
+            else:
+                file.write("".join(f"{message['role']}: {message['content']}\n\n" for message in self.messages))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    loaded = load_model(arguments.source, None, arguments.softmax, arguments.device, arguments.dtype)
+    settings = arguments.sampling.settings(loaded)
+    conversation = Conversation(loaded, arguments.system, arguments.length, settings)
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        print(f"{arguments.source}: {loaded.model.n_parameters:,} parameters. /help lists what else can be said.")
+    for said in lines(at_terminal):
+        turn(conversation, said)
+
+
+def lines(at_terminal: bool) -> Iterator[str]:
+    """What somebody types, or a pipe holds, until it ends."""
+    if not at_terminal:
+        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        return
+    with contextlib.suppress(ImportError):  # lines can be edited where there is this
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def turn(conversation: Conversation, said: str) -> None:
+    """Do what a line says: a command, or a message to answer."""
+    word, _, rest = said.strip().partition(" ")
+    if word == "/help":
+        print(HELP)
+    elif word == "/reset":
+        conversation.reset()
+        print("(forgotten)")
+    elif word == "/save":
+        save(conversation, rest.strip())
+    elif word.startswith("/") and not word.startswith("//"):
+        print(f"(there is no {word}: /help lists what there is; a message that begins with a slash has two)")
+    elif said.strip():
+        answer(conversation, said[1:] if said.startswith("//") else said)
+
+
+def save(conversation: Conversation, name: str) -> None:
+    if not name:
+        print("(expected the name of a file: /save FILE)")
+        return
+    try:
+        conversation.save(Path(name).expanduser())
+        print(f"(saved: {name})")
+    except OSError as error:
+        print(f"(not saved: {error})")
+
+
+def answer(conversation: Conversation, said: str) -> None:
+    """Print the answer as it comes. Ctrl-C ends it after the token at work, a second one at once."""
+    try:
+        parts, n_forgotten = conversation.ask(said)
+    except ValueError as error:
+        print(f"({error})")
+        return
+    if n_forgotten:
+        window = conversation.model.config.context_window
+        print(
+            f"(the oldest {n_forgotten} messages no longer fit into the context of {window:,} tokens and are forgotten)"
+        )
+    with interrupts() as interrupted:
+        try:
+            for part in parts:
+                print(part, end="", flush=True)
+                if interrupted():
+                    break
+        except KeyboardInterrupt:
+            conversation.reader.forget()
+        print(" (interrupted)" if interrupted() else "", flush=True)
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """A function that says whether Ctrl-C came. The first does nothing else, so that all blocks have read the same."""
+    came: list[int] = []
+
+    def remember(number: int, frame: Any) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, before)

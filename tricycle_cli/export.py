@@ -1,0 +1,75 @@
+"""Write a model for others: a folder in Hugging Face's form, a GGUF file for llama.cpp, or both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tricycle.pretrained.export import export_folder
+from tricycle_cli.flags import parse
+from tricycle_cli.models import load_model
+from tricycle_cli.run import read_metrics
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to write, and where."""
+
+    source: tyro.conf.Positional[str]
+    """a model, as `tricycle generate` takes it"""
+    folder: Annotated[Path | None, tyro.conf.Positional] = None
+    """a new folder, for config.json, model.safetensors, the tokeniser's files and a card"""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """of the weights in the folder"""
+    gguf: Path | None = None
+    """a GGUF file to write"""
+    type: Literal["F32", "F16", "Q8_0"] = "F16"
+    """of the weights in the GGUF file"""
+    tokeniser: Path | None = None
+    """a tokeniser file, for a model that carries none"""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    if arguments.folder is None and arguments.gguf is None:
+        raise ValueError("expected a folder or --gguf to write to, got neither")
+    if arguments.gguf is not None and arguments.gguf.exists():
+        raise FileExistsError(f"{arguments.gguf}: expected a file that is not there yet")
+    loaded = load_model(arguments.source, arguments.tokeniser, device="cpu")
+    if arguments.folder is not None:
+        card = measured(Path(arguments.source))
+        generation = loaded.generation if loaded.source is not None else None
+        kind = export_folder(
+            loaded.model, loaded.tokeniser, arguments.folder, card, generation=generation, dtype=arguments.dtype
+        )
+        print(
+            f"{arguments.folder}: a model of type {kind}, {loaded.model.n_parameters:,} parameters in {arguments.dtype}"
+        )
+    if arguments.gguf is not None:
+        from tricycle.pretrained.gguf_writer import export_gguf
+
+        export_gguf(loaded.model, loaded.tokeniser, arguments.gguf, arguments.type)
+        size = arguments.gguf.stat().st_size
+        print(f"{arguments.gguf}: {loaded.model.n_parameters:,} parameters in {arguments.type}, {size:,} bytes")
+
+
+def measured(source: Path) -> dict[str, Any]:
+    """What a run folder says about the run's text and its results; nothing where it is no such folder."""
+    folder = source if source.is_dir() else source.parent
+    card: dict[str, Any] = {}
+    if (folder / "data.json").is_file() and (folder / "metrics.jsonl").is_file():
+        about = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+        card["trained on"] = about.get("data", "text")
+        if about.get("init_from"):
+            card["started from"] = Path(about["init_from"]).name
+        for line in read_metrics(folder / "metrics.jsonl"):
+            if "final_loss" in line:
+                card["held-out loss, nats a token"] = line["final_loss"]
+                card["held-out loss, bits a byte"] = line["final_bits_per_byte"]
+                card["updates"] = line["best_step"]
+    return card

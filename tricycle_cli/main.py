@@ -1,0 +1,77 @@
+"""The command `tricycle`, and `python -m tricycle`: which of its parts is meant."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import tricycle
+from tricycle_cli.flags import fail, run_main
+
+COMMANDS = {
+    "train": "train a GPT on text, from the first token to samples",
+    "generate": "continue a text with a model",
+    "chat": "talk with a model",
+    "evaluate": "how well a model predicts texts, in bits a byte",
+    "export": "write a model in Hugging Face's form, or as a GGUF file",
+    "machine": "what this machine offers, and what is in use",
+}
+PROGRAM = "tricycle"
+MODULE = "python -m tricycle"
+
+
+def main(program: str = PROGRAM) -> None:
+    """Run the command that the words of the command line name.
+
+    `python -m tricycle` without any is `tricycle machine`.
+    """
+    words = sys.argv[1:]
+    if not words and program == MODULE:
+        words = ["machine"]
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(overview(program))
+        return
+    if words[0] in ("--version", "-V"):
+        print(f"tricycle {tricycle.__version__}")
+        return
+    sys.argv = [program, *words[1:]]
+    if words[0] not in COMMANDS:
+        fail(f"expected a command, one of {', '.join(COMMANDS)}, got {words[0]!r}", status=2)
+    sys.argv[0] = f"{program} {words[0]}"
+    run_main(_function_of(words[0]))
+
+
+def overview(program: str) -> str:
+    """All commands."""
+    lines = [f"usage: {program} COMMAND ...", "", "Train GPTs from scratch, and use those of others.", ""]
+    lines += [f"  {name:<10}{said}" for name, said in COMMANDS.items()]
+    return "\n".join(
+        [*lines, "", f"`{program} COMMAND --help` says what a command takes; --version, which one this is."]
+    )
+
+
+def _function_of(command: str) -> Callable[[], int | None]:
+    """Imported when it is needed: a command should not wait for what another one needs."""
+    if command == "train":
+        from tricycle_cli.train import main as train
+
+        return train
+    if command == "generate":
+        from tricycle_cli.generate import main as generate
+
+        return generate
+    if command == "chat":
+        from tricycle_cli.chat import main as chat
+
+        return chat
+    if command == "evaluate":
+        from tricycle_cli.evaluate import main as evaluate
+
+        return evaluate
+    if command == "export":
+        from tricycle_cli.export import main as export
+
+        return export
+    from tricycle_cli.machine import main as machine
+
+    return machine

@@ -1,0 +1,148 @@
+"""The models that commands are given, by whatever names them, and how these write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tricycle import devices
+from tricycle.generate import check_sampling
+from tricycle.models import GPT
+from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
+from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle_cli.pickles import load_pickled_model
+from tricycle_cli.run import SAMPLING
+
+Device = Literal["auto", "cpu", "gpu"]
+PICKLES = (".pkl", ".pickle")
+MODELS = (".safetensors", ".gguf", ".bin")
+# What ends in one of these is meant to be a file, and no name on huggingface.co.
+FILES = (*MODELS, *PICKLES, ".pt", ".pth", ".json", ".txt", ".npz")
+
+
+def use_gpu(device: str) -> bool:
+    """Whether to compute on a GPU.
+
+    Raises:
+        RuntimeError: one is asked for, and none can be used.
+    """
+    problem = devices.gpu_problem() if device != "cpu" else None
+    if device == "gpu" and problem:
+        raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")
+    return device != "cpu" and problem is None
+
+
+def load_model(
+    source: str, tokeniser: Path | None = None, softmax: str | None = None, device: str = "auto", dtype: str = "float32"
+) -> Pretrained:
+    """A decoder with its tokeniser, where it is to compute.
+
+    Args:
+        source: a run folder, a checkpoint, a pickle, or what `tricycle.pretrained.load` takes.
+        tokeniser: a file that its `save` wrote, which counts instead of the model's own.
+        softmax: how attention weighs keys, if in another way than it was trained with.
+
+    Raises:
+        FileNotFoundError, ValueError: one line about what is wrong.
+    """
+    loaded = load_file(source, dtype)
+    if not isinstance(loaded.model, GPT):
+        raise ValueError(f"{source}: expected a model that writes, got a {type(loaded.model).__name__}")
+    if tokeniser is not None:
+        loaded.tokeniser = load_tokeniser(tokeniser)
+    if loaded.tokeniser is None and Path(source).suffix in PICKLES:  # as the toy Shakespeare script leaves one
+        from tricycle_datasets.shakespeare import Shakespeare
+
+        loaded.tokeniser = Shakespeare(loaded.model.config.vocab_size).tokeniser
+    if loaded.tokeniser is None:
+        raise ValueError(f"{source}: expected a model with a tokeniser; --tokeniser names one for a model without")
+    known, n_vocab = loaded.model.config.vocab_size, loaded.tokeniser.n_vocab
+    if n_vocab > known:
+        raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {n_vocab}")
+    on_gpu = use_gpu(device)
+    if softmax is not None:
+        loaded.model.use_softmax(softmax, loaded.model.config.softmax_blocks)
+    if on_gpu:
+        loaded.model.to_gpu()
+    else:  # to make 16 bits of all weights for each token would cost more than it saves
+        loaded.model.use_precision("float32")
+    return loaded
+
+
+def load_file(source: str, dtype: str = "float32") -> Pretrained:
+    """Anything that can be loaded, with a tokeniser or without.
+
+    Raises:
+        FileNotFoundError, ValueError: one line about what is wrong.
+    """
+    path = Path(source)
+    if path.suffix in PICKLES:
+        return Pretrained(load_pickled_model(path), None, GenerationSettings())
+    if not path.exists() and path.suffix in FILES:
+        raise FileNotFoundError(f"{path}: expected a model, there is no such file")
+    if path.is_file() and path.suffix not in MODELS and not _is_gguf(path):
+        raise ValueError(f"{path}: expected a folder, or a file that ends in {', '.join((*MODELS, *PICKLES))}")
+    if (path / "data.json").is_file() and not any((path / name).is_file() for name in OWN_CHECKPOINTS):
+        raise FileNotFoundError(f"{path}: expected a run folder with {' or '.join(OWN_CHECKPOINTS)}")
+    return load(source, dtype)
+
+
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are drawn. What is not given is as the model's makers have it."""
+
+    temperature: float | None = None
+    """divides the logits: lower is safer, 0 takes the likeliest of the tokens that are allowed (own models: 0.8)"""
+    top_k: int | None = None
+    """draw among the k likeliest tokens only; 0 for all"""
+    top_p: float | None = None
+    """draw among the fewest tokens whose probabilities reach this sum"""
+    min_p: float | None = None
+    """draw among the tokens at least this many times as probable as the likeliest (own models: 0.2)"""
+    repetition_penalty: float | None = None
+    """divide the logits of tokens that the text has already by this; 1 leaves them"""
+    no_repeat_ngram_size: int | None = None
+    """never write so many tokens a second time in the same order, for small models run in circles; 0 lets them be
+    (own models: 8)"""
+    seed: int | None = None
+    """makes the text repeatable"""
+
+    def settings(self, loaded: Pretrained) -> dict[str, Any]:
+        """What `generate` takes.
+
+        Raises:
+            ValueError: a setting out of range.
+        """
+        settings = default_sampling(loaded)
+        stated = {name: getattr(self, name) for name in settings}
+        settings |= {name: value for name, value in stated.items() if value is not None}
+        check_sampling(**settings)
+        return {**settings, "seed": self.seed}
+
+
+def default_sampling(loaded: Pretrained) -> dict[str, Any]:
+    """How a model writes if nobody says otherwise: Tricycle's way for its own, their makers' way for others."""
+    plain: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+    if loaded.source is None:
+        return plain | SAMPLING
+    makers = loaded.generation
+    names = ("top_k", "top_p", "min_p", "repetition_penalty")
+    return plain | {
+        "temperature": makers.temperature if makers.do_sample else 0.0,
+        **{name: getattr(makers, name) for name in names},
+    }
+
+
+def stop_tokens(loaded: Pretrained) -> list[int]:
+    """The tokens that end a text."""
+    stops = {*loaded.generation.stop_tokens}
+    if not stops:
+        stops = {loaded.tokeniser.end_of_text}
+    return sorted(stops)

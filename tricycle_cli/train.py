@@ -1,0 +1,325 @@
+"""Train a GPT on real text, from the first token to samples.
+
+Without arguments it trains for about ten minutes on the source code of Python's standard library, needs no
+network, and ends with the command that generates from the result. --help lists every setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import gzip
+import importlib
+import json
+import lzma
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from tricycle import devices
+from tricycle.checkpoint import load_checkpoint
+from tricycle.configs import PRESETS, GPTConfig
+from tricycle.evaluation import HeldOut, evaluate
+from tricycle.files import atomic_write
+from tricycle.pretrained import Pretrained
+from tricycle.training import NonFiniteError, TrainingState, new_state, resume_state
+from tricycle_cli.flags import parse
+from tricycle_cli.init_from import check_shape, default_config, load_start, started_from
+from tricycle_cli.models import use_gpu
+from tricycle_cli.run import FINAL_OVERLAP, Run, estimate, read_metrics, show_sample, train
+from tricycle_datasets.gpt2 import gpt2_tokeniser
+from tricycle_lab.plot import plot_losses
+
+DESCRIPTION = __doc__ or ""
+Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
+CORPORA = {
+    "python": ("python_code", "PythonCode"),
+    "shakespeare": ("shakespeare", "Shakespeare"),
+    "text": ("text", "TextFiles"),
+    "codeparrot": ("codeparrot", "CodeParrot"),
+    "fineweb": ("fineweb", "FineWeb"),
+}
+# How the samples at the end begin, besides those of a new text.
+PROMPTS = {"python": ("", "def ", "class "), "codeparrot": ("", "def ", "class ")}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to train, on what, and where to leave it."""
+
+    preset: Literal["debug", "laptop", "shakespeare", "smol", "gpt2"] = "laptop"
+    """where the settings below start from; without it "smol" on a GPU, else "laptop" """
+    data: Data = "python"
+    """the text: Python's standard library, tiny Shakespeare, your own --files, or a streamed corpus"""
+    files: tuple[Path, ...] = ()
+    """your own text files or folders of them, for --data text"""
+    tokeniser: Literal["own", "gpt2"] = "own"
+    """a vocabulary learnt from the text, or GPT-2's published one, of 50257 tokens"""
+    init_from: str | None = None
+    """a model to start from, as `tricycle generate` takes it: its shape, weights and tokeniser are used, and settings
+    of training start from gentler values"""
+    run_folder: Path | None = None
+    """where the run leaves its files; without it a new folder in runs/"""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """where to compute; "auto" takes a GPU if there is one"""
+    config: GPTConfig = field(default_factory=GPTConfig)
+
+
+@dataclass(frozen=True)
+class ResumeArguments:
+    """Go on with a run where its last checkpoint stands; all settings are the run's own."""
+
+    resume: Path
+    """the run folder"""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """where to compute"""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    started = time.perf_counter()
+    args = sys.argv[1:] if args is None else args
+    if any(word.split("=")[0] == "--resume" for word in args):
+        resumed = parse(ResumeArguments, args=args, description="Resume a run.")
+        config, description = read_run(resumed.resume)
+        start = None
+        if description.get("init_from") and not (resumed.resume / "last.safetensors").exists():
+            start = load_start(description["init_from"])
+        return train_and_report(resumed.resume, config, description, use_gpu(resumed.device), started, start)
+    arguments, start = parse_arguments(args)
+    on_gpu = use_gpu(arguments.device)
+    description = description_of(arguments)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = arguments.preset if start is None else Path(arguments.init_from or "").stem
+    folder = arguments.run_folder or Path("runs") / f"{name}-{arguments.data}-{stamp}"
+    if (folder / "config.json").exists() or (folder / "last.safetensors").exists():
+        raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
+    return train_and_report(folder, arguments.config, description, on_gpu, started, start)
+
+
+def description_of(arguments: Arguments) -> dict[str, Any]:
+    """What a run folder says about its text and its beginning.
+
+    Raises:
+        ValueError: flags that do not go together.
+    """
+    if arguments.data == "text" and not arguments.files:
+        raise ValueError("expected --files with --data text, got none")
+    if arguments.data != "text" and arguments.files:
+        raise ValueError(f"expected --files only with --data text, got --data {arguments.data}")
+    if arguments.tokeniser == "gpt2" and arguments.init_from:
+        raise ValueError("expected no --tokeniser with --init-from: the model's own is used, got gpt2")
+    if arguments.tokeniser == "gpt2" and arguments.config.vocab_size != 50_257:
+        raise ValueError(f"expected --vocab-size 50257 with --tokeniser gpt2, got {arguments.config.vocab_size}")
+    description: dict[str, Any] = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
+    description["tokeniser"] = arguments.tokeniser
+    if arguments.init_from:
+        path = Path(arguments.init_from)
+        description["init_from"] = str(path.resolve()) if path.exists() else arguments.init_from
+    return description
+
+
+def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
+    """The preset, or the model to start from, is read first, for the other flags start from its values."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--preset")
+    first.add_argument("--device", default="auto")
+    first.add_argument("--init-from", "--init_from")
+    try:
+        known = first.parse_known_args(args)[0]
+    except argparse.ArgumentError:
+        known = argparse.Namespace(preset=None, device="cpu", init_from=None)
+    if known.init_from:
+        return arguments_from_a_model(known, args)
+    preset = known.preset
+    if preset not in PRESETS:  # not there; or wrong, which parse below says
+        preset = "smol" if known.device != "cpu" and devices.gpu_available() else "laptop"
+    config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # its fields carry the help
+    data: Data = "shakespeare" if preset == "shakespeare" else "python"
+    default = Arguments(preset=preset, data=data, config=config)
+    return parse(Arguments, default, args, description=DESCRIPTION), None
+
+
+def arguments_from_a_model(known: argparse.Namespace, args: Sequence[str]) -> tuple[Arguments, Pretrained]:
+    """Flags that start from a model's own config.
+
+    Raises:
+        ValueError: a flag contradicts the model.
+    """
+    if known.preset:
+        raise ValueError(f"expected no --preset with --init-from, got {known.preset}")
+    loaded = load_start(known.init_from)
+    default = Arguments(init_from=known.init_from, config=default_config(loaded.model))
+    arguments = parse(Arguments, default, args, description=DESCRIPTION)
+    check_shape(loaded.model, arguments.config)
+    return arguments, loaded
+
+
+def load_corpus(data: str, files: list[str], vocab_size: int, tokeniser: Any = None) -> Any:
+    """The corpus of a --data flag."""
+    if tokeniser is not None:  # other people's models may have more rows than tokens
+        vocab_size = tokeniser.vocab_size
+    module, name = CORPORA[data]
+    corpus = getattr(importlib.import_module(f"tricycle_datasets.{module}"), name)
+    paths = ([Path(name) for name in files],) if data == "text" else ()
+    return corpus(*paths, vocab_size, tokeniser=tokeniser)
+
+
+def train_and_report(
+    folder: Path,
+    config: GPTConfig,
+    description: dict[str, Any],
+    on_gpu: bool,
+    started: float,
+    start: Pretrained | None = None,
+) -> int:
+    """Train in a folder, from its last checkpoint if it has one."""
+    last = folder / "last.safetensors"
+    print(f"data: {description['data']} (text is tokenised once and cached)")
+    tokeniser = None
+    if last.exists():
+        checkpoint = load_checkpoint(last)
+        tokeniser = checkpoint.tokeniser()
+        if checkpoint.config != config:
+            raise ValueError(f"{folder / 'config.json'}: expected the config of its checkpoint, got another")
+    elif start is not None:
+        tokeniser = start.tokeniser
+    elif description.get("tokeniser") == "gpt2":
+        tokeniser = gpt2_tokeniser()
+    corpus = load_corpus(description["data"], description["files"], config.vocab_size, tokeniser)
+    tokeniser = corpus.tokeniser
+    if tokeniser.n_vocab > config.vocab_size:
+        raise ValueError(f"expected a tokeniser of at most {config.vocab_size} tokens, got {tokeniser.n_vocab}")
+    for name, content in {"config": config.to_dict(), "data": description}.items():
+        with atomic_write(folder / f"{name}.json", text=True) as file:
+            json.dump(content, file, indent=2)
+    tokeniser.save(folder / "tokeniser.json")
+    for left_over in folder.glob(".*.part"):  # what a kill cut off while it was being written
+        left_over.unlink()
+    held_out_bytes = corpus.validation_bytes
+    # the end of some other text stands before the first token, so that it too is predicted
+    held_out = HeldOut(np.concatenate([[tokeniser.end_of_text], corpus.validation]), len(held_out_bytes))
+    if last.exists():
+        state = resume_state(last, corpus.train, on_gpu)
+    else:
+        model = None if start is None else started_from(start.model, config)
+        state = new_state(config, corpus.train, on_gpu, model)
+    place = "GPU" if on_gpu else "CPU"
+    print(
+        f"model: {state.model.n_parameters:,} parameters on the {place}; {len(corpus.train):,} training tokens, "
+        f"{len(held_out.tokens) - 1:,} held out ({len(held_out_bytes):,} bytes)"
+    )
+    run = Run(folder, tokeniser, held_out, say=say, stop=stop_on_signals(), spent=time.perf_counter() - started)
+    print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
+    try:
+        finished = train(state, run)
+    except NonFiniteError as error:
+        run.flush()
+        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower --max-learning-rate") from None
+    finally:  # all that follows can be interrupted
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not finished:
+        print(f"stopped after step {state.step}; everything is saved. Continue with")
+        print(f"  {command('train')} --resume {shlex.quote(folder.as_posix())}")
+        return 0
+    report(state, run, held_out_bytes, on_gpu, description["data"])
+    return 0
+
+
+def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
+    """The config and the data that a run folder names."""
+    found = []
+    for path in (folder / "config.json", folder / "data.json"):
+        if not path.is_file():
+            raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}")
+        try:
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: expected JSON: {error}") from None
+        if not isinstance(found[-1], dict):
+            raise ValueError(f"{path}: expected a JSON object, got a {type(found[-1]).__name__}")
+    config, data = found
+    if data.get("data") not in get_args(Data) or not isinstance(data.get("files"), list):
+        raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {data}")
+    return GPTConfig.from_dict(config), data
+
+
+def say(text: str) -> None:
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
+def stop_on_signals() -> Any:
+    """A function that says whether Ctrl-C or SIGTERM came. A second Ctrl-C interrupts at once."""
+    came: list[int] = []
+
+    def remember(number: int, frame: Any) -> None:
+        came.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # no print: the signal may have come in the middle of one
+        os.write(2, b"\nstopping after this step (Ctrl-C again to leave at once)\n")
+
+    signal.signal(signal.SIGINT, remember)
+    signal.signal(signal.SIGTERM, remember)
+    return lambda: bool(came)
+
+
+def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, data: str) -> None:
+    """The final figures, the loss curve, samples, and how to go on."""
+    config = state.config
+    if state.evaluated_step != state.step:
+        estimate(state, run)
+    checkpoint = load_checkpoint(run.best)
+    best_step = checkpoint.about["progress"]["step"]
+    model = checkpoint.model()
+    if on_gpu:
+        model.to_gpu()
+    stride = max(1, config.context_window // FINAL_OVERLAP)
+    print("measuring the best checkpoint on all held-out text ...")
+    loss, n_tokens = evaluate(model, run.held_out.tokens, config.batch_size, stride=stride)
+    bits = run.held_out.bits_per_byte(loss)
+    run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
+    run.flush()
+    others = compressed_bits(held_out_bytes)
+    bits_per_nat = run.held_out.bits_per_byte(1.0)
+    picture = run.folder / "loss.png"
+    plot_losses(read_metrics(run.metrics), picture, bits_per_nat, others, f"{state.model.n_parameters:,} parameters")
+    state.model, state.step = model, best_step  # the samples are of the model that stays
+    for prompt in PROMPTS.get(data, ("",)):
+        show_sample(state, run, 250, prompt)
+    minutes = f"{state.seconds / 60:.1f} minutes of training"
+    print(f"\n{state.total_steps} steps, {minutes}; best checkpoint: step {best_step}")
+    sizes = f"{n_tokens:,} tokens, {len(held_out_bytes):,} bytes"
+    print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({sizes})")
+    print("bits a byte for the same held-out bytes:")
+    for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
+        print(f"  {name:<12}{value:6.3f}")
+    print(f"loss curve: {picture}")
+    print(f"generate with\n  {command('generate')} {shlex.quote(run.folder.as_posix())}")
+
+
+def compressed_bits(content: bytes) -> dict[str, float]:
+    """Bits a byte of the usual compressors at their best settings."""
+    sizes = {
+        "gzip -9": len(gzip.compress(content, 9)),
+        "bz2 -9": len(bz2.compress(content, 9)),
+        "xz -9": len(lzma.compress(content, preset=9)),
+    }
+    return {name: 8 * size / max(1, len(content)) for name, size in sizes.items()}
+
+
+def command(name: str) -> str:
+    """How the other programs are started by somebody who has started this one so."""
+    if sys.argv[0].endswith(" train"):
+        return f"{sys.argv[0].removesuffix(' train')} {name}"
+    return {"train": "python train_smol_gpt.py", "generate": "python inference.py"}[name]
