@@ -134,6 +134,8 @@ class Conversation:
         Raises:
             OSError: that cannot be.
         """
+        if path.exists() and not path.is_file():  # to replace a device, or a link to one, would break it for everybody
+            raise OSError(f"expected a file, or the name of a new one, got {path}")
         with atomic_write(path, text=True) as file:
             if path.suffix == ".json":
                 json.dump(self.messages, file, indent=2, ensure_ascii=False)

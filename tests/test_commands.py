@@ -1,0 +1,394 @@
+"""The command `tricycle`, on runs of its own and on other people's models."""
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from tiny_models import TEXT, tiny_tokeniser, write_folder
+
+import tricycle
+from tricycle.checkpoint import load_checkpoint, save_checkpoint
+from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.evaluation import evaluate
+from tricycle.generate import generate
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.pretrained import load
+from tricycle.pretrained.settings import GenerationSettings
+from tricycle.tokeniser import BPETokeniser
+from tricycle_cli import init_from
+from tricycle_cli.main import COMMANDS
+from tricycle_lab.plot import attention_page
+from tricycle_lab.probe import Probe
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
+
+
+def call(*words, folder: Path = ROOT, program=("-m", "tricycle")) -> subprocess.CompletedProcess:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    environment = {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **threads}
+    command = [sys.executable, *program, *map(str, words)]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=300
+    )
+
+
+def good(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def refused(done: subprocess.CompletedProcess, said: str) -> None:
+    assert done.returncode not in (0, None), done.stdout
+    lines = [line for line in re.split(r"[\r\n]", done.stderr) if line.strip() and not PROGRESS_BAR.search(line)]
+    assert len(lines) == 1, done.stderr
+    assert said in lines[0]
+    assert lines[0].startswith("python -m tricycle")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRICYCLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Path:
+    """Other people's model."""
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny", context_window=100)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Path:
+    """A checkpoint of our own."""
+    path = tmp_path_factory.mktemp("run") / "best.safetensors"
+    tokeniser = BPETokeniser(300).train(TEXT, progress=False)
+    save_checkpoint(path, GPT(DebugConfig(vocab_size=300)), tokeniser)
+    return path.parent
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "long.txt").write_text(TEXT * 3, encoding="utf-8")
+    (folder / "odd.txt").write_bytes(b"na\xefve <|im_end|> \xe2\x82 \xf0\x9f\x9a\xb2 end")
+    (folder / "empty.txt").write_bytes(b"")
+    return folder
+
+
+# -------------------------------------------------------------------- the command itself
+def test_overview():
+    for words in (["--help"], ["-h"], ["help"]):
+        out = good(call(*words))
+        assert all(re.search(rf"^  {name} +{re.escape(said)}$", out, re.MULTILINE) for name, said in COMMANDS.items())
+    assert good(call("--version")) == f"tricycle {tricycle.__version__}\n"
+    refused(call("trian"), "expected a command, one of train, generate, chat, evaluate, export, machine, got 'trian'")
+    assert call("trian").returncode == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each(command):
+    assert f"usage: python -m tricycle {command}" in good(call(command, "--help"))
+
+
+def test_the_command_that_the_wheel_brings():
+    program = "import sys; from tricycle_cli.main import main; sys.argv[0] = '/bin/tricycle'; main()"
+    assert "usage: tricycle COMMAND" in good(call(program=("-c", program)))
+    out = good(call("generate", "--help", program=("-c", program)))
+    assert "usage: tricycle generate" in out
+    assert '[project.scripts]\ntricycle = "tricycle_cli.main:main"\n' in (ROOT / "pyproject.toml").read_text()
+
+
+# -------------------------------------------------------------------- generate
+def test_other_peoples_models_write_as_their_makers_say(theirs):
+    loaded = load(theirs)
+    ids = loaded.tokeniser.encode("the quick brown")
+    tokens = [*generate(loaded.model, ids, 30, 0, stop_token=2, n_vocab=loaded.tokeniser.n_vocab)]
+    text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
+    for program in (("-m", "tricycle", "generate"), ("inference.py",)):
+        assert good(call(theirs, "the quick brown", "--length", "30", program=program)) == text + "\n"
+
+
+def test_flags_count_more_than_their_settings(tmp_path):
+    settings = GenerationSettings(True, 0.7, 12, 0.9, stop_tokens=(2,))
+    folder = write_folder(tmp_path / "model", settings=settings)
+    loaded = load(folder)
+    ids, known = loaded.tokeniser.encode("birds"), {"stop_token": 2, "n_vocab": loaded.tokeniser.n_vocab, "seed": 4}
+    for flags, chosen in (
+        ("", {"temperature": 0.7, "top_k": 12, "top_p": 0.9}),
+        ("--temperature 2 --top-k 0", {"temperature": 2.0, "top_p": 0.9}),
+        ("--repetition-penalty 1.5 --top-p 1", {"temperature": 0.7, "top_k": 12, "repetition_penalty": 1.5}),
+        (
+            "--min-p 0.1 --no-repeat-ngram-size 2",
+            {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.1, "no_repeat_ngram_size": 2},
+        ),
+    ):
+        text = loaded.tokeniser.decode([*ids, *generate(loaded.model, ids, 40, **chosen, **known)])
+        out = good(call("generate", folder, "birds", "--seed", "4", "--length", "40", *shlex.split(flags)))
+        assert out == text.replace("<|im_end|>", "") + "\n", flags
+
+
+def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
+    loaded = load(theirs)
+    tokens = [*generate(loaded.model, [1], 10, 0, stop_token=2, n_vocab=loaded.tokeniser.n_vocab)]
+    wanted = loaded.tokeniser.decode([token for token in tokens if token != 2])
+    assert good(call("generate", theirs, "--length", "10")) == wanted + "\n"
+    assert good(call("generate", ours, "--length", "0")) == "\n"
+
+
+@pytest.mark.parametrize("softmax", ["softmax1", "adaptive", "blocks"])
+def test_other_softmaxes_on_other_peoples_models(theirs, softmax):
+    loaded = load(theirs)
+    prompt = "the quick brown fox jumps, " * 9  # "blocks" cuts the context, so beyond its middle it differs
+    ids = loaded.tokeniser.encode(prompt)
+    assert 50 < len(ids) < 80
+    plain = loaded.model(np.array([ids])).array
+    loaded.model.use_softmax(softmax)
+    assert np.abs(loaded.model(np.array([ids])).array - plain).max() > 1e-3
+    tokens = generate(loaded.model, ids, 20, 0, stop_token=2, n_vocab=loaded.tokeniser.n_vocab)
+    text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
+    words = [theirs, prompt, "--length", "20", "--softmax", softmax]
+    assert good(call("generate", *words)) == text + "\n"
+
+
+def test_models_that_are_none(tmp_path, theirs, texts):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.npz").write_bytes(b"x")
+    for source, said in (
+        ("empty", "empty: expected config.json and model.safetensors"),
+        ("model.npz", "expected a folder, or a file that ends in .safetensors, .gguf, .bin, .pkl, .pickle"),
+        ("nothing.gguf", "nothing.gguf: expected a model, there is no such file"),
+        ("../a/b/c", "../a/b/c: there is no such folder or file"),
+    ):
+        refused(call("generate", source, "hi", folder=tmp_path), said)
+    refused(call("generate", theirs, "the quick " * 99), "expected a prompt of 1 to 100 tokens, got")
+    refused(call("generate", theirs, ""), "expected a prompt of at least one character")
+
+
+# -------------------------------------------------------------------- evaluate
+def nats(model, ids: np.ndarray) -> float:
+    """The sum over a text that fits into the window."""
+    logits = model(ids[None, :-1])
+    return float(CrossEntropy()(model.place(ids[None, 1:]), logits)) * (len(ids) - 1)
+
+
+def test_evaluation_of_a_short_text(theirs, texts):
+    loaded = load(theirs)
+    text = (texts / "odd.txt").read_bytes()
+    ids = loaded.tokeniser.encode_plain(text)
+    assert 2 not in ids
+    (score,) = json.loads(good(call("evaluate", theirs, texts / "odd.txt", "--json")))["files"]
+    n_bytes = len(text) - len(loaded.tokeniser.decode(ids[:1]))  # the first token is only read
+    assert (score["tokens"], score["bytes"]) == (len(ids) - 1, n_bytes)
+    total = nats(loaded.model, ids)
+    assert score["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert score["perplexity"] == pytest.approx(math.exp(score["loss"]))
+    assert score["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, rel=1e-5)
+
+
+def test_evaluation_of_our_own(ours, texts):
+    """Each byte counts: the end of another text stands before the first."""
+    checkpoint = load_checkpoint(ours / "best.safetensors")
+    tokeniser = checkpoint.tokeniser()
+    found = json.loads(good(call("evaluate", ours, texts / "odd.txt", texts / "long.txt", "--json")))
+    for score, name in zip(found["files"], ("odd.txt", "long.txt")):
+        text = (texts / name).read_bytes()
+        ids = np.array([tokeniser.end_of_text, *tokeniser.encode(text)])
+        assert score["bytes"] == len(text)
+        assert score["tokens"] == len(ids) - 1
+        loss, _ = evaluate(checkpoint.model(), ids, 4, stride=16)
+        assert score["loss"] == pytest.approx(loss, rel=1e-5)
+    total, scores = found["total"], found["files"]
+    nats_in_all = sum(score["loss"] * score["tokens"] for score in scores)
+    assert total["bits_per_byte"] == pytest.approx(nats_in_all / math.log(2) / sum(score["bytes"] for score in scores))
+    assert (found["window"], found["stride"]) == (32, 16)
+    assert found["model"] == str(ours)
+
+
+def test_what_evaluation_prints(theirs, texts):
+    out = good(call("evaluate", theirs, texts / "long.txt", texts / "odd.txt", "--window", "50", "--batch-size", "3"))
+    lines = out.splitlines()
+    pattern = r"\d+\.\d{4} nats a token, perplexity [\d.]+, \d+\.\d{4} bits a byte; [\d,]+ tokens, [\d,]+ bytes"
+    assert re.fullmatch(rf".*long.txt: {pattern}", lines[0])
+    assert re.fullmatch(rf"all: {pattern} \(windows of 50 tokens, 25 apart\)", lines[2])
+    other = good(call("evaluate", theirs, texts / "long.txt", "--softmax", "softmax1", "--window", "50"))
+    assert other.split(": ")[1].split(" (")[0] != lines[0].split(": ")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["empty.txt"], "empty.txt: expected a text of at least two tokens, got 0 bytes"),
+        (["gone.txt"], "gone.txt"),
+        ([], "expected at least one file, got none"),
+        (["long.txt", "--window", "101"], "expected --window from 1 to 100, the model's context window, got 101"),
+    ],
+)
+def test_texts_that_cannot_be_evaluated(theirs, texts, words, said):
+    refused(call("evaluate", theirs, *words, folder=texts), said)
+
+
+# -------------------------------------------------------------------- train --init-from
+QUICK = shlex.split(
+    "--data text --steps 4 --minutes 0 --eval-interval 2 --sample-interval 0 --context-window 24 "
+    "--max-learning-rate 3e-3"
+)
+
+
+def start(theirs: Path, texts: Path, folder: Path, *words) -> list[str]:
+    return ["train", "--init-from", theirs, *QUICK, "--files", texts / "long.txt", "--run-folder", folder, *words]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, theirs, texts) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("runs") / "tuned"
+    return folder, good(call(*start(theirs, texts, folder)))
+
+
+def test_training_goes_on_from_a_model(tuned, theirs):
+    folder, out = tuned
+    assert json.loads((folder / "data.json").read_text())["init_from"] == str(theirs)
+    checkpoint = load_checkpoint(folder / "best.safetensors")
+    assert checkpoint.tokeniser() == load(theirs).tokeniser
+    assert checkpoint.tokeniser().encode(TEXT) == tiny_tokeniser().encode(TEXT)
+    config = checkpoint.config
+    shape = load(theirs).model.config
+    assert config.context_window == 24 < shape.context_window
+    assert (config.n_key_heads, config.n_layers, config.gated) == (shape.n_key_heads, shape.n_layers, shape.gated)
+    assert (config.optimiser, config.batch_size) == ("adamw", init_from.TRAINING["batch_size"])
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    final = metrics[-1]
+    assert final["final_loss"] < metrics[0]["loss"]
+    assert out.rstrip().endswith(f"python -m tricycle generate {folder}")
+    said = good(call("generate", folder, "the quick", "--temperature", "0", "--length", "8"))
+    assert said.startswith("the quick")
+
+
+def test_the_first_loss_is_that_of_the_model(tuned, theirs, texts):
+    """So its weights have been taken, and its tokeniser."""
+    score = json.loads(good(call("evaluate", theirs, texts / "long.txt", "--window", "24", "--json")))["total"]
+    metrics = [json.loads(line) for line in (tuned[0] / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["loss"] == pytest.approx(score["loss"], rel=0.1)
+    assert math.log(420) * 1.2 < metrics[0]["loss"]  # this model knows nothing of it, and is sure
+
+
+def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path):
+    folder = tmp_path / "run"
+    program = """
+import os, signal, sys
+from tricycle_cli import run
+train_step = run.train_step
+def stopped(state):
+    result = train_step(state)
+    if state.step == 2:
+        os.kill(os.getpid(), signal.SIGINT)
+    return result
+run.train_step = stopped
+sys.argv[0] = "tricycle"
+from tricycle_cli.main import main
+main()
+"""
+    out = good(call(*start(theirs, texts, folder), program=("-c", program)))
+    assert f"tricycle train --resume {folder}" in out
+    good(call("train", "--resume", folder))
+    weights = [load_checkpoint(place / "last.safetensors").tensors for place in (folder, tuned[0])]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[0][name].tobytes() == weights[1][name].tobytes() for name in weights[0])
+    (folder / "last.safetensors").unlink()  # as if it had been killed before the first one was there
+    (folder / "best.safetensors").unlink()
+    (folder / "metrics.jsonl").unlink()
+    good(call("train", "--resume", folder))
+    anew = load_checkpoint(folder / "last.safetensors").tensors
+    assert all(anew[name].tobytes() == weights[1][name].tobytes() for name in anew)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--n-heads 8", "expected --n-heads to be 4, as the model of --init-from has it, got 8"),
+        ("--activation relu", "expected --activation to be swish, as the model of --init-from has it, got relu"),
+        ("--vocab-size 500", "expected --vocab-size to be 420"),
+        (
+            "--context-window 101",
+            "expected --context-window to be at most 100, as the model of --init-from has it, got 101",
+        ),
+        ("--preset debug", "expected no --preset with --init-from, got debug"),
+        ("--tokeniser gpt2", "expected no --tokeniser with --init-from: the model's own is used, got gpt2"),
+    ],
+)
+def test_flags_that_contradict_the_model(theirs, texts, tmp_path, words, said):
+    refused(call(*start(theirs, texts, tmp_path / "run"), *shlex.split(words)), said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_is_not_there(texts, tmp_path):
+    refused(
+        call(*start(tmp_path / "no.gguf", texts, tmp_path / "run")), "no.gguf: expected a model, there is no such file"
+    )
+
+
+@pytest.mark.parametrize("softmax", ["softmax", "softmax1"])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_a_smaller_window(positions, softmax):
+    """With learned positions it is that of the first ones."""
+    own = GPT(DebugConfig(positions=positions, qk_norm=False, precision="float32"))
+    config = GPTConfig.from_dict({**own.config.to_dict(), "context_window": 10, "softmax": softmax, "dropout": 0.5})
+    started = init_from.started_from(own, config)
+    assert started.config == config
+    assert started.dropout.probability == 0.5 if hasattr(started.dropout, "probability") else True
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 10))
+    own.use_softmax(softmax)
+    np.testing.assert_allclose(started.eval()(tokens).array, own.eval()(tokens).array, atol=1e-5)
+
+
+# -------------------------------------------------------------------- export
+def test_a_run_is_handed_on(tuned, tmp_path):
+    folder = tmp_path / "out"
+    out = good(call("export", tuned[0], folder))
+    assert out == f"{folder}: a model of type llama, {load(folder).model.n_parameters:,} parameters in float32\n"
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    final = json.loads((tuned[0] / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "started from | tiny" in card
+    assert f"{final['final_loss']:.4g}" in card
+    ids = load(folder).tokeniser.encode("the quick brown fox")
+    logits = [load(place).model(np.array([ids])).array for place in (folder, tuned[0])]
+    np.testing.assert_allclose(*logits, atol=1e-5)
+    refused(call("export", tuned[0], folder), f"{folder}: expected a folder that is new or empty")
+    refused(call("export", tuned[0]), "expected a folder or --gguf to write to, got neither")
+
+
+def test_a_gguf_file(theirs, tmp_path):
+    pytest.importorskip("tricycle.pretrained.gguf_writer")
+    path = tmp_path / "model.gguf"
+    good(call("export", theirs, "--gguf", path, "--type", "F32"))
+    ids = load(theirs).tokeniser.encode("the quick brown fox 12")
+    assert load(path).tokeniser.encode("the quick brown fox 12") == ids
+    logits = [load(place).model(np.array([ids])).array for place in (path, theirs)]
+    np.testing.assert_allclose(*logits, atol=1e-5)
+    refused(call("export", theirs, "--gguf", path), "model.gguf: expected a file that is not there yet")
+
+
+# -------------------------------------------------------------------- a look inside
+def test_attention_of_other_peoples_models_is_seen(theirs, tmp_path):
+    loaded = load(theirs)
+    ids = loaded.tokeniser.encode("the quick 🚲")
+    with Probe(loaded.model) as probe, loaded.model.evaluating():
+        loaded.model(np.array([ids]))
+    weights = {name: array[0] for name, array in probe.weights.items()}
+    assert len(weights) == 2
+    assert all(array.shape == (4, len(ids), len(ids)) for array in weights.values())  # of each head of queries
+    attention_page(tmp_path / "page.html", {"tiny": weights}, [loaded.tokeniser.decode([token]) for token in ids])
+    assert "quick" in (tmp_path / "page.html").read_text(encoding="utf-8")

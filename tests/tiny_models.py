@@ -1,0 +1,61 @@
+"""A tiny model as other people hand theirs on, in Hugging Face's form, with a tokeniser and a chat template."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from chat_templates import CHATML
+
+from tricycle.configs import ModelConfig
+from tricycle.models import GPT
+from tricycle.pretrained import tokenizer_json as form
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.tokenisers import PretrainedTokeniser
+from tricycle.tokeniser import BPETokeniser
+
+NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+TEXT = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain. " * 20
+LLAMA = ModelConfig(
+    vocab_size=420,
+    context_window=4096,
+    embedding_dim=32,
+    n_heads=4,
+    n_key_heads=2,
+    n_layers=2,
+    norm="rms_norm",
+    activation="swish",
+    gated=True,
+    positions="rotary",
+    bias=False,
+)
+
+
+def tiny_tokeniser(chat_template: str | None = CHATML) -> PretrainedTokeniser:
+    """Merges of GPT-2's kind, learnt by our own tokeniser; and special tokens in front, as SmolLM2 has them."""
+    own = BPETokeniser(400).train(TEXT, progress=False)
+    document = json.loads(form.to_tokenizer_json(own))
+    special = ["<|endoftext|>", *NAMES.values()]
+    vocab = {token: i + len(special) for token, i in document["model"]["vocab"].items()}
+    vocab |= {token: i for i, token in enumerate(special)}
+    model = form.bpe(vocab, document["model"]["merges"])
+    added = [form.added_token(i, token) for i, token in enumerate(special)]
+    text = json.dumps(form.document(model, added, **form.byte_level_parts("smollm")))
+    return PretrainedTokeniser(text, NAMES, {"default": chat_template} if chat_template else {})
+
+
+def lively_model(**changes) -> GPT:
+    """With weights so large that a token depends on those before."""
+    model = GPT(ModelConfig.from_dict({**LLAMA.to_dict(), **changes}))
+    generator = np.random.default_rng(3)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.array[...] = generator.normal(0, 0.3, parameter.shape)
+    return model.eval()
+
+
+def write_folder(folder: Path, chat_template: str | None = CHATML, settings=None, **changes) -> Path:
+    """A folder as a hub has it."""
+    settings = settings or GenerationSettings(stop_tokens=(2,))
+    export_folder(lively_model(**changes), tiny_tokeniser(chat_template), folder, generation=settings)
+    return folder
