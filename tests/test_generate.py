@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tricycle.attention import KeyValueCache
 from tricycle.configs import DebugConfig
+from tricycle.decoding import next_logits
 from tricycle.generate import Reader, check_sampling, generate, repeats, sample
 from tricycle.models import GPT
 from tricycle.tensor import no_grad, to_tensor
@@ -310,16 +311,15 @@ def test_the_penalty_counts_the_prompt_and_what_was_drawn(model):
 
 
 # -------------------------------------------------------------------- what has been read already
-def count_reads(model, monkeypatch) -> list[int]:
-    """How many tokens each call of the model reads."""
+def count_reads(monkeypatch) -> list[int]:
+    """How many tokens are read at a time."""
     reads: list[int] = []
-    forward = type(model).forward
 
-    def counted(self, tokens, caches=None):
-        reads.append(tokens.shape[-1])
-        return forward(self, tokens, caches)
+    def counted(model, tokens, caches):
+        reads.append(len(tokens[0]))
+        return next_logits(model, tokens, caches)
 
-    monkeypatch.setattr(type(model), "forward", counted)
+    monkeypatch.setattr("tricycle.generate.next_logits", counted)
     return reads
 
 
@@ -328,7 +328,7 @@ def test_a_reader_reads_only_what_is_new(monkeypatch, token_shift):
     model = new_model(token_shift=token_shift)
     reader, texts = Reader(model), ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 9], [1], [8, 2], [8, 2, *range(10)])
     wanted = [full_logits(model, text) for text in texts]
-    reads = count_reads(model, monkeypatch)
+    reads = count_reads(monkeypatch)
     for text, logits in zip(texts, wanted):
         np.testing.assert_allclose(reader.logits(text), logits, rtol=1e-4, atol=1e-4)
         assert reader.tokens == text
@@ -339,7 +339,7 @@ def test_a_conversation_is_read_once(model, monkeypatch):
     reader = Reader(model)
     first = list(generate(model, [1, 2, 3], 4, temperature=0, reader=reader))
     fresh = list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0))
-    reads = count_reads(model, monkeypatch)
+    reads = count_reads(monkeypatch)
     assert list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0, reader=reader)) == fresh
     assert reads == [2, 1, 1]  # the last token drawn had not been read
 
@@ -347,16 +347,14 @@ def test_a_conversation_is_read_once(model, monkeypatch):
 def test_an_interrupted_reader_begins_anew(model, monkeypatch):
     reader = Reader(model)
     reader.logits([1, 2])
-    block = type(model.blocks[1])
-    forward = block.forward
 
-    def interrupted(self, *args, **kwargs):
-        if self is model.blocks[1]:
+    def interrupted(mlp, x):
+        if mlp is model.blocks[1].mlp:
             raise KeyboardInterrupt
-        return forward(self, *args, **kwargs)
+        return x
 
     with monkeypatch.context() as patch:
-        patch.setattr(block, "forward", interrupted)
+        patch.setattr("tricycle.decoding._mlp", interrupted)
         with pytest.raises(KeyboardInterrupt):
             reader.logits([1, 2, 3])
     np.testing.assert_allclose(reader.logits([1, 2, 3]), full_logits(model, [1, 2, 3]), rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tricycle.attention import KeyValueCache
+from tricycle.decoding import next_logits
 from tricycle.models import GPT
 from tricycle.ops import check_range
 
@@ -126,7 +126,7 @@ class Reader:
         for cache in self._caches:
             cache.crop(n_known)
         self.tokens = []  # until all blocks have read the same, should something interrupt them
-        logits = next_logits(self.model, tokens[n_known:], self._caches)
+        logits = next_logits(self.model, [tokens[n_known:]], [self._caches])[0]
         self.tokens = tokens
         return logits
 
@@ -208,10 +208,3 @@ def _check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: 
     if n_vocab is not None and not 1 <= n_vocab <= size:
         raise ValueError(f"generate: expected n_vocab from 1 to {size}, got {n_vocab}")
     check_range("generate: prompt", np.array(tokens), size)
-
-
-@np.errstate(all="ignore")  # broken weights are an error of `sample`
-def next_logits(model: GPT, tokens: list[int], caches: list[KeyValueCache]) -> np.ndarray:
-    """The logits (V,) after some more tokens, in host memory; dropout is off."""
-    with model.evaluating():
-        return model(model.place(np.array([tokens])), caches).numpy()[0, -1]

@@ -90,11 +90,12 @@ class GPT(BlockStack):
             initialise(self)
         self.use_precision(config.precision)
 
-    def forward(self, tokens: Operand, caches: list[KeyValueCache] | None = None) -> Tensor:
+    def forward(self, tokens: Operand, caches: list[KeyValueCache] | None = None, last: bool = False) -> Tensor:
         """
         Args:
             tokens: whole numbers (B, T), or (T,) for one sequence, T at most the context window.
             caches: from `new_caches`, for generation: tokens seen before are remembered there.
+            last: the logits after the last token alone, as if T were 1: they are a large part of reading a prompt.
 
         Returns:
             logits (B, T, V), or (T, V).
@@ -110,6 +111,7 @@ class GPT(BlockStack):
         x = self.dropout(to_compute_dtype(self._embed(tokens, seen), self.precision))
         for i, block in enumerate(self.blocks):
             x = block(x, caches[i] if caches else None)
+        x = x[..., -1:, :] if last else x
         return self._logits(x if self.norm is None else self.norm(x))
 
     def _check(self, tokens: Tensor, seen: int) -> None:

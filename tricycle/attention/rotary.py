@@ -77,7 +77,7 @@ class Rotary(Op):
         n_turned = int(x.shape[3] * self.fraction)
         if n_turned % 2:
             raise ValueError(f"Rotary: expected an even head size to turn, got {n_turned}")
-        cos, sin = _angles(self.base, self.scaling, n_turned, offset, x.shape[1])
+        cos, sin = angles(self.base, self.scaling, n_turned, offset, x.shape[1])
         cos = x.xp.asarray(cos, dtype=array.dtype)
         sin = x.xp.asarray(sin, dtype=array.dtype)
 
@@ -93,7 +93,7 @@ class Rotary(Op):
 
 
 @lru_cache(maxsize=64)
-def _angles(
+def angles(
     base: float, scaling: RotaryScaling | None, n_turned: int, offset: int, n_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines (T, n_turned / 2). Kept, for all layers ask for the same."""

@@ -16,6 +16,7 @@ from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.onednn import library
 
 SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
+FEW_ROWS = 4  # of so many the product takes the time in which the other matrix is read
 
 
 def operand(x: np.ndarray, precision: str) -> np.ndarray:
@@ -53,7 +54,8 @@ def matmul(
     if few or not threads.blas_libraries() or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
             return kernels.matmul.plain(a, b, bias, out, dtype)
-    if n_inner >= 2 * max(n_rows, n_columns) and out is None:
+    lies_in_rows = n_rows <= FEW_ROWS and b.flags.c_contiguous  # then each thread reads a piece of memory of its own
+    if (n_inner >= 2 * max(n_rows, n_columns) or lies_in_rows) and out is None:
         product = _by_terms(a, b, bias)
     elif n_rows >= n_columns:
         product = _by_rows(a, b, bias, out)

@@ -1,0 +1,271 @@
+"""Tokens read with plain arrays: against the model's own layers, for every family and every field of a config."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers_families import FAMILIES
+
+from tricycle import decoding
+from tricycle.attention import KeyValueCache
+from tricycle.blocks import MultiHeadSelfAttention
+from tricycle.configs import ModelConfig
+from tricycle.decoding import covers, next_logits
+from tricycle.generate import generate
+from tricycle.layers import Dense
+from tricycle.models import GPT
+from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
+from tricycle.tensor import no_grad, to_tensor
+from tricycle_lab.probe import Probe
+
+TINY = ModelConfig(vocab_size=40, context_window=24, embedding_dim=16, n_heads=4, n_layers=3)
+ROTARY = {"positions": "rotary", "norm": "rms_norm", "bias": False}
+OWN = {
+    "gpt-2": {},
+    "no positions": {"positions": "none"},
+    "rotary": ROTARY,
+    "a part turned": ROTARY | {"rotary_fraction": 0.5},
+    "scaled": ROTARY | {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 8},
+    "shared key heads": {"n_key_heads": 2},
+    "one key head": ROTARY | {"n_key_heads": 1, "head_size": 6},
+    "window": {"window": 5},
+    "window in some layers": ROTARY | {"window": 3, "full_layers": (1,), "rotary_local_base": 100.0},
+    "window of one": {"window": 1},
+    "caps": {"score_cap": 0.7, "logit_cap": 1.5},
+    "scale": {"score_scale": 0.9},
+    "normed queries": ROTARY | {"qk_norm": True},
+    "normed queries with a gain": ROTARY | {"qk_norm": True, "qk_norm_gain": True, "norm_unit_offset": True},
+    "norms after": {"norm_placement": "after"},
+    "norms around": {"norm_placement": "both", "norm": "rms_norm", "norm_unit_offset": True},
+    "side by side": {"parallel": True},
+    "side by side, one norm": {"parallel": True, "shared_norm": True},
+    "token shift": {"token_shift": True},
+    "untied": {"tied": False, "head_bias": True},
+    "narrow embedding": {"embedding_size": 8},
+    "narrow embedding, untied": {"embedding_size": 8, "tied": False},
+    "scaled embedding": {"embedding_scale": 4.0, "position_offset": 2},
+    "biases": ROTARY | {"qkv_bias": True, "output_bias": False, "mlp_bias": True},
+    "dropout": {"dropout": 0.5},
+    **{name: {"softmax": name} for name in SOFTMAXES},
+    "blocks in a window": {"softmax": "blocks", "softmax_blocks": 3, "window": 7},
+    "nothing in a window": {"softmax": "softmax1", "window": 4, "n_key_heads": 2},
+    **{
+        name: {"activation": name}
+        for name in ("gelu_exact", "relu", "relu_squared", "swish", "sigmoid", "tanh", "swiglu")
+    },
+    "gated": {"activation": "gelu", "gated": True},
+}
+CONFIGS = {name: replace(TINY, **fields) for name, fields in OWN.items()}
+CONFIGS |= {f"family {name}": family.ours for name, family in FAMILIES.items()}
+
+
+def new_model(config: ModelConfig) -> GPT:
+    """With weights that make every part matter."""
+    model = GPT(config)
+    generator = np.random.default_rng(1)
+    for parameter in model.parameters():
+        size = 1 if parameter.ndim == 1 else 1.5 / np.sqrt(parameter.shape[0])
+        parameter.array[...] = generator.normal(0, size, parameter.shape)
+    return model
+
+
+def all_at_once(model: GPT, tokens: list[int]) -> np.ndarray:
+    """The logits after each token (T, V), by the layers, without a cache."""
+    with model.evaluating():
+        return model(to_tensor([tokens], dtype=int)).array[0]
+
+
+def text_of(model: GPT, n_tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, model.config.vocab_size, n_tokens).tolist()
+
+
+def assert_near(ours: np.ndarray, theirs: np.ndarray) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.fixture
+def no_layers(monkeypatch):
+    """The model's own way fails."""
+
+    def refuse(*args):
+        raise AssertionError("read by the layers")
+
+    monkeypatch.setattr(decoding, "_by_layers", refuse)
+
+
+# -------------------------------------------------------------------- the same numbers
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_one_by_one_and_together_give_what_the_layers_give(name, no_layers):
+    model = new_model(CONFIGS[name])
+    tokens = text_of(model, 20)
+    expected = all_at_once(model, tokens)
+    caches = model.new_caches()
+    assert_near(next_logits(model, [tokens[:7]], [caches], every=True), expected[:7])
+    for i in range(7, 12):
+        assert_near(next_logits(model, [tokens[i : i + 1]], [caches]), expected[i : i + 1])
+    assert_near(next_logits(model, [tokens[12:]], [caches])[0], expected[-1])
+    assert {cache.length for cache in caches} == {20}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_texts_of_different_lengths_do_not_see_each_other(name, no_layers):
+    model = new_model(CONFIGS[name])
+    texts = [text_of(model, n_tokens, n_tokens) for n_tokens in (9, 1, 14, 6)]
+    caches = [model.new_caches() for _ in texts]
+    n_known = [4, 0, 13, 1]
+    for text, own, n in zip(texts, caches, n_known):
+        if n:
+            next_logits(model, [text[:n]], [own])
+    logits = next_logits(model, [text[n:] for text, n in zip(texts, n_known)], caches)
+    assert logits.shape == (4, model.config.vocab_size)
+    for row, text in zip(logits, texts):
+        assert_near(row, all_at_once(model, text)[-1])
+    every = next_logits(model, [[3], [4, 5], [6], [7]], caches, every=True)
+    assert len(every) == 5
+    assert_near(every[1:3], all_at_once(model, [*texts[1], 4, 5])[-2:])
+    assert_near(every[4], all_at_once(model, [*texts[3], 7])[-1])
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "rotary", "shared key heads", "window", "softmax1", "caps"])
+def test_a_long_text_is_shared_by_threads(name, monkeypatch, no_layers):
+    model = new_model(CONFIGS[name])
+    tokens = text_of(model, 20)
+    monkeypatch.setattr(decoding, "SHORT", 1)
+    caches = model.new_caches()
+    next_logits(model, [tokens[:-1]], [caches])
+    assert_near(next_logits(model, [tokens[-1:]], [caches])[0], all_at_once(model, tokens)[-1])
+
+
+@pytest.mark.parametrize("offset", [-100.0, 100.0, 3e4])
+@pytest.mark.parametrize("softmax", ["softmax", "softmax1"])
+def test_scores_far_from_0_do_not_overflow(softmax, offset, no_layers):
+    model = new_model(replace(TINY, softmax=softmax, n_key_heads=2))
+    for block in model.blocks:
+        block.attention.qkv.bias.array[:24] = offset  # of queries and keys
+    tokens = text_of(model, 9)
+    caches = model.new_caches()
+    next_logits(model, [tokens[:-1]], [caches])
+    logits = next_logits(model, [tokens[-1:]], [caches])[0]
+    np.testing.assert_allclose(logits, all_at_once(model, tokens)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "window in some layers", "blocks", "family gemma3 local", "token shift"])
+def test_what_is_written_is_what_the_layers_alone_would_write(name, monkeypatch):
+    model = new_model(CONFIGS[name])
+    fast = list(generate(model, [1, 2, 3], 40, temperature=0, no_repeat_ngram_size=2))
+    monkeypatch.setattr(decoding, "covers", lambda model: False)
+    assert fast == list(generate(model, [1, 2, 3], 40, temperature=0, no_repeat_ngram_size=2))
+    assert len(set(fast)) > 3
+
+
+@pytest.mark.parametrize("correction", ["none", "exact", "learned"])
+def test_softmaxes_chosen_later(correction, no_layers):
+    model = new_model(TINY)
+    for block in model.blocks:
+        block.attention.use_softmax(BlockSoftmax(3, correction, correction == "learned"))
+        if block.attention.softmax_scales is not None:
+            block.attention.softmax_scales.array[...] = np.random.default_rng(0).random((4, 3, 24))
+    tokens = text_of(model, 15)
+    caches = model.new_caches()
+    next_logits(model, [tokens[:-1]], [caches])
+    assert_near(next_logits(model, [tokens[-1:]], [caches])[0], all_at_once(model, tokens)[-1])
+
+
+# -------------------------------------------------------------------- weights
+class Doubled(Dense):
+    """A matrix that this file has not heard of."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_a_layer_of_another_kind_says_itself_what_it_does(no_layers):
+    model = new_model(TINY)
+    plain = all_at_once(model, [1, 2, 3])
+    for part in (model.blocks[0].mlp.up, model.blocks[1].attention.qkv, model.blocks[2].attention.projection):
+        part.__class__ = Doubled
+    expected = all_at_once(model, [1, 2, 3])
+    assert np.abs(expected - plain).max() > 0.01
+    assert_near(next_logits(model, [[1, 2, 3]], [model.new_caches()], every=True), expected)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 20])
+def test_weights_of_16_bits(n_tokens, no_layers):
+    model = new_model(replace(TINY, **ROTARY))
+    for _, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.array = parameter.array.astype(np.float16)
+    tokens = text_of(model, n_tokens)
+    assert_near(next_logits(model, [tokens], [model.new_caches()], every=True), all_at_once(model, tokens))
+
+
+# -------------------------------------------------------------------- what is left to the layers
+def test_a_probe_sees_all_that_is_read():
+    model = new_model(TINY)
+    caches = model.new_caches()
+    next_logits(model, [[1, 2]], [caches])
+    assert covers(model)
+    for pattern in ("blocks.1.attention", "blocks.0.mlp", "norm", "dropout", "blocks.2.mlp_norm", "blocks.*.dropout"):
+        with Probe(model, pattern) as probe:
+            assert not covers(model)
+            next_logits(model, [[3]], [caches])
+        assert covers(model)
+        assert all(activation.shape == (1, 1, 16) for activation in probe.activations.values())
+        assert probe.activations
+    with Probe(model, "blocks.1.mlp.up") as probe:
+        next_logits(model, [[3]], [caches])
+    assert probe.activations["blocks.1.mlp.up"].size == 64
+    assert probe.activations.keys() == {"blocks.1.mlp.up"}
+
+
+class Backwards(MultiHeadSelfAttention):
+    """Attention to the same, turned round."""
+
+    def forward(self, x, cache=None, mask=None):
+        return -super().forward(x, cache, mask)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_what_is_not_known_is_read_by_the_layers(every):
+    model = new_model(TINY)
+    model.blocks[1].attention.__class__ = Backwards
+    assert not covers(model)
+    texts = [[1, 2, 3], [5]]
+    logits = next_logits(model, texts, [model.new_caches(), model.new_caches()], every)
+    expected = [all_at_once(model, text) for text in texts]
+    assert_near(logits, np.concatenate(expected) if every else np.stack([rows[-1] for rows in expected]))
+
+
+def test_the_head_is_computed_for_the_last_token_alone():
+    model = new_model(TINY)
+    with no_grad():
+        model.eval()
+        tokens = to_tensor([[1, 2, 3], [4, 5, 6]], dtype=int)
+        assert_near(model(tokens, last=True).array, model(tokens).array[:, -1:])
+        assert_near(model(to_tensor([1, 2, 3], dtype=int), last=True).array, model(tokens).array[0, -1:])
+
+
+# -------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], r"expected 1 to 24 tokens, got 0 after 2 earlier ones"),
+        ([1] * 23, r"expected 1 to 24 tokens, got 23 after 2 earlier ones"),
+        ([40], "expected ids from 0 to 39, got 40"),
+        ([-1], "expected ids from 0 to 39, got -1"),
+    ],
+)
+def test_bad_tokens_change_nothing(tokens, message):
+    model = new_model(TINY)
+    caches = model.new_caches()
+    next_logits(model, [[1, 2]], [caches])
+    with pytest.raises(ValueError, match=message):
+        next_logits(model, [tokens], [caches])
+    assert {cache.length for cache in caches} == {2}
+    assert isinstance(caches[0], KeyValueCache)
+
+
+def test_each_text_has_its_caches():
+    model = new_model(TINY)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        next_logits(model, [[1], [2]], [model.new_caches()])

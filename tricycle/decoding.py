@@ -1,0 +1,360 @@
+"""Some more tokens of one text or of several, read with plain arrays: what generation spends its time in.
+
+`GPT.forward` makes a Tensor of every step, because gradients may be asked for. Here nobody asks, and a token is so
+little work that Tensors would cost more than what they hold. So this file walks the same layers once more, with as few
+calls of NumPy as it can; what a layer is and why is said where the layer is.
+
+The tokens of all texts are the rows of every matrix product, whatever their lengths: nothing is padded. Only attention
+looks at one text at a time.
+
+Shapes: R rows, which are the new tokens of all texts; T those of one text, S all its tokens so far; C channels, H heads
+of queries, K heads of keys and values, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle import kernels
+from tricycle.activation import Gated, GeLU, Swish
+from tricycle.attention import Attention, KeyValueCache, Rotary, TokenShift
+from tricycle.attention.rotary import angles
+from tricycle.blocks import GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
+from tricycle.kernels import Scoring
+from tricycle.kernels.reference.widening import wide
+from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm
+from tricycle.models import GPT
+from tricycle.ops import check_range
+from tricycle.tensor import Tensor, no_grad
+
+FEW_ROWS = 16  # as many are multiplied at the speed at which weights are read: there is nothing to win by fewer bits
+SHORT = 2**15  # scores of a token: more are shared by threads
+WALKED = {
+    *(GPT, TransformerBlock, GPT2TransformerBlock, MultiHeadSelfAttention, Attention, MLPBlock),
+    *(Embedding, LayerNorm, RMSNorm, Dropout, TokenShift),
+}
+
+
+@np.errstate(all="ignore")  # broken weights are an error of `generate.sample`
+def next_logits(
+    model: GPT,
+    tokens: Sequence[Sequence[int]],
+    caches: Sequence[list[KeyValueCache]],
+    every: bool = False,
+) -> np.ndarray:
+    """The logits after some more tokens of each text, in host memory; dropout is off.
+
+    Args:
+        tokens: of each text one or more.
+        caches: of each text what `model.new_caches` gave, with what was read before; texts have caches of their own.
+        every: the logits after each new token, and not only after the last of each text.
+
+    Returns:
+        (N, V) for N texts; with `every` (R, V).
+
+    Raises:
+        ValueError: ids outside the vocabulary, no token, or more than the context window.
+    """
+    if not covers(model):
+        return _by_layers(model, tokens, caches, every)
+    with no_grad():
+        rows = _Rows.of(model, tokens, caches)
+        x = _embed(model, rows)
+        for i, block in enumerate(model.blocks):
+            x = _block(block, x, rows, i)
+        if not every:
+            x = x[[text.rows.stop - 1 for text in rows.texts]]
+        return _logits(model, x if model.norm is None else _norm(model.norm, x))
+
+
+def covers(model: GPT) -> bool:
+    """Whether this file knows all that the model is made of.
+
+    It does not where weights are on a GPU, where a layer is of a class that it has not heard of, and where somebody
+    listens to one: a `forward` of its own in a layer is a probe's.
+    """
+    parts: list[Any] = [model, model.token_embedding, model.position_embedding, model.dropout, model.norm]
+    for block in model.blocks:
+        parts += [block, block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm]
+        parts += [block.attention, block.mlp, getattr(block.mlp, "dropout", None)]
+        if type(block.attention) is MultiHeadSelfAttention:
+            layer = block.attention
+            parts += [layer.shift, layer.query_norm, layer.key_norm, layer.attention, layer.dropout]
+    known = all(part is None or (type(part) in WALKED and "forward" not in vars(part)) for part in parts)
+    on_host = isinstance(model.token_embedding.weights.array, np.ndarray)
+    return on_host and known and all(block.cross is None for block in model.blocks)
+
+
+def _by_layers(
+    model: GPT, tokens: Sequence[Sequence[int]], caches: Sequence[list[KeyValueCache]], every: bool
+) -> np.ndarray:
+    """The same by the model's own layers, one text after the other."""
+    with model.evaluating():
+        logits = [
+            model(model.place(np.array([list(new)])), known, not every).numpy()[0] for new, known in zip(tokens, caches)
+        ]
+    return np.concatenate(logits)
+
+
+# -------------------------------------------------------------------- the rows
+class _Text(NamedTuple):
+    """One text among the rows.
+
+    Attributes:
+        rows: of its new tokens.
+        caches: one for each block.
+    """
+
+    rows: slice
+    caches: list[KeyValueCache]
+
+
+class _Rows(NamedTuple):
+    """What all blocks have in common.
+
+    Attributes:
+        ids: (R,).
+        places: (R,) of the tokens in their texts.
+        turns: cosines and sines by what makes them, for most layers turn queries and keys alike.
+    """
+
+    texts: list[_Text]
+    ids: np.ndarray
+    places: np.ndarray
+    turns: dict[Any, tuple[np.ndarray, np.ndarray]]
+
+    @classmethod
+    def of(cls, model: GPT, tokens: Sequence[Sequence[int]], caches: Sequence[list[KeyValueCache]]) -> _Rows:
+        window = model.config.context_window
+        texts: list[_Text] = []
+        places: list[int] = []
+        ids: list[int] = []
+        for new, known in zip(tokens, caches, strict=True):
+            seen = known[0].length
+            if not 0 < len(new) <= window - seen:
+                earlier = f" after {seen} earlier ones" if seen else ""
+                raise ValueError(
+                    f"GPT(context_window={window}): expected 1 to {window} tokens, got {len(new)}{earlier}"
+                )
+            texts.append(_Text(slice(len(ids), len(ids) + len(new)), known))
+            places += range(seen, seen + len(new))
+            ids += new
+        index = np.array(ids)
+        check_range("next_logits", index, model.config.vocab_size)
+        return cls(texts, index, np.array(places), {})
+
+
+# -------------------------------------------------------------------- the two ends
+def _embed(model: GPT, rows: _Rows) -> np.ndarray:
+    """(R, C)."""
+    x = _rows_of(model.token_embedding, rows.ids)
+    if model.config.embedding_scale != 1:
+        x = x * np.float32(model.config.embedding_scale)
+    if model.embedding_projection is not None:
+        x = product(model.embedding_projection, x)
+    if model.position_embedding is not None:
+        x = x + _rows_of(model.position_embedding, rows.places + model.config.position_offset)
+    return x
+
+
+def _rows_of(table: Embedding, index: np.ndarray) -> np.ndarray:
+    rows: np.ndarray = table.weights.array[index]
+    return rows.astype(np.float32) if rows.dtype.itemsize == 2 else rows
+
+
+def _logits(model: GPT, x: np.ndarray) -> np.ndarray:
+    """(N, C) to (N, V)."""
+    if model.head_projection is not None:
+        x = product(model.head_projection, x)
+    if model.head is not None:
+        logits = product(model.head, x)
+    else:
+        logits = _multiply(x, model.token_embedding.weights.array.T, None, model.precision)
+    cap = model.config.logit_cap
+    return cap * np.tanh(logits / cap) if cap else logits
+
+
+# -------------------------------------------------------------------- products and norms
+def product(layer: Layer, x: np.ndarray) -> np.ndarray:
+    """What a layer that stands where a matrix does makes of rows (R, from_size).
+
+    Whatever is no plain matrix in memory says itself what it does: weights of few bits, or a matrix that is a sum.
+    """
+    if type(layer) is not Dense or "forward" in vars(layer):
+        result: np.ndarray = layer(Tensor(x, False)).array
+        return result
+    return _multiply(x, layer.weights.array, None if layer.bias is None else layer.bias.array, layer.precision)
+
+
+def _multiply(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None, precision: str) -> np.ndarray:
+    if len(x) <= FEW_ROWS:
+        precision = "float32"
+    return kernels.matmul(
+        kernels.operand(x, precision), kernels.operand(weights, precision), bias, None, None, precision
+    )
+
+
+def _norm(norm: Any, x: np.ndarray) -> np.ndarray:
+    """A LayerNorm or an RMSNorm of the last axis."""
+    if type(norm) is LayerNorm:
+        x = x - np.add.reduce(x, -1, keepdims=True) / norm.size
+    scale = np.vecdot(x, x)[..., None]
+    scale /= norm.size
+    scale += norm.eps
+    np.sqrt(scale, out=scale)
+    y: np.ndarray = x / scale
+    if norm.gain is not None:
+        y *= 1 + norm.gain.array if type(norm) is RMSNorm and norm.unit_offset else norm.gain.array
+    if norm.bias is not None:
+        y += norm.bias.array
+    return y
+
+
+# -------------------------------------------------------------------- a block
+def _block(block: TransformerBlock, x: np.ndarray, rows: _Rows, layer: int) -> np.ndarray:
+    """(R, C) to (R, C)."""
+
+    def attend(x: np.ndarray) -> np.ndarray:
+        return _attention(block.attention, x, rows, layer)
+
+    def widen(x: np.ndarray) -> np.ndarray:
+        return _mlp(block.mlp, x)
+
+    if block.parallel:
+        normal = _norm(block.attention_norm, x)
+        return x + attend(normal) + widen(normal if block.mlp_norm is None else _norm(block.mlp_norm, x))
+    x = _add(block, x, block.attention_norm, attend, block.attention_post_norm)
+    return _add(block, x, block.mlp_norm, widen, block.mlp_post_norm)
+
+
+def _add(
+    block: TransformerBlock, x: np.ndarray, norm: Any, part: Callable[[np.ndarray], np.ndarray], post_norm: Any
+) -> np.ndarray:
+    """x and a part of the block, normed where this block norms."""
+    if block.norm_placement == "after":
+        return _norm(norm, x + part(x))
+    if block.norm_placement == "both":
+        return x + _norm(post_norm, part(_norm(norm, x)))
+    return x + part(_norm(norm, x))
+
+
+def _mlp(mlp: MLPBlock, x: np.ndarray) -> np.ndarray:
+    return product(mlp.projection, _activation(mlp.activation, product(mlp.up, x)))
+
+
+def _activation(activation: Any, x: np.ndarray) -> np.ndarray:
+    if isinstance(activation, Gated):
+        half = x.shape[-1] // 2
+        return x[..., :half] * _activation(activation.activation, x[..., half:])
+    if type(activation) is Swish:
+        gate = np.exp(-x)
+        gate += 1
+        return x / gate
+    if type(activation) is GeLU and activation.approximate:
+        return kernels.gelu(x)
+    result: np.ndarray = activation(Tensor(x, False)).array
+    return result
+
+
+# -------------------------------------------------------------------- attention
+def _attention(layer: MultiHeadSelfAttention, x: np.ndarray, rows: _Rows, number: int) -> np.ndarray:
+    """(R, C) to (R, C), and remembers the new keys and values."""
+    if layer.shift is not None:
+        x = _shifted(layer.shift, x, rows, number)
+    n_heads = layer.n_heads
+    n_key_heads = layer.n_key_heads
+    heads = product(layer.qkv, x).reshape(len(x), n_heads + 2 * n_key_heads, layer.head_size)
+    last = n_heads + n_key_heads
+    if layer.query_norm is not None and layer.key_norm is not None:
+        heads[:, :n_heads] = _norm(layer.query_norm, heads[:, :n_heads])
+        heads[:, n_heads:last] = _norm(layer.key_norm, heads[:, n_heads:last])
+    if layer.rotary is not None:
+        _turn(layer.rotary, heads[:, :last], rows)
+    mixed = []
+    for text in rows.texts:
+        new = heads[text.rows]
+        keys, values = text.caches[number].append(new[None, :, n_heads:last], new[None, :, last:])
+        mixed.append(_mix(layer, new[:, :n_heads], keys, values))
+    joined = mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
+    return product(layer.projection, joined.reshape(len(x), -1))
+
+
+def _mix(layer: MultiHeadSelfAttention, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """(T, H, D): what queries (T, H, D) make of keys and values (1, S, K, D), the last query being at the last key."""
+    attention = layer.attention
+    scale = 1 / math.sqrt(layer.head_size) if attention.scale is None else attention.scale
+    n_new, n_seen = len(q), keys.shape[1]
+    if n_new == 1 and attention.softmax.fused and layer.n_heads * n_seen < SHORT:
+        return _mix_one(attention, q[0] * np.float32(scale), keys[0], values[0])[None]
+    scales = () if layer.softmax_scales is None else (layer.softmax_scales.array,)
+    scoring = Scoring(scale, n_seen - n_new, attention.window, attention.cap)
+    mixed: np.ndarray = attention.softmax.attend(q[None], keys, values, scoring, None, *scales, dtype=q.dtype)[0][0]
+    return mixed
+
+
+def _mix_one(attention: Attention, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """(H, D): the same for one query (H, D) that has been scaled, by products of all heads at once."""
+    if attention.window is not None:
+        keys = keys[-attention.window :]
+        values = values[-attention.window :]
+    keys = wide(keys)
+    values = wide(values)
+    n_key_heads = keys.shape[1]
+    weights = q.reshape(n_key_heads, -1, q.shape[1]) @ keys.transpose(1, 2, 0)
+    if attention.cap is not None:
+        weights /= attention.cap
+        np.tanh(weights, out=weights)
+        weights *= attention.cap
+    nothing = attention.softmax.nothing
+    largest = np.maximum.reduce(weights, -1, keepdims=True)
+    if nothing:
+        np.maximum(largest, 0, out=largest)
+    weights -= largest
+    np.exp(weights, out=weights)
+    total = np.add.reduce(weights, -1, keepdims=True)
+    if nothing:
+        total += np.exp(-largest)
+    mixed: np.ndarray = weights @ values.swapaxes(0, 1)
+    mixed /= total
+    return mixed.reshape(q.shape)
+
+
+def _turn(rotary: Rotary, heads: np.ndarray, rows: _Rows) -> None:
+    """Queries and keys (R, H + K, D), in place."""
+    n_turned = int(heads.shape[2] * rotary.fraction)
+    key = (rotary.base, rotary.scaling, n_turned)
+    if key not in rows.turns:
+        rows.turns[key] = _angles(rotary, n_turned, rows)
+    cos, sin = rows.turns[key]
+    pairs = heads[..., :n_turned].reshape(*heads.shape[:2], 2, n_turned // 2)  # a view: first and second of each pair
+    crossed = pairs[:, :, ::-1] * sin
+    pairs *= cos
+    pairs += crossed
+
+
+def _angles(rotary: Rotary, n_turned: int, rows: _Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines (R, 1, 1, n_turned / 2), and sines (R, 1, 2, n_turned / 2) with the sign that each of a pair wants."""
+    parts = [
+        angles(
+            rotary.base, rotary.scaling, n_turned, int(rows.places[text.rows.start]), text.rows.stop - text.rows.start
+        )
+        for text in rows.texts
+    ]
+    cos, sin = (np.concatenate(part).astype(np.float32) for part in zip(*parts))
+    return cos[:, None, None], np.stack([-sin, sin], axis=1)[:, None]
+
+
+def _shifted(shift: TokenShift, x: np.ndarray, rows: _Rows, number: int) -> np.ndarray:
+    """Each row and its share of the one before it in its text."""
+    earlier = np.zeros_like(x)
+    earlier[1:] = x[:-1]
+    for text in rows.texts:
+        cache = text.caches[number]
+        earlier[text.rows.start] = 0 if cache.latest is None else cache.latest[0, 0]
+        cache.latest = x[None, text.rows.stop - 1 : text.rows.stop]
+    y: np.ndarray = x + shift.mix.array * earlier
+    return y
