@@ -149,7 +149,7 @@ def test_scores_far_from_0_do_not_overflow(softmax, offset, no_layers):
     np.testing.assert_allclose(logits, all_at_once(model, tokens)[-1], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "window in some layers", "blocks", "family gemma3 local", "token shift"])
+@pytest.mark.parametrize("name", ["gpt-2", "window in some layers", "blocks", "family Gemma 3", "token shift"])
 def test_what_is_written_is_what_the_layers_alone_would_write(name, monkeypatch):
     model = new_model(CONFIGS[name])
     fast = list(generate(model, [1, 2, 3], 40, temperature=0, no_repeat_ngram_size=2))
