@@ -191,11 +191,10 @@ def product(layer: Layer, x: np.ndarray) -> np.ndarray:
 
 
 def _multiply(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None, precision: str) -> np.ndarray:
-    if len(x) <= FEW_ROWS:
-        precision = "float32"
-    return kernels.matmul(
-        kernels.operand(x, precision), kernels.operand(weights, precision), bias, None, None, precision
-    )
+    if len(x) <= FEW_ROWS or precision == "float32":
+        return kernels.matmul(x, weights, bias)
+    operands = kernels.operand(x, precision), kernels.operand(weights, precision)
+    return kernels.matmul(*operands, bias, None, None, precision)
 
 
 def _norm(norm: Any, x: np.ndarray) -> np.ndarray:
@@ -289,22 +288,23 @@ def _mix(layer: MultiHeadSelfAttention, q: np.ndarray, keys: np.ndarray, values:
     scale = 1 / math.sqrt(layer.head_size) if attention.scale is None else attention.scale
     n_new, n_seen = len(q), keys.shape[1]
     if n_new == 1 and attention.softmax.fused and layer.n_heads * n_seen < SHORT:
-        return _mix_one(attention, q[0] * np.float32(scale), keys[0], values[0])[None]
+        return _mix_one(attention, scale, q[0], keys[0], values[0])[None]
     scales = () if layer.softmax_scales is None else (layer.softmax_scales.array,)
     scoring = Scoring(scale, n_seen - n_new, attention.window, attention.cap)
     mixed: np.ndarray = attention.softmax.attend(q[None], keys, values, scoring, None, *scales, dtype=q.dtype)[0][0]
     return mixed
 
 
-def _mix_one(attention: Attention, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """(H, D): the same for one query (H, D) that has been scaled, by products of all heads at once."""
+def _mix_one(attention: Attention, scale: float, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """(H, D): the same for one query (H, D), by products of all heads at once."""
     if attention.window is not None:
         keys = keys[-attention.window :]
         values = values[-attention.window :]
     keys = wide(keys)
     values = wide(values)
-    n_key_heads = keys.shape[1]
-    weights = q.reshape(n_key_heads, -1, q.shape[1]) @ keys.transpose(1, 2, 0)
+    queries = q.reshape(keys.shape[1], -1, q.shape[1])
+    products = keys.swapaxes(0, 1) @ queries.swapaxes(1, 2)  # (K, S, H / K): BLAS is slower the other way round
+    weights = np.multiply(products.swapaxes(1, 2), np.float32(scale), order="C")
     if attention.cap is not None:
         weights /= attention.cap
         np.tanh(weights, out=weights)

@@ -54,8 +54,9 @@ def matmul(
     if few or not threads.blas_libraries() or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
             return kernels.matmul.plain(a, b, bias, out, dtype)
-    lies_in_rows = n_rows <= FEW_ROWS and b.flags.c_contiguous  # then each thread reads a piece of memory of its own
-    if (n_inner >= 2 * max(n_rows, n_columns) or lies_in_rows) and out is None:
+    if n_rows <= FEW_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
+        product = _few_rows(a, b, bias)
+    elif n_inner >= 2 * max(n_rows, n_columns) and out is None:
         product = _by_terms(a, b, bias)
     elif n_rows >= n_columns:
         product = _by_rows(a, b, bias, out)
@@ -68,6 +69,23 @@ def _by_terms(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
     n_inner = a.shape[1]
     terms = pieces.parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
     product: np.ndarray = pieces.sum_over(lambda part: a[:, part] @ b[part], terms)
+    if bias is not None:
+        product += bias
+    return product
+
+
+def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """By terms too, whatever the shape, for then each thread reads b in one piece; as few calls as can be."""
+    n_inner = len(b)
+    n_parts = min(threads.n_threads(), n_inner)
+    sums = np.empty((n_parts, len(a), b.shape[1]), np.result_type(a, b))
+
+    def work(i: int) -> None:
+        part = slice(i * n_inner // n_parts, (i + 1) * n_inner // n_parts)
+        np.matmul(a[:, part], b[part], out=sums[i])
+
+    threads.parallel(work, range(n_parts))
+    product: np.ndarray = np.add.reduce(sums) if n_parts > 1 else sums[0]
     if bias is not None:
         product += bias
     return product
