@@ -97,7 +97,7 @@ def test_files_put_there_by_hand_come_first(server, folders):
     path.write_bytes(CONTENT)
     assert fetch("file.bin", server.url, SHA256, "things") == path
     path.write_bytes(b"something else")
-    with pytest.raises(ValueError, match=f"file.bin: expected a file with SHA-256 {SHA256}, found {'[0-9a-f]' * 64}"):
+    with pytest.raises(ValueError, match=f"file.bin: expected a file with SHA-256 {SHA256}, got {'[0-9a-f]' * 64}"):
         fetch("file.bin", server.url, SHA256, "things")
     assert server.ranges == []
 

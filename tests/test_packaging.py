@@ -1,6 +1,7 @@
 """What is shipped: dependencies, what importing it does, and rules that hold for every line."""
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -37,6 +38,15 @@ def for_conda(requirement: str) -> str:
     return name + versions
 
 
+def requirements_of(extra: str) -> list[str]:
+    """Of an extra, and of the project's other extras that it names."""
+    requirements = []
+    for requirement in EXTRAS[extra]:
+        other = re.fullmatch(r"tricycle-gpt\[(\w+)\]", requirement)
+        requirements += requirements_of(other[1]) if other else [requirement]
+    return requirements
+
+
 @pytest.mark.parametrize(("file", "extras"), ENVIRONMENTS.items())
 def test_conda_environments_equal_the_project(file, extras):
     environment = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
@@ -47,9 +57,9 @@ def test_conda_environments_equal_the_project(file, extras):
     assert pip == {"pip": ["--editable ."]}
     wanted = [f"python{PROJECT['project']['requires-python']}", "pip"]
     wanted += map(for_conda, PROJECT["project"]["dependencies"])
-    for extra in extras:
-        # conda has no packages of pip's NVIDIA names; what needs them says so and is skipped
-        wanted += (for_conda(requirement) for requirement in EXTRAS[extra] if not requirement.startswith("nvidia-"))
+    for requirement in itertools.chain.from_iterable(map(requirements_of, extras)):
+        if not requirement.startswith("nvidia-"):  # conda has no such packages; what needs them says so and is skipped
+            wanted.append(for_conda(requirement))
     wanted += ["cuda-version=13.*"] * ("cuda13" in extras)
     assert sorted(found) == sorted(set(wanted))
     assert len(set(found)) == len(found)
