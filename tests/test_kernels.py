@@ -8,7 +8,7 @@ import pytest
 from versions import offer, registered_by
 
 from tricycle import kernels
-from tricycle.kernels import KERNELS, use_reference
+from tricycle.kernels import KERNELS, FewBits, use_reference
 from tricycle_accelerators import attention_blocks, cpu, pieces, threads
 
 FASTER = registered_by(cpu.register)  # oneDNN's where it can be used, and the threads'
@@ -59,6 +59,14 @@ def _batched_matmul(rng, shape, k, m):
 
 def _matmul(rng, n, k, m, bias):
     return rng.standard_normal((n, k)), rng.standard_normal((k, m)), rng.standard_normal(m) if bias else None
+
+
+def _few_bits_matmul(rng, n, k, m, kind, turned, bias):
+    if kind == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    numbers = rng.standard_normal((k, m)).astype(np.float32)
+    matrix = FewBits.of(numbers, kind, turned)
+    return rng.standard_normal((n, k)), matrix, rng.standard_normal(m) if bias else None
 
 
 def _rotate(rng, items, tokens, heads, size):
@@ -137,6 +145,16 @@ CASES = {
             ]
             for bias in (True, False)
         ],
+    ),
+    "few_bits_matmul": (
+        _few_bits_matmul,
+        [
+            (*sizes, kind, turned, bias)
+            for kind, turned in [("int8", True), ("int8", False), ("float16", True), ("bfloat16", True)]
+            for sizes in [(1, 1, 1), (3, 5, 2), (0, 3, 2), (3, 0, 2), (3, 2, 0), (16, 70, 67), (1, 300, 1031)]
+            for bias in (True, False)
+        ]
+        + [(140, 37, 70, "int8", True, True)],
     ),
     "sum_rows": (_rows, [((1, 1),), ((7, 3),), ((0, 4),), ((1031, 131),), ((3, 70_001),)]),
     "layer_norm": (
@@ -237,7 +255,7 @@ def assert_close(name: str, found: list, expected: list, dtype: type) -> None:
 # -------------------------------------------------------------------- tests
 def test_every_kernel_is_tested_and_offered():
     assert set(KERNELS) - NOT_OPS == set(CASES)
-    assert set(kernels.__all__) == {"KERNELS", "Kernel", "Scoring", "use_reference", *KERNELS}
+    assert set(kernels.__all__) == {"KERNELS", "FewBits", "Kernel", "Scoring", "use_reference", *KERNELS}
     for name, kernel in KERNELS.items():
         assert getattr(kernels, name) is kernel
 
@@ -281,6 +299,8 @@ def test_the_reference_keeps_float32_and_layout(name, size):
 @pytest.mark.parametrize("plain", [False, True])
 def test_gpu_agrees(name, size, plain):
     cupy = pytest.importorskip("cupy")
+    if name == "few_bits_matmul":
+        pytest.skip("matrices of few bits are for CPUs")
     expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
     arguments = [cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in draw(name, size, np.float32)]
     kernel = KERNELS[name].plain if plain else KERNELS[name]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tricycle import kernels, ops
 from tricycle.devices import Array
-from tricycle.kernels import Scoring
+from tricycle.kernels import FewBits, Scoring
 from tricycle.ops import Op, Wanted, as_tensor, check_device, check_width, floating, register
 from tricycle.tensor import Operand, Tensor, record
 
@@ -152,7 +152,7 @@ def linear(
     """x W + b over the last axis of x, as one matrix product.
 
     Args:
-        x: (..., from_size). weights: (from_size, to_size). bias: (to_size,).
+        x: (..., from_size). weights: (from_size, to_size), of few bits or not. bias: (to_size,).
         precision: in `precision.PRECISIONS`; of the products of forward and backward, not of their sums and results.
 
     Returns:
@@ -168,6 +168,8 @@ def linear(
     check_width(f"{name.capitalize()}(from_size={from_size})", x, from_size)
     check_device(name, x.array, weights.array)
     rows, matrix = floating(x.array).reshape(-1, from_size), weights.array
+    if isinstance(matrix, FewBits):
+        return _few_bits_linear(x, rows, weights, bias, name)
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a, b = kernels.operand(rows, precision), kernels.operand(matrix, precision)
     y = kernels.matmul(a, b, None if bias is None else bias.array, None, kept, precision)
@@ -193,6 +195,23 @@ def linear(
 
     args = (x, weights) if bias is None else (x, weights, bias)
     return record(y.reshape(*x.shape[:-1], to_size), args, backward, name)
+
+
+def _few_bits_linear(x: Tensor, rows: Array, weights: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    """As `linear`, for weights of few bits, which have no gradient."""
+    matrix: FewBits = weights.array
+    if weights.requires_grad:
+        raise ValueError(f"{name}: expected weights of 32 bits to train, got {matrix!r}")
+    y = kernels.few_bits_matmul(rows, matrix, None if bias is None else bias.array)
+
+    def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
+        dy = grad.reshape(-1, matrix.shape[1])
+        dx = kernels.few_bits_matmul(dy, matrix.T).reshape(x.shape) if wanted[0] else None
+        dbias = kernels.sum_rows(dy) if bias is not None and wanted[2] else None
+        return [dx, None, dbias][: len(args)]
+
+    args = (x, weights) if bias is None else (x, weights, bias)
+    return record(y.reshape(*x.shape[:-1], matrix.shape[1]), args, backward, name)
 
 
 @register

@@ -12,6 +12,7 @@ from tricycle import devices, kernels
 from tricycle.devices import Array
 from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, normal, xavier
+from tricycle.kernels import FewBits
 from tricycle.ops import Wanted, as_tensor, check_device, check_range, check_width, floating, positive
 from tricycle.precision import check_precision
 from tricycle.tensor import Operand, Parameter, Tensor, no_grad, record, to_tensor
@@ -131,12 +132,12 @@ class Layer:
         """Let all parameters learn again; returns self.
 
         Raises:
-            ValueError: some are kept in 16 bits, which are too few for the small steps of training.
+            ValueError: some are kept in 16 bits or 8, which are too few for the small steps of training.
         """
         narrow = [name for name, parameter in self.named_parameters() if parameter.dtype.itemsize < 4]
         if narrow:
             got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]
-            raise ValueError(f"{type(self).__name__}.unfreeze: expected weights of 32 bits, 16 has {got}")
+            raise ValueError(f"{type(self).__name__}.unfreeze: expected weights of 32 bits, fewer has {got}")
         return self._set_requires_grad(True)
 
     def _set_requires_grad(self, requires_grad: bool) -> Layer:
@@ -169,6 +170,31 @@ class Layer:
             layer.precision = precision
         return self
 
+    # ---------------------------------------------------------------- few bits
+    def quantise(self, kind: str = "int8") -> Layer:
+        """Keep the matrices and token embeddings in here in fewer bits, and freeze everything; returns self.
+
+        A product with few rows then takes less time, for it is as fast as its weights come from memory. Gradients flow
+        through, but not to them. Matrices that have few bits already stay as they are.
+
+        Args:
+            kind: "int8", "bfloat16" or "float16".
+
+        Raises:
+            ValueError: another kind, weights that are not finite or lie on a GPU. Nothing has changed then.
+            ImportError: bfloat16 without ml_dtypes.
+        """
+        places = [layer for layer in self.layers() if isinstance(layer, (Dense, Embedding))]
+        weights = {id(layer.weights): layer for layer in places if layer.weights.array.dtype.itemsize > 2}
+        wanted = [layer for layer in weights.values() if getattr(layer.weights, "role", None) != "position"]
+        for layer in wanted:
+            if layer.weights.on_gpu:
+                raise ValueError(f"{type(self).__name__}.quantise: expected weights in host memory, got them on a GPU")
+        new = [FewBits.of(layer.weights.array, kind, turned=isinstance(layer, Dense)) for layer in wanted]
+        for layer, matrix in zip(wanted, new):
+            layer.weights.array = matrix
+        return self.freeze()
+
     # ---------------------------------------------------------------- moving and state
     def place(self, ids: Any) -> Tensor:
         """Whole numbers as a Tensor on the device of the parameters."""
@@ -176,7 +202,16 @@ class Layer:
         return tensor.to_gpu(like.array.device.id) if like.on_gpu else tensor
 
     def to_gpu(self, device: int = 0) -> Layer:
-        """Move all parameters to a GPU, in place; returns self."""
+        """Move all parameters to a GPU, in place; returns self.
+
+        Raises:
+            ValueError: weights of few bits, which are for CPUs. Nothing has moved then.
+        """
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter.array, FewBits):
+                raise ValueError(
+                    f"{type(self).__name__}.to_gpu: expected float32 weights, got {name} {parameter.array}"
+                )
         for parameter in self.parameters():
             parameter.to_gpu(device)
         return self
@@ -188,7 +223,10 @@ class Layer:
         return self
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The values of all parameters by name, in host memory (not copied where they lie there already)."""
+        """The values of all parameters by name, in host memory (not copied where they lie there already).
+
+        Weights of few bits come as the float32 numbers that they stand for.
+        """
         return {name: parameter.numpy() for name, parameter in self.named_parameters()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -202,7 +240,9 @@ class Layer:
         problems += [f"unexpected {name}" for name in state if name not in parameters]
         for name, parameter in parameters.items():
             array = state.get(name, parameter.array)
-            if not devices.is_array(array) or not np.can_cast(array.dtype, parameter.dtype, "same_kind"):
+            if isinstance(parameter.array, FewBits):
+                problems.append(f"{name}: expected 32 bits to write values into, got {parameter.array}")
+            elif not devices.is_array(array) or not np.can_cast(array.dtype, parameter.dtype, "same_kind"):
                 got = array.dtype if devices.is_array(array) else type(array).__name__
                 problems.append(f"{name}: expected an array that fits {parameter.dtype}, got {got}")
             elif array.shape != parameter.shape:
@@ -224,7 +264,7 @@ class Layer:
         above = (*above, self)
         for name, part in self._parts():
             if isinstance(part, Tensor):
-                lines.append(f"  {name} {part.shape}")
+                lines.append(f"  {name} {part.array if isinstance(part.array, FewBits) else part.shape}")
             elif any(part is layer for layer in above):
                 lines.append(f"  {name} {type(part).__name__}: see above")
             else:

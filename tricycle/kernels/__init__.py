@@ -24,6 +24,7 @@ from tricycle.kernels.reference.elementwise import (
     rotate,
     sigmoid,
 )
+from tricycle.kernels.reference.few_bits import FewBits, few_bits_matmul
 from tricycle.kernels.reference.losses import cross_entropy, cross_entropy_with_slope
 from tricycle.kernels.reference.matrices import (
     batched_matmul,
@@ -52,6 +53,7 @@ from tricycle.kernels.reference.tables import embedding_backward
 __all__ = [
     "KERNELS",
     "Kernel",
+    "FewBits",
     "Scoring",
     "use_reference",
     "softmax",
@@ -69,6 +71,7 @@ __all__ = [
     "to_compute_dtype",
     "matmul",
     "batched_matmul",
+    "few_bits_matmul",
     "sum_rows",
     "sum_squares",
     "random_mask",

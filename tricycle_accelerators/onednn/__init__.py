@@ -1,13 +1,13 @@
 """Versions for NumPy arrays that oneDNN makes faster: the same names and results as in `tricycle/kernels/reference`.
 
-Each answers NotImplemented for what it leaves to NumPy. Products take bfloat16 operands; all else, and every result,
-is float32. The threads are ours: each calls oneDNN for its piece of the arrays.
+Each answers NotImplemented for what it leaves to NumPy. Products take operands of bfloat16 or int8; all else, and
+every result, is float32. The threads are ours: each calls oneDNN for its piece of the arrays.
 """
 
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle_accelerators.onednn import attention, elementwise, library, matrices, normalisation, optimisers
+from tricycle_accelerators.onednn import attention, elementwise, few_bits, library, matrices, normalisation, optimisers
 
 
 def register(array: type) -> None:
@@ -17,6 +17,7 @@ def register(array: type) -> None:
     kernels.operand.on(array)(matrices.operand)
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)
+    kernels.few_bits_matmul.on(array)(few_bits.few_bits_matmul)
     kernels.gelu.on(array)(elementwise.gelu)
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
     kernels.gelu_backward.on(array)(elementwise.gelu_backward)

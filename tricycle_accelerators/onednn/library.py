@@ -1,4 +1,4 @@
-"""bfloat16 matrix products on CPUs: oneDNN, called with ctypes.
+"""bfloat16 and int8 matrix products on CPUs: oneDNN, called with ctypes.
 
 NumPy has no bfloat16; oneDNN (https://github.com/uxlfoundation/oneDNN) has, for processors with AVX-512 bf16 or AMX,
 where a product of 16-bit operands takes half the time of a float32 one. Its sums are float32. It comes with
@@ -29,7 +29,10 @@ DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install '
 N_PRIMITIVES = 512  # kept by each thread
 CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
 TRAINING, BACKWARD = 64, 128  # dnnl_forward_training, dnnl_backward
-BF16, F32 = 2, 3  # dnnl_bf16, dnnl_f32
+BF16, F32, S8 = 2, 3, 5  # dnnl_bf16, dnnl_f32, dnnl_s8
+KINDS = {1: S8, 2: BF16, 4: F32}  # by the bytes of an element
+ANY_LAYOUT, WEIGHTS_LAYOUT = 1, 131  # dnnl_format_tag_any, dnnl_query_weights_md
+ALIGNMENT = 64  # bytes of a line of a cache
 ISA_BF16 = 0x80  # the bit that avx512_core_bf16 has and avx512_core_vnni has not, nor any before it
 ELEMENTWISE = {"linear": 0x26, "exp": 0x2A, "gelu": 0x2B}  # dnnl_eltwise_linear, _exp, _gelu_tanh
 MULTIPLY = 0x1FFF1  # dnnl_binary_mul
@@ -52,6 +55,10 @@ SIGNATURES: dict[str, list[Any]] = {
     "dnnl_engine_create": [_MADE, c_int, c_size_t],
     "dnnl_stream_create": [_MADE, c_void_p, c_int],
     "dnnl_memory_desc_create_with_strides": [_MADE, c_int, c_void_p, c_int, c_void_p],
+    "dnnl_memory_desc_create_with_tag": [_MADE, c_int, c_void_p, c_int, c_int],
+    "dnnl_memory_desc_clone": [_MADE, c_void_p],
+    "dnnl_memory_desc_get_size": [c_void_p],
+    "dnnl_primitive_desc_query_md": [c_void_p, c_int, c_int],
     "dnnl_memory_desc_destroy": [c_void_p],
     "dnnl_memory_create": [_MADE, *[c_void_p] * 3],
     "dnnl_memory_set_data_handle": [c_void_p] * 2,
@@ -167,6 +174,8 @@ def _loaded() -> _Library | str:
                 getattr(library, name).argtypes = arguments
         isa = free.dnnl_get_effective_cpu_isa()
         free.omp_set_num_threads.restype = None
+        free.dnnl_memory_desc_get_size.restype = c_size_t
+        free.dnnl_primitive_desc_query_md.restype = c_void_p
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded: {error}"
     if not isa & ISA_BF16:
@@ -205,13 +214,31 @@ def _engine() -> c_void_p:
 # -------------------------------------------------------------------- primitives
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and size of an element, in bytes
 Descriptors = dict[int, c_void_p]  # of the memory in each place
+LAID: tuple[int, ...] = ()  # in place of strides: as oneDNN likes it best
 
 
 def _descriptor(layout: Layout) -> c_void_p:
     shape, strides, size = layout
     numbers = c_int64 * len(shape)
-    kind, places = BF16 if size == 2 else F32, numbers(*(stride // size for stride in strides))
-    return _made("dnnl_memory_desc_create_with_strides", len(shape), numbers(*shape), kind, places)
+    if strides == LAID:
+        return _laid_descriptor(shape, size)
+    places = numbers(*(stride // size for stride in strides))
+    return _made("dnnl_memory_desc_create_with_strides", len(shape), numbers(*shape), KINDS[size], places)
+
+
+def _laid_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
+    """Of a matrix (K, M) in the layout that its products want, which is the same for any number of rows."""
+    n_inner, n_columns = shape
+    rows = _descriptor(((1, n_inner), (n_inner * size, size), size))
+    result = _descriptor(((1, n_columns), (4 * n_columns, 4), 4))
+    anyhow = _made("dnnl_memory_desc_create_with_tag", 2, (c_int64 * 2)(*shape), KINDS[size], ANY_LAYOUT)
+    description = _made("dnnl_matmul_primitive_desc_create", _engine(), rows, anyhow, None, result, None)
+    borrowed = _library().free.dnnl_primitive_desc_query_md(description, WEIGHTS_LAYOUT, 0)
+    laid = _made("dnnl_memory_desc_clone", borrowed)
+    for descriptor in (rows, result, anyhow):
+        _call("dnnl_memory_desc_destroy", descriptor)
+    _call("dnnl_primitive_desc_destroy", description)
+    return laid
 
 
 def _reorder(of: Descriptors) -> c_void_p:
@@ -286,9 +313,13 @@ class _Primitive:
             _call("dnnl_memory_desc_destroy", descriptor)
         _call("dnnl_primitive_desc_destroy", description)
 
-    def __call__(self, stream: c_void_p, arrays: tuple[np.ndarray, ...]) -> None:
+    def point_at(self, arrays: tuple[np.ndarray, ...]) -> None:
+        """Let these be the arguments from now on."""
         for memory, array in zip(self.memories, arrays):
             self.held.dnnl_memory_set_data_handle(memory, array.ctypes.data)
+
+    def __call__(self, stream: c_void_p, arrays: tuple[np.ndarray, ...]) -> None:
+        self.point_at(arrays)
         status = self.free.dnnl_primitive_execute(self.handle, stream, len(arrays), self.arguments)
         _check("dnnl_primitive_execute", status)
 
@@ -319,8 +350,22 @@ def _this_thread() -> _Thread:
 def _run(
     describe: Callable[..., c_void_p], options: tuple[Any, ...], places: tuple[int, ...], *arrays: np.ndarray
 ) -> None:
+    _run_laid(describe, options, places, tuple([_layout(array) for array in arrays]), arrays)
+
+
+def _layout(array: np.ndarray) -> Layout:
+    return array.shape, array.strides, array.itemsize
+
+
+def _run_laid(
+    describe: Callable[..., c_void_p],
+    options: tuple[Any, ...],
+    places: tuple[int, ...],
+    layouts: tuple[Layout, ...],
+    arrays: tuple[np.ndarray, ...],
+) -> None:
     thread = _this_thread()
-    primitive = thread.primitive(describe, options, places, *[(a.shape, a.strides, a.itemsize) for a in arrays])
+    primitive = thread.primitive(describe, options, places, *layouts)
     primitive(thread.stream, arrays)
 
 
@@ -355,6 +400,82 @@ def product(
     if factors:
         places += [FACTOR * (i + 1) + 2 for i, (what, *_) in enumerate(then) if what == "times"]
     _run(_matmul, then, tuple(places), *arrays, *factors)
+
+
+class LaidMatrix:
+    """A matrix in the layout that oneDNN multiplies fastest, of which it makes products with few rows or many.
+
+    Args:
+        matrix: (K, M), int8 or bfloat16.
+        factors: (M,), what each column of a product is multiplied by; None for 1.
+    """
+
+    def __init__(self, matrix: np.ndarray, factors: np.ndarray | None = None) -> None:
+        self.shape, self.itemsize = matrix.shape, matrix.itemsize
+        self.layout: Layout = (self.shape, LAID, self.itemsize)
+        self.factors = None if factors is None else np.ascontiguousarray(factors, np.float32)[None]
+        descriptor = _descriptor(self.layout)
+        n_bytes = _library().free.dnnl_memory_desc_get_size(descriptor)
+        _call("dnnl_memory_desc_destroy", descriptor)
+        memory = np.empty(n_bytes + ALIGNMENT, np.uint8)
+        self.memory = memory[-memory.ctypes.data % ALIGNMENT :][:n_bytes]
+        _run_laid(_reorder, (), (SOURCE, RESULT), (_layout(matrix), self.layout), (matrix, self.memory))
+        self.calls = threading.local()
+
+    def product(self, x: np.ndarray, out: np.ndarray, add: bool = False) -> None:
+        """Write x W times the factors into `out` (N, M) of float32, or add it to what is there.
+
+        Args:
+            x: (N, K), of the matrix's dtype.
+        """
+        then: list[tuple[str]] = [] if self.factors is None else [("times",)]
+        places, layouts, arrays = self._arguments(x, out)
+        if add:
+            then.append(("add",))
+        _run_laid(_matmul, tuple(then), places, layouts, arrays)
+
+    def few(self, n_rows: int) -> FewRows:
+        """What makes products of so many rows in this thread."""
+        calls: dict[int, FewRows] = self.calls.__dict__.setdefault("by_size", {})
+        if n_rows not in calls:
+            calls[n_rows] = FewRows(self, n_rows)
+        return calls[n_rows]
+
+    def _arguments(
+        self, x: np.ndarray, out: np.ndarray
+    ) -> tuple[tuple[int, ...], tuple[Layout, ...], tuple[np.ndarray, ...]]:
+        places: tuple[int, ...] = (SOURCE, WEIGHTS, RESULT)
+        layouts = (_layout(x), self.layout, _layout(out))
+        arrays = (x, self.memory, out)
+        if self.factors is None:
+            return places, layouts, arrays
+        return (*places, FACTOR + 2), (*layouts, _layout(self.factors)), (*arrays, self.factors)
+
+
+class FewRows:
+    """Products of one matrix with so many rows, in arrays of its own: a call then costs a microsecond. Of one thread.
+
+    Attributes:
+        x: (N, K) of the matrix's dtype, to be filled.
+        out: (N, M) of float32, what `run` writes.
+    """
+
+    def __init__(self, matrix: LaidMatrix, n_rows: int) -> None:
+        n_inner, n_columns = matrix.shape
+        self.x = np.zeros((n_rows, n_inner), np.int8 if matrix.itemsize == 1 else bfloat16())
+        self.out = np.zeros((n_rows, n_columns), np.float32)
+        places, layouts, arrays = matrix._arguments(self.x, self.out)
+        then = () if matrix.factors is None else (("times",),)
+        self.primitive = _Primitive(_matmul, then, places, *layouts)
+        self.primitive.point_at(arrays)
+        self.arrays = arrays  # they must live as long
+        self.stream = _this_thread().stream
+        self.execute = self.primitive.free.dnnl_primitive_execute
+
+    def run(self) -> None:
+        primitive = self.primitive
+        status = self.execute(primitive.handle, self.stream, len(primitive.memories), primitive.arguments)
+        _check("dnnl_primitive_execute", status)
 
 
 def gelu(x: np.ndarray, out: np.ndarray) -> None:

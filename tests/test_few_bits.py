@@ -1,0 +1,275 @@
+"""Weights of 8 and 16 bits: what they stand for, products with them, models that have them."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from test_onednn import USABLE
+
+from tricycle import kernels
+from tricycle.configs.model import ModelConfig
+from tricycle.functions import linear
+from tricycle.gradcheck import gradcheck
+from tricycle.kernels import FewBits, use_reference
+from tricycle.layers import Dense, Embedding
+from tricycle.models import GPT
+from tricycle.tensor import Parameter, Tensor, to_tensor
+from tricycle_accelerators import threads
+from tricycle_accelerators.onednn import few_bits as fast
+
+KINDS = ("int8", "bfloat16", "float16")
+STEPS = {"int8": 1 / 254, "bfloat16": 2**-8, "float16": 2**-11}  # of a row's largest; of a number
+CONFIG = ModelConfig(
+    vocab_size=96,
+    context_window=32,
+    embedding_dim=32,
+    n_heads=4,
+    n_layers=2,
+    norm="rms_norm",
+    activation="swish",
+    gated=True,
+    positions="rotary",
+)
+TOKENS = to_tensor(np.arange(24).reshape(2, 12), dtype=int)
+
+
+def matrix_of(kind: str, shape: tuple[int, int], turned: bool = True, seed: int = 0) -> tuple[np.ndarray, FewBits]:
+    if kind == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return numbers, FewBits.of(numbers, kind, turned)
+
+
+def in_blocks(n_rows: int, n_blocks: int) -> FewBits:
+    rng = np.random.default_rng(0)
+    values = rng.integers(-128, 128, (n_rows, 32 * n_blocks), dtype=np.int8)
+    return FewBits(values, rng.random((n_rows, n_blocks), np.float32) / 100, True)
+
+
+# -------------------------------------------------------------------- the matrix
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (70, 5), (0, 4), (4, 0), (1000, 700)])
+def test_numbers_are_as_near_as_the_kind_allows(kind, turned, shape):
+    numbers, matrix = matrix_of(kind, shape, turned)
+    before = numbers.copy()
+    assert matrix.shape == shape and matrix.size == numbers.size and matrix.ndim == 2
+    found = np.asarray(matrix)
+    assert found.dtype == np.float32 and found.shape == shape
+    axis = 0 if turned else 1
+    allowed = np.abs(numbers).max(axis=axis, keepdims=True, initial=0) if kind == "int8" else np.abs(numbers)
+    assert (np.abs(found - numbers) <= allowed * STEPS[kind] * 1.001 + 1e-7).all()
+    np.testing.assert_array_equal(np.asarray(matrix.T), found.T)
+    np.testing.assert_array_equal(numbers, before)
+    np.testing.assert_array_equal(np.asarray(FewBits.of(found, kind, turned)), found)  # once more changes nothing
+
+
+def test_rows_of_zeros_and_of_the_smallest_numbers():
+    for number in (0.0, 1e-45, 1e-39):
+        matrix = FewBits.of(np.full((3, 4), number, np.float32), "int8")
+        np.testing.assert_array_equal(np.asarray(matrix), 0)
+        assert not kernels.few_bits_matmul(
+            np.ones((2, 3), np.float32), FewBits.of(np.zeros((3, 4)), "int8", True)
+        ).any()
+    largest = np.full((1, 3), 3e38)
+    assert np.isfinite(np.asarray(FewBits.of(largest, "int8"))).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused(kind, bad):
+    numbers, _ = matrix_of(kind, (5, 4))
+    numbers[3, 2] = bad
+    with pytest.raises(ValueError, match=rf"few bits \({kind}\): expected finite numbers, got"):
+        FewBits.of(numbers, kind)
+
+
+def test_too_large_and_unknown_kinds_are_refused():
+    with pytest.raises(ValueError, match="too large"):
+        FewBits.of(np.full((2, 2), 1e6), "float16")
+    with pytest.raises(ValueError, match="expected one of int8, bfloat16, float16, got 'int4'"):
+        FewBits.of(np.ones((2, 2)), "int4")
+
+
+def test_bfloat16_without_ml_dtypes(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
+    with pytest.raises(ImportError, match=r"ml_dtypes \(pip install 'tricycle-gpt\[bf16\]'\)"):
+        FewBits.of(np.ones((2, 2)), "bfloat16")
+
+
+def test_blocks_have_scales_of_their_own():
+    matrix = in_blocks(5, 3)
+    expected = matrix.values.reshape(5, 3, 32) * matrix.scales[:, :, None]
+    np.testing.assert_array_equal(np.asarray(matrix), expected.reshape(5, 96).T)
+    assert repr(matrix) == "(96, 5) int8 in blocks of 32"
+    once_more = matrix.by_row()
+    assert once_more.scales.shape == (5, 1) and once_more.by_row() is once_more
+    step = np.abs(np.asarray(matrix)).max(axis=0) / 127
+    assert (np.abs(np.asarray(once_more) - np.asarray(matrix)) <= step * 0.501).all()
+
+
+def test_a_table_gives_rows_and_a_layers_matrix_does_not():
+    _, matrix = matrix_of("int8", (9, 6), turned=False)
+    ids = np.array([[3, 8], [0, 3]])
+    np.testing.assert_array_equal(matrix[ids], np.asarray(matrix)[ids])
+    assert matrix[ids].dtype == np.float32
+    with pytest.raises(TypeError, match="expected a table"):
+        matrix.T[ids]
+    assert matrix.transpose((0, 1)) is matrix and matrix.copy() is matrix
+    assert matrix.T.T.ready is matrix.ready
+
+
+# -------------------------------------------------------------------- products
+@USABLE
+@pytest.mark.parametrize("kind", ["int8", "bfloat16", "blocks"])
+@pytest.mark.parametrize("n_rows", [1, 2, 16, 17, 150])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 500), (576, 130)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
+def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape, dtype):
+    """Twice, for its buffers are used again; with poison in them; in one part and in several."""
+    import ml_dtypes
+
+    dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    matrix = in_blocks(shape[1], 3) if kind == "blocks" else matrix_of(kind, shape)[1]
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((n_rows, 2 * len(matrix))).astype(dtype)[:, ::2]
+    bias = rng.standard_normal(matrix.shape[1]).astype(np.float32)
+    expected = x.astype(np.float64) @ np.asarray(matrix.by_row(), np.float64) + bias
+    monkeypatch.setattr(threads, "n_threads", lambda: 3)
+    threads._helpers.cache_clear()
+    for shared in (0, 2**40):
+        monkeypatch.setattr(fast, "SHARED", shared)
+        matrix.ready.clear()
+        for scale in (1, 100, 1):
+            product = kernels.few_bits_matmul((x * scale).astype(dtype), matrix, bias)
+            assert product.dtype == dtype and "onednn" in matrix.ready
+        rounded = {2: 2**-7}.get(dtype.itemsize, 4e-3 if kind == "bfloat16" and n_rows > fast.FEW_ROWS else 1e-4)
+        assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)
+    threads._helpers.cache_clear()
+
+
+@USABLE
+@pytest.mark.parametrize("n_rows", [1, 40])
+def test_rows_of_any_size_and_what_is_not_finite(n_rows):
+    """Each row has a scale of its own; and infinity is no whole number, but gives what the plain version gives."""
+    _, matrix = matrix_of("int8", (64, 70))
+    x = np.random.default_rng(0).standard_normal((n_rows, 64)).astype(np.float32)
+    x *= np.geomspace(1e-20, 1e20, n_rows).astype(np.float32)[:, None]
+    x[0] = 0
+    expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
+    found = kernels.few_bits_matmul(x, matrix)
+    assert not found[0].any()
+    for row, truth in zip(found[1:], expected[1:]):
+        assert np.linalg.norm(row - truth) <= 1e-4 * np.linalg.norm(truth)
+    x[0, 0] = np.nan
+    assert np.isnan(kernels.few_bits_matmul(x, matrix)[0]).all()
+    assert np.isfinite(kernels.few_bits_matmul(x, matrix)[1:]).all()
+
+
+@USABLE
+def test_a_matrix_of_which_several_threads_make_products_at_once():
+    from concurrent.futures import ThreadPoolExecutor
+
+    _, matrix = matrix_of("int8", (200, 300))
+    xs = np.random.default_rng(0).standard_normal((64, 1, 200)).astype(np.float32)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: kernels.few_bits_matmul(x, matrix), xs))
+    for x, product in zip(xs, found):
+        np.testing.assert_array_equal(product, kernels.few_bits_matmul(x, matrix))
+
+
+# -------------------------------------------------------------------- gradients
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("plain", [True, False])
+def test_gradients_of_the_input_and_bias(kind, with_bias, plain):
+    _, matrix = matrix_of(kind, (5, 3))
+    weights = Tensor(matrix, requires_grad=False)
+    rng = np.random.default_rng(0)
+    inputs = [Tensor(rng.standard_normal((2, 4, 5)))] + ([Tensor(rng.standard_normal(3))] if with_bias else [])
+    gradcheck(lambda x, *bias: linear(x, weights, *bias), *inputs)
+    x = Tensor(rng.standard_normal((4, 5)).astype(np.float32))
+    (linear(x, weights) * 2).sum().backward()
+    np.testing.assert_allclose(x.grad.array, np.full((4, 3), 2) @ np.asarray(matrix).T, 1e-3, 1e-4)
+
+
+def test_weights_of_few_bits_do_not_train():
+    layer = Dense(4, 3, generator=0)
+    layer.quantise("int8")
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    with pytest.raises(ValueError, match=r"Dense.unfreeze: expected weights of 32 bits, fewer has weights"):
+        layer.unfreeze()
+    layer.weights.requires_grad = True
+    with pytest.raises(ValueError, match=r"dense: expected weights of 32 bits to train, got \(4, 3\) int8"):
+        layer(np.ones((2, 4), np.float32))
+
+
+# -------------------------------------------------------------------- models
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_model_says_nearly_the_same(kind, tied, plain):
+    if kind == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    model = GPT(ModelConfig(**{**vars(CONFIG), "tied": tied})).eval()
+    before = model(TOKENS).array
+    state = {name: array.copy() for name, array in model.state_dict().items()}
+    n_parameters = model.n_parameters
+    assert model.quantise(kind) is model
+    context = use_reference if plain else pytest.MonkeyPatch.context
+    with context():
+        after = model(TOKENS).array
+    assert 0 < np.linalg.norm(after - before) < 0.02 * np.linalg.norm(before)
+    assert model.n_parameters == n_parameters and f" {kind}" in repr(model)
+    for name, array in model.state_dict().items():
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, state[name], atol=np.abs(state[name]).max() * 2**-7)
+    again = GPT(model.config)
+    again.load_state_dict(model.state_dict())
+    np.testing.assert_allclose(again(TOKENS).array, after, 0, 2e-4 if kind == "int8" else 5e-3)
+    model.quantise(kind)  # once more changes nothing
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        np.testing.assert_allclose(twin(TOKENS).array, model(TOKENS).array, 0, 5e-3)
+
+
+def test_it_refuses_what_would_lose_or_change_weights(monkeypatch):
+    model = GPT(CONFIG)
+    model.blocks[1].mlp.up.weights.array[0, 0] = np.nan
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        model.quantise()
+    assert all(parameter.dtype == np.float32 and parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="expected one of int8"):
+        model.quantise("int3")
+    model = GPT(CONFIG).quantise()
+    state = GPT(CONFIG).state_dict()
+    with pytest.raises(ValueError, match=r"token_embedding.weights: expected 32 bits to write values into, got"):
+        model.load_state_dict(state)
+    with pytest.raises(
+        ValueError, match=r"GPT.to_gpu: expected float32 weights, got token_embedding.weights \(96, 32\)"
+    ):
+        model.to_gpu()
+
+
+def test_places_stay_as_they_are_and_shared_weights_are_one():
+    model = GPT(ModelConfig(**{**vars(CONFIG), "positions": "learned"}))
+    model.quantise()
+    assert model.position_embedding.weights.array.dtype == np.float32
+    assert model.token_embedding.weights.array.dtype == np.int8
+    first, second = Dense(3, 3, generator=0), Dense(3, 3, generator=1)
+    second.weights = first.weights
+    both = GPT(CONFIG)
+    both.pair = [first, second]
+    both.quantise()
+    assert isinstance(first.weights, Parameter) and first.weights.array is second.weights.array
+
+
+def test_an_embedding_of_few_bits():
+    table = Embedding(7, 4, generator=0)
+    expected = table([[1, 6]]).array
+    table.quantise("float16")
+    found = table([[1, 6]])
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found.array, expected, 1e-3)
+    with pytest.raises(ValueError, match="from 0 to 6"):
+        table([7])
