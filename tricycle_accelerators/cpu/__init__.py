@@ -14,6 +14,7 @@ from tricycle_accelerators import onednn
 from tricycle_accelerators.cpu import (
     attention,
     elementwise,
+    few_bits,
     losses,
     matrices,
     normalisation,
@@ -34,6 +35,7 @@ def register(array: type) -> None:
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)
     kernels.batched_matmul.on(array)(matrices.batched_matmul)
+    kernels.few_bits_matmul.on(array)(few_bits.few_bits_matmul)
     kernels.sum_rows.on(array)(matrices.sum_rows)
     kernels.sum_squares.on(array)(matrices.sum_squares)
 

@@ -9,8 +9,9 @@ with two by what the weights' own rounding costs.)
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from types import NotImplementedType
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ SHARED = 2**22  # bytes of a matrix from which on threads have parts of it: to w
 LARGEST, STEP = 32512.0, 256.0  # a number is whole steps of a row's largest / LARGEST; 127 * 256 of them at most
 SMALLEST = 1e-30  # of a row's largest: below that they are zeros
 
+_Part = tuple[slice, library.LaidMatrix]  # some columns, and what multiplies them
 _one_at_a_time = threading.Lock()
 
 
@@ -31,14 +33,16 @@ class _Ready:
     """A matrix in oneDNN's layout.
 
     Attributes:
-        parts: columns, and what multiplies them.
+        parts: that threads take one each of; one where it is small.
+        n_columns: of all parts.
     """
 
     def __init__(self, matrix: FewBits) -> None:
         rows = matrix.by_row()
         n_parts = threads.n_threads() if matrix.values.nbytes >= SHARED else 1
         step = -(-len(rows.values) // n_parts // 64) * 64
-        self.parts: list[tuple[slice, library.LaidMatrix]] = []
+        self.parts: list[_Part] = []
+        self.n_columns = len(rows.values)
         for start in range(0, len(rows.values), step):
             part = slice(start, start + step)
             factors = None if rows.scales is None else rows.scales[part, 0]
@@ -72,86 +76,93 @@ def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None) -> Arr
 def _by_int8(x: np.ndarray, ready: _Ready) -> np.ndarray | None:
     """None where there is infinity or NaN in x, which whole numbers have not."""
     n_rows = len(x)
-    largest = np.abs(x).max(axis=1, keepdims=True)
-    if not np.isfinite(largest).all():
+    sizes = np.abs(x)
+    largest = np.maximum.reduce(sizes, axis=1, keepdims=True)
+    if not np.maximum.reduce(largest, axis=None) < np.inf:
         return None
     np.maximum(largest, SMALLEST, out=largest)
-    product = np.empty((n_rows, sum(part.shape[1] for _, part in ready.parts)), np.float32)
-    if n_rows <= FEW_ROWS:
-        halves = _halves(x, LARGEST / largest)
-        largest *= 1 / LARGEST
-        _each(ready, lambda columns, part: _few_by_int8(halves, part, largest, product[:, columns]))
+    product = np.empty((n_rows, ready.n_columns), np.float32)
+    if n_rows > FEW_ROWS:
+        work = partial(_many_by_int8, x, largest, product)
+        _share_rows(ready, work, n_rows)
+        return product
+    numbers = _bytes(x, largest, out=sizes)
+    largest *= 1 / LARGEST
+    if len(ready.parts) == 1:
+        _few_by_int8(numbers, largest, product, ready.parts[0])
     else:
-        _each(
-            ready,
-            lambda columns, part, rows: _many_by_int8(x[rows], part, largest[rows], product[rows, columns]),
-            n_rows,
-        )
+        threads.parallel(partial(_few_by_int8, numbers, largest, product), ready.parts)
     return product
 
 
-def _halves(x: np.ndarray, inverse: np.ndarray) -> np.ndarray:
-    """Rows (N, K) as int8 (2, N, K): what is large, in units of 256, and what is left, from -128 to 127."""
-    steps = x * inverse
-    np.rint(steps, out=steps)
-    steps += STEP / 2
-    numbers = steps.astype("<i2").view(np.int8).reshape(*x.shape, 2)
-    halves = np.empty((2, *x.shape), np.int8)
-    halves[0] = numbers[..., 1]
-    np.bitwise_xor(numbers[..., 0], -128, out=halves[1])
-    return halves
+def _bytes(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Rows (N, K) as uint8 (2, N, K): what is left and what is large, in units of 256; of both 128 is to be taken.
+
+    Args:
+        out: float32 like x, for numbers on the way.
+    """
+    np.multiply(x, LARGEST / largest, out=out)
+    out += 128 * STEP + 128 + 0.5  # then what is behind the point is cut off
+    return out.astype("<u2").view(np.uint8).reshape(*x.shape, 2).transpose(2, 0, 1)
 
 
-def _few_by_int8(halves: np.ndarray, part: library.LaidMatrix, scale: np.ndarray, out: np.ndarray) -> None:
-    n_rows = halves.shape[1]
-    few = part.few(2 * n_rows)
-    few.x[...] = halves.reshape(2 * n_rows, -1)
+def _few_by_int8(numbers: np.ndarray, scale: np.ndarray, product: np.ndarray, part: _Part) -> None:
+    columns, matrix = part
+    n_rows = numbers.shape[1]
+    few = matrix.few(2 * n_rows)
+    np.bitwise_xor(numbers, 128, out=few.x.view(np.uint8).reshape(numbers.shape))
     few.run()
-    np.multiply(few.out[:n_rows], scale * STEP, out=out)
-    rest = few.out[n_rows:]
-    rest *= scale
-    out += rest
+    rest, large = few.out[:n_rows], few.out[n_rows:]
+    large *= STEP
+    large += rest
+    np.multiply(large, scale, out=product[:, columns])
 
 
-def _many_by_int8(x: np.ndarray, part: library.LaidMatrix, largest: np.ndarray, out: np.ndarray) -> None:
-    large, rest = _halves(x, LARGEST / largest)
-    part.product(large, out)
+def _many_by_int8(x: np.ndarray, largest: np.ndarray, product: np.ndarray, task: tuple[_Part, slice]) -> None:
+    (columns, matrix), rows = task
+    out = product[rows, columns]
+    numbers = _bytes(x[rows], largest[rows], np.empty(x[rows].shape, np.float32))
+    rest, large = np.bitwise_xor(numbers, 128, order="C").view(np.int8)
+    matrix.product(large, out)
     out *= STEP
-    part.product(rest, out, add=True)
-    out *= largest / LARGEST
+    matrix.product(rest, out, add=True)
+    out *= largest[rows] * (1 / LARGEST)
 
 
 # -------------------------------------------------------------------- bfloat16
 def _by_bfloat16(x: np.ndarray, ready: _Ready) -> np.ndarray:
     n_rows = len(x)
-    product = np.empty((n_rows, sum(part.shape[1] for _, part in ready.parts)), np.float32)
-    if n_rows <= FEW_ROWS and np.isfinite(x).all():
-        large = x.astype(library.bfloat16())
-        rest = (x - large.astype(np.float32)).astype(library.bfloat16())
-        _each(ready, lambda columns, part: _few_by_bfloat16(large, rest, part, product[:, columns]))
+    product = np.empty((n_rows, ready.n_columns), np.float32)
+    if n_rows > FEW_ROWS or not np.isfinite(x).all():
+        rounded = np.ascontiguousarray(x).astype(library.bfloat16())
+        _share_rows(ready, partial(_many_by_bfloat16, rounded, product), n_rows)
         return product
-    rounded = np.ascontiguousarray(x).astype(library.bfloat16())
-    _each(ready, lambda columns, part, rows: part.product(rounded[rows], product[rows, columns]), n_rows)
+    halves = np.empty((2, *x.shape), library.bfloat16())
+    halves[0] = x
+    halves[1] = x - halves[0].astype(np.float32)
+    if len(ready.parts) == 1:
+        _few_by_bfloat16(halves, product, ready.parts[0])
+    else:
+        threads.parallel(partial(_few_by_bfloat16, halves, product), ready.parts)
     return product
 
 
-def _few_by_bfloat16(large: np.ndarray, rest: np.ndarray, part: library.LaidMatrix, out: np.ndarray) -> None:
-    n_rows = len(large)
-    few = part.few(2 * n_rows)
-    few.x[:n_rows] = large
-    few.x[n_rows:] = rest
+def _few_by_bfloat16(halves: np.ndarray, product: np.ndarray, part: _Part) -> None:
+    columns, matrix = part
+    n_rows = halves.shape[1]
+    few = matrix.few(2 * n_rows)
+    few.x[...] = halves.reshape(few.x.shape)
     few.run()
-    np.add(few.out[:n_rows], few.out[n_rows:], out=out)
+    np.add(few.out[:n_rows], few.out[n_rows:], out=product[:, columns])
+
+
+def _many_by_bfloat16(x: np.ndarray, product: np.ndarray, task: tuple[_Part, slice]) -> None:
+    (columns, matrix), rows = task
+    matrix.product(x[rows], product[rows, columns])
 
 
 # -------------------------------------------------------------------- threads
-def _each(ready: _Ready, work: Any, n_rows: int = 0) -> None:
-    """Call `work` for each part of the matrix, and for some rows each where there are many."""
-    if not n_rows and len(ready.parts) == 1:
-        work(*ready.parts[0])
-    elif not n_rows:
-        threads.parallel(lambda part: work(*part), ready.parts)
-    else:
-        some = pieces.parts(n_rows, 64)
-        tasks = [(*part, rows) for part in ready.parts for rows in some]
-        threads.parallel(lambda task: work(*task), tasks)
+def _share_rows(ready: _Ready, work: Callable[[tuple[_Part, slice]], None], n_rows: int) -> None:
+    """Some rows with a part of the matrix each."""
+    some = pieces.parts(n_rows, 64)
+    threads.parallel(work, [(part, rows) for part in ready.parts for rows in some])
