@@ -234,12 +234,14 @@ def test_other_texts_or_settings_are_another_corpus(folders):
         make(vocab_size=301),
         make(vocab_size=None),
         make(tokeniser=other_tokeniser),
+        make(split="gpt2"),
         make([*DOCUMENTS[:-1], (DOCUMENTS[-1][0] + b"!", False)]),
         make([(text, not out) for text, out in DOCUMENTS]),
     ]
     assert len(list((folders.cache / "corpora").iterdir())) == len(corpora)
     assert corpora[2].vocab_size == 1024
     assert corpora[3].tokeniser == other_tokeniser
+    assert corpora[4].tokeniser.to_dict()["split"] == "gpt2"
 
 
 def test_a_ready_tokeniser():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +164,35 @@ def test_the_portable_preset(tmp_path: Path) -> None:
     assert export_folder(model, tokeniser, tmp_path / "model") == "llama"
     compare(model, tmp_path / "model")
     same_ids(tokeniser, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
+
+
+def test_a_run_of_the_portable_preset(tmp_path: Path) -> None:
+    """From a text to a folder that transformers loads, by two commands; and a resumed run keeps its tokeniser."""
+    (tmp_path / "text.txt").write_text(TEXT * 30)
+    small = "--preset portable --n-layers 1 --context-window 32 --batch-size 2 --steps 2 --eval-batches 1 --device cpu"
+    files = ["--data", "text", "--files", tmp_path / "text.txt", "--run-folder", tmp_path / "run"]
+    command("train", *small.split(), *files, cache=tmp_path)
+    command("train", "--resume", tmp_path / "run", "--device", "cpu", cache=tmp_path)
+    assert len(list((tmp_path / "corpora").iterdir())) == 1
+    command("export", tmp_path / "run", tmp_path / "model", cache=tmp_path)
+    ours = load(tmp_path / "run")
+    assert ours.tokeniser.to_dict()["split"] == "gpt2"
+    compare(ours.model, tmp_path / "model")
+    same_ids(ours.tokeniser, transformers.AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert "| trained on | text |" in (tmp_path / "model" / "README.md").read_text()
+
+
+def command(*words: Any, cache: Path) -> None:
+    """Run `tricycle` with some words."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRICYCLE_CACHE": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tricycle", *map(str, words)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("preset", ["debug", "shakespeare"])

@@ -40,6 +40,7 @@ from tricycle_datasets.gpt2 import gpt2_tokeniser
 from tricycle_lab.plot import plot_losses
 
 DESCRIPTION = __doc__ or ""
+Tokenisers = Literal["own", "portable", "gpt2"]
 Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
 CORPORA = {
     "python": ("python_code", "PythonCode"),
@@ -56,14 +57,15 @@ PROMPTS = {"python": ("", "def ", "class "), "codeparrot": ("", "def ", "class "
 class Arguments:
     """What to train, on what, and where to leave it."""
 
-    preset: Literal["debug", "laptop", "shakespeare", "smol", "gpt2"] = "laptop"
+    preset: Literal["debug", "laptop", "portable", "shakespeare", "smol", "gpt2"] = "laptop"
     """where the settings below start from; without it "smol" on a GPU, else "laptop" """
     data: Data = "python"
     """the text: Python's standard library, tiny Shakespeare, your own --files, or a streamed corpus"""
     files: tuple[Path, ...] = ()
     """your own text files or folders of them, for --data text"""
-    tokeniser: Literal["own", "gpt2"] = "own"
-    """a vocabulary learnt from the text, or GPT-2's published one, of 50257 tokens"""
+    tokeniser: Tokenisers = "own"
+    """a vocabulary learnt from the text; one that other programs can use too, for it cuts text as GPT-2's does (the
+    preset "portable" has it); or GPT-2's published one, of 50257 tokens"""
     init_from: str | None = None
     """a model to start from, as `tricycle generate` takes it: its shape, weights and tokeniser are used, and settings
     of training start from gentler values"""
@@ -115,8 +117,10 @@ def description_of(arguments: Arguments) -> dict[str, Any]:
         raise ValueError("expected --files with --data text, got none")
     if arguments.data != "text" and arguments.files:
         raise ValueError(f"expected --files only with --data text, got --data {arguments.data}")
-    if arguments.tokeniser == "gpt2" and arguments.init_from:
-        raise ValueError("expected no --tokeniser with --init-from: the model's own is used, got gpt2")
+    if arguments.tokeniser != "own" and arguments.init_from:
+        raise ValueError(
+            f"expected no --tokeniser with --init-from: the model's own is used, got {arguments.tokeniser}"
+        )
     if arguments.tokeniser == "gpt2" and arguments.config.vocab_size != 50_257:
         raise ValueError(f"expected --vocab-size 50257 with --tokeniser gpt2, got {arguments.config.vocab_size}")
     description: dict[str, Any] = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
@@ -144,7 +148,8 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
         preset = "smol" if known.device != "cpu" and devices.gpu_available() else "laptop"
     config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # its fields carry the help
     data: Data = "shakespeare" if preset == "shakespeare" else "python"
-    default = Arguments(preset=preset, data=data, config=config)
+    tokeniser: Tokenisers = "portable" if preset == "portable" else "own"
+    default = Arguments(preset=preset, data=data, tokeniser=tokeniser, config=config)
     return parse(Arguments, default, args, description=DESCRIPTION), None
 
 
@@ -163,14 +168,14 @@ def arguments_from_a_model(known: argparse.Namespace, args: Sequence[str]) -> tu
     return arguments, loaded
 
 
-def load_corpus(data: str, files: list[str], vocab_size: int, tokeniser: Any = None) -> Any:
-    """The corpus of a --data flag."""
+def load_corpus(data: str, files: list[str], vocab_size: int, tokeniser: Any = None, split: str = "tricycle") -> Any:
+    """The corpus of a --data flag; `split` is that of a tokeniser that it learns."""
     if tokeniser is not None:  # other people's models may have more rows than tokens
         vocab_size = tokeniser.vocab_size
     module, name = CORPORA[data]
     corpus = getattr(importlib.import_module(f"tricycle_datasets.{module}"), name)
     paths = ([Path(name) for name in files],) if data == "text" else ()
-    return corpus(*paths, vocab_size, tokeniser=tokeniser)
+    return corpus(*paths, vocab_size, tokeniser=tokeniser, split=split)
 
 
 def train_and_report(
@@ -194,7 +199,8 @@ def train_and_report(
         tokeniser = start.tokeniser
     elif description.get("tokeniser") == "gpt2":
         tokeniser = gpt2_tokeniser()
-    corpus = load_corpus(description["data"], description["files"], config.vocab_size, tokeniser)
+    split = "gpt2" if description.get("tokeniser") == "portable" else "tricycle"
+    corpus = load_corpus(description["data"], description["files"], config.vocab_size, tokeniser, split)
     tokeniser = corpus.tokeniser
     if tokeniser.n_vocab > config.vocab_size:
         raise ValueError(f"expected a tokeniser of at most {config.vocab_size} tokens, got {tokeniser.n_vocab}")

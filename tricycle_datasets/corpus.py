@@ -48,6 +48,7 @@ class Corpus:
         documents: called for a new pass over all documents, which must be the same each time.
         vocab_size: of the tokeniser to be trained (default 1,024).
         tokeniser: one to use instead.
+        split: what cuts text into pieces for the one to be trained, as of `BPETokeniser`.
         fingerprint: says which documents these are, where reading them all to find out is too dear.
         progress: show progress bars.
 
@@ -62,6 +63,7 @@ class Corpus:
         vocab_size: int | None = None,
         tokeniser: Tokeniser | None = None,
         *,
+        split: str = "tricycle",
         fingerprint: str | None = None,
         progress: bool = True,
     ) -> None:
@@ -71,7 +73,7 @@ class Corpus:
         self._given = tokeniser
         if vocab_size is None:
             vocab_size = tokeniser.vocab_size if tokeniser else DEFAULT_VOCAB_SIZE
-        untrained = BPETokeniser(max(257, vocab_size) if tokeniser else vocab_size)
+        untrained = BPETokeniser(max(257, vocab_size) if tokeniser else vocab_size, split=split)
         self._n_train_bytes = 0  # unknown where nobody counts
         if fingerprint is None:
             fingerprint = self._survey()
@@ -190,7 +192,7 @@ class HubCorpus(Corpus):
     first documents teach the tokeniser. Needs `pip install "tricycle-gpt[datasets]"`.
 
     Args:
-        vocab_size, tokeniser, progress: see `Corpus`.
+        vocab_size, tokeniser, split, progress: see `Corpus`.
         max_bytes: stop before the document that would exceed this many bytes of text.
         n_documents: stop after so many documents (default: no such limit).
         revision: of the dataset. A branch may change on the hub without the cache's noticing; name a
@@ -211,6 +213,7 @@ class HubCorpus(Corpus):
         vocab_size: int | None = None,
         tokeniser: Tokeniser | None = None,
         *,
+        split: str = "tricycle",
         max_bytes: int = 10**9,
         n_documents: int | None = None,
         revision: str = "main",
@@ -241,7 +244,9 @@ class HubCorpus(Corpus):
                 yield text, held_out
 
         fingerprint = json.dumps([self.hub_path, self.hub_config, self.text_field, revision, limits])
-        super().__init__(name.lower(), documents, vocab_size, tokeniser, fingerprint=fingerprint, progress=progress)
+        super().__init__(
+            name.lower(), documents, vocab_size, tokeniser, split=split, fingerprint=fingerprint, progress=progress
+        )
 
 
 def is_held_out(path: str) -> bool:

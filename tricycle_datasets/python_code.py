@@ -17,14 +17,19 @@ class PythonCode(Corpus):
     """Every .py file is a document, in the order of their paths; `is_held_out` chooses one in twenty.
 
     Args:
-        vocab_size, tokeniser, progress: see `Corpus`.
+        vocab_size, tokeniser, split, progress: see `Corpus`.
 
     Raises:
         ValueError: this Python has no source files (as some embedded ones), or see `Corpus`.
     """
 
     def __init__(
-        self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, *, progress: bool = True
+        self,
+        vocab_size: int | None = None,
+        tokeniser: Tokeniser | None = None,
+        *,
+        split: str = "tricycle",
+        progress: bool = True,
     ) -> None:
         root = Path(sysconfig.get_path("stdlib"))
         names = []
@@ -38,4 +43,4 @@ class PythonCode(Corpus):
             for name in sorted(names):
                 yield (root / name).read_bytes(), is_held_out(name)
 
-        super().__init__("python_code", documents, vocab_size, tokeniser, progress=progress)
+        super().__init__("python_code", documents, vocab_size, tokeniser, split=split, progress=progress)

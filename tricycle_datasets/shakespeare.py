@@ -14,7 +14,7 @@ class Shakespeare(Corpus):
     """The last tenth of the bytes is held out.
 
     Args:
-        vocab_size, tokeniser, progress: see `Corpus`.
+        vocab_size, tokeniser, split, progress: see `Corpus`.
 
     Raises:
         OSError: the file is not here and could not be downloaded; the message says where to put it.
@@ -22,7 +22,14 @@ class Shakespeare(Corpus):
     """
 
     def __init__(
-        self, vocab_size: int | None = None, tokeniser: Tokeniser | None = None, *, progress: bool = True
+        self,
+        vocab_size: int | None = None,
+        tokeniser: Tokeniser | None = None,
+        *,
+        split: str = "tricycle",
+        progress: bool = True,
     ) -> None:
         text = fetch("input.txt", URL, SHA256, folder="tinyshakespeare").read_bytes()
-        super().__init__("shakespeare", lambda: hold_out_tail(text), vocab_size, tokeniser, progress=progress)
+        super().__init__(
+            "shakespeare", lambda: hold_out_tail(text), vocab_size, tokeniser, split=split, progress=progress
+        )

@@ -17,7 +17,7 @@ class TextFiles(Corpus):
     Args:
         paths: a file or a folder, or several. In folders, binary files are passed over, and so is
             everything whose name begins with a dot.
-        vocab_size, tokeniser, progress: see `Corpus`.
+        vocab_size, tokeniser, split, progress: see `Corpus`.
 
     Raises:
         ValueError: a path that is not there, a binary file named by itself, no text, or see `Corpus`.
@@ -30,6 +30,7 @@ class TextFiles(Corpus):
         vocab_size: int | None = None,
         tokeniser: Tokeniser | None = None,
         *,
+        split: str = "tricycle",
         progress: bool = True,
     ) -> None:
         roots = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
@@ -54,7 +55,7 @@ class TextFiles(Corpus):
                     left -= len(text) if held_out else 0
                     yield text, held_out
 
-        super().__init__("text", documents, vocab_size, tokeniser, progress=progress)
+        super().__init__("text", documents, vocab_size, tokeniser, split=split, progress=progress)
 
 
 def _text_files(root: Path) -> Iterator[tuple[Path, str]]:
