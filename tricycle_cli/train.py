@@ -168,14 +168,26 @@ def arguments_from_a_model(known: argparse.Namespace, args: Sequence[str]) -> tu
     return arguments, loaded
 
 
-def load_corpus(data: str, files: list[str], vocab_size: int, tokeniser: Any = None, split: str = "tricycle") -> Any:
-    """The corpus of a --data flag; `split` is that of a tokeniser that it learns."""
+def load_corpus(description: dict[str, Any], vocab_size: int, tokeniser: Any = None) -> Any:
+    """The corpus of a run's flags.
+
+    Args:
+        tokeniser: a ready one; without, the corpus learns one of so many tokens.
+
+    Raises:
+        ValueError: a tokeniser of more tokens than the model knows.
+    """
+    n_known = vocab_size
     if tokeniser is not None:  # other people's models may have more rows than tokens
         vocab_size = tokeniser.vocab_size
-    module, name = CORPORA[data]
-    corpus = getattr(importlib.import_module(f"tricycle_datasets.{module}"), name)
-    paths = ([Path(name) for name in files],) if data == "text" else ()
-    return corpus(*paths, vocab_size, tokeniser=tokeniser, split=split)
+    module, name = CORPORA[description["data"]]
+    new_corpus = getattr(importlib.import_module(f"tricycle_datasets.{module}"), name)
+    paths = ([Path(name) for name in description["files"]],) if description["data"] == "text" else ()
+    split = "gpt2" if description.get("tokeniser") == "portable" else "tricycle"
+    corpus = new_corpus(*paths, vocab_size, tokeniser=tokeniser, split=split)
+    if corpus.tokeniser.n_vocab > n_known:
+        raise ValueError(f"expected a tokeniser of at most {n_known} tokens, got {corpus.tokeniser.n_vocab}")
+    return corpus
 
 
 def train_and_report(
@@ -199,11 +211,8 @@ def train_and_report(
         tokeniser = start.tokeniser
     elif description.get("tokeniser") == "gpt2":
         tokeniser = gpt2_tokeniser()
-    split = "gpt2" if description.get("tokeniser") == "portable" else "tricycle"
-    corpus = load_corpus(description["data"], description["files"], config.vocab_size, tokeniser, split)
+    corpus = load_corpus(description, config.vocab_size, tokeniser)
     tokeniser = corpus.tokeniser
-    if tokeniser.n_vocab > config.vocab_size:
-        raise ValueError(f"expected a tokeniser of at most {config.vocab_size} tokens, got {tokeniser.n_vocab}")
     for name, content in {"config": config.to_dict(), "data": description}.items():
         with atomic_write(folder / f"{name}.json", text=True) as file:
             json.dump(content, file, indent=2)
