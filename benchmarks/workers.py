@@ -38,15 +38,19 @@ SETTLING_STEPS, STEPS_A_TURN = 2, 3
 
 
 class Worker:
-    """A process that answers each line with one of JSON: `python -m MODULE WORDS`, which ends in `serve`."""
+    """A process that answers each line with one of JSON: `python -m MODULE WORDS`, which ends in `serve`.
 
-    def __init__(self, side: str, threads: int, module: str, *words: str) -> None:
+    Args:
+        python: the interpreter, if it is not this one.
+    """
+
+    def __init__(self, side: str, threads: int, module: str, *words: str, python: str = sys.executable) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in PINS}
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = str(threads)
         self.side = side
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [python, "-m", module, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

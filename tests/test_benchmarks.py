@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_programs import call, good
 
+from benchmarks.generation import same_tokens
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, batches
 from tricycle.models import GPT
@@ -71,3 +72,38 @@ def test_shapes_are_sound(name):
     assert config.embedding_dim % config.n_heads == 0
     if name == "tiny":
         assert GPT(config).n_parameters < 100_000
+
+
+# -------------------------------------------------------------------- generation
+def generation_table(*sides: str) -> dict[str, list[str]]:
+    """The columns of each side."""
+    words = ["--model", "tiny", "--threads", "1", "--turns", "1", "--prompts", "9", "4", "--new", "5"]
+    out = good(call("-m", "benchmarks.generation", *words, "--sides", *sides))
+    assert "model tiny, 5 new tokens, medians of 1 turns" in out
+    assert re.search(r"^bandwidth \d+\.\d GB/s", out, re.MULTILINE)
+    rows = out.splitlines()[-len(sides) :]
+    return {side: row.removeprefix(side).replace(",", "").split() for side, row in zip(sides, rows)}
+
+
+def test_generation_prints_its_table():
+    (row,) = generation_table("tricycle float32").values()
+    long_prompt, short_prompt, new, ratio, limit, share, same, memory = row
+    assert min(float(long_prompt), float(short_prompt), float(new), float(limit)) > 0
+    assert (ratio, same) == ("1.00", "6")
+    assert share.endswith("%")
+    assert float(memory) < 1000
+
+
+@pytest.mark.slow
+@NEEDS_TORCH
+def test_generation_beside_transformers_writes_the_same_tokens():
+    pytest.importorskip("transformers")
+    rows = generation_table("tricycle float32", "transformers float32")
+    assert [row[6] for row in rows.values()] == ["6", "6"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "n"), [([1, 2, 3], [1, 2, 3], 3), ([1, 2], [1, 3], 1), ([4], [5], 0), ([], [], 0)]
+)
+def test_same_tokens(left, right, n):
+    assert same_tokens(left, right) == n

@@ -1,0 +1,169 @@
+"""How fast models write, beside other libraries: python -m benchmarks.generation --model smollm2 --threads 2
+
+A token reads every weight once, so nobody is faster than memory: the limit is the bandwidth that a large product with a
+vector reaches in the same run, over the bytes of the weights. All sides get the same weights, read the same prompt and
+write the most probable tokens, in turns; what is printed are medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import SHAPES
+from benchmarks.workers import PAUSE, Worker
+from tricycle.configs.model import ModelConfig, model_fields
+from tricycle.models import GPT
+
+# name, worker, what it is told, bits a weight
+SIDES = [
+    ("tricycle float32", "tricycle", "float32", 32),
+    ("tricycle bfloat16", "tricycle", "bfloat16", 16),
+    ("tricycle int8", "tricycle", "int8", 8),
+    ("transformers float32", "transformers", "float32", 32),
+    ("transformers bfloat16", "transformers", "bfloat16", 16),
+    ("llama.cpp F32", "llama.cpp", "F32", 32),
+    ("llama.cpp F16", "llama.cpp", "F16", 16),
+    ("llama.cpp Q8_0", "llama.cpp", "Q8_0", 8.5),
+]
+MODULE = "benchmarks.generation_workers"
+GPT2 = ModelConfig()
+
+
+def model_of(name: str) -> tuple[GPT, Any]:
+    """A model, and its tokeniser if it has one."""
+    if name == "gpt2":
+        return GPT(GPT2), None
+    if name in SHAPES:
+        return GPT(ModelConfig(**model_fields(asdict(SHAPES[name])))), None
+    from tricycle.pretrained import load
+
+    pretrained = load(name)
+    return pretrained.model, pretrained.tokeniser
+
+
+def available(arguments: argparse.Namespace) -> list[tuple[str, str, str, float]]:
+    """The sides that were asked for and that are installed."""
+    here = {"tricycle": True, "transformers": importlib.util.find_spec("transformers") is not None}
+    code = "import llama_cpp"
+    here["llama.cpp"] = not subprocess.run([arguments.llama_python, "-c", code], capture_output=True).returncode
+    few_bits = hasattr(GPT, "quantise")
+    chosen = arguments.sides or [side[0] for side in SIDES]
+    return [
+        side
+        for side in SIDES
+        if side[0] in chosen and here[side[1]] and (few_bits or side[1] != "tricycle" or side[2] == "float32")
+    ]
+
+
+def write_files(model: GPT, tokeniser: Any, folder: Path, sides: list[tuple[str, str, str, float]]) -> list[Any]:
+    """The model in all forms; gives the sides that can read one."""
+    from tricycle.pretrained.export import export_folder
+    from tricycle.pretrained.gguf_writer import export_gguf
+
+    export_folder(model, tokeniser, folder / "hf")
+    (folder / "context").write_text(str(model.config.context_window), encoding="utf-8")
+    able = []
+    for side in sides:
+        if side[1] == "llama.cpp":
+            if tokeniser is None:
+                print(f"{side[0]} is left out: it runs no model without a tokeniser")
+                continue
+            export_gguf(model, tokeniser, folder / f"{side[2]}.gguf", side[2])
+        able.append(side)
+    return able
+
+
+def measure(workers: dict[str, Worker], limit: Worker, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What each side took in each turn, and the bandwidth beside it."""
+    took: dict[str, Any] = defaultdict(list)
+    for turn in range(arguments.turns + 1):  # the first does not count
+        for name, worker in workers.items():
+            for n_prompt in arguments.prompts:
+                time.sleep(PAUSE)
+                n_new = arguments.new if n_prompt == arguments.prompts[0] else 0
+                answer = worker.ask(f"write {n_prompt} {n_new}")
+                if turn:
+                    took[f"{name} {n_prompt}"].append(answer["prompt"])
+                    if n_new:
+                        took[f"{name} token"].append(answer["token"])
+                        took[f"{name} tokens"] = answer["tokens"]
+        time.sleep(PAUSE)
+        took["bandwidth"].append(limit.ask("bandwidth"))
+    return took
+
+
+def same_tokens(left: list[int], right: list[int]) -> int:
+    """How many are the same at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), len(left))
+
+
+def print_table(took: dict[str, Any], sides: list[Any], memory: dict[str, float], n_weights: int, words: Any) -> None:
+    rate = statistics.median(took["bandwidth"])
+    spread = f"{min(took['bandwidth']) / 1e9:.1f} to {max(took['bandwidth']) / 1e9:.1f}"
+    print(f"bandwidth {rate / 1e9:.1f} GB/s ({spread}), {n_weights * 4 / 1e6:,.0f} MB of float32 weights")
+    prompts = "".join(f"{f'prompt {n}':>13}" for n in words.prompts)
+    print(f"{'tokens/s':<23}{prompts}{'new':>8}{'ours / it':>11}{'limit':>8}{'share':>8}{'same':>6}{'MB':>8}")
+    token = {name: statistics.median(took[f"{name} token"]) for name, *_ in sides}
+    first = sides[0][0]
+    for name, _, _, bits in sides:
+        limit = rate / (n_weights * bits / 8)
+        line = "".join(f"{n / statistics.median(took[f'{name} {n}']):>13,.0f}" for n in words.prompts)
+        share = 1 / token[name] / limit
+        same = same_tokens(took[f"{first} tokens"], took[f"{name} tokens"])
+        ratio = token[name] / token[first]
+        line += f"{1 / token[name]:>8.1f}{ratio:>11.2f}{limit:>8.0f}{share:>8.0%}{same:>6}{memory[name]:>8,.0f}"
+        print(f"{name:<23}{line}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="as `pretrained.load` takes it, gpt2 or a shape (random)")
+    parser.add_argument("--sides", nargs="*", choices=[side[0] for side in SIDES], help="all that are installed")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[256, 2048], help="lengths; it writes after the first"
+    )
+    parser.add_argument("--new", type=int, default=96, help="tokens that are written")
+    parser.add_argument("--turns", type=int, default=3, help="of each side")
+    parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
+    arguments = parser.parse_args()
+    model, tokeniser = model_of(arguments.model)
+    window, n_vocab = model.config.context_window, model.config.vocab_size
+    arguments.prompts = [n for n in arguments.prompts if n + arguments.new <= window] or [max(1, window // 2)]
+    arguments.new = min(arguments.new, window - arguments.prompts[0])
+    n_weights = model.n_parameters - (0 if model.position_embedding is None else model.position_embedding.weights.size)
+    n_weights -= 0 if model.config.tied else model.token_embedding.weights.size  # of such tables a row is read
+    with tempfile.TemporaryDirectory() as place:
+        sides = write_files(model, tokeniser, Path(place), available(arguments))
+        del model
+        limit = Worker("bandwidth", arguments.threads, MODULE, "bandwidth", "-", place, str(n_vocab))
+        workers = {}
+        for name, worker, kind, _ in sides:
+            python = arguments.llama_python if worker == "llama.cpp" else sys.executable
+            words = worker, kind, place, str(n_vocab)
+            workers[name] = Worker(name, arguments.threads, MODULE, *words, python=python)
+            workers[name].ask("memory")  # when it has loaded its model
+        took = measure(workers, limit, arguments)
+        memory = {name: worker.ask("memory") for name, worker in workers.items()}
+        for each in (limit, *workers.values()):
+            each.close()
+    print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
+    print(f"model {arguments.model}, {arguments.new} new tokens, medians of {arguments.turns} turns")
+    print_table(took, sides, memory, n_weights, arguments)
+
+
+if __name__ == "__main__":
+    main()
