@@ -212,6 +212,14 @@ def test_only_what_is_new_is_read(folder, monkeypatch):
     assert len(one.reader.tokens) > first + 6
 
 
+def test_where_the_makers_say_nothing_it_draws(tmp_path):
+    folder = write_folder(tmp_path / "model", settings=GenerationSettings(stop_tokens=(2,)))
+    outs = [talk(folder, "the quick\nbrown", "--seed", "3", "--length", "30", *words).stdout for words in ([], [])]
+    chosen = ["--temperature", "0.2", "--top-p", "0.9", "--repetition-penalty", "1.05"]
+    assert outs == [talk(folder, "the quick\nbrown", "--seed", "3", "--length", "30", *chosen).stdout] * 2
+    assert talk(folder, "the quick\nbrown", "--temperature", "0", "--length", "30").stdout != outs[0]
+
+
 def test_settings_are_the_makers_own(tmp_path):
     settings = GenerationSettings(True, 0.5, 7, 0.9, 0.05, 1.2, (2, 5))
     loaded = load(write_folder(tmp_path / "model", settings=settings))

@@ -56,6 +56,6 @@ def lively_model(**changes) -> GPT:
 
 def write_folder(folder: Path, chat_template: str | None = CHATML, settings=None, **changes) -> Path:
     """A folder as a hub has it."""
-    settings = settings or GenerationSettings(stop_tokens=(2,))
+    settings = settings or GenerationSettings(top_k=40, stop_tokens=(2,))  # so it takes the likeliest token
     export_folder(lively_model(**changes), tiny_tokeniser(chat_template), folder, generation=settings)
     return folder

@@ -29,6 +29,9 @@ HELP = """/reset        forget the conversation
 //...         a message that begins with a slash
 Ctrl-C        ends an answer; at the prompt it leaves, as Ctrl-D does"""
 
+# For models whose makers say nothing: small ones that always say the likeliest go round in circles.
+SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
+
 Message = dict[str, Any]
 
 
@@ -148,7 +151,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     loaded = load_model(arguments.source, None, arguments.softmax, arguments.device, arguments.dtype)
-    settings = arguments.sampling.settings(loaded)
+    settings = arguments.sampling.settings(loaded, SAMPLING)
     conversation = Conversation(loaded, arguments.system, arguments.length, settings)
     at_terminal = sys.stdin.isatty()
     if at_terminal:

@@ -114,13 +114,18 @@ class SamplingFlags:
     seed: int | None = None
     """makes the text repeatable"""
 
-    def settings(self, loaded: Pretrained) -> dict[str, Any]:
+    def settings(self, loaded: Pretrained, otherwise: dict[str, Any] | None = None) -> dict[str, Any]:
         """What `generate` takes.
+
+        Args:
+            otherwise: how a model writes whose makers say nothing about it.
 
         Raises:
             ValueError: a setting out of range.
         """
         settings = default_sampling(loaded)
+        if otherwise and says_nothing(loaded):
+            settings |= otherwise
         stated = {name: getattr(self, name) for name in settings}
         settings |= {name: value for name, value in stated.items() if value is not None}
         check_sampling(**settings)
@@ -138,6 +143,13 @@ def default_sampling(loaded: Pretrained) -> dict[str, Any]:
         "temperature": makers.temperature if makers.do_sample else 0.0,
         **{name: getattr(makers, name) for name in names},
     }
+
+
+def says_nothing(loaded: Pretrained) -> bool:
+    """Whether it is other people's, and its files do not say how it should write."""
+    stated = {} if loaded.source is None else loaded.source.generation
+    names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return loaded.source is not None and all(stated.get(name) is None for name in names)
 
 
 def stop_tokens(loaded: Pretrained) -> list[int]:
