@@ -18,6 +18,7 @@ pytest.importorskip("tokenizers")
 
 from tiny_models import write_folder
 
+from tricycle import generate as generation
 from tricycle.generate import generate
 from tricycle.pretrained import load
 from tricycle.pretrained.settings import GenerationSettings
@@ -197,13 +198,13 @@ def test_a_message_cannot_pretend_to_be_the_system(folder):
 def test_only_what_is_new_is_read(folder, monkeypatch):
     one = conversation(folder, 6)
     n_read = []
-    forward = type(one.model).forward
+    read = generation.next_logits
 
-    def counted(self, tokens, caches=None):
-        n_read.append(tokens.shape[-1])
-        return forward(self, tokens, caches)
+    def counted(model, tokens, caches):
+        n_read.extend(map(len, tokens))
+        return read(model, tokens, caches)
 
-    monkeypatch.setattr(type(one.model), "forward", counted)
+    monkeypatch.setattr(generation, "next_logits", counted)
     "".join(one.ask("the quick brown fox jumps over the lazy dogs")[0])
     first = n_read[0]
     n_read.clear()

@@ -1,1 +1,1 @@
-"""What the programs share: command lines, streamed text, pickled models, what a machine offers."""
+"""The command `tricycle`: a file for each of its parts, and what they share."""
