@@ -21,6 +21,7 @@ from tiny_models import write_folder
 from tricycle import generate as generation
 from tricycle.generate import generate
 from tricycle.pretrained import load
+from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle_cli.chat import Conversation, turn
 from tricycle_cli.models import default_sampling
@@ -219,6 +220,33 @@ def test_where_the_makers_say_nothing_it_draws(tmp_path):
     chosen = ["--temperature", "0.2", "--top-p", "0.9", "--repetition-penalty", "1.05"]
     assert outs == [talk(folder, "the quick\nbrown", "--seed", "3", "--length", "30", *chosen).stdout] * 2
     assert talk(folder, "the quick\nbrown", "--temperature", "0", "--length", "30").stdout != outs[0]
+
+
+def test_the_template_says_what_ends_an_answer(tmp_path):
+    """Though the files name another token."""
+    loaded = load(write_folder(tmp_path / "model", settings=GenerationSettings(stop_tokens=(0,))))
+    assert Conversation(loaded, None, 5, {}).stops == [0, 2]
+    loaded.tokeniser.chat_templates["default"] = "{{ messages[0].content }}"
+    del loaded.tokeniser._template
+    assert Conversation(loaded, None, 5, {}).stops == [0]
+
+
+@pytest.mark.slow
+def test_smollm2_knows_the_capital_of_france():
+    """As `transformers` answers from the same file, taking the likeliest token each time."""
+    path = smollm2()
+    out = talk(
+        path, "What is the capital of France?\n", "--temperature", "0", "--top-p", "1", "--repetition-penalty", "1"
+    )
+    assert out.stdout.decode() == "The capital of France is Paris.\n"
+
+
+def smollm2() -> Path:
+    """The file, where it is."""
+    try:
+        return Path(os.environ.get("TRICYCLE_SMOLLM2") or smollm2_path())
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 def test_settings_are_the_makers_own(tmp_path):

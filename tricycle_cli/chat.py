@@ -80,6 +80,10 @@ class Conversation:
         self.beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
         self._ids([*self.messages, {"role": "user", "content": "Hello!"}])  # refused now, or not at all
+        with contextlib.suppress(ValueError):  # a template may refuse such a short one
+            end = self.tokeniser.end_of_answer()
+            if end is not None and end not in self.stops:  # the files may name the end of texts alone
+                self.stops.append(end)
 
     def reset(self) -> None:
         """Forget what was said."""

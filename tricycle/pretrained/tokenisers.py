@@ -137,6 +137,25 @@ class PretrainedTokeniser:
         return PretrainedStream(self, [int(token) for token in seen])
 
     # ---------------------------------------------------------------- conversations
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that stand for no text."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token for token, about in added.items() if about.special)
+
+    def end_of_answer(self) -> int | None:
+        """The special token that the chat template writes after an answer, if it writes one: the answer's end.
+
+        Raises:
+            ValueError: as of `render`.
+        """
+        asked = [{"role": "user", "content": "Hello!"}]
+        before = self.chat(asked)
+        whole = self.chat([*asked, {"role": "assistant", "content": "Hello!"}], add_generation_prompt=False)
+        if whole[: len(before)] != before:
+            return None
+        return next((token for token in whole[len(before) :] if token in self.special_ids), None)
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja template of conversations, if there is one."""
@@ -179,7 +198,7 @@ class PretrainedTokeniser:
         """
         if allowed_special:
             return self.encode(self.render(messages, add_generation_prompt, **variables), add_special_tokens=False)
-        names = [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
+        names = [str(self.backend.id_to_token(token)) for token in self.special_ids]
         names.sort(key=len, reverse=True)
         marked = [_marked(message, names) for message in messages]
         text = self.render(marked, add_generation_prompt, **variables)
