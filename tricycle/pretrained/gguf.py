@@ -139,11 +139,26 @@ class _Translation:
         return [(one, self._stored(entry, rows, shape, change)) for one, rows, shape in zip(full, pieces, shapes)]
 
     def _stored(self, entry: Entry, rows: slice, shape: tuple[int, ...], change: Change | None) -> StoredTensor:
+        has_blocks = entry.kind == "Q8_0" and len(shape) == 2
         if change is None or (change.transposes and len(shape) == 1):
-            return StoredTensor(shape, entry.kind, partial(self.file.read, entry, rows))
+            blocks = partial(self.file.read_blocks, entry, rows) if has_blocks else None
+            return StoredTensor(shape, entry.kind, partial(self.file.read, entry, rows), blocks)
         self._check_shape(entry, change)
         new_shape = shape[::-1] if change.transposes else shape
-        return StoredTensor(new_shape, entry.kind, lambda: change.back(self.file.read(entry, rows), self.heads))
+        has_blocks = has_blocks and (change.transposes or change.rows is not None)
+        return StoredTensor(
+            new_shape,
+            entry.kind,
+            lambda: change.back(self.file.read(entry, rows), self.heads),
+            partial(self._blocks, entry, rows, change) if has_blocks else None,
+        )
+
+    def _blocks(self, entry: Entry, rows: slice, change: Change) -> tuple[np.ndarray, np.ndarray]:
+        """As of a StoredTensor: rows that have changed places do so as blocks."""
+        values, scales = self.file.read_blocks(entry, rows)
+        if change.transposes:
+            return values, scales
+        return change.back(values, self.heads), change.back(scales, self.heads)
 
     def _check_shape(self, entry: Entry, change: Change) -> None:
         """That the values can be put in another order: said now, and not when they are read."""

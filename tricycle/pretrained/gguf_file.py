@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.pretrained.quantised import BLOCKS, dequantise
+from tricycle.pretrained.quantised import BLOCKS, dequantise, split_q8_0
 
 MAGIC = b"GGUF"
 _COUNT = struct.Struct("<Q")
@@ -98,15 +98,30 @@ class GGUFFile:
         Raises:
             ValueError: the file has changed since its header was read.
         """
+        packed = self._packed(entry)
+        if len(entry.shape) == 1:
+            return _unpacked(packed, entry.kind)[rows]
+        return _unpacked(packed[rows], entry.kind)
+
+    def read_blocks(self, entry: Entry, rows: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """The int8 (N, K) and the float16 scales (N, K / 32) of a matrix in blocks of Q8_0, or of some of its rows.
+
+        Raises:
+            ValueError: as of `read`; or a scale is not finite.
+        """
+        values, scales = split_q8_0(self._packed(entry)[rows])
+        if not np.isfinite(scales).all():
+            raise ValueError(f"{self.path}: expected finite scales of tensor {entry.name!r}, got infinity or NaN")
+        return values, scales
+
+    def _packed(self, entry: Entry) -> np.ndarray:
+        """Bytes (..., of a row), as they lie in the file."""
         try:
             # mapped for this tensor alone, so that what was read and turned into something else leaves the memory
             whole = np.memmap(self.path, np.uint8, "r", entry.start, (entry.n_rows, entry.row_bytes))
         except ValueError:
             raise ValueError(f"{self.path}: cut off since it was opened, in tensor {entry.name}") from None
-        packed = np.asarray(whole).reshape(*entry.shape[:-1], entry.row_bytes)
-        if len(entry.shape) == 1:
-            return _unpacked(packed, entry.kind)[rows]
-        return _unpacked(packed[rows], entry.kind)
+        return np.asarray(whole).reshape(*entry.shape[:-1], entry.row_bytes)
 
 
 def read_file(path: str | os.PathLike[str]) -> GGUFFile:

@@ -196,6 +196,15 @@ def dequantise(packed: np.ndarray, kind: str) -> np.ndarray:
     return values.reshape(*packed.shape[:-1], n_blocks * layout.n_values)
 
 
+def split_q8_0(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The int8 (N, K) and the float16 scales (N, K / 32) of rows of Q8_0 blocks (N, bytes of a row)."""
+    n_bytes = BLOCKS["Q8_0"].n_bytes
+    blocks = packed.reshape(len(packed), -1, n_bytes)
+    values = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(len(packed), -1)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view("<f2")[:, :, 0]
+    return values, scales
+
+
 def quantise(values: np.ndarray, kind: str) -> np.ndarray:
     """Blocks that stand for numbers, as nearly as the kind can.
 

@@ -102,17 +102,17 @@ class SentenceEncoder:
             return self.pooling(model(model.place(tokens), mask, known_types), mask).numpy()
 
 
-def load_sentences(path_or_name: str | os.PathLike[str], dtype: str = "float32") -> SentenceEncoder:
+def load_sentences(path_or_name: str | os.PathLike[str], weights: str = "float32") -> SentenceEncoder:
     """A model of sentence embeddings that somebody has trained.
 
     Args:
-        path_or_name, dtype: as of `pretrained.load`. Where a folder has no modules.json, the mean of all tokens is
+        path_or_name, weights: as of `pretrained.load`. Where a folder has no modules.json, the mean of all tokens is
             taken, and its length left as it is.
 
     Raises:
         FileNotFoundError, ValueError: as of `pretrained.load`; or a way of pooling that is not known here.
     """
-    loaded = load(path_or_name, dtype)
+    loaded = load(path_or_name, weights)
     if loaded.source is None or not isinstance(loaded.model, TextEncoder):
         raise ValueError(
             f"{path_or_name}: expected an encoder, got a {type(loaded.model).__name__}, which writes texts"

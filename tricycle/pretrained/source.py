@@ -20,11 +20,14 @@ class StoredTensor:
         kind: the type of its values, in capitals: F32, F16, BF16, Q8_0, Q4_K and so on.
         read: gives its values: float32, or float16 and bfloat16 (ml_dtypes) where they are stored so. Nothing of them
             stays in memory but what is returned, which may be a view of the file.
+        blocks: of Q8_0, gives them as they lie in the file, one output of a layer (or one token of a table) a row: the
+            int8 (N, K), and the float16 scales (N, K / 32).
     """
 
     shape: tuple[int, ...]
     kind: str
     read: Callable[[], np.ndarray]
+    blocks: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None
 
 
 @dataclass(frozen=True)

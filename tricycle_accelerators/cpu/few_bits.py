@@ -12,7 +12,9 @@ from tricycle.kernels.reference.widening import is_narrow
 from tricycle_accelerators import threads
 
 
-def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None) -> Array | NotImplementedType:
+def few_bits_matmul(
+    x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
+) -> Array | NotImplementedType:
     """Threads make float32 numbers of some columns each, and multiply with these while they are in the cache."""
     if not matrix.turned or is_narrow(x) or not x.size or not matrix.size:
         return NotImplemented

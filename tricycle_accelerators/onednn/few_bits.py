@@ -58,13 +58,16 @@ def _ready(matrix: FewBits) -> _Ready:
     return ready
 
 
-def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None) -> Array | NotImplementedType:
+def few_bits_matmul(
+    x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
+) -> Array | NotImplementedType:
     takes = matrix.turned and matrix.dtype.name in ("int8", "bfloat16") and x.dtype.itemsize <= 4
     if not takes or not x.size or not matrix.size:
         return NotImplemented
     rows: np.ndarray = x.astype(np.float32, copy=False)
-    multiply = _by_int8 if matrix.dtype == np.int8 else _by_bfloat16
-    product = multiply(rows, _ready(matrix))
+    ready = _ready(matrix)
+    is_int8 = matrix.dtype == np.int8
+    product = _by_int8(rows, ready) if is_int8 else _by_bfloat16(rows, ready, precision != "bfloat16")
     if product is None:
         return NotImplemented
     if bias is not None:
@@ -130,17 +133,21 @@ def _many_by_int8(x: np.ndarray, largest: np.ndarray, product: np.ndarray, task:
 
 
 # -------------------------------------------------------------------- bfloat16
-def _by_bfloat16(x: np.ndarray, ready: _Ready) -> np.ndarray:
+def _by_bfloat16(x: np.ndarray, ready: _Ready, exact: bool) -> np.ndarray:
+    """
+    Args:
+        exact: x is not rounded, though it has many rows.
+    """
     n_rows = len(x)
     product = np.empty((n_rows, ready.n_columns), np.float32)
-    if n_rows > FEW_ROWS or not np.isfinite(x).all():
-        rounded = np.ascontiguousarray(x).astype(library.bfloat16())
-        _share_rows(ready, partial(_many_by_bfloat16, rounded, product), n_rows)
-        return product
-    halves = np.empty((2, *x.shape), library.bfloat16())
+    exact = (exact or n_rows <= FEW_ROWS) and bool(np.isfinite(x).all())
+    halves = np.empty((2 if exact else 1, *x.shape), library.bfloat16())
     halves[0] = x
-    halves[1] = x - halves[0].astype(np.float32)
-    if len(ready.parts) == 1:
+    if exact:
+        halves[1] = x - halves[0].astype(np.float32)
+    if n_rows > FEW_ROWS or not exact:
+        _share_rows(ready, partial(_many_by_bfloat16, halves, product), n_rows)
+    elif len(ready.parts) == 1:
         _few_by_bfloat16(halves, product, ready.parts[0])
     else:
         threads.parallel(partial(_few_by_bfloat16, halves, product), ready.parts)
@@ -156,9 +163,10 @@ def _few_by_bfloat16(halves: np.ndarray, product: np.ndarray, part: _Part) -> No
     np.add(few.out[:n_rows], few.out[n_rows:], out=product[:, columns])
 
 
-def _many_by_bfloat16(x: np.ndarray, product: np.ndarray, task: tuple[_Part, slice]) -> None:
+def _many_by_bfloat16(halves: np.ndarray, product: np.ndarray, task: tuple[_Part, slice]) -> None:
     (columns, matrix), rows = task
-    matrix.product(x[rows], product[rows, columns])
+    for i, half in enumerate(halves):
+        matrix.product(half[rows], product[rows, columns], add=i > 0)
 
 
 # -------------------------------------------------------------------- threads

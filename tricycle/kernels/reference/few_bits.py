@@ -59,7 +59,7 @@ class FewBits:
         An int8 has a scale a row (a column where `turned`): the largest number of it is 127.
 
         Args:
-            matrix: (N, K), or (K, N) where `turned`.
+            matrix: (N, K), or (K, N) where `turned`. One of the kind's own 16 bits is not copied.
             kind: in KINDS.
 
         Raises:
@@ -67,12 +67,14 @@ class FewBits:
             ImportError: bfloat16 without ml_dtypes.
         """
         rows = matrix.T if turned else matrix
-        values = np.empty(rows.shape, dtype_of(kind))
+        values = rows if rows.dtype == dtype_of(kind) else np.empty(rows.shape, dtype_of(kind))
         scales = np.empty((len(rows), 1), np.float32) if kind == "int8" else None
         for piece in _pieces(*rows.shape):
             floats = np.array(rows[piece], np.float32, order="C")
             if not np.isfinite(floats).all():
                 raise ValueError(f"weights of few bits ({kind}): expected finite numbers, got infinity or NaN")
+            if values is rows:
+                continue
             if scales is None:
                 with np.errstate(over="ignore"):
                     values[piece] = floats
@@ -200,10 +202,13 @@ def _round(floats: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
 
 
 @kernel
-def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None) -> Array:
+def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
     """x W + bias for rows x (N, K), a matrix of few bits (K, M) and a bias (M,).
 
     Computed as if the matrix had 32 bits. The result has the dtype of x, which may be 16 bits.
+
+    Args:
+        precision: "bfloat16" may round x to 16 bits.
     """
     rows = wide(x)
     product = np.zeros((len(rows), matrix.shape[1]), rows.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tricycle.kernels.reference.few_bits import KINDS
 from tricycle.layers import Layer
 from tricycle.models import least_numbers
 from tricycle.pretrained.families.bert import BERT, ROBERTA
@@ -19,14 +20,14 @@ from tricycle.pretrained.source import Source
 
 ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
-DTYPES = ("float32", "stored")
+KINDS_OF_WEIGHTS = ("float32", "stored", *KINDS)
 
 
-def build(source: Source, dtype: str = "float32") -> Layer:
+def build(source: Source, weights: str = "float32") -> Layer:
     """The model that lies in files.
 
     Args:
-        dtype: as of `pretrained.load`.
+        weights: as of `pretrained.load`.
 
     Raises:
         ValueError: a family or a field that is not known, weights that are not those of the config; in one line.
@@ -35,7 +36,7 @@ def build(source: Source, dtype: str = "float32") -> Layer:
         family = family_of(source)
         config = config_of(family, source)
         model = family.new_model(config)
-        fill(model, family, source, dtype)
+        fill(model, family, source, weights)
     except ValueError as error:
         raise ValueError(f"{source.path}: {error}") from None
     return model.eval()

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.kernels import FewBits
+from tricycle.kernels.reference.few_bits import dtype_of
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained.fields import Fields
@@ -135,6 +137,10 @@ class Layout:
         role = role_of(self.parameters[name])
         return role == "head" or (role == "matrix" and not self.family.in_out)
 
+    def is_turned(self, name: str) -> bool:
+        """Whether ours of few bits has the columns of our matrix as its rows."""
+        return role_of(self.parameters[name]) != "embedding"
+
     def is_woven(self, name: str) -> bool:
         """Whether theirs has the heads' queries, keys and values side by side."""
         return self.family.woven and ".qkv." in name
@@ -167,11 +173,11 @@ def role_of(parameter: Tensor) -> str | None:
 
 
 # -------------------------------------------------------------------- in
-def fill(model: Layer, family: Family, source: Source, dtype: str) -> None:
+def fill(model: Layer, family: Family, source: Source, weights: str) -> None:
     """Give a model the weights that lie in files.
 
     Args:
-        dtype: "float32", or "stored": large weights that are stored in 16 bits stay so, and are frozen.
+        weights: as of `pretrained.load`.
 
     Raises:
         ValueError: tensors that are missing, too many, misshapen, or of a type that holds no weights; named as in the
@@ -185,16 +191,54 @@ def fill(model: Layer, family: Family, source: Source, dtype: str) -> None:
     for name, pieces in sorted(plan.items(), key=lambda item: -layout.parameters[item[0]].size):
         # the largest first: what a reader must make in memory for it then comes on top of the least
         parameter = layout.parameters[name]
-        kinds = {tensors[piece.name].kind for piece in pieces}
-        narrow = dtype == "stored" and role_of(parameter) in KEEPS_16_BITS and kinds in ({"F16"}, {"BF16"})
-        for piece in pieces:
-            theirs = tensors[piece.name].read()
-            if narrow and parameter.array.dtype != theirs.dtype:
-                parameter.array = np.empty(parameter.shape, theirs.dtype)
-                parameter.requires_grad = False
-            for target, part in layout.slices(name, piece, parameter.array, theirs):
-                target[...] = part
-                let_go(part)
+        theirs = [tensors[piece.name] for piece in pieces]
+        kind = _kind_of(layout, name, theirs, weights)
+        if kind == "blocks":
+            parameter.array = _of_blocks(layout, name, theirs)
+        elif kind == "float32":
+            _write(layout, name, pieces, theirs, parameter.array)
+        else:
+            parameter.array = _of_few_bits(layout, name, pieces, theirs, kind)
+        parameter.requires_grad = kind == "float32"
+
+
+def _kind_of(layout: Layout, name: str, theirs: list[StoredTensor], weights: str) -> str:
+    """How a parameter is kept: "float32", a kind of `FewBits`, or "blocks", as they lie in the file."""
+    if weights == "float32" or role_of(layout.parameters[name]) not in KEEPS_16_BITS:
+        return "float32"
+    if weights in ("stored", "int8") and all(tensor.blocks for tensor in theirs) and not layout.is_woven(name):
+        return "blocks"
+    if weights != "stored":
+        return weights
+    kinds = {tensor.kind for tensor in theirs}
+    return {"F16": "float16", "BF16": "bfloat16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+
+
+def _write(layout: Layout, name: str, pieces: list[Piece], theirs: list[StoredTensor], ours: np.ndarray) -> None:
+    """Their values into an array in the layout of our parameter."""
+    for piece, tensor in zip(pieces, theirs):
+        for target, part in layout.slices(name, piece, ours, tensor.read()):
+            target[...] = part
+            let_go(part)
+
+
+def _of_blocks(layout: Layout, name: str, theirs: list[StoredTensor]) -> FewBits:
+    read = [tensor.blocks() for tensor in theirs if tensor.blocks is not None]
+    values, scales = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*read))
+    return FewBits(values, scales, layout.is_turned(name))
+
+
+def _of_few_bits(layout: Layout, name: str, pieces: list[Piece], theirs: list[StoredTensor], kind: str) -> FewBits:
+    """Through float32 for int8 alone, whose scales come from whole rows."""
+    turned = layout.is_turned(name)
+    shape = layout.parameters[name].shape
+    rows = np.empty(shape[::-1] if turned else shape, np.float32 if kind == "int8" else dtype_of(kind))
+    with np.errstate(over="ignore"):
+        _write(layout, name, pieces, theirs, rows.T if turned else rows)
+    try:
+        return FewBits.of(rows, kind).transpose((1, 0) if turned else (0, 1))
+    except ValueError as error:
+        raise ValueError(f"{pieces[0].name}: {error}") from None
 
 
 def by_our_spelling(family: Family, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
