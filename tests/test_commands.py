@@ -392,3 +392,23 @@ def test_attention_of_other_peoples_models_is_seen(theirs, tmp_path):
     assert all(array.shape == (4, len(ids), len(ids)) for array in weights.values())  # of each head of queries
     attention_page(tmp_path / "page.html", {"tiny": weights}, [loaded.tokeniser.decode([token]) for token in ids])
     assert "quick" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+# -------------------------------------------------------------------- weights of few bits
+@pytest.mark.parametrize("weights", ["int8", "float16", "stored"])
+def test_any_model_writes_and_is_evaluated_in_fewer_bits(weights, ours, theirs, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 3)
+    for source in (ours, theirs):
+        assert good(call("generate", source, "the", "--length", 5, "--weights", weights, "--temperature", 0))
+        losses = [
+            json.loads(good(call("evaluate", source, text, "--json", "--weights", kind)))["total"]["loss"]
+            for kind in ("float32", weights)
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def test_weights_of_few_bits_are_for_cpus(ours):
+    refused(
+        call("generate", ours, "--weights", "int8", "--device", "gpu"), "--weights int8: expected --device cpu, for"
+    )

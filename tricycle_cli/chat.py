@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
@@ -21,7 +21,7 @@ from tricycle.generate import Reader, generate
 from tricycle.pretrained import Pretrained
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import text_of
-from tricycle_cli.models import Device, SamplingFlags, load_model, stop_tokens
+from tricycle_cli.models import Device, SamplingFlags, Weights, load_model, stop_tokens
 
 HELP = """/reset        forget the conversation
 /save FILE    write it down: as JSON where the name ends in .json, else as text
@@ -48,8 +48,9 @@ class Arguments:
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     softmax: str | None = None
     """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
-    dtype: Literal["float32", "stored"] = "float32"
-    """stored: weights that are stored in 16 bits stay so in memory; half the room, and slower"""
+    weights: Weights = "float32"
+    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
+    blocks of 8 (Q8_0) as the files have them"""
     device: Device = "auto"
     """where to compute; "auto" takes a GPU if there is one"""
 
@@ -154,7 +155,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-    loaded = load_model(arguments.source, None, arguments.softmax, arguments.device, arguments.dtype)
+    loaded = load_model(arguments.source, None, arguments.softmax, arguments.device, arguments.weights)
     settings = arguments.sampling.settings(loaded, SAMPLING)
     conversation = Conversation(loaded, arguments.system, arguments.length, settings)
     at_terminal = sys.stdin.isatty()

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
 from tricycle.generate import generate
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Device, SamplingFlags, load_model, stop_tokens
+from tricycle_cli.models import Device, SamplingFlags, Weights, load_model, stop_tokens
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,16 @@ class Arguments:
     """a tokeniser file, for a model that carries none"""
     softmax: str | None = None
     """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
-    dtype: Literal["float32", "stored"] = "float32"
-    """stored: weights that are stored in 16 bits stay so in memory; half the room, and slower"""
+    weights: Weights = "float32"
+    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
+    blocks of 8 (Q8_0) as the files have them"""
     device: Device = "auto"
     """where to compute; "auto" takes a GPU if there is one"""
 
 
 def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    loaded = load_model(arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.dtype)
+    loaded = load_model(arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights)
     tokeniser = loaded.tokeniser
     settings = arguments.sampling.settings(loaded)
     stops = stop_tokens(loaded)

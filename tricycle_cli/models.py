@@ -15,6 +15,7 @@ from tricycle.pretrained.tokenisers import load_tokeniser
 from tricycle_cli.pickles import load_pickled_model
 from tricycle_cli.run import SAMPLING
 
+Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
 Device = Literal["auto", "cpu", "gpu"]
 PICKLES = (".pkl", ".pickle")
 MODELS = (".safetensors", ".gguf", ".bin")
@@ -35,7 +36,11 @@ def use_gpu(device: str) -> bool:
 
 
 def load_model(
-    source: str, tokeniser: Path | None = None, softmax: str | None = None, device: str = "auto", dtype: str = "float32"
+    source: str,
+    tokeniser: Path | None = None,
+    softmax: str | None = None,
+    device: str = "auto",
+    weights: str = "float32",
 ) -> Pretrained:
     """A decoder with its tokeniser, where it is to compute.
 
@@ -43,11 +48,14 @@ def load_model(
         source: a run folder, a checkpoint, a pickle, or what `tricycle.pretrained.load` takes.
         tokeniser: a file that its `save` wrote, which counts instead of the model's own.
         softmax: how attention weighs keys, if in another way than it was trained with.
+        weights: as of `tricycle.pretrained.load`; those of fewer than 32 bits are for CPUs.
 
     Raises:
         FileNotFoundError, ValueError: one line about what is wrong.
     """
-    loaded = load_file(source, dtype)
+    if weights != "float32" and device == "gpu":
+        raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
+    loaded = load_file(source, weights)
     if not isinstance(loaded.model, GPT):
         raise ValueError(f"{source}: expected a model that writes, got a {type(loaded.model).__name__}")
     if tokeniser is not None:
@@ -61,7 +69,7 @@ def load_model(
     known, n_vocab = loaded.model.config.vocab_size, loaded.tokeniser.n_vocab
     if n_vocab > known:
         raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {n_vocab}")
-    on_gpu = use_gpu(device)
+    on_gpu = use_gpu(device if weights == "float32" else "cpu")
     if softmax is not None:
         loaded.model.use_softmax(softmax, loaded.model.config.softmax_blocks)
     if on_gpu:
@@ -71,7 +79,7 @@ def load_model(
     return loaded
 
 
-def load_file(source: str, dtype: str = "float32") -> Pretrained:
+def load_file(source: str, weights: str = "float32") -> Pretrained:
     """Anything that can be loaded, with a tokeniser or without.
 
     Raises:
@@ -79,14 +87,17 @@ def load_file(source: str, dtype: str = "float32") -> Pretrained:
     """
     path = Path(source)
     if path.suffix in PICKLES:
-        return Pretrained(load_pickled_model(path), None, GenerationSettings())
+        model = load_pickled_model(path)
+        if weights not in ("float32", "stored"):
+            model.quantise(weights)
+        return Pretrained(model, None, GenerationSettings())
     if not path.exists() and path.suffix in FILES:
         raise FileNotFoundError(f"{path}: expected a model, there is no such file")
     if path.is_file() and path.suffix not in MODELS and not _is_gguf(path):
         raise ValueError(f"{path}: expected a folder, or a file that ends in {', '.join((*MODELS, *PICKLES))}")
     if (path / "data.json").is_file() and not any((path / name).is_file() for name in OWN_CHECKPOINTS):
         raise FileNotFoundError(f"{path}: expected a run folder with {' or '.join(OWN_CHECKPOINTS)}")
-    return load(source, dtype)
+    return load(source, weights)
 
 
 def _is_gguf(path: Path) -> bool:

@@ -238,7 +238,8 @@ def _of_few_bits(layout: Layout, name: str, pieces: list[Piece], theirs: list[St
     try:
         return FewBits.of(rows, kind).transpose((1, 0) if turned else (0, 1))
     except ValueError as error:
-        raise ValueError(f"{pieces[0].name}: {error}") from None
+        names = " or ".join(piece.name for piece in pieces)  # they are one matrix here
+        raise ValueError(f"{names}: {error}") from None
 
 
 def by_our_spelling(family: Family, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -1,0 +1,122 @@
+"""Models that are loaded in 8 or 16 bits, from every kind of file."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_gguf_writer import TOKENS, each_model, new_model
+
+from tricycle.checkpoint import save_checkpoint
+from tricycle.generate import generate
+from tricycle.kernels import FewBits, use_reference
+from tricycle.models import GPT
+from tricycle.pretrained import load
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.gguf_file import read_file
+from tricycle.pretrained.gguf_writer import export_gguf
+from tricycle.tensor import to_tensor
+
+NARROW = {"float32": 4, "int8": 1, "bfloat16": 2, "float16": 2}
+
+
+def logits(model: GPT, plain: bool = False) -> np.ndarray:
+    if plain:
+        with use_reference():
+            return logits(model)
+    return model(to_tensor(TOKENS, dtype=int)).array
+
+
+def few_bits(model: GPT) -> dict[str, FewBits]:
+    return {name: p.array for name, p in model.named_parameters() if isinstance(p.array, FewBits)}
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@each_model
+@pytest.mark.parametrize("weights", ["int8", "stored"])
+def test_blocks_are_used_as_they_lie_in_the_file(name: str, weights: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    export_gguf(new_model(name), None, path, "Q8_0")
+    wide, narrow = load(path).model, load(path, weights=weights).model
+    blocks = few_bits(narrow)
+    in_blocks = [matrix for matrix in blocks.values() if "blocks of 32" in matrix.kind]
+    stored = [entry.kind for entry in read_file(path).tensors.values()]
+    assert bool(in_blocks) == ("Q8_0" in stored)
+    assert {str(matrix.dtype) for matrix in blocks.values()} <= {"int8", "float16" if weights == "stored" else "int8"}
+    for parameter_name, array in wide.state_dict().items():
+        if parameter_name in blocks and blocks[parameter_name] in in_blocks:
+            np.testing.assert_array_equal(np.asarray(blocks[parameter_name]), array)
+    if weights == "stored":
+        assert distance(logits(narrow, plain=True), logits(wide)) < 1e-5
+    assert distance(logits(narrow), logits(wide)) < 0.05
+
+
+def test_a_model_in_8_bits_goes_into_a_file_and_comes_out_of_it(tmp_path: Path) -> None:
+    model = new_model("llama")
+    export_gguf(model, None, tmp_path / "a.gguf", "Q8_0")
+    narrow = load(tmp_path / "a.gguf", weights="int8").model
+    export_gguf(narrow, None, tmp_path / "b.gguf", "Q8_0")
+    again = load(tmp_path / "b.gguf", weights="int8").model
+    for (name, one), other in zip(narrow.state_dict().items(), again.state_dict().values()):
+        np.testing.assert_allclose(one, other, 1e-3, 1e-6, err_msg=name)
+    save_checkpoint(tmp_path / "last.safetensors", narrow)
+    np.testing.assert_array_equal(
+        logits(load(tmp_path / "last.safetensors").model), logits(load(tmp_path / "a.gguf").model)
+    )
+
+
+@pytest.mark.parametrize("weights", ["int8", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["folder", "gguf", "own"])
+@pytest.mark.parametrize("name", ["llama, biases", "gpt2", "llama, untied, other base and eps"])
+def test_any_model_in_any_kind(weights: str, kind: str, name: str, tmp_path: Path) -> None:
+    pytest.importorskip("ml_dtypes")
+    model = new_model(name)
+    path = tmp_path / {"folder": "folder", "gguf": "model.gguf", "own": "last.safetensors"}[kind]
+    if kind == "folder":
+        export_folder(model, None, path)
+    elif kind == "gguf":
+        export_gguf(model, None, path, "F32")
+    else:
+        save_checkpoint(path, model)
+    narrow = load(path, weights=weights).model
+    expected = new_model(name).quantise(weights)
+    assert {p.dtype.itemsize for p in narrow.parameters() if p.requires_grad} <= {4}
+    assert few_bits(narrow).keys() == few_bits(expected).keys()
+    for parameter_name, array in expected.state_dict().items():
+        np.testing.assert_array_equal(narrow.state_dict()[parameter_name], array, err_msg=parameter_name)
+    np.testing.assert_array_equal(logits(narrow), logits(expected.eval()))
+    assert distance(logits(narrow), logits(model)) < 0.05
+    assert len(list(generate(narrow, [1, 2, 3], 5, temperature=0))) == 5
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    export_folder(new_model("llama"), None, tmp_path / "folder")
+    path = tmp_path / "folder" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    n_bytes = int.from_bytes(content[:8], "little")
+    start = json.loads(content[8 : 8 + n_bytes])["model.layers.1.mlp.gate_proj.weight"]["data_offsets"][0]
+    content[8 + n_bytes + start : 12 + n_bytes + start] = np.float32(np.inf).tobytes()
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"folder: model.layers.1.mlp.up_proj.weight or .*gate_proj.weight: .*int8.*expected finite"
+    ):
+        load(tmp_path / "folder", weights="int8")
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    export_gguf(new_model("llama"), None, path, "Q8_0")
+    entry = read_file(path).tensors["blk.0.ffn_up.weight"]
+    content = bytearray(path.read_bytes())
+    content[entry.start : entry.start + 2] = np.float16(np.inf).tobytes()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model.gguf: expected finite scales of tensor 'blk.0.ffn_up.weight', got"):
+        load(path, weights="int8")
+
+
+def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected weights to be one of float32, stored, int8, .*, got 'int2'"):
+        load(tmp_path, weights="int2")
