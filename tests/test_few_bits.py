@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_onednn import USABLE
 
-from tricycle import kernels
+from tricycle import decoding, kernels
 from tricycle.configs.model import ModelConfig
 from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
@@ -282,3 +282,16 @@ def test_an_embedding_of_few_bits():
     np.testing.assert_allclose(found.array, expected, 1e-3)
     with pytest.raises(ValueError, match="from 0 to 6"):
         table([7])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_is_read_by_the_short_way_too(kind):
+    if kind == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    model = GPT(CONFIG).eval().quantise(kind)
+    assert decoding.covers(model)
+    caches = [model.new_caches()]
+    tokens = TOKENS.array[0].tolist()
+    decoding.next_logits(model, [tokens[:-1]], caches)
+    found = decoding.next_logits(model, [tokens[-1:]], caches)[0]
+    np.testing.assert_allclose(found, model(TOKENS).array[0, -1], 0, 1e-4 * np.abs(found).max())

@@ -24,7 +24,7 @@ from tricycle.activation import Gated, GeLU, Swish
 from tricycle.attention import Attention, KeyValueCache, Rotary, TokenShift
 from tricycle.attention.rotary import angles
 from tricycle.blocks import GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
-from tricycle.kernels import Scoring
+from tricycle.kernels import FewBits, Scoring
 from tricycle.kernels.reference.widening import wide
 from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.models import GPT
@@ -85,7 +85,7 @@ def covers(model: GPT) -> bool:
             layer = block.attention
             parts += [layer.shift, layer.query_norm, layer.key_norm, layer.attention, layer.dropout]
     known = all(part is None or (type(part) in WALKED and "forward" not in vars(part)) for part in parts)
-    on_host = isinstance(model.token_embedding.weights.array, np.ndarray)
+    on_host = isinstance(model.token_embedding.weights.array, (np.ndarray, FewBits))
     return on_host and known and all(block.cross is None for block in model.blocks)
 
 
@@ -190,7 +190,9 @@ def product(layer: Layer, x: np.ndarray) -> np.ndarray:
     return _multiply(x, layer.weights.array, None if layer.bias is None else layer.bias.array, layer.precision)
 
 
-def _multiply(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None, precision: str) -> np.ndarray:
+def _multiply(x: np.ndarray, weights: np.ndarray | FewBits, bias: np.ndarray | None, precision: str) -> np.ndarray:
+    if isinstance(weights, FewBits):
+        return kernels.few_bits_matmul(x, weights, bias, precision)
     if len(x) <= FEW_ROWS or precision == "float32":
         return kernels.matmul(x, weights, bias)
     operands = kernels.operand(x, precision), kernels.operand(weights, precision)
