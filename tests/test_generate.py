@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tricycle.attention import KeyValueCache
 from tricycle.configs import DebugConfig
 from tricycle.decoding import next_logits
-from tricycle.generate import Reader, check_sampling, generate, repeats, sample
+from tricycle.generate import Reader, _likely, check_sampling, generate, generate_batch, repeats, sample
 from tricycle.models import GPT
 from tricycle.tensor import no_grad, to_tensor
 
@@ -378,3 +378,103 @@ def test_a_cache_grows_and_forgets():
     cache.crop(6)
     with pytest.raises(ValueError, match="without a token shift"):
         cache.crop(3)
+
+
+# -------------------------------------------------------------------- several texts at once
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 0.8, "top_k": 9, "seed": 3},
+    {"temperature": 1.3, "no_repeat_ngram_size": 2, "stop_token": [1, 2, 3]},
+    {"temperature": 0, "repetition_penalty": 1.5, "n_vocab": 30},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
+def test_several_texts_at_once_are_what_each_is_alone(changes, settings):
+    model = new_model(**changes)
+    prompts = [[1, 2, 3], [4], list(range(12)), np.array([7, 7]), [5] * 9]
+    seed = settings.get("seed", 0)
+    alone = [list(generate(model, prompt, 20, **{**settings, "seed": seed + i})) for i, prompt in enumerate(prompts)]
+    assert generate_batch(model, prompts, 20, **settings) == alone
+    assert len(set(map(tuple, alone))) == 5
+    assert all(1 <= len(drawn) <= 20 for drawn in alone)
+
+
+def test_a_batch_may_be_empty_and_names_what_is_wrong(model):
+    assert generate_batch(model, [], 3) == []
+    assert generate_batch(model, [[1], [2]], 0) == [[], []]
+    with pytest.raises(ValueError, match="expected a prompt of 1 to 12 tokens, got 0"):
+        generate_batch(model, [[1], []], 3)
+    with pytest.raises(ValueError, match="expected temperature"):
+        generate_batch(model, [[1]], 3, temperature=-1)
+
+
+def test_a_batch_reads_each_token_of_all_texts_at_once(model, monkeypatch):
+    calls = []
+
+    def counted(model, tokens, caches):
+        calls.append([len(new) for new in tokens])
+        return next_logits(model, tokens, caches)
+
+    monkeypatch.setattr("tricycle.generate.next_logits", counted)
+    generate_batch(model, [[1, 2, 3], [4], [5, 6]], 3, temperature=0)
+    assert calls == [[3, 1, 2], [1, 1, 1], [1, 1, 1]]
+
+
+# -------------------------------------------------------------------- guesses
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("lookahead", [1, 3, 30])
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
+def test_guesses_change_nothing(changes, lookahead, settings):
+    model = new_model(context_window=30, **changes)
+    for prompt in ([1, 2, 3, 4] * 5, [7], [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]):
+        plain = list(generate(model, prompt, 50, **settings))
+        assert list(generate(model, prompt, 50, lookahead=lookahead, **settings)) == plain
+
+
+def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
+    model = new_model(context_window=200, positions="none", window=1)  # the last token decides the next
+    plain = list(generate(model, [1], 150, temperature=0))
+    assert len(set(plain[50:])) < 25
+    reads = []
+
+    def counted(model, tokens, caches, every=False):
+        reads.append(len(tokens[0]))
+        return next_logits(model, tokens, caches, every)
+
+    monkeypatch.setattr("tricycle.generate.next_logits", counted)
+    assert list(generate(model, [1], 150, temperature=0, lookahead=5)) == plain
+    assert len(reads) < 80
+    assert max(reads) == 6
+
+
+def test_nothing_is_guessed_past_the_last_token(model, monkeypatch):
+    reads = []
+
+    def counted(model, tokens, caches, every=False):
+        reads.append(len(tokens[0]))
+        return next_logits(model, tokens, caches, every)
+
+    monkeypatch.setattr("tricycle.generate.next_logits", counted)
+    assert len(list(generate(model, [1, 2, 1, 2, 1, 2], 1, temperature=0, lookahead=4))) == 1
+    assert reads == [6]
+
+
+# -------------------------------------------------------------------- candidates
+@given(st.integers(0, 10**6), st.integers(0, 12), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.05, 3))
+def test_only_what_cannot_be_drawn_is_left_out(seed, top_k, top_p, min_p, temperature):
+    """Against all tokens sorted."""
+    logits = np.random.default_rng(seed).normal(0, 2, 40).round(1)
+    order, probabilities = _likely(logits, temperature, top_k, top_p, min_p)
+    expected = np.argsort(-logits, kind="stable")[: top_k or None]
+    shares = np.exp((logits[expected] - logits.max()) / temperature)
+    shares /= shares.sum()
+    n_likely = np.count_nonzero(shares >= min_p * shares[0])
+    n_kept = min(n_likely, int(np.searchsorted(shares.cumsum(), top_p)) + 1)
+    if top_p == 1 and min_p == 0:
+        n_kept = len(expected)
+    near_an_edge = np.abs(shares.cumsum() - top_p).min() < 1e-9 or np.abs(shares - min_p * shares[0]).min() < 1e-12
+    if not near_an_edge:
+        np.testing.assert_array_equal(order, expected[:n_kept])
+        np.testing.assert_allclose(probabilities, shares[:n_kept] / shares[:n_kept].sum(), rtol=1e-9)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from tricycle.decoding import next_logits
 from tricycle.models import GPT
 from tricycle.ops import check_range
+
+GUESSED_FROM = 3  # so many tokens must have been written before in this order
 
 
 def sample(
@@ -51,15 +55,29 @@ def sample(
         logits[list(hidden)] = -np.inf
     if temperature == 0:
         return int(logits.argmax())
-    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    order, probabilities = _likely(logits, temperature, top_k, top_p, min_p)
+    return int(order[generator.choice(len(probabilities), p=probabilities)])
+
+
+def _likely(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens to draw among, most probable first, and their probabilities. To sort all of them would take longer."""
     # the shift keeps a small temperature from overflowing
-    probabilities = np.exp((logits[order] - logits[order[0]]) / max(temperature, 1e-6))
-    probabilities /= probabilities.sum()
+    weights = np.exp((logits - logits.max()) / max(temperature, 1e-6))
+    chosen = np.arange(len(logits))
+    if 0 < top_k < len(logits):
+        chosen = chosen[logits >= np.partition(logits, -top_k)[-top_k]]
+    else:
+        # all tokens below the first bound have less than 1 - top_p together
+        chosen = chosen[weights >= max((1 - top_p) / len(logits) * weights.sum(), min_p)]
+    order = chosen[np.argsort(-logits[chosen], kind="stable")][: top_k or None]
+    probabilities = weights[order] / (weights[order] if top_k else weights).sum()
     if top_p < 1 or min_p:
         n_likely = np.count_nonzero(probabilities >= min_p * probabilities[0])
         n_kept = min(n_likely, int(np.searchsorted(probabilities.cumsum(), top_p)) + 1)
-        order, probabilities = order[:n_kept], probabilities[:n_kept] / probabilities[:n_kept].sum()
-    return int(order[generator.choice(len(probabilities), p=probabilities)])
+        order, probabilities = order[:n_kept], probabilities[:n_kept]
+    return order, probabilities / probabilities.sum()
 
 
 def repeats(tokens: Sequence[int], size: int) -> list[int]:
@@ -117,18 +135,55 @@ class Reader:
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits (V,) after a text of one token or more, in host memory; dropout is off."""
-        tokens = list(tokens)
-        n_known = min(_n_shared(self.tokens, tokens), len(tokens) - 1)  # the last token is read in any case
-        if n_known < len(self.tokens) and any(cache.latest is not None for cache in self._caches):
+        logits: np.ndarray = read_together([self], [tokens])[0][-1]
+        return logits
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether it can forget the end of what it has read, and keep the beginning."""
+        return all(cache.latest is None for cache in self._caches)
+
+    def _unread(self, tokens: list[int], n_guessed: int) -> list[int]:
+        """What of a text is to be read, the last token and those guessed in any case; forgets all that is no part of
+        it. Until it has been read the reader knows nothing, should something interrupt it.
+        """
+        n_known = min(_n_shared(self.tokens, tokens), len(tokens) - 1 - n_guessed)
+        if n_known < len(self.tokens) and not self.can_go_back:
             n_known = 0
         if n_known == 0:
             self.forget()
         for cache in self._caches:
             cache.crop(n_known)
-        self.tokens = []  # until all blocks have read the same, should something interrupt them
-        logits = next_logits(self.model, [tokens[n_known:]], [self._caches])[0]
-        self.tokens = tokens
-        return logits
+        self.tokens = []
+        return tokens[n_known:]
+
+
+def read_together(
+    readers: Sequence[Reader], texts: Sequence[Sequence[int]], n_guessed: Sequence[int] | None = None
+) -> list[np.ndarray]:
+    """The logits after texts that a reader each reads, all in the same matrix products.
+
+    Args:
+        readers: of one model.
+        n_guessed: how many of each text's last tokens are guesses; none unless given.
+
+    Returns:
+        for each text (G + 1, V): after each of the G guesses, and before the first.
+    """
+    guessed = [0] * len(texts) if n_guessed is None else list(n_guessed)
+    whole = [list(text) for text in texts]
+    new = [reader._unread(text, n) for reader, text, n in zip(readers, whole, guessed)]
+    caches = [reader._caches for reader in readers]
+    if not any(guessed):
+        rows = next_logits(readers[0].model, new, caches)
+        logits = [row[None] for row in rows]
+    else:
+        rows = next_logits(readers[0].model, new, caches, every=True)
+        ends = np.cumsum([len(tokens) for tokens in new])
+        logits = [rows[end - 1 - n : end] for end, n in zip(ends, guessed)]
+    for reader, text in zip(readers, whole):
+        reader.tokens = text
+    return logits
 
 
 def _n_shared(left: list[int], right: list[int]) -> int:
@@ -153,6 +208,7 @@ def generate(
     no_repeat_ngram_size: int = 0,
     repetition_penalty: float = 1.0,
     reader: Reader | None = None,
+    lookahead: int = 0,
 ) -> Iterator[int]:
     """Continue a prompt; gives each token as soon as it is drawn.
 
@@ -168,31 +224,146 @@ def generate(
         no_repeat_ngram_size: never write so many tokens a second time in the same order; 0 lets them be. Small models
             run in circles without it.
         reader: one of this model, which may have read the beginning of the prompt already; a new one if None.
+        lookahead: where the text repeats itself, guess that it goes on so for this many tokens, and read them at once:
+            those that would have been drawn anyway are kept. It changes nothing but the time, and pays where much is
+            repeated, as in code (Saxena 2023, "Prompt lookup decoding").
 
     Raises:
         ValueError: an empty or too long prompt, ids outside the vocabulary, settings out of range.
     """
-    check_sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size, repetition_penalty)
-    tokens = [int(token) for token in prompt]
-    window = model.config.context_window
-    _check_prompt(tokens, n_tokens, n_vocab, model)
-    generator = np.random.default_rng(seed)
-    stops = () if stop_token is None else np.atleast_1d(stop_token).tolist()
-    eyes = reader or Reader(model)
+    settings = Sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size, repetition_penalty)
+    writer = _Writer(model, prompt, n_tokens, settings, seed, stop_token, n_vocab, reader)
 
     def draw() -> Iterator[int]:
-        first = 0  # of the tokens that the model sees
-        for _ in range(n_tokens):
-            if len(tokens) - first > window:
-                first = len(tokens) - max(1, window // 2)
-            logits, never = eyes.logits(tokens[first:])[:n_vocab], repeats(tokens, no_repeat_ngram_size)
-            token = sample(logits, generator, temperature, top_k, top_p, min_p, never, repetition_penalty, tokens)
-            tokens.append(token)
-            yield token
-            if token in stops:
-                return
+        while not writer.done:
+            guess = writer.guess(lookahead)
+            (logits,) = read_together([writer.reader], [writer.seen() + guess], [len(guess)])
+            yield from writer.draw(logits, guess)
 
     return draw()
+
+
+def generate_batch(
+    model: GPT,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    n_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_token: int | Sequence[int] | None = None,
+    n_vocab: int | None = None,
+    min_p: float = 0.0,
+    no_repeat_ngram_size: int = 0,
+    repetition_penalty: float = 1.0,
+) -> list[list[int]]:
+    """Continue several prompts at once, of any lengths: each token reads the weights once for all of them.
+
+    Args: as of `generate`.
+
+    Returns:
+        what `generate` gives for each prompt, the one at place i with seed + i.
+    """
+    settings = Sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size, repetition_penalty)
+    writers = [
+        _Writer(model, prompt, n_tokens, settings, seed + i, stop_token, n_vocab, None)
+        for i, prompt in enumerate(prompts)
+    ]
+    while at_work := [writer for writer in writers if not writer.done]:
+        texts = [writer.seen() for writer in at_work]
+        for writer, logits in zip(at_work, read_together([writer.reader for writer in at_work], texts)):
+            deque(writer.draw(logits, []), maxlen=0)
+    return [writer.tokens[writer.n_prompt :] for writer in writers]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, as `sample` and `generate` say.
+
+    Raises:
+        ValueError: names the setting that is out of range.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    no_repeat_ngram_size: int
+    repetition_penalty: float
+
+    def __post_init__(self) -> None:
+        names = self.temperature, self.top_k, self.top_p, self.min_p
+        check_sampling(*names, self.no_repeat_ngram_size, self.repetition_penalty)
+
+    def draw(self, logits: np.ndarray, generator: np.random.Generator, tokens: list[int]) -> int:
+        """A token after some others."""
+        never = repeats(tokens, self.no_repeat_ngram_size)
+        options = self.temperature, self.top_k, self.top_p, self.min_p
+        return sample(logits, generator, *options, never, self.repetition_penalty, tokens)
+
+
+class _Writer:
+    """One text while it is written.
+
+    Attributes:
+        tokens: of the prompt, and those drawn. done: whether that is all.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        prompt: Sequence[int] | np.ndarray,
+        n_tokens: int,
+        settings: Sampling,
+        seed: int | np.random.Generator | None,
+        stop_token: int | Sequence[int] | None,
+        n_vocab: int | None,
+        reader: Reader | None,
+    ) -> None:
+        self.tokens = [int(token) for token in prompt]
+        _check_prompt(self.tokens, n_tokens, n_vocab, model)
+        self.n_prompt = len(self.tokens)
+        self.settings = settings
+        self.n_vocab = n_vocab
+        self.reader = reader or Reader(model)
+        self.done = n_tokens == 0
+        self._most = self.n_prompt + n_tokens
+        self._window = model.config.context_window
+        self._first = 0  # of the tokens that the model sees
+        self._stops = () if stop_token is None else np.atleast_1d(stop_token).tolist()
+        self._generator = np.random.default_rng(seed)
+
+    def seen(self) -> list[int]:
+        """What the model is to see next."""
+        if len(self.tokens) - self._first > self._window:
+            self._first = len(self.tokens) - max(1, self._window // 2)
+        return self.tokens[self._first :]
+
+    def guess(self, n_most: int) -> list[int]:
+        """What followed when the text was last as it is now at its end; [] where it never was, or nobody asks."""
+        room = min(n_most, self._window - len(self.seen()), self._most - len(self.tokens) - 1)
+        if room < 1 or not self.reader.can_go_back:
+            return []
+        *before, last = self.tokens[-GUESSED_FROM:]
+        n = len(before)
+        for i in range(len(self.tokens) - 2, n - 1, -1):
+            if self.tokens[i] == last and self.tokens[i - n : i] == before:
+                return self.tokens[i + 1 : i + 1 + room]
+        return []
+
+    def draw(self, logits: np.ndarray, guess: list[int]) -> Iterator[int]:
+        """The next tokens: one, and after each that was guessed another.
+
+        Args:
+            logits: (G + 1, V).
+        """
+        for row, guessed in zip(logits, [*guess, None]):
+            token = self.settings.draw(row[: self.n_vocab], self._generator, self.tokens)
+            self.tokens.append(token)
+            self.done = len(self.tokens) == self._most or token in self._stops
+            yield token
+            if self.done or token != guessed:
+                return
 
 
 def _check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
@@ -203,7 +374,7 @@ def _check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: 
     window, size = model.config.context_window, model.config.vocab_size
     if not 1 <= len(tokens) <= window:
         raise ValueError(f"generate: expected a prompt of 1 to {window} tokens, got {len(tokens)}")
-    if n_tokens < 0:
+    if not isinstance(n_tokens, (int, np.integer)) or n_tokens < 0:
         raise ValueError(f"generate: expected n_tokens to be 0 or more, got {n_tokens}")
     if n_vocab is not None and not 1 <= n_vocab <= size:
         raise ValueError(f"generate: expected n_vocab from 1 to {size}, got {n_vocab}")
