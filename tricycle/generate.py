@@ -348,7 +348,8 @@ class _Writer:
         n = len(before)
         for i in range(len(self.tokens) - 2, n - 1, -1):
             if self.tokens[i] == last and self.tokens[i - n : i] == before:
-                return self.tokens[i + 1 : i + 1 + room]
+                since = self.tokens[i + 1 :]  # perhaps a few tokens that are written over and over
+                return (since * -(-room // len(since)))[:room]
         return []
 
     def draw(self, logits: np.ndarray, guess: list[int]) -> Iterator[int]:
