@@ -199,6 +199,19 @@ def test_weights_of_16_bits(n_tokens, no_layers):
     assert_near(next_logits(model, [tokens], [model.new_caches()], every=True), all_at_once(model, tokens))
 
 
+@pytest.mark.parametrize("kind", ["int8", "float16"])
+@pytest.mark.parametrize("name", ["gpt-2", "family Llama", "narrow embedding", "untied"])
+def test_weights_of_few_bits(name, kind, no_layers):
+    model = new_model(CONFIGS[name]).quantise(kind)
+    tokens = text_of(model, 20)
+    expected = all_at_once(model, tokens)
+    caches = model.new_caches()
+    logits = [next_logits(model, [new], [caches], every=True) for new in (tokens[:17], [tokens[17]], tokens[18:])]
+    # where activations are rounded to 8 bits, a last bit decides which way
+    close = 0.1 if kind == "int8" else 1e-3
+    np.testing.assert_allclose(np.concatenate(logits), expected, atol=close * np.abs(expected).max())
+
+
 # -------------------------------------------------------------------- what is left to the layers
 def test_a_probe_sees_all_that_is_read():
     model = new_model(TINY)
