@@ -20,6 +20,7 @@ from tricycle_accelerators import cpu, pieces, threads
 from tricycle_accelerators import onednn as table
 from tricycle_accelerators.onednn import attention as onednn_attention
 from tricycle_accelerators.onednn import library as onednn
+from tricycle_accelerators.onednn import matrices
 
 USABLE = pytest.mark.skipif(onednn.problem() is not None, reason=str(onednn.problem()))
 
@@ -125,6 +126,27 @@ def test_products(many_threads, size, layout, with_bias):
     small = kernels.matmul(a, b, bias, None, onednn.bfloat16())
     assert small.dtype == onednn.bfloat16()
     np.testing.assert_allclose(small.astype(np.float64), expected, 2**-8, 1e-5 * np.sqrt(n_inner))
+
+
+@USABLE
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("n_rows", "n_inner", "n_columns"), [(2, 300, 500), (3, 577, 1003), (8, 640, 70), (16, 99, 999)]
+)
+def test_a_few_rows_of_float32(n_rows, n_inner, n_columns, with_bias, transposed, many_threads):
+    rng = np.random.default_rng(3)
+    a = rng.standard_normal((n_rows, n_inner), np.float32)
+    b = rng.standard_normal((n_inner, n_columns), np.float32)
+    b = np.asfortranarray(b) if transposed else b
+    bias = rng.standard_normal(n_columns, np.float32) if with_bias else None
+    expected = a.astype(np.float64) @ b + (0 if bias is None else bias)
+    taken = matrices.matmul(a, b, bias)
+    assert (taken is NotImplemented) == (transposed and n_rows > matrices.TURNED)
+    for result in (kernels.matmul(a, b, bias), kernels.matmul(a[::-1], b, bias)[::-1]):
+        assert result.dtype == np.float32
+        np.testing.assert_allclose(result, expected, 1e-4, 1e-5 * np.sqrt(n_inner))
+    np.testing.assert_array_equal(kernels.matmul(a, b), kernels.matmul(a, b))
 
 
 @USABLE

@@ -441,6 +441,7 @@ USE_BLAS = {
     "matmul": lambda draw, dtype: [kernels.matmul(draw(300, 500), draw(500, 300))],
     "matmul of many terms": lambda draw, dtype: [kernels.matmul(draw(100, 1001), draw(1001, 100))],
     "matmul of a row": lambda draw, dtype: [kernels.matmul(draw(1, 1003), draw(1003, 201))],
+    "matmul of some rows": lambda draw, dtype: [kernels.matmul(draw(7, 1003), draw(20_001, 1003).T)],
     "matmul of a column": lambda draw, dtype: [kernels.matmul(draw(3000, 1001).T, draw(3000, 1))],
     "matmul to a number": lambda draw, dtype: [kernels.matmul(draw(1, 100_003), draw(100_003, 1))],
     "sum_squares": lambda draw, dtype: [kernels.sum_squares(draw(100_003)), kernels.sum_squares(draw(1_000_003))],

@@ -16,6 +16,8 @@ from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.onednn import library
 
 SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
+UNCOPIED = 2**19  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
+SOME_ROWS = 16  # of so many a product is quickest in pieces of that size, where the other matrix is transposed
 FEW_ROWS = 4  # of so many the product takes the time in which the other matrix is read
 
 
@@ -56,6 +58,8 @@ def matmul(
             return kernels.matmul.plain(a, b, bias, out, dtype)
     if n_rows <= FEW_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
         product = _few_rows(a, b, bias)
+    elif n_rows <= SOME_ROWS < n_columns and out is None and b.flags.f_contiguous and b.size:
+        product = _some_rows(a, b, bias)
     elif n_inner >= 2 * max(n_rows, n_columns) and out is None:
         product = _by_terms(a, b, bias)
     elif n_rows >= n_columns:
@@ -86,6 +90,23 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
 
     threads.parallel(work, range(n_parts))
     product: np.ndarray = np.add.reduce(sums) if n_parts > 1 else sums[0]
+    if bias is not None:
+        product += bias
+    return product
+
+
+def _some_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """By small pieces of a transposed b, such as the table of tokens, each of which lies in one piece."""
+    n_columns = b.shape[1]
+    step = max(SOME_ROWS, UNCOPIED // max(1, a.size) // SOME_ROWS * SOME_ROWS)
+    product = np.empty((len(a), n_columns), np.result_type(a, b))
+
+    def work(part: slice) -> None:
+        for start in range(part.start, min(part.stop, n_columns), step):
+            columns = slice(start, min(start + step, part.stop))
+            np.matmul(a, b[:, columns], out=product[:, columns])
+
+    threads.parallel(work, pieces.parts(n_columns, 16 * step))
     if bias is not None:
         product += bias
     return product

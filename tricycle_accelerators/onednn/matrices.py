@@ -1,4 +1,4 @@
-"""Products of bfloat16 operands."""
+"""Products of bfloat16 operands, and of a few rows of float32."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import numpy as np
 
 from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.onednn import library
+
+FEW_ROWS = 16  # of float32: more are NumPy's, for each number of rows is a primitive that takes a millisecond to make
+SMALL_PRODUCT = 2**18  # multiplications below which a product of float32 is NumPy's
+TURNED = 3  # rows of which oneDNN makes products with a transposed matrix at the speed of memory
 
 
 def operand(x: np.ndarray, precision: str) -> np.ndarray | NotImplementedType:
@@ -52,6 +56,8 @@ def matmul(
     precision: str = "float32",
 ) -> np.ndarray | NotImplementedType:
     """Threads take some rows or some columns of the result each."""
+    if library.is_float32(a) and library.is_float32(b):
+        return NotImplemented if out is not None or dtype is not None else _few_rows(a, b, bias)
     if not a.dtype == b.dtype == library.bfloat16() or (out is not None and out.dtype != np.float32):
         return NotImplemented
     n_rows = len(a)
@@ -68,6 +74,28 @@ def matmul(
         out[...] = result
         return out
     return result if dtype is None else result.astype(dtype, copy=False)
+
+
+def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray | NotImplementedType:
+    """Two rows of float32 or some more: OpenBLAS first copies the other matrix, oneDNN multiplies it as it lies."""
+    n_rows, n_inner = a.shape
+    n_columns = b.shape[1]
+    if not 1 < n_rows <= FEW_ROWS or n_rows * n_inner * n_columns < SMALL_PRODUCT or not a.flags.c_contiguous:
+        return NotImplemented
+    if not (b.flags.c_contiguous or (b.flags.f_contiguous and n_rows <= TURNED)):
+        return NotImplemented
+    result = np.empty((n_rows, n_columns), np.float32)
+    n_parts = min(threads.n_threads(), -(-n_columns // 64))
+    step = -(-n_columns // n_parts // 16) * 16  # whole lines of a cache
+
+    def columns(start: int) -> None:
+        part = slice(start, start + step)
+        library.product(a, b[:, part], result[:, part])
+
+    threads.parallel(columns, range(0, n_columns, step))
+    if bias is not None:
+        result += bias
+    return result
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
