@@ -8,6 +8,7 @@ with two by what the weights' own rounding costs.)
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from tricycle_accelerators.onednn import library
 FEW_ROWS = 16  # products of at most so many rows have buffers of their own
 SHARED = 2**22  # bytes of a matrix from which on threads have parts of it: to wake one takes as long as to read 300 KB
 LARGEST, STEP = 32512.0, 256.0  # a number is whole steps of a row's largest / LARGEST; 127 * 256 of them at most
+OFFSET = 128 * STEP + 128 + 0.5  # makes steps positive: then what is behind the point is cut off
 SMALLEST = 1e-30  # of a row's largest: below that they are zeros
 
 _Part = tuple[slice, library.LaidMatrix]  # some columns, and what multiplies them
@@ -35,10 +37,13 @@ class _Ready:
     Attributes:
         parts: that threads take one each of; one where it is small.
         n_columns: of all parts.
+        is_int8: else it is bfloat16.
+        whole: where it has one part, this.
     """
 
     def __init__(self, matrix: FewBits) -> None:
         rows = matrix.by_row()
+        self.is_int8 = rows.scales is not None
         n_parts = threads.n_threads() if matrix.values.nbytes >= SHARED else 1
         step = -(-len(rows.values) // n_parts // 64) * 64
         self.parts: list[_Part] = []
@@ -47,27 +52,29 @@ class _Ready:
             part = slice(start, start + step)
             factors = None if rows.scales is None else rows.scales[part, 0]
             self.parts.append((part, library.LaidMatrix(rows.values[part].T, factors)))
+        self.whole = self.parts[0][1] if len(self.parts) == 1 else None
 
 
-def _ready(matrix: FewBits) -> _Ready:
-    ready = matrix.ready.get("onednn")
-    if ready is None:
-        with _one_at_a_time:
-            ready = matrix.ready.get("onednn") or _Ready(matrix)
-            matrix.ready["onednn"] = ready
+def _ready(matrix: FewBits) -> _Ready | None:
+    """None for what is left to NumPy."""
+    if matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size:
+        return None
+    with _one_at_a_time:
+        ready = matrix.ready.get("onednn") or _Ready(matrix)
+        matrix.ready["onednn"] = ready
     return ready
 
 
 def few_bits_matmul(
     x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
 ) -> Array | NotImplementedType:
-    takes = matrix.turned and matrix.dtype.name in ("int8", "bfloat16") and x.dtype.itemsize <= 4
-    if not takes or not x.size or not matrix.size:
+    if not matrix.turned or x.dtype.itemsize > 4 or not x.size:
+        return NotImplemented
+    ready: _Ready | None = matrix.ready.get("onednn") or _ready(matrix)
+    if ready is None:
         return NotImplemented
     rows: np.ndarray = x.astype(np.float32, copy=False)
-    ready = _ready(matrix)
-    is_int8 = matrix.dtype == np.int8
-    product = _by_int8(rows, ready) if is_int8 else _by_bfloat16(rows, ready, precision != "bfloat16")
+    product = _by_int8(rows, ready) if ready.is_int8 else _by_bfloat16(rows, ready, precision != "bfloat16")
     if product is None:
         return NotImplemented
     if bias is not None:
@@ -79,6 +86,8 @@ def few_bits_matmul(
 def _by_int8(x: np.ndarray, ready: _Ready) -> np.ndarray | None:
     """None where there is infinity or NaN in x, which whole numbers have not."""
     n_rows = len(x)
+    if n_rows == 1 and ready.whole is not None:
+        return _one_by_int8(x, ready.whole)
     sizes = np.abs(x)
     largest = np.maximum.reduce(sizes, axis=1, keepdims=True)
     if not np.maximum.reduce(largest, axis=None) < np.inf:
@@ -98,6 +107,28 @@ def _by_int8(x: np.ndarray, ready: _Ready) -> np.ndarray | None:
     return product
 
 
+def _one_by_int8(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
+    """One row (1, K): most of all calls, so it is written with as few calls of NumPy as can be."""
+    few = matrix.few(2)
+    if not few.scratch:
+        whole = np.empty(x.shape, "<u2")
+        few.scratch = np.empty(x.shape, np.float32), whole, whole.view(np.uint8).reshape(-1, 2).T, few.x.view(np.uint8)
+    steps, whole, halves, target = few.scratch
+    np.abs(x, out=steps)
+    largest = max(float(np.maximum.reduce(steps, axis=None)), SMALLEST)
+    if not largest < math.inf:
+        return None
+    np.multiply(x, LARGEST / largest, out=steps)
+    np.add(steps, OFFSET, out=steps)
+    np.copyto(whole, steps, casting="unsafe")
+    np.bitwise_xor(halves, 128, out=target)
+    few.run()
+    rest, large = few.out[:1], few.out[1:]
+    np.multiply(large, STEP, out=large)
+    np.add(large, rest, out=large)
+    return large * np.float32(largest / LARGEST)
+
+
 def _bytes(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Rows (N, K) as uint8 (2, N, K): what is left and what is large, in units of 256; of both 128 is to be taken.
 
@@ -105,7 +136,7 @@ def _bytes(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> np.ndarray:
         out: float32 like x, for numbers on the way.
     """
     np.multiply(x, LARGEST / largest, out=out)
-    out += 128 * STEP + 128 + 0.5  # then what is behind the point is cut off
+    out += OFFSET
     return out.astype("<u2").view(np.uint8).reshape(*x.shape, 2).transpose(2, 0, 1)
 
 

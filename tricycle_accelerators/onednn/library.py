@@ -458,12 +458,14 @@ class FewRows:
     Attributes:
         x: (N, K) of the matrix's dtype, to be filled.
         out: (N, M) of float32, what `run` writes.
+        scratch: for who fills x.
     """
 
     def __init__(self, matrix: LaidMatrix, n_rows: int) -> None:
         n_inner, n_columns = matrix.shape
         self.x = np.zeros((n_rows, n_inner), np.int8 if matrix.itemsize == 1 else bfloat16())
         self.out = np.zeros((n_rows, n_columns), np.float32)
+        self.scratch: tuple[np.ndarray, ...] = ()
         places, layouts, arrays = matrix._arguments(self.x, self.out)
         then = () if matrix.factors is None else (("times",),)
         self.primitive = _Primitive(_matmul, then, places, *layouts)
