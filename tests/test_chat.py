@@ -19,10 +19,14 @@ pytest.importorskip("tokenizers")
 from tiny_models import write_folder
 
 from tricycle import generate as generation
+from tricycle.checkpoint import save_checkpoint
+from tricycle.configs import DebugConfig
 from tricycle.generate import generate
+from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
+from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.chat import Conversation, turn
 from tricycle_cli.models import default_sampling
 
@@ -147,9 +151,12 @@ def test_wrong_words(folder, words, said):
 
 def test_models_that_do_not_talk(tmp_path):
     plain = write_folder(tmp_path / "plain", chat_template=None)
+    own = tmp_path / "best.safetensors"
+    save_checkpoint(own, GPT(DebugConfig(vocab_size=257)), BPETokeniser(257))
     refusing = write_folder(tmp_path / "refusing", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
     for folder, words, said in (
         (plain, [], "expected a model with a chat template, this one has none"),
+        (own, [], "expected a model with a chat template, this one has none"),
         (refusing, ["--system", "x"], "chat template, line 1: no system"),
         (tmp_path / "gone.gguf", [], "gone.gguf: expected a model, there is no such file"),
     ):

@@ -94,6 +94,14 @@ class Tokeniser(Protocol):
     def end_of_text(self) -> int:
         """The id that separates documents."""
 
+    @property
+    def new_text(self) -> int:
+        """The id after which a model begins a text of its own."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """How conversations are written down for the model, if it was taught with any: `chat` gives their ids then."""
+
     def encode(self, text: str) -> Any:
         """The ids (T,) of a text, as the model's makers read texts."""
 
@@ -180,6 +188,16 @@ class BPETokeniser:
     def start_of_text(self) -> int:
         """A text begins where another one ends."""
         return self.end_of_text
+
+    @property
+    def new_text(self) -> int:
+        """As `start_of_text`."""
+        return self.end_of_text
+
+    @property
+    def chat_template(self) -> None:
+        """There is none."""
+        return None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one id; a special token gives its name."""

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from tricycle.generate import generate
+from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import Device, SamplingFlags, Weights, load_model, stop_tokens
 
@@ -59,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> None:
     write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
 
 
-def prompt_ids(tokeniser: Any, prompt: str | None) -> list[int]:
+def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
     """What the model reads first.
 
     Raises:
@@ -70,12 +71,10 @@ def prompt_ids(tokeniser: Any, prompt: str | None) -> list[int]:
         if prompt == "" or not ids:
             raise ValueError("expected a prompt of at least one character; leave it out to start a new text")
         return ids
-    start = tokeniser.start_of_text
-    bos = getattr(tokeniser, "bos", None)
-    return [next(token for token in (start, bos, tokeniser.end_of_text) if token is not None)]
+    return [tokeniser.new_text]
 
 
-def text_of(tokens: Iterator[int], tokeniser: Any, unseen: Sequence[int], seen: Sequence[int]) -> Iterator[str]:
+def text_of(tokens: Iterator[int], tokeniser: Tokeniser, unseen: Sequence[int], seen: Sequence[int]) -> Iterator[str]:
     """The text of tokens as they come, without some of them, after those that were seen before."""
     stream = tokeniser.stream(seen)
     for token in tokens:

@@ -94,6 +94,15 @@ class PretrainedTokeniser:
             raise ValueError("expected a tokeniser with an end of text (eos_token or bos_token), it names none")
         return token
 
+    @property
+    def new_text(self) -> int:
+        """The token that begins a text; of a tokeniser without one, that which ends it.
+
+        Raises:
+            ValueError: there is neither.
+        """
+        return self.bos if self.bos is not None else self.end_of_text
+
     def encode(self, text: str, add_special_tokens: bool = True, allowed_special: bool = True) -> list[int]:
         """The ids of a text.
 
