@@ -154,3 +154,15 @@ def test_a_run_to_an_ascii_terminal_survives_its_samples():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
     assert (done.returncode, done.stdout.split()) == (0, [b"caf?", b"?"])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows says it otherwise")
+def test_run_main_ends_in_silence_where_nobody_reads_on():
+    code = (
+        "from tricycle_cli.flags import run_main; run_main(lambda: [print('line', flush=True) for _ in range(99999)])"
+    )
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert program.stdout and program.stdout.readline() == b"line\n"
+    program.stdout.close()
+    assert program.stderr.read() == b""
+    assert program.wait(timeout=60) == 1

@@ -21,8 +21,13 @@ def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[I
     Args:
         path: the file to write or replace; missing folders are made.
         text: write UTF-8 text with "\\n" line ends instead of bytes.
+
+    Raises:
+        ValueError: there is a device or a pipe of that name, or a link to one: to take its name would take it away.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path}: expected a file or nothing of that name, got a device or a pipe")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     how: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}

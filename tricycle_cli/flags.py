@@ -53,6 +53,9 @@ def run_main(main: Callable[[], int | None]) -> None:
     try:
         _tune_host()
         raise SystemExit(main())
+    except BrokenPipeError:  # whoever read along, as `head` does, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except (ValueError, OSError, ArithmeticError, ImportError, MemoryError, RuntimeError) as error:
         if os.environ.get("TRICYCLE_TRACEBACK"):
             raise
