@@ -136,6 +136,25 @@ def test_a_long_text_is_shared_by_threads(name, monkeypatch, no_layers):
     assert_near(next_logits(model, [tokens[-1:]], [caches])[0], all_at_once(model, tokens)[-1])
 
 
+@pytest.mark.parametrize("short", [1, 2**15])
+@pytest.mark.parametrize("name", ["gpt-2", "rotary", "window", "blocks", "adaptive", "softmax1"])
+def test_keys_of_16_bits(name, short, monkeypatch):
+    model = new_model(CONFIGS[name])
+    tokens = text_of(model, 20)
+    monkeypatch.setattr(decoding, "SHORT", short)
+    expected = all_at_once(model, tokens)[8:]
+    for fast in (True, False):
+        caches = model.new_caches("float16")
+        if not fast:
+            monkeypatch.setattr(decoding, "covers", lambda model: False)
+        parts = [tokens[:9], *([token] for token in tokens[9:17]), tokens[17:]]
+        logits = np.concatenate([next_logits(model, [part], [caches], every=True) for part in parts])[8:]
+        difference = np.abs(logits - expected).max()
+        assert 0 < difference < 0.02 * np.abs(expected).max()
+        assert caches[0].keys.dtype == np.float16
+        assert caches[0].select(np.array([0, 0])).keys.dtype == np.float16
+
+
 @pytest.mark.parametrize("offset", [-100.0, 100.0, 3e4])
 @pytest.mark.parametrize("softmax", ["softmax", "softmax1"])
 def test_scores_far_from_0_do_not_overflow(softmax, offset, no_layers):

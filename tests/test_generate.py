@@ -68,6 +68,19 @@ def test_it_goes_on_past_the_context_window(positions, window):
         n_seen += 1
 
 
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_a_full_window_may_be_refused(model, lookahead):
+    plain = list(generate(model, [1, 2], 11, temperature=0))
+    settings = {"temperature": 0, "past_window": "refuse", "lookahead": lookahead}
+    assert list(generate(model, [1, 2], 11, **settings)) == plain  # the last one is not read
+    drawn = generate(model, [1, 2], 12, **settings)
+    assert [next(drawn) for _ in range(11)] == plain
+    with pytest.raises(ValueError, match="the context window of 12 tokens is full"):
+        next(drawn)
+    with pytest.raises(ValueError, match="expected past_window to be reread or refuse, got 'slide'"):
+        generate(model, [1], 3, past_window="slide")
+
+
 def test_a_prompt_may_fill_the_window(model):
     drawn = list(generate(model, np.arange(12, dtype=np.uint16), 5, temperature=0))
     assert len(drawn) == 5

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from tricycle.decoding import next_logits
 from tricycle.models import GPT
@@ -120,18 +121,22 @@ class Reader:
 
     Of the next text it reads only what comes after the beginning that both have.
 
+    Args:
+        dtype: of keys and values: "float16" for half the memory, float32 unless given.
+
     Attributes:
         tokens: what has been read.
     """
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:
         self.model = model
+        self._dtype = dtype
         self.forget()
 
     def forget(self) -> None:
         """Read the next text from its first token."""
         self.tokens: list[int] = []
-        self._caches = self.model.new_caches()
+        self._caches = self.model.new_caches(self._dtype)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits (V,) after a text of one token or more, in host memory; dropout is off."""
@@ -209,11 +214,11 @@ def generate(
     repetition_penalty: float = 1.0,
     reader: Reader | None = None,
     lookahead: int = 0,
+    past_window: str = "reread",
 ) -> Iterator[int]:
     """Continue a prompt; gives each token as soon as it is drawn.
 
-    Keys and values of tokens seen are cached. When the context window is full, its later half is read anew
-    and generation goes on from there.
+    Keys and values of tokens seen are cached.
 
     Args:
         prompt: token ids, at least one and at most the context window.
@@ -227,12 +232,17 @@ def generate(
         lookahead: where the text repeats itself, guess that it goes on so for this many tokens, and read them at once:
             those that would have been drawn anyway are kept. It changes nothing but the time, and pays where much is
             repeated, as in code (Saxena 2023, "Prompt lookup decoding").
+        past_window: when the context window is full, "reread" reads its later half anew and goes on from there, and
+            "refuse" raises a ValueError where another token is wanted.
 
     Raises:
         ValueError: an empty or too long prompt, ids outside the vocabulary, settings out of range.
     """
     settings = Sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size, repetition_penalty)
+    if past_window not in ("reread", "refuse"):
+        raise ValueError(f"generate: expected past_window to be reread or refuse, got {past_window!r}")
     writer = _Writer(model, prompt, n_tokens, settings, seed, stop_token, n_vocab, reader)
+    writer.rereads = past_window == "reread"
 
     def draw() -> Iterator[int]:
         while not writer.done:
@@ -307,7 +317,10 @@ class _Writer:
 
     Attributes:
         tokens: of the prompt, and those drawn. done: whether that is all.
+        rereads: whether it goes on when the context window is full.
     """
+
+    rereads = True
 
     def __init__(
         self,
@@ -334,8 +347,14 @@ class _Writer:
         self._generator = np.random.default_rng(seed)
 
     def seen(self) -> list[int]:
-        """What the model is to see next."""
+        """What the model is to see next.
+
+        Raises:
+            ValueError: more than the context window, where that is refused.
+        """
         if len(self.tokens) - self._first > self._window:
+            if not self.rereads:
+                raise ValueError(f"generate: the context window of {self._window} tokens is full")
             self._first = len(self.tokens) - max(1, self._window // 2)
         return self.tokens[self._first :]
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from tricycle.attention import KeyValueCache
 from tricycle.blocks import TransformerBlock, new_norm
@@ -145,9 +146,9 @@ class GPT(BlockStack):
             logits = self.head(x)
         return soft_cap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
-    def new_caches(self) -> list[KeyValueCache]:
-        """An empty cache for each block."""
-        return [KeyValueCache(self.config.context_window) for _ in self.blocks]
+    def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
+        """An empty cache for each block, of float32 unless a dtype is given."""
+        return [KeyValueCache(self.config.context_window, dtype) for _ in self.blocks]
 
 
 def _changed(config: ModelConfig, **values: Any) -> ModelConfig:

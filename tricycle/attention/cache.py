@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, K heads of keys and values, D head size, C channels.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from tricycle.devices import Array, array_module
 
@@ -17,10 +18,12 @@ class KeyValueCache:
 
     Args:
         capacity: how many tokens fit. Room is taken as they come.
+        dtype: of what is kept, such as float16, which takes half the memory; that of the first keys unless given.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, dtype: DTypeLike | None = None) -> None:
         self.capacity = capacity
+        self.dtype = None if dtype is None else np.dtype(dtype)
         self.length = 0
         self._keys: Array | None = None
         self._values: Array | None = None
@@ -50,7 +53,7 @@ class KeyValueCache:
         if held is not None and length <= room:
             return held
         grown = min(self.capacity, max(length, 2 * room, LEAST_ROOM))
-        larger = array_module(new).empty((new.shape[0], grown, *new.shape[2:]), new.dtype)
+        larger = array_module(new).empty((new.shape[0], grown, *new.shape[2:]), self.dtype or new.dtype)
         if held is not None:
             larger[:, : self.length] = held[:, : self.length]
         return larger
@@ -73,7 +76,7 @@ class KeyValueCache:
 
     def select(self, rows: np.ndarray) -> KeyValueCache:
         """A cache of some items of the batch, each as often as it is named."""
-        chosen = KeyValueCache(self.capacity)
+        chosen = KeyValueCache(self.capacity, self.dtype)
         chosen.length = self.length
         for name in ("_keys", "_values", "latest"):
             held = getattr(self, name)
