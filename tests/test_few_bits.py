@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -295,3 +296,14 @@ def test_a_token_is_read_by_the_short_way_too(kind):
     decoding.next_logits(model, [tokens[:-1]], caches)
     found = decoding.next_logits(model, [tokens[-1:]], caches)[0]
     np.testing.assert_allclose(found, model(TOKENS).array[0, -1], 0, 1e-4 * np.abs(found).max())
+
+
+@USABLE
+def test_many_rows_and_a_matrix_in_parts_are_quick():
+    """oneDNN has no fast product with factors into a part of a larger array: it would take minutes."""
+    _, matrix = matrix_of("int8", (256, 2 * fast.SHARED // 256))
+    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    kernels.few_bits_matmul(x, matrix)
+    start = time.perf_counter()
+    kernels.few_bits_matmul(x, matrix)
+    assert time.perf_counter() - start < 5

@@ -427,6 +427,7 @@ class LaidMatrix:
 
         Args:
             x: (N, K), of the matrix's dtype.
+            out: in one piece: oneDNN is very slow where factors meet a part of a larger array.
         """
         then: list[tuple[str]] = [] if self.factors is None else [("times",)]
         places, layouts, arrays = self._arguments(x, out)
