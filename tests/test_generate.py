@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from tricycle.attention import KeyValueCache
 from tricycle.configs import DebugConfig
 from tricycle.decoding import next_logits
-from tricycle.generate import Reader, _likely, check_sampling, generate, generate_batch, repeats, sample
+from tricycle.generate import (
+    Batch,
+    Reader,
+    Sampling,
+    _draw,
+    _likely,
+    check_sampling,
+    generate,
+    generate_batch,
+    repeats,
+    sample,
+)
 from tricycle.models import GPT
 from tricycle.tensor import no_grad, to_tensor
 
@@ -432,7 +443,66 @@ def test_a_batch_reads_each_token_of_all_texts_at_once(model, monkeypatch):
 
     monkeypatch.setattr("tricycle.generate.next_logits", counted)
     generate_batch(model, [[1, 2, 3], [4], [5, 6]], 3, temperature=0)
-    assert calls == [[3, 1, 2], [1, 1, 1], [1, 1, 1]]
+    assert calls == [[1, 2, 3], [1, 1, 1], [1, 1, 1]]
+
+
+def test_each_text_of_a_batch_has_a_seed_of_its_own(model):
+    prompts, seeds = [[1], [1], [1, 2]], [5, 6, 5]
+    alone = [list(generate(model, prompt, 9, seed=seed)) for prompt, seed in zip(prompts, seeds)]
+    assert generate_batch(model, prompts, 9, seed=seeds) == alone
+    assert alone[0] != alone[1]
+    with pytest.raises(ValueError, match="expected a seed for each of 3 prompts, got 2"):
+        generate_batch(model, prompts, 9, seed=[1, 2])
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
+def test_texts_come_and_go(changes):
+    """Each with settings of its own; none notices the others."""
+    model = new_model(**changes)
+    batch = Batch(model)
+    ways = [
+        ([1, 2, 3], 9, {"temperature": 0}, 0),
+        ([4], 30, {}, 1),
+        ([5, 6], 4, {"top_k": 3, "repetition_penalty": 1.5}, 2),
+        ([7] * 12, 5, {"min_p": 0.1, "no_repeat_ngram_size": 2}, 3),
+        ([8], 0, {}, 4),
+    ]
+    drawn = {number: [] for number in range(len(ways))}
+
+    def steps(n: int) -> None:
+        for _ in range(n):
+            for number, token in batch.step():
+                drawn[number].append(token)
+
+    for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
+        assert batch.add(prompt, n_tokens, Sampling(**settings), seed) == number
+        steps(number)
+    assert len(batch) == 1  # the last had none to write
+    batch.remove(1)
+    batch.remove(1)
+    n_of_removed = len(drawn[1])
+    while len(batch):
+        steps(1)
+    for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
+        alone = list(generate(model, prompt, n_tokens, seed=seed, **settings))
+        assert drawn[number] == (alone[:n_of_removed] if number == 1 else alone)
+    assert 6 < n_of_removed < 30
+    assert batch.step() == []
+
+
+def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
+    calls = []
+
+    def counted(model, tokens, caches):
+        calls.append([len(new) for new in tokens])
+        return next_logits(model, tokens, caches)
+
+    prompts = [[1] * 5, [2], [3] * 9, [4] * 4]
+    alone = [list(generate(model, prompt, 2, temperature=0)) for prompt in prompts]
+    monkeypatch.setattr("tricycle.generate.next_logits", counted)
+    monkeypatch.setattr("tricycle.generate.MANY_ROWS", 5)
+    assert generate_batch(model, prompts, 2, temperature=0) == alone
+    assert calls == [[1, 4], [5], [9], [1, 1, 1, 1]]
 
 
 # -------------------------------------------------------------------- guesses
@@ -460,6 +530,62 @@ def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
     assert list(generate(model, [1], 150, temperature=0, lookahead=5)) == plain
     assert len(reads) < 80
     assert max(reads) == 6
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2, "repetition_penalty": 1.1}]
+)
+def test_guesses_change_nothing_though_they_are_rounded_in_another_way(settings, monkeypatch):
+    """Several rows at once give logits that are off by as much as is thought possible."""
+    model = new_model(context_window=60)
+    noise = np.random.default_rng(3)
+    n_read_again = []
+
+    def noisy(model, tokens, caches, every=False):
+        logits = next_logits(model, tokens, caches, every)
+        return logits + noise.uniform(-0.9, 0.9, logits.shape) * error * np.abs(logits).max(-1, keepdims=True) * every
+
+    class Counting(Reader):
+        def read_again(self, tokens):
+            n_read_again.append(len(tokens))
+            return super().read_again(tokens)
+
+    def same(**options) -> bool:
+        wanted = [list(generate(model, [1, 2, 3, 4] * 5, 60, seed=seed, **settings)) for seed in range(10)]
+        return wanted == [
+            list(generate(model, [1, 2, 3, 4] * 5, 60, seed=seed, **settings, **options, reader=Counting(model)))
+            for seed in range(10)
+        ]
+
+    error = 0.1
+    monkeypatch.setattr("tricycle.generate.next_logits", noisy)
+    monkeypatch.setattr("tricycle.generate.DOUBT", 0.0)
+    assert not same(lookahead=4)
+    assert not n_read_again
+    monkeypatch.setattr("tricycle.generate.DOUBT", error)
+    assert same(lookahead=4)
+    assert n_read_again
+
+
+@given(
+    st.integers(0, 10**6), st.integers(0, 12), st.floats(0.05, 1), st.floats(0, 1), st.floats(0.05, 3), st.booleans()
+)
+def test_what_is_sure_no_small_change_makes_another_token(seed, top_k, top_p, min_p, temperature, plain):
+    numbers = np.random.default_rng(seed)
+    logits = numbers.normal(0, 3, 30)
+    settings = (temperature, 0, 1.0, 0.0) if plain else (temperature, top_k, top_p, min_p)
+    token, sure = _draw(logits, np.random.default_rng(seed), *settings, doubt=0.01)
+    for _ in range(20 if sure else 0):
+        near = logits + numbers.choice([-0.01, 0.01], 30)
+        assert _draw(near, np.random.default_rng(seed), *settings)[0] == token
+
+
+def test_nearly_all_is_sure():
+    """Else nothing would be won."""
+    logits = np.random.default_rng(0).normal(0, 4, (100, 50_000))
+    for settings in ((0, 0, 1.0, 0.0), (0.8, 50, 0.95, 0.02)):
+        n_sure = sum(_draw(row, np.random.default_rng(i), *settings, doubt=5e-4)[1] for i, row in enumerate(logits))
+        assert n_sure > 90
 
 
 def test_nothing_is_guessed_past_the_last_token(model, monkeypatch):

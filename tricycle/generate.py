@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tricycle.decoding import next_logits
+from tricycle.decoding import FEW_ROWS, next_logits
 from tricycle.models import GPT
 from tricycle.ops import check_range
 
+MANY_ROWS = 1024  # tokens that several texts read at once: more would be no faster, and take memory
 GUESSED_FROM = 3  # so many tokens must have been written before in this order
+# What logits may be off by where several tokens were read at once, and not one after the other, of the largest. The
+# most that was measured is 2e-6, with float32; with weights of 8 or 16 bits nothing where oneDNN multiplies.
+DOUBT = 3e-5
 
 
 def sample(
@@ -43,6 +46,18 @@ def sample(
         ValueError: settings out of range, or logits that are not finite.
     """
     check_sampling(temperature, top_k, top_p, min_p, repetition_penalty=repetition_penalty)
+    logits = _allowed(logits, never, repetition_penalty, seen)
+    return _draw(logits, generator, temperature, top_k, top_p, min_p)[0]
+
+
+def _allowed(
+    logits: np.ndarray, never: Sequence[int], repetition_penalty: float = 1.0, seen: Sequence[int] = ()
+) -> np.ndarray:
+    """Logits in float64, -infinity for what is not to be drawn.
+
+    Raises:
+        ValueError: as of `sample`.
+    """
     logits = logits.astype(np.float64)
     if not np.isfinite(logits).all():
         raise ValueError("sample: expected finite logits, got NaN or infinity: the model's weights are broken")
@@ -54,10 +69,75 @@ def sample(
         )
     if 0 < len(hidden := {token for token in never if token < len(logits)}) < len(logits):
         logits[list(hidden)] = -np.inf
+    return logits
+
+
+def _draw(
+    logits: np.ndarray,
+    generator: np.random.Generator,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    doubt: float = 0.0,
+) -> tuple[int, bool]:
+    """A token, and whether it is sure: no logits that differ from these by up to `doubt` would have given another.
+
+    Tokens share the numbers from 0 to 1 in the order of their ids: in that of their probabilities, logits that are
+    almost equal would change places with the smallest difference.
+    """
     if temperature == 0:
-        return int(logits.argmax())
+        token = int(logits.argmax())
+        return token, not doubt or np.count_nonzero(logits >= logits[token] - 2 * doubt) == 1
     order, probabilities = _likely(logits, temperature, top_k, top_p, min_p)
-    return int(order[generator.choice(len(probabilities), p=probabilities)])
+    by_id = np.argsort(order)
+    ends = probabilities[by_id].cumsum()
+    ends /= ends[-1]
+    number = generator.random()
+    place = int(ends.searchsorted(number, side="right"))
+    token = int(order[by_id[place]])
+    return token, not doubt or _is_sure(logits, token, number, (temperature, top_k, top_p, min_p), doubt)
+
+
+def _is_sure(
+    logits: np.ndarray, token: int, number: float, options: tuple[float, int, float, float], doubt: float
+) -> bool:
+    """Whether a token's share of the numbers from 0 to 1 holds this one, however logits differ by up to `doubt`."""
+    temperature = max(options[0], 1e-6)
+    turn = min(2 * doubt / temperature, 50.0)  # the logarithm of what the ratio of two weights may be off by
+    surely, perhaps = _candidates(logits, options, doubt, turn)
+    if not surely[token]:
+        return False
+    weights = np.exp((logits - logits.max()) / temperature)
+    most_before = weights[:token] @ perhaps[:token]
+    least_from_it = weights[token:] @ surely[token:]
+    least_to_it = weights[: token + 1] @ surely[: token + 1]
+    most_after = weights[token + 1 :] @ perhaps[token + 1 :]
+    begin = _leaned(most_before, least_from_it, turn)
+    end = 1 - _leaned(most_after, least_to_it, turn)
+    return bool((most_before == 0 or begin < number) and (most_after == 0 or number < end))
+
+
+def _leaned(one: float, other: float, turn: float) -> float:
+    """The share that one weight has of both when it weighs e^turn as much beside the other."""
+    return one / (one + other * np.exp(-turn))
+
+
+def _candidates(
+    logits: np.ndarray, options: tuple[float, int, float, float], doubt: float, turn: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens are drawn among in any case, and which perhaps (V,), where logits are off by up to `doubt`."""
+    temperature, top_k, top_p, min_p = options
+    if not top_k and top_p == 1 and not min_p:
+        return np.isfinite(logits), np.isfinite(logits)
+    factor = np.exp(turn)
+    fewest, _ = _likely(logits, temperature, top_k, max(top_p - turn, 1e-9), min(min_p * factor, 1.0))
+    most, _ = _likely(logits, temperature, top_k, min(top_p + turn, 1.0), min_p / factor)
+    most = most[np.isfinite(logits[most])]
+    perhaps = logits >= logits[most[-1]] - 2 * doubt
+    if np.count_nonzero(perhaps) == len(fewest):
+        return perhaps, perhaps
+    return logits > logits[fewest[-1]] + 2 * doubt, perhaps
 
 
 def _likely(
@@ -121,6 +201,10 @@ class Reader:
 
     Of the next text it reads only what comes after the beginning that both have.
 
+    What is guessed is read several tokens at once, and sums of numbers in another order are rounded in another way. So
+    the reader remembers from where on its keys and values are not, to the last bit, what tokens one by one would have
+    left there, and can read that part again.
+
     Args:
         dtype: of keys and values: "float16" for half the memory, float32 unless given.
 
@@ -133,10 +217,16 @@ class Reader:
         self._dtype = dtype
         self.forget()
 
+    @property
+    def is_rough(self) -> bool:
+        """Whether some of it was read as a guess, so that logits may be rounded in another way."""
+        return bool(self._rough)
+
     def forget(self) -> None:
         """Read the next text from its first token."""
         self.tokens: list[int] = []
         self._caches = self.model.new_caches(self._dtype)
+        self._rough: list[int] = []  # sizes of the pieces in which the last tokens would have been read without guesses
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits (V,) after a text of one token or more, in host memory; dropout is off."""
@@ -157,10 +247,34 @@ class Reader:
             n_known = 0
         if n_known == 0:
             self.forget()
-        for cache in self._caches:
-            cache.crop(n_known)
-        self.tokens = []
+        self._crop(n_known)
         return tokens[n_known:]
+
+    def _crop(self, length: int) -> None:
+        """Until something has been read the reader knows nothing, should that be interrupted."""
+        for cache in self._caches:
+            cache.crop(length)
+        n_gone = len(self.tokens) - length
+        while self._rough and n_gone > 0:
+            last = self._rough.pop()
+            if last > n_gone:
+                self._rough.append(last - n_gone)
+            n_gone -= last
+        self.tokens = []
+
+    def read_again(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits (V,) after a text that was read with guesses, to the last bit as if there had been none."""
+        tokens = list(tokens)
+        self._crop(len(tokens))
+        pieces, self._rough = self._rough, []
+        place = len(tokens) - sum(pieces)
+        for cache in self._caches:
+            cache.crop(place)
+        for size in pieces:
+            logits = next_logits(self.model, [tokens[place : place + size]], [self._caches])[0]
+            place += size
+        self.tokens = tokens
+        return logits
 
 
 def read_together(
@@ -186,7 +300,11 @@ def read_together(
         rows = next_logits(readers[0].model, new, caches, every=True)
         ends = np.cumsum([len(tokens) for tokens in new])
         logits = [rows[end - 1 - n : end] for end, n in zip(ends, guessed)]
-    for reader, text in zip(readers, whole):
+    for reader, text, tokens, n in zip(readers, whole, new, guessed):
+        if n:
+            reader._rough += [1] * len(tokens)
+        elif reader.is_rough:
+            reader._rough.append(len(tokens))
         reader.tokens = text
     return logits
 
@@ -260,7 +378,7 @@ def generate_batch(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     stop_token: int | Sequence[int] | None = None,
     n_vocab: int | None = None,
     min_p: float = 0.0,
@@ -269,21 +387,112 @@ def generate_batch(
 ) -> list[list[int]]:
     """Continue several prompts at once, of any lengths: each token reads the weights once for all of them.
 
-    Args: as of `generate`.
+    Args:
+        seed: one for each prompt, or a number: then the prompt at place i has seed + i.
+        others as of `generate`.
 
     Returns:
-        what `generate` gives for each prompt, the one at place i with seed + i.
+        what `generate` gives for each prompt with its seed.
+
+    Raises:
+        ValueError: as of `generate`, or seeds that are not as many as prompts.
     """
+    seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, (int, np.integer)) else list(seed)
+    if len(seeds) != len(prompts):
+        raise ValueError(f"generate_batch: expected a seed for each of {len(prompts)} prompts, got {len(seeds)}")
     settings = Sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size, repetition_penalty)
-    writers = [
-        _Writer(model, prompt, n_tokens, settings, seed + i, stop_token, n_vocab, None)
-        for i, prompt in enumerate(prompts)
-    ]
-    while at_work := [writer for writer in writers if not writer.done]:
-        texts = [writer.seen() for writer in at_work]
-        for writer, logits in zip(at_work, read_together([writer.reader for writer in at_work], texts)):
-            deque(writer.draw(logits, []), maxlen=0)
-    return [writer.tokens[writer.n_prompt :] for writer in writers]
+    batch = Batch(model)
+    for prompt, own in zip(prompts, seeds):
+        batch.add(prompt, n_tokens, settings, own, stop_token, n_vocab)
+    drawn: list[list[int]] = [[] for _ in prompts]
+    while len(batch):
+        for number, token in batch.step():
+            drawn[number].append(token)
+    return drawn
+
+
+class Batch:
+    """Texts that are written at the same time: each step reads the weights once, and each text gets a token.
+
+    Texts come and go at any time, and each has settings of its own, as a server needs it. Nothing is padded: new tokens
+    of all texts are rows of the same matrix products, and attention looks at each text alone. So every text becomes
+    what `generate` makes of it, but for what rounding does: the sums in a product of several rows may be added up in
+    another order than those of one. A step takes a little longer for each text.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+        self._writers: dict[int, _Writer] = {}
+        self._n_added = 0
+        self._n_rows = MANY_ROWS if _is_float32(model) else FEW_ROWS
+
+    def __len__(self) -> int:
+        """How many texts are at work."""
+        return len(self._writers)
+
+    def add(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        n_tokens: int,
+        settings: Sampling | None = None,
+        seed: int | np.random.Generator | None = 0,
+        stop_token: int | Sequence[int] | None = None,
+        n_vocab: int | None = None,
+        reader: Reader | None = None,
+    ) -> int:
+        """Begin a text at the next step; returns its number, 0 for the first that was ever added.
+
+        Args: as of `generate`; each text that is at work has a reader of its own.
+
+        Raises:
+            ValueError: as of `generate`.
+        """
+        writer = _Writer(self.model, prompt, n_tokens, settings or Sampling(), seed, stop_token, n_vocab, reader)
+        number = self._n_added
+        self._n_added += 1
+        if not writer.done:
+            self._writers[number] = writer
+        return number
+
+    def remove(self, number: int) -> None:
+        """Write no more of a text. One that has come to its end is gone already: that is no error."""
+        self._writers.pop(number, None)
+
+    def step(self) -> list[tuple[int, int]]:
+        """Write a token of each text: its number and the token. Texts that have come to their end leave.
+
+        Raises:
+            ValueError: logits that are not finite: the model's weights are broken.
+        """
+        drawn = []
+        for part in self._parts():
+            writers = [self._writers[number] for number in part]
+            every = read_together([writer.reader for writer in writers], [writer.seen() for writer in writers])
+            for number, writer, logits in zip(part, writers, every):
+                drawn += [(number, token) for token in writer.draw(logits, [])]
+        for number in [number for number, writer in self._writers.items() if writer.done]:
+            self.remove(number)
+        return sorted(drawn)
+
+    def _parts(self) -> Iterator[list[int]]:
+        """Texts that are read together: so many that their new tokens fit into memory, and, where that matters, into
+        products of few rows, for such are more exact in weights of few bits; a long prompt alone.
+        """
+        part: list[int] = []
+        n_rows = 0
+        sizes = {number: writer.n_unread() for number, writer in self._writers.items()}
+        for number in sorted(sizes, key=lambda number: sizes[number]):
+            if part and n_rows + sizes[number] > self._n_rows:
+                yield part
+                part, n_rows = [], 0
+            part.append(number)
+            n_rows += sizes[number]
+        if part:
+            yield part
+
+
+def _is_float32(model: GPT) -> bool:
+    return model.precision == "float32" and all(p.array.dtype == np.float32 for p in model.parameters())
 
 
 @dataclass(frozen=True)
@@ -294,22 +503,37 @@ class Sampling:
         ValueError: names the setting that is out of range.
     """
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    no_repeat_ngram_size: int
-    repetition_penalty: float
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    no_repeat_ngram_size: int = 0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         names = self.temperature, self.top_k, self.top_p, self.min_p
         check_sampling(*names, self.no_repeat_ngram_size, self.repetition_penalty)
 
-    def draw(self, logits: np.ndarray, generator: np.random.Generator, tokens: list[int]) -> int:
-        """A token after some others."""
+    def draw(
+        self, logits: np.ndarray, generator: np.random.Generator, tokens: list[int], doubt: float = 0.0
+    ) -> int | None:
+        """A token after some others; None, and nothing drawn, where logits off by that share of the largest might have
+        given another.
+        """
         never = repeats(tokens, self.no_repeat_ngram_size)
+        logits = _allowed(logits, never, self.repetition_penalty, tokens)
         options = self.temperature, self.top_k, self.top_p, self.min_p
-        return sample(logits, generator, *options, never, self.repetition_penalty, tokens)
+        if not doubt:
+            return _draw(logits, generator, *options)[0]
+        state = generator.bit_generator.state
+        doubt *= float(np.abs(logits[np.isfinite(logits)]).max()) * max(
+            self.repetition_penalty, 1 / self.repetition_penalty
+        )
+        token, sure = _draw(logits, generator, *options, doubt)
+        if sure:
+            return token
+        generator.bit_generator.state = state
+        return None
 
 
 class _Writer:
@@ -358,10 +582,18 @@ class _Writer:
             self._first = len(self.tokens) - max(1, self._window // 2)
         return self.tokens[self._first :]
 
+    def n_unread(self) -> int:
+        """How many tokens are to be read next."""
+        seen = self.seen()
+        return len(seen) - min(_n_shared(self.reader.tokens, seen), len(seen) - 1)
+
     def guess(self, n_most: int) -> list[int]:
-        """What followed when the text was last as it is now at its end; [] where it never was, or nobody asks."""
+        """What followed when the text was last as it is now at its end; [] where it never was, nobody asks, or more
+        than the last token is to be read anyway.
+        """
         room = min(n_most, self._window - len(self.seen()), self._most - len(self.tokens) - 1)
-        if room < 1 or not self.reader.can_go_back:
+        room = min(room, FEW_ROWS - 1)
+        if room < 1 or not self.reader.can_go_back or self.n_unread() > 1:
             return []
         *before, last = self.tokens[-GUESSED_FROM:]
         n = len(before)
@@ -378,12 +610,23 @@ class _Writer:
             logits: (G + 1, V).
         """
         for row, guessed in zip(logits, [*guess, None]):
-            token = self.settings.draw(row[: self.n_vocab], self._generator, self.tokens)
+            token = self._draw_surely(row)
             self.tokens.append(token)
             self.done = len(self.tokens) == self._most or token in self._stops
+            has_read_on = len(self.reader.tokens) > len(self.tokens) - 1 - self._first  # not if it had to read again
             yield token
-            if self.done or token != guessed:
+            if self.done or token != guessed or not has_read_on:
                 return
+
+    def _draw_surely(self, row: np.ndarray) -> int:
+        """The token that is drawn where nothing is guessed."""
+        doubt = DOUBT if self.reader.is_rough else 0.0
+        token = self.settings.draw(row[: self.n_vocab], self._generator, self.tokens, doubt)
+        if token is None:
+            row = self.reader.read_again(self.seen())
+            token = self.settings.draw(row[: self.n_vocab], self._generator, self.tokens)
+        assert token is not None
+        return token
 
 
 def _check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:

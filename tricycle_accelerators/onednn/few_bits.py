@@ -99,7 +99,7 @@ def _by_int8(x: np.ndarray, ready: _Ready) -> np.ndarray | None:
         _share_rows(ready, work, n_rows)
         return product
     numbers = _bytes(x, largest, out=sizes)
-    largest *= 1 / LARGEST
+    largest /= LARGEST  # to the last bit as for a row alone
     if len(ready.parts) == 1:
         _few_by_int8(numbers, largest, product, ready.parts[0])
     else:
