@@ -558,7 +558,7 @@ class _Writer:
         reader: Reader | None,
     ) -> None:
         self.tokens = [int(token) for token in prompt]
-        _check_prompt(self.tokens, n_tokens, n_vocab, model)
+        check_prompt(self.tokens, n_tokens, n_vocab, model)
         self.n_prompt = len(self.tokens)
         self.settings = settings
         self.n_vocab = n_vocab
@@ -629,7 +629,7 @@ class _Writer:
         return token
 
 
-def _check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
+def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
     """
     Raises:
         ValueError: as of `generate`.

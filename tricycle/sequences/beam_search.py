@@ -1,8 +1,9 @@
-"""The likeliest target of an encoder-decoder, by a search in some width."""
+"""The likeliest target of an encoder-decoder, by a search in some width, which serves decoders too."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,33 +44,79 @@ def beam_search(
         raise ValueError(f"beam_search: expected beam_size and max_length above 0, got {beam_size} and {max_length}")
     with model.evaluating():
         source = model.place(source)
-        state, n_items = model.start(source, lengths, capacity=max_length), len(source)
-        first = np.arange(n_items)[:, None] * beam_size  # the row of each item's first beam
-        state = select(state, np.repeat(np.arange(n_items), beam_size))
-        scores = np.tile([0.0] + [-np.inf] * (beam_size - 1), (n_items, 1))  # all beams begin alike: one counts
-        written = np.full((n_items * beam_size, max_length + 1), end)
-        written[:, 0] = begin
-        lasting = np.zeros((n_items, beam_size))  # lengths of those that are finished, 0 of others
-        for t in range(max_length):
-            logits = model.decode(model.place(written[:, t : t + 1]), state).numpy()[:, -1].astype(np.float64)
-            steps = kernels.log_softmax(logits).reshape(n_items, beam_size, -1)
-            steps[lasting > 0] = -np.inf
-            steps[lasting > 0, end] = 0  # a finished one stays as it is
-            totals = (scores[:, :, None] + steps).reshape(n_items, -1)
-            best = np.argsort(-totals, axis=1, kind="stable")[:, :beam_size]
-            scores = np.take_along_axis(totals, best, axis=1)
-            beams, tokens = np.divmod(best, steps.shape[-1])
-            rows = (first + beams).reshape(-1)
-            written, lasting = written[rows], np.take_along_axis(lasting, beams, axis=1)
-            written[:, t + 1] = tokens.reshape(-1)
-            lasting[(lasting == 0) & (tokens == end)] = t + 1
-            if (lasting > 0).all():
-                break
-            if beam_size > 1:
-                state = select(state, rows)
-        ranks = scores / np.where(lasting > 0, lasting, max_length) ** length_penalty
-        chosen = written[(first[:, 0] + ranks.argmax(axis=1)), 1:].tolist()
-    return [row[: row.index(end)] if end in row else row for row in chosen]
+        rows = _Targets(model, model.start(source, lengths, capacity=max_length))
+        targets = search(rows, np.full(len(source), begin), [end], max_length, beam_size, length_penalty)
+    return [target[:-1] if target[-1] == end else target for target in targets]
+
+
+class Beams(Protocol):
+    """Texts that a search goes on with."""
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        """The logits (R, V) after one more token of each of R texts."""
+
+    def select(self, rows: np.ndarray) -> None:
+        """Go on with these texts, each as often as it is named."""
+
+
+class _Targets:
+    def __init__(self, model: EncoderDecoder, state: Any) -> None:
+        self.model = model
+        self.state = state
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        logits: np.ndarray = self.model.decode(self.model.place(tokens[:, None]), self.state).numpy()[:, -1]
+        return logits
+
+    def select(self, rows: np.ndarray) -> None:
+        self.state = select(self.state, rows)
+
+
+def search(
+    texts: Beams, first: np.ndarray, ends: Sequence[int], max_length: int, beam_size: int, length_penalty: float
+) -> list[list[int]]:
+    """The likeliest continuation of each text that a search in some width finds.
+
+    Args:
+        texts: as many as there are in `first`.
+        first: (N,), the token that each begins with, which is no part of what is returned.
+        ends: tokens that end a text.
+        others as of `beam_search`.
+
+    Returns:
+        for each text at least one token and at most `max_length`, the end with them if there was one.
+    """
+    n_items = len(first)
+    top = np.arange(n_items)[:, None] * beam_size  # the row of each item's first beam
+    if beam_size > 1:
+        texts.select(np.repeat(np.arange(n_items), beam_size))
+    scores = np.tile([0.0] + [-np.inf] * (beam_size - 1), (n_items, 1))  # all beams begin alike: one counts
+    written = np.zeros((n_items * beam_size, max_length + 1), int)
+    written[:, 0] = np.repeat(first, beam_size)
+    lasting = np.zeros((n_items, beam_size), int)  # lengths of those that are finished, 0 of others
+    for t in range(max_length):
+        logits = texts.step(written[:, t]).astype(np.float64)
+        steps = kernels.log_softmax(logits).reshape(n_items, beam_size, -1)
+        steps[lasting > 0] = -np.inf
+        steps[lasting > 0, ends[0] if len(ends) else 0] = 0  # a finished one stays as it is
+        totals = (scores[:, :, None] + steps).reshape(n_items, -1)
+        best = np.argsort(-totals, axis=1, kind="stable")[:, :beam_size]
+        scores = np.take_along_axis(totals, best, axis=1)
+        beams, tokens = np.divmod(best, steps.shape[-1])
+        rows = (top + beams).reshape(-1)
+        written, lasting = written[rows], np.take_along_axis(lasting, beams, axis=1)
+        written[:, t + 1] = tokens.reshape(-1)
+        lasting[(lasting == 0) & np.isin(tokens, ends)] = t + 1
+        if (lasting > 0).all():
+            break
+        if beam_size > 1:
+            texts.select(rows)
+    n_written = np.where(lasting > 0, lasting, max_length)
+    best_beam = (scores / n_written**length_penalty).argmax(axis=1)
+    return [
+        written[row, 1 : n + 1].tolist()
+        for row, n in zip(top[:, 0] + best_beam, n_written[np.arange(n_items), best_beam])
+    ]
 
 
 def select(state: Any, rows: np.ndarray) -> Any:

@@ -1,0 +1,77 @@
+"""The search for the likeliest text: against all texts that there are, and against greedy drawing."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tricycle.configs import DebugConfig
+from tricycle.decoding import next_logits
+from tricycle.generate import generate
+from tricycle.likeliest import generate_likeliest
+from tricycle.models import GPT
+
+CONFIG = DebugConfig(vocab_size=6, context_window=20, embedding_dim=16, n_layers=2)
+CHANGES = [{}, {"positions": "rotary", "window": 3}, {"token_shift": True, "n_key_heads": 1, "softmax": "softmax1"}]
+PROMPTS = [[1, 2, 3], [4], [5, 0, 0, 2, 1]]
+
+
+def new_model(**changes) -> GPT:
+    model = GPT(replace(CONFIG, **changes))
+    generator = np.random.default_rng(1)
+    for parameter in model.parameters():
+        parameter.array[...] = generator.normal(0, 0.5, parameter.shape)
+    return model
+
+
+def score(model: GPT, prompt: list[int], tokens: tuple[int, ...], n_vocab: int) -> float:
+    logits = next_logits(model, [[*prompt, *tokens]], [model.new_caches()], every=True)[:, :n_vocab].astype(float)
+    shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return sum(shares[len(prompt) - 1 + i, token] for i, token in enumerate(tokens))
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0])
+def test_a_wide_beam_finds_the_best_of_all(changes, length_penalty):
+    model = new_model(**changes)
+    stops, n_vocab = [2, 4], 5
+    going_on = [token for token in range(n_vocab) if token not in stops]
+    texts = [(*t, stop) for n in range(3) for t in itertools.product(going_on, repeat=n) for stop in stops]
+    texts += list(itertools.product(going_on, repeat=3))
+    best = [max(texts, key=lambda t: score(model, p, t, n_vocab) / len(t) ** length_penalty) for p in PROMPTS]
+    ours = generate_likeliest(model, PROMPTS, 3, 200, length_penalty, stops, n_vocab)
+    assert ours == [list(text) for text in best]
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("stop", [None, 3, [3, 5]])
+def test_a_beam_of_one_takes_the_likeliest_token(changes, stop):
+    model = new_model(**changes)
+    greedy = [list(generate(model, prompt, 9, temperature=0, stop_token=stop)) for prompt in PROMPTS]
+    assert generate_likeliest(model, PROMPTS, 9, 1, stop_token=stop) == greedy
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_together_as_alone_and_never_worse_than_greedy(changes):
+    model = new_model(**changes)
+    together = generate_likeliest(model, PROMPTS, 8, 3)
+    assert together == [generate_likeliest(model, [prompt], 8, 3)[0] for prompt in PROMPTS]
+    for prompt, tokens in zip(PROMPTS, together):
+        greedy = tuple(generate(model, prompt, 8, temperature=0))
+        assert score(model, prompt, tuple(tokens), 6) >= score(model, prompt, greedy, 6) - 1e-4
+
+
+def test_bad_settings_and_nothing_to_do():
+    model = new_model()
+    assert generate_likeliest(model, [], 3) == []
+    assert generate_likeliest(model, [[1], [2]], 0) == [[], []]
+    assert len(generate_likeliest(model, [[1]], 20)[0]) == 20
+    for arguments, message in [
+        (([[1]], 21), "expected at most 21 tokens with the prompt, got 22"),
+        (([[1]], 3, 0), "expected beam_size above 0, got 0"),
+        (([[]], 3), "expected a prompt of 1 to 20 tokens, got 0"),
+        (([[6]], 3), "expected ids from 0 to 5, got 6"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            generate_likeliest(model, *arguments)

@@ -1,0 +1,81 @@
+"""The likeliest continuations of texts, by a search in some width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tricycle.attention import KeyValueCache
+from tricycle.decoding import next_logits
+from tricycle.generate import check_prompt
+from tricycle.models import GPT
+from tricycle.sequences.beam_search import search
+
+
+def generate_likeliest(
+    model: GPT,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    n_tokens: int,
+    beam_size: int = 4,
+    length_penalty: float = 1.0,
+    stop_token: int | Sequence[int] | None = None,
+    n_vocab: int | None = None,
+) -> list[list[int]]:
+    """The likeliest continuation of each prompt that a search in some width finds; with a beam of 1 what `generate`
+    writes at temperature 0.
+
+    All beams of all prompts are rows of the same matrix products, whatever their lengths.
+
+    Args:
+        n_tokens: the most tokens of a continuation; with the prompt at most the context window.
+        beam_size: how many beginnings are kept for each prompt.
+        length_penalty: continuations are compared by log probability / length^penalty; 0 favours short ones
+            (Wu et al. 2016, section 7, without their constant).
+        stop_token: one of these ends a continuation, as its last token.
+        n_vocab: write only ids below this.
+
+    Raises:
+        ValueError: an empty or too long prompt, ids outside the vocabulary, settings out of range.
+    """
+    texts = [[int(token) for token in prompt] for prompt in prompts]
+    if beam_size < 1:
+        raise ValueError(f"generate_likeliest: expected beam_size above 0, got {beam_size}")
+    window = model.config.context_window
+    for text in texts:
+        check_prompt(text, n_tokens, n_vocab, model)
+        if len(text) - 1 + n_tokens > window:
+            raise ValueError(
+                f"generate_likeliest: expected at most {window + 1} tokens with the prompt, got {len(text) + n_tokens}"
+            )
+    if not texts or not n_tokens:
+        return [[] for _ in texts]
+    stops = [] if stop_token is None else np.atleast_1d(stop_token).tolist()
+    ends = [stop for stop in stops if stop < (n_vocab or model.config.vocab_size)]
+    first = np.array([text[-1] for text in texts])
+    return search(_Texts(model, texts, n_vocab), first, ends, n_tokens, beam_size, length_penalty)
+
+
+class _Texts:
+    """Texts with all but their last tokens read."""
+
+    def __init__(self, model: GPT, texts: list[list[int]], n_vocab: int | None) -> None:
+        self.model = model
+        self.n_vocab = n_vocab
+        self.caches = [model.new_caches() for _ in texts]
+        for text, caches in zip(texts, self.caches):
+            if len(text) > 1:
+                next_logits(model, [text[:-1]], [caches])
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        return next_logits(self.model, tokens[:, None].tolist(), self.caches)[:, : self.n_vocab]
+
+    def select(self, rows: np.ndarray) -> None:
+        """A text that goes on in several ways is copied, all but one time."""
+        chosen: list[list[KeyValueCache]] = []
+        moved: set[int] = set()
+        for row in rows.tolist():
+            caches = self.caches[row]
+            chosen.append([cache.select(np.array([0])) for cache in caches] if row in moved else caches)
+            moved.add(row)
+        self.caches = chosen
