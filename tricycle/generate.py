@@ -16,7 +16,7 @@ MANY_ROWS = 1024  # tokens that several texts read at once: more would be no fas
 GUESSED_FROM = 3  # so many tokens must have been written before in this order
 # What logits may be off by where several tokens were read at once, and not one after the other, of the largest. The
 # most that was measured is 2e-6, with float32; with weights of 8 or 16 bits nothing where oneDNN multiplies.
-DOUBT = 3e-5
+DOUBT = 1e-5
 
 
 def sample(
@@ -348,8 +348,9 @@ def generate(
             run in circles without it.
         reader: one of this model, which may have read the beginning of the prompt already; a new one if None.
         lookahead: where the text repeats itself, guess that it goes on so for this many tokens, and read them at once:
-            those that would have been drawn anyway are kept. It changes nothing but the time, and pays where much is
-            repeated, as in code (Saxena 2023, "Prompt lookup decoding").
+            those that would have been drawn anyway are kept. It changes nothing but the time: where rounding might have
+            given another token, what was guessed is read again one by one. It pays where much is repeated, as in code
+            that is edited, and tokens are not drawn by chance (Saxena 2023, "Prompt lookup decoding").
         past_window: when the context window is full, "reread" reads its later half anew and goes on from there, and
             "refuse" raises a ValueError where another token is wanted.
 

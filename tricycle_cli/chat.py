@@ -46,6 +46,9 @@ class Arguments:
     length: int = 1024
     """the most tokens of an answer"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    lookahead: int = 0
+    """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
+    temperature is 0"""
     softmax: str | None = None
     """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
     weights: Weights = "float32"
@@ -156,7 +159,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     loaded = load_model(arguments.source, None, arguments.softmax, arguments.device, arguments.weights)
-    settings = arguments.sampling.settings(loaded, SAMPLING)
+    settings = {**arguments.sampling.settings(loaded, SAMPLING), "lookahead": arguments.lookahead}
     conversation = Conversation(loaded, arguments.system, arguments.length, settings)
     at_terminal = sys.stdin.isatty()
     if at_terminal:

@@ -29,6 +29,9 @@ class Arguments:
     length: int = 400
     """the most tokens to draw"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    lookahead: int = 0
+    """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
+    temperature is 0"""
     stop: bool = True
     """end at the end-of-text token"""
     tokeniser: Path | None = None
@@ -56,6 +59,7 @@ def main(args: Sequence[str] | None = None) -> None:
         **settings,
         stop_token=stops if arguments.stop else None,
         n_vocab=tokeniser.n_vocab,
+        lookahead=arguments.lookahead,
     )
     write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
 
