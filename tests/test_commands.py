@@ -146,6 +146,7 @@ def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
     tokens = [*generate(loaded.model, [1], 10, 0, stop_token=2, n_vocab=loaded.tokeniser.n_vocab)]
     wanted = loaded.tokeniser.decode([token for token in tokens if token != 2])
     assert good(call("generate", theirs, "--length", "10")) == wanted + "\n"
+    assert good(call("generate", theirs, "--length", "10", "--lookahead", "4")) == wanted + "\n"
     assert good(call("generate", ours, "--length", "0")) == "\n"
 
 

@@ -515,26 +515,31 @@ class Sampling:
         names = self.temperature, self.top_k, self.top_p, self.min_p
         check_sampling(*names, self.no_repeat_ngram_size, self.repetition_penalty)
 
-    def draw(
-        self, logits: np.ndarray, generator: np.random.Generator, tokens: list[int], doubt: float = 0.0
+    def draw(self, logits: np.ndarray, generator: np.random.Generator, tokens: list[int]) -> int:
+        """A token after some others."""
+        return _draw(self._allowed(logits, tokens), generator, *self._options)[0]
+
+    def draw_if_sure(
+        self, logits: np.ndarray, generator: np.random.Generator, tokens: list[int], doubt: float
     ) -> int | None:
-        """A token after some others; None, and nothing drawn, where logits off by that share of the largest might have
-        given another.
-        """
-        never = repeats(tokens, self.no_repeat_ngram_size)
-        logits = _allowed(logits, never, self.repetition_penalty, tokens)
-        options = self.temperature, self.top_k, self.top_p, self.min_p
-        if not doubt:
-            return _draw(logits, generator, *options)[0]
+        """The same; None, and nothing drawn, where logits off by that share of the largest might have given another."""
         state = generator.bit_generator.state
+        logits = self._allowed(logits, tokens)
         doubt *= float(np.abs(logits[np.isfinite(logits)]).max()) * max(
             self.repetition_penalty, 1 / self.repetition_penalty
         )
-        token, sure = _draw(logits, generator, *options, doubt)
-        if sure:
-            return token
-        generator.bit_generator.state = state
-        return None
+        token, sure = _draw(logits, generator, *self._options, doubt)
+        if not sure:
+            generator.bit_generator.state = state
+        return token if sure else None
+
+    def _allowed(self, logits: np.ndarray, tokens: list[int]) -> np.ndarray:
+        never = repeats(tokens, self.no_repeat_ngram_size)
+        return _allowed(logits, never, self.repetition_penalty, tokens)
+
+    @property
+    def _options(self) -> tuple[float, int, float, float]:
+        return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 class _Writer:
@@ -621,13 +626,12 @@ class _Writer:
 
     def _draw_surely(self, row: np.ndarray) -> int:
         """The token that is drawn where nothing is guessed."""
-        doubt = DOUBT if self.reader.is_rough else 0.0
-        token = self.settings.draw(row[: self.n_vocab], self._generator, self.tokens, doubt)
-        if token is None:
+        if self.reader.is_rough:
+            token = self.settings.draw_if_sure(row[: self.n_vocab], self._generator, self.tokens, DOUBT)
+            if token is not None:
+                return token
             row = self.reader.read_again(self.seen())
-            token = self.settings.draw(row[: self.n_vocab], self._generator, self.tokens)
-        assert token is not None
-        return token
+        return self.settings.draw(row[: self.n_vocab], self._generator, self.tokens)
 
 
 def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:
