@@ -29,8 +29,9 @@ HELP = """/reset        forget the conversation
 //...         a message that begins with a slash
 Ctrl-C        ends an answer; at the prompt it leaves, as Ctrl-D does"""
 
-# For models whose makers say nothing: small ones that always say the likeliest go round in circles.
-SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
+# For models whose makers say nothing. A small one that may draw answers beside the point as often as not, and one that
+# always says the likeliest goes round in circles, but for a small penalty.
+SAMPLING: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.05}
 
 Message = dict[str, Any]
 
