@@ -68,34 +68,15 @@ class LaptopConfig(GPTConfig):
 
 
 @dataclass(frozen=True)
-class PortableConfig(GPTConfig):
-    """In a shape that others know, Llama's, for models to be handed on (docs/pretrained.md); as large as "laptop"."""
+class PortableConfig(LaptopConfig):
+    """As "laptop", in a shape that others know, Llama's: for models to be handed on (docs/pretrained.md)."""
 
-    vocab_size: int = 1024
-    context_window: int = 256
-    embedding_dim: int = 192
-    n_heads: int = 3
-    n_layers: int = 4
     activation: Activation = "swish"
     gated: bool = True
-    norm: Norm = "rms_norm"
-    positions: Positions = "rotary"
-    bias: bool = False
-    zero_projections: bool = True
-    batch_size: int = 6
-    optimiser: OptimiserName = "muon"
+    qk_norm: bool = False
+    token_shift: bool = False
     matrix_rate: float = 1.25
-    schedule: Schedule = "linear"
-    steps: int = 0
-    minutes: float = 10.0
     max_learning_rate: float = 8e-3
-    min_learning_rate: float = 0.0
-    warmup_steps: int = 40
-    beta2: float = 0.99
-    max_gradient_norm: float = 0.0
-    eval_interval: int = 1000
-    eval_batches: int = 8
-    sample_interval: int = 2000
 
 
 @dataclass(frozen=True)
