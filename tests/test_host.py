@@ -190,26 +190,6 @@ def test_one_program_alone_has_a_processor_for_each_helper_and_the_next_one_too(
 
 
 @two_processors
-def test_the_caller_stays_off_its_helpers_processors_and_a_forked_process_need_not(tmp_path):
-    code = """
-import warnings
-warnings.simplefilter("ignore")
-all_of_them = os.sched_getaffinity(0)
-host.tune_host()
-threads.parallel(lambda item: None, range(9))
-(helper,) = threads._helpers()
-mine, theirs = os.sched_getaffinity(0), os.sched_getaffinity(helper.thread.native_id)
-print(len(theirs), mine == all_of_them - theirs)
-child = os.fork()
-if child == 0:
-    os._exit(os.sched_getaffinity(0) != all_of_them)
-print(os.waitpid(child, 0)[1])
-"""
-    variables = {"TRICYCLE_NUM_THREADS": "2", "TMPDIR": str(tmp_path)}
-    assert python(LOOK + code, **variables) == ["1", "True", "0"]
-
-
-@two_processors
 def test_with_more_threads_than_processors_none_is_pinned(tmp_path):
     n = len(os.sched_getaffinity(0)) + 1
     program = start(tmp_path, n)

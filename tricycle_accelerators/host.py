@@ -41,9 +41,8 @@ def tune_host() -> Tuning:
 
     - Memory that is freed stays with the process, in pages of 2 MB where the system has them, for the next step. The
       process then never gets smaller.
-    - Helper threads stay on a processor each, which no other program that called this has claimed, and the thread that
-      starts them stays off these (as do programs that it starts by `subprocess`). Where there are fewer such processors
-      than threads, all threads go where the system puts them.
+    - Helper threads stay on a processor each, which no other program that called this has claimed. Where there are
+      fewer such processors than threads, all threads go where the system puts them.
     - NumPy's BLAS computes in one thread. Threads share what it is given, and to hold it back anew each time costs more
       than a small product.
 
@@ -116,23 +115,6 @@ def _pin(thread_ids: list[int]) -> None:
     for thread_id, processor in zip(thread_ids, processors[1:]):
         with suppress(OSError):  # the processors of this process were changed meanwhile
             os.sched_setaffinity(thread_id, {processor})
-    if processors:
-        _stay_off(processors[1:])
-
-
-def _stay_off(processors: Sequence[int]) -> None:
-    """Keep the thread that calls off its helpers' processors: a helper that wakes there would stop it until its part
-    is done, while another processor idles. Processes that are forked later may run anywhere again.
-    """
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):
-        os.sched_setaffinity(0, before - set(processors))
-
-    def anywhere() -> None:
-        with suppress(OSError):
-            os.sched_setaffinity(0, before)
-
-    os.register_at_fork(after_in_child=anywhere)
 
 
 def claim_processors(n: int) -> list[int]:
