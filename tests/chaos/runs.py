@@ -1,0 +1,209 @@
+"""Tiny runs of training, each a program of its own, and the comparison of two of them bit for bit.
+
+bench = Bench(folder)
+whole = bench.case("whole")
+assert whole.train().status == 0
+case = bench.case("killed")
+process = case.start()
+process.kill()
+...
+assert case.resume().status == 0
+assert differences(case.run, whole.run) == []
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from tricycle.checkpoint import load_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+# A second or so on one core: every phase of a run, and most of them more than once.
+TINY = shlex.split(
+    "--preset debug --steps 12 --eval-interval 4 --sample-interval 6 --accumulation-steps 2 --dropout 0.1 --data text"
+)
+WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
+TIMEOUT = 120.0  # seconds for one program; one that hangs is a failure
+PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
+
+# What a program is: a few lines that change what it uses, and then the program as a user starts it.
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+sys.argv[0] = "train_smol_gpt.py"
+{prelude}
+from tricycle_cli.flags import run_main
+from tricycle_cli.train import main
+run_main(main)
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+        status: its exit status, negative for the signal that ended it; None where it had to be ended.
+    """
+
+    status: int | None
+    out: str
+    err: str
+
+    @property
+    def said(self) -> list[str]:
+        """Lines on its standard error, without progress bars."""
+        parts = [part.strip() for part in re.split(r"[\r\n]|\x1b\[A", self.err)]
+        return [part for part in parts if part and not PROGRESS_BAR.search(part)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: its own cache and its own run folder.
+
+    Attributes:
+        folder: holds both.
+        text: what it trains on.
+        flags: further ones, for `train`.
+    """
+
+    folder: Path
+    text: Path
+    flags: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def words(self) -> list[str]:
+        """The flags that begin the run."""
+        return [*TINY, "--files", str(self.text), "--run-folder", str(self.run), *self.flags]
+
+    @property
+    def resuming(self) -> list[str]:
+        """The flags that go on with it; it begins where nothing was left to go on with."""
+        return ["--resume", str(self.run)] if (self.run / "config.json").is_file() else self.words
+
+    def environment(self) -> dict[str, str]:
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        quiet = {"COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "TRICYCLE_CACHE": str(self.folder / "cache")}
+        return {**os.environ, **threads, **quiet}
+
+    def start(self, words: Sequence[str] | None = None, prelude: str = "", **how: Any) -> subprocess.Popen[str]:
+        """Begin a program; `finish` waits for it.
+
+        Args:
+            words: its flags; those that begin the run if None.
+            prelude: lines of Python that run before it.
+            how: for `subprocess.Popen`.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        program = PROGRAM.format(root=str(ROOT), prelude=prelude)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+        command = [sys.executable, "-c", program, *(self.words if words is None else words)]
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment(), errors="replace", **{**pipes, **how})
+
+    def train(self, prelude: str = "") -> Outcome:
+        """Begin the run and wait for its end."""
+        return finish(self.start(prelude=prelude))
+
+    def resume(self, prelude: str = "") -> Outcome:
+        """Go on with it and wait for its end."""
+        return finish(self.start(self.resuming, prelude))
+
+    def forget(self) -> None:
+        """Remove all that it left."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A folder with a text, and a folder for each case."""
+
+    folder: Path
+
+    def case(self, name: str, *flags: str) -> Case:
+        text = self.folder / "text.txt"
+        if not text.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(text)
+        return Case(self.folder / name, text, flags)
+
+
+def write_text(path: Path, n_lines: int = 300, seed: int = 0) -> None:
+    """Words in random order, about 45 bytes a line."""
+    generator = random.Random(seed)
+    lines = (" ".join(generator.choices(WORDS, k=9)) for _ in range(n_lines))
+    path.write_text("".join(f"{line}.\n" for line in lines), encoding="utf-8")
+
+
+def finish(process: subprocess.Popen[str], timeout: float = TIMEOUT) -> Outcome:
+    """Wait for a program; one that takes too long is ended, and its status is None."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        return Outcome(None, out or "", err or "")
+    return Outcome(process.returncode, out or "", err or "")
+
+
+# -------------------------------------------------------------------- two runs
+def differences(run: Path, other: Path) -> list[str]:
+    """In what two finished run folders differ, timings apart; nothing where they are equal bit for bit."""
+    names, others = (sorted(path.name for path in folder.iterdir()) for folder in (run, other))
+    if names != others:
+        return [f"files {names} and {others}"]
+    parts = {
+        "last.safetensors": checkpoint_differences,
+        "best.safetensors": checkpoint_differences,
+        "metrics.jsonl": metrics_differences,
+    }
+    return [
+        difference for name in names for difference in parts.get(name, content_differences)(run / name, other / name)
+    ]
+
+
+def checkpoint_differences(path: Path, other: Path) -> list[str]:
+    """Weights, moments, generators, position and progress."""
+    tensors, others = load_file(path), load_file(other)
+    if tensors.keys() != others.keys():
+        return [f"{path.name}: tensors {sorted(tensors.keys() ^ others.keys())}"]
+    differing = [name for name in tensors if tensors[name].tobytes() != others[name].tobytes()]
+    abouts = [load_checkpoint(file).about for file in (path, other)]
+    for about in abouts:
+        del about["progress"]["seconds"]
+    differing += [key for key in abouts[0].keys() | abouts[1].keys() if abouts[0].get(key) != abouts[1].get(key)]
+    return [f"{path.name}: {name}" for name in sorted(differing)]
+
+
+def metrics_differences(path: Path, other: Path) -> list[str]:
+    """All lines, without the speed."""
+    found = []
+    for file in (path, other):
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        found.append([{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines])
+    if found[0] == found[1]:
+        return []
+    differing = [(a, b) for a, b in zip(*found) if a != b]
+    first = f"{differing[0][0]} and {differing[0][1]}" if differing else "one ends sooner"
+    return [f"{path.name}: {len(found[0])} and {len(found[1])} lines; {first}"]
+
+
+def content_differences(path: Path, other: Path) -> list[str]:
+    """Bytes."""
+    return [] if path.read_bytes() == other.read_bytes() else [f"{path.name}: its content"]

@@ -1,0 +1,66 @@
+"""The harness itself: two runs alike are equal, and what is not equal is named."""
+
+import json
+
+import pytest
+
+from .runs import Bench, differences
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("chaos"))
+
+
+@pytest.fixture(scope="module")
+def pair(bench):
+    cases = [bench.case(name) for name in ("one", "other")]
+    for case in cases:
+        done = case.train()
+        assert done.status == 0, done.err
+    return [case.run for case in cases]
+
+
+def test_two_runs_alike_are_equal(pair):
+    assert differences(*pair) == []
+
+
+@pytest.mark.parametrize("name", ["samples.txt", "loss.png", "config.json"])
+def test_another_byte_is_seen(pair, name):
+    run, other = pair
+    content = (run / name).read_bytes()
+    (run / name).write_bytes(content + b" ")
+    assert differences(run, other) == [f"{name}: its content"]
+    (run / name).write_bytes(content)
+
+
+def test_another_loss_is_seen_and_another_speed_is_none(pair):
+    run, other = pair
+    path = run / "metrics.jsonl"
+    content = path.read_text()
+    lines = [json.loads(line) for line in content.splitlines()]
+    lines[0]["tokens_per_second"] = 1.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert differences(run, other) == []
+    lines[2]["loss"] += 1e-6
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (said,) = differences(run, other)
+    assert said.startswith("metrics.jsonl: ") and "'step': 3" in said
+    path.write_text(content)
+
+
+def test_a_file_too_many_is_seen(pair):
+    run, other = pair
+    (run / ".last.safetensors.1-1.part").touch()
+    (said,) = differences(run, other)
+    assert ".part" in said
+    (run / ".last.safetensors.1-1.part").unlink()
+
+
+def test_other_weights_are_seen(bench, pair):
+    case = bench.case("seed", "--seed", "5")
+    assert case.train().status == 0
+    said = differences(case.run, pair[0])
+    assert any("last.safetensors: model." in line for line in said)
+    assert any("last.safetensors: optimiser." in line for line in said)
+    assert any("last.safetensors: generator" in line for line in said)
