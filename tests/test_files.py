@@ -6,10 +6,11 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tricycle.files import atomic_write
+from tricycle.files import append, atomic_write, is_full
 
 POSIX_ONLY = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and permissions")
 
@@ -89,7 +90,7 @@ def test_kill_in_the_middle_leaves_the_old_file(tmp_path):
     path.write_bytes(b"old")
     program = """
 import os, signal, sys
-from tricycle.files import atomic_write
+from tricycle.files import append, atomic_write, is_full
 with atomic_write(sys.argv[1]) as file:
     file.write(b"new" * 100_000)
     file.flush()
@@ -125,3 +126,103 @@ def test_a_pipe_keeps_its_name(tmp_path, name):
         pytest.fail("nothing is to be written")
     assert sorted(tmp_path.iterdir()) == before
     assert (tmp_path / "link").is_symlink() and (tmp_path / "pipe").is_fifo()
+
+
+# -------------------------------------------------------------------- lines
+def test_lines_are_added(tmp_path):
+    path = tmp_path / "lines"
+    for i, sync in enumerate([True, False, True]):
+        append(path, f"zwölf {i}\nand more\n", sync)
+    assert path.read_bytes() == "".join(f"zwölf {i}\nand more\n" for i in range(3)).encode()
+    append(path, "", sync=True)
+    assert path.read_text(encoding="utf-8").count("\n") == 6
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 4095, 4096, 4097, 9000])
+@pytest.mark.parametrize("before", ["", "whole\n", "whole\n" * 3000])
+def test_a_line_that_was_cut_off_is_dropped(tmp_path, before, length):
+    path = tmp_path / "lines"
+    path.write_text(before + "x" * length)
+    append(path, "new\n")
+    assert path.read_text() == before + "new\n"
+
+
+class Disk:
+    """Takes so many bytes, and each time half of what it is asked to take."""
+
+    def __init__(self, file, n_bytes: int, number: int) -> None:
+        self.file, self.left, self.number = file, n_bytes, number
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def write(self, content):
+        n_taken = min(self.left, -(-len(content) // 2))
+        if not n_taken:
+            raise OSError(self.number, os.strerror(self.number))
+        self.left -= n_taken
+        return self.file.write(bytes(content)[:n_taken])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("n_bytes", [0, 1, 7, 100])
+def test_lines_are_added_whole_or_not_at_all(tmp_path, monkeypatch, n_bytes, number):
+    path, text, usual = tmp_path / "lines", "new line\n" * 3, Path.open
+    path.write_text("old\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda place, *args, **how: Disk(usual(place, *args, **how), n_bytes, number))
+        if n_bytes == 100:
+            append(path, text)
+        else:
+            with pytest.raises(OSError) as caught:
+                append(path, text)
+            assert caught.value.errno == number and caught.value.filename == str(path)
+            assert is_full(caught.value) == (number == errno.ENOSPC)
+    assert path.read_text() == "old\n" + (text if n_bytes == 100 else "")
+
+
+# -------------------------------------------------------------------- what a disk says
+@pytest.mark.parametrize("function", ["fsync", "replace", "open"])
+def test_errors_name_the_file(tmp_path, monkeypatch, function):
+    path = tmp_path / "folder" / "file"
+    (tmp_path / "folder").mkdir()
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(OSError, match="Input/output error") as caught, atomic_write(path) as file:
+        file.write(b"new")
+    assert caught.value.filename == str(path)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES])
+def test_folders_that_cannot_be_synced_are_left(tmp_path, monkeypatch, number):
+    """Some file systems cannot, and some folders may be written but not read."""
+    usual = os.fsync
+
+    def fsync(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        usual(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_folders_are_synced_that_get_a_new_name(tmp_path, monkeypatch):
+    synced, usual = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), usual(handle)))
+    with atomic_write(tmp_path / "a" / "b" / "file") as file:
+        file.write(b"new")
+    folders = [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    assert {folder.stat().st_ino for folder in folders} < set(synced)
+    assert synced[-1] == folders[-1].stat().st_ino

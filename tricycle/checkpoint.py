@@ -1,14 +1,14 @@
 """Checkpoints: weights, moments and everything else that training is made of, in one safetensors file.
 
 The tensors are "model.<parameter>" and "optimiser.<moment>.<parameter>"; the rest is JSON in the file's
-metadata. One file, written whole or not at all, so a run can be cut off at any moment.
+metadata, beside a checksum of it all. One file, written whole or not at all, so a run can be cut off at any moment.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +20,17 @@ import numpy as np
 from tricycle import devices
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
-from tricycle.files import atomic_write
+from tricycle.files import atomic_write, naming
 from tricycle.models import GPT, least_numbers
 from tricycle.optimisers import Optimiser
+from tricycle.safetensors_file import Place, read_places, write_header
 from tricycle.tokeniser import Tokeniser
 
 FORMAT = 1
 A_CHECKPOINT = "a whole checkpoint of Tricycle"
+# The types of numbers, as NumPy and as the format call them.
+KINDS = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8"}
+KINDS |= {"<u8": "U64", "<u4": "U32", "<u2": "U16", "|u1": "U8", "|b1": "BOOL"}
 PathLike = str | os.PathLike[str]
 
 
@@ -47,8 +51,6 @@ def save_checkpoint(
     Raises:
         ValueError: a weight or a moment is not finite; nothing is written then.
     """
-    from safetensors.numpy import save
-
     tensors = {f"model.{name}": array for name, array in model.state_dict().items()}
     for name, array in tensors.items():
         _check_finite("save_checkpoint: expected finite weights", name, array)
@@ -71,9 +73,65 @@ def save_checkpoint(
     if dataset is not None:
         about["dataset"] = dataset.state()
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    content = save(tensors, {"tricycle": json.dumps(about)})
+    _write(path, tensors, json.dumps(about))
+
+
+def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
+    """Write the file, one tensor after another: there need be no second copy of them in memory.
+
+    Raises:
+        ValueError: a tensor of a kind that no checkpoint holds.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
+    layout = {}
+    for name in names:
+        array = tensors[name]
+        if array.dtype.str not in KINDS:
+            raise ValueError(f"save_checkpoint: expected numbers, {name} has the type {array.dtype}")
+        layout[name] = (KINDS[array.dtype.str], array.shape)
+    checksum = _checksum(about, tensors)
     with atomic_write(path) as file:
-        file.write(content)
+        write_header(file, layout, {"tricycle": about, "crc32": checksum})
+        for name in names:
+            file.write(_bytes_of(tensors[name]))
+
+
+def _read(path: Path, places: dict[str, Place], start: int) -> dict[str, np.ndarray]:
+    """The tensors of a file, which holds nothing else.
+
+    Raises:
+        ValueError: it does; or they are of kinds that no checkpoint holds, or cut off.
+    """
+    size = path.stat().st_size - start
+    n_bytes = sum(place.n_bytes for place in places.values())
+    if n_bytes != size:
+        raise ValueError(f"its tensors have {n_bytes} bytes and the file {size} for them")
+    dtypes = {kind: dtype for dtype, kind in KINDS.items()}
+    tensors = {}
+    with path.open("rb") as file:
+        for name, place in places.items():
+            if place.kind not in dtypes:
+                raise ValueError(f"{name} is of the type {place.kind}")
+            tensors[name] = np.empty(place.shape, dtypes[place.kind])
+            file.seek(place.start)
+            if file.readinto(_bytes_of(tensors[name])) != place.n_bytes:
+                raise ValueError(f"the values of {name} are cut off")
+    return tensors
+
+
+def _checksum(about: str, tensors: dict[str, np.ndarray]) -> str:
+    """A number over all that a checkpoint says, by which bits that turned over on a disk are seen."""
+    number = zlib.crc32(about.encode("utf-8"))
+    for name in sorted(tensors):
+        array = tensors[name]
+        number = zlib.crc32(f"{name} {array.dtype.str} {array.shape}".encode(), number)
+        number = zlib.crc32(_bytes_of(array), number)
+    return f"{number:08x}"
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array, in place."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _check_finite(wanted: str, name: str, array: np.ndarray) -> None:
@@ -156,17 +214,19 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
 def expecting(path: Path, what: str) -> Iterator[None]:
     """Turn the errors of odd content, which can be any, into one line that names the file.
 
-    Too little memory says nothing about the content: it stays what it is.
+    Too little memory and what a disk refuses say nothing about the content: they stay what they are.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {what}, there is no such file")
     try:
-        yield
+        with naming(path):
+            yield
+    except (MemoryError, OSError):
+        raise
     except Exception as error:
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-            raise
         lacking = isinstance(error, KeyError)
         reason = f"it lacks {error.args[0]!r}" if lacking else " ".join(str(error).split()) or type(error).__name__
+        reason = reason.removeprefix(f"{path}: ")
         raise ValueError(f"{path}: expected {what}: {reason}") from None
 
 
@@ -177,15 +237,16 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
         FileNotFoundError: no such file.
         ValueError: the file is cut off, damaged or no checkpoint of Tricycle.
     """
-    from safetensors import safe_open
-
     path = Path(path)
     with expecting(path, A_CHECKPOINT):
-        with safe_open(path, framework="numpy") as file:
-            text = (file.metadata() or {}).get("tricycle")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator here)
-        if text is None:
+        places, metadata, start = read_places(path)
+        text = metadata.get("tricycle")
+        if not isinstance(text, str):
             raise ValueError("it is a safetensors file without Tricycle's metadata")
+        tensors = _read(path, places, start)
+        wanted = metadata.get("crc32")  # files of before there was one have none
+        if wanted is not None and (checksum := _checksum(text, tensors)) != wanted:
+            raise ValueError(f"its checksum is {checksum}, not {wanted!r:.20} as when it was saved: bits of it changed")
         about = json.loads(text)
         if about["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}, got {about['format']!r}")
