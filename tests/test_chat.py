@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
+from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.chat import Conversation, turn
 from tricycle_cli.models import default_sampling
@@ -60,7 +62,7 @@ def answers(folder: Path, questions: list[str], length: int, system: str | None 
     for question in questions:
         messages.append({"role": "user", "content": question})
         ids = loaded.tokeniser.chat(messages)
-        tokens = [*generate(loaded.model, ids, length, 0, stop_token=2, n_vocab=loaded.tokeniser.n_vocab)]
+        tokens = [*generate(loaded.model, ids, length, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
         text = loaded.tokeniser.decode([token for token in tokens if token != 2])
         messages.append({"role": "assistant", "content": text})
         given.append(text)
@@ -168,7 +170,7 @@ def test_models_that_do_not_talk(tmp_path):
 # -------------------------------------------------------------------- the conversation itself
 def conversation(folder: Path, n_tokens: int = 20, system: str | None = None, **settings) -> Conversation:
     loaded = load(folder)
-    return Conversation(loaded, system, n_tokens, {**default_sampling(loaded), **settings})
+    return Conversation(loaded, system, n_tokens, replace(default_sampling(loaded), **settings))
 
 
 def test_what_falls_out_of_the_context_is_said(small, capsys):
@@ -230,10 +232,10 @@ def test_where_the_makers_say_nothing_it_says_the_likeliest_with_a_penalty(tmp_p
 def test_the_template_says_what_ends_an_answer(tmp_path):
     """Though the files name another token."""
     loaded = load(write_folder(tmp_path / "model", settings=GenerationSettings(stop_tokens=(0,))))
-    assert Conversation(loaded, None, 5, {}).stops == [0, 2]
+    assert Conversation(loaded, None, 5, Sampling()).stops == [0, 2]
     loaded.tokeniser.chat_templates["default"] = "{{ messages[0].content }}"
     del loaded.tokeniser._template
-    assert Conversation(loaded, None, 5, {}).stops == [0]
+    assert Conversation(loaded, None, 5, Sampling()).stops == [0]
 
 
 @pytest.mark.slow
@@ -257,11 +259,12 @@ def smollm2() -> Path:
 def test_settings_are_the_makers_own(tmp_path):
     settings = GenerationSettings(True, 0.5, 7, 0.9, 0.05, 1.2, (2, 5))
     loaded = load(write_folder(tmp_path / "model", settings=settings))
-    wanted = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2}
-    assert default_sampling(loaded) == wanted | {"no_repeat_ngram_size": 0}
-    assert Conversation(loaded, None, 5, {}).stops == [2, 5]
+    assert default_sampling(loaded) == Sampling(
+        0.5, 7, 0.9, 0.05, 1.2, stop_tokens=(2, 5), n_vocab=loaded.tokeniser.n_vocab
+    )
+    assert Conversation(loaded, None, 5, Sampling()).stops == [2, 5]
     greedy = load(write_folder(tmp_path / "greedy", settings=GenerationSettings(temperature=0.5, stop_tokens=(2,))))
-    assert default_sampling(greedy)["temperature"] == 0
+    assert default_sampling(greedy).temperature == 0
 
 
 # -------------------------------------------------------------------- in a terminal

@@ -25,6 +25,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.settings import GenerationSettings
+from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli import init_from
 from tricycle_cli.main import COMMANDS
@@ -116,7 +117,7 @@ def test_the_command_that_the_wheel_brings():
 def test_other_peoples_models_write_as_their_makers_say(theirs):
     loaded = load(theirs)
     ids = loaded.tokeniser.encode("the quick brown")
-    tokens = [*generate(loaded.model, ids, 30, 0, stop_token=2, n_vocab=loaded.tokeniser.n_vocab)]
+    tokens = [*generate(loaded.model, ids, 30, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
     for program in (("-m", "tricycle", "generate"), ("inference.py",)):
         assert good(call(theirs, "the quick brown", "--length", "30", program=program)) == text + "\n"
@@ -126,7 +127,7 @@ def test_flags_count_more_than_their_settings(tmp_path):
     settings = GenerationSettings(True, 0.7, 12, 0.9, stop_tokens=(2,))
     folder = write_folder(tmp_path / "model", settings=settings)
     loaded = load(folder)
-    ids, known = loaded.tokeniser.encode("birds"), {"stop_token": 2, "n_vocab": loaded.tokeniser.n_vocab, "seed": 4}
+    ids, known = loaded.tokeniser.encode("birds"), {"stop_tokens": 2, "n_vocab": loaded.tokeniser.n_vocab, "seed": 4}
     for flags, chosen in (
         ("", {"temperature": 0.7, "top_k": 12, "top_p": 0.9}),
         ("--temperature 2 --top-k 0", {"temperature": 2.0, "top_p": 0.9}),
@@ -136,14 +137,14 @@ def test_flags_count_more_than_their_settings(tmp_path):
             {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.1, "no_repeat_ngram_size": 2},
         ),
     ):
-        text = loaded.tokeniser.decode([*ids, *generate(loaded.model, ids, 40, **chosen, **known)])
+        text = loaded.tokeniser.decode([*ids, *generate(loaded.model, ids, 40, Sampling(**chosen, **known))])
         out = good(call("generate", folder, "birds", "--seed", "4", "--length", "40", *shlex.split(flags)))
         assert out == text.replace("<|im_end|>", "") + "\n", flags
 
 
 def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
     loaded = load(theirs)
-    tokens = [*generate(loaded.model, [1], 10, 0, stop_token=2, n_vocab=loaded.tokeniser.n_vocab)]
+    tokens = [*generate(loaded.model, [1], 10, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     wanted = loaded.tokeniser.decode([token for token in tokens if token != 2])
     assert good(call("generate", theirs, "--length", "10")) == wanted + "\n"
     assert good(call("generate", theirs, "--length", "10", "--lookahead", "4")) == wanted + "\n"
@@ -159,7 +160,7 @@ def test_other_softmaxes_on_other_peoples_models(theirs, softmax):
     plain = loaded.model(np.array([ids])).array
     loaded.model.use_softmax(softmax)
     assert np.abs(loaded.model(np.array([ids])).array - plain).max() > 1e-3
-    tokens = generate(loaded.model, ids, 20, 0, stop_token=2, n_vocab=loaded.tokeniser.n_vocab)
+    tokens = generate(loaded.model, ids, 20, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))
     text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
     words = [theirs, prompt, "--length", "20", "--softmax", softmax]
     assert good(call("generate", *words)) == text + "\n"

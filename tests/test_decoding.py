@@ -14,6 +14,7 @@ from tricycle.decoding import covers, next_logits
 from tricycle.generate import generate
 from tricycle.layers import Dense
 from tricycle.models import GPT
+from tricycle.sampling import Sampling
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
 from tricycle.tensor import no_grad, to_tensor
 from tricycle_lab.probe import Probe
@@ -171,9 +172,9 @@ def test_scores_far_from_0_do_not_overflow(softmax, offset, no_layers):
 @pytest.mark.parametrize("name", ["gpt-2", "window in some layers", "blocks", "family Gemma 3", "token shift"])
 def test_what_is_written_is_what_the_layers_alone_would_write(name, monkeypatch):
     model = new_model(CONFIGS[name])
-    fast = list(generate(model, [1, 2, 3], 40, temperature=0, no_repeat_ngram_size=2))
+    fast = list(generate(model, [1, 2, 3], 40, Sampling(0, no_repeat_ngram_size=2)))
     monkeypatch.setattr(decoding, "covers", lambda model: False)
-    assert fast == list(generate(model, [1, 2, 3], 40, temperature=0, no_repeat_ngram_size=2))
+    assert fast == list(generate(model, [1, 2, 3], 40, Sampling(0, no_repeat_ngram_size=2)))
     assert len(set(fast)) > 3
 
 

@@ -13,16 +13,11 @@ from tricycle.decoding import next_logits
 from tricycle.generate import (
     Batch,
     Reader,
-    Sampling,
-    _draw,
-    _likely,
-    check_sampling,
     generate,
     generate_batch,
-    repeats,
-    sample,
 )
 from tricycle.models import GPT
+from tricycle.sampling import Sampling, _draw, _likely, repeats
 from tricycle.tensor import no_grad, to_tensor
 
 CONFIG = DebugConfig(vocab_size=50, context_window=12, embedding_dim=16, n_layers=2, tied=False, bias=False)
@@ -100,10 +95,10 @@ def test_a_prompt_may_fill_the_window(model):
 
 def test_the_seed_decides(model):
     def run(seed):
-        return list(generate(model, [1], 30, seed=seed))
+        return list(generate(model, [1], 30, Sampling(seed=seed)))
 
     assert run(1) == run(1) != run(2)
-    assert run(np.random.default_rng(1)) == run(1)
+    assert run((1, 2)) == run((1, 2)) != run((1, 3))
     assert len({tuple(run(None)) for _ in range(3)}) > 1
 
 
@@ -111,23 +106,23 @@ def test_drawing_follows_the_model(model):
     """Drawn one at a time from the full logits with the same generator, the tokens are the same."""
     settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
     generator, tokens = np.random.default_rng(5), [4]
-    for token in generate(model, [4], 11, seed=5, **settings):
-        assert token == sample(full_logits(model, tokens), generator, **settings)
+    for token in generate(model, [4], 11, Sampling(**settings, seed=5)):
+        assert token == Sampling(**settings).draw(full_logits(model, tokens), generator)
         tokens.append(token)
 
 
 def test_only_ids_that_the_tokeniser_knows_are_drawn(model):
     assert max(generate(model, [1], 300, temperature=50.0)) > 7
-    assert set(generate(model, [1], 300, temperature=50.0, n_vocab=7)) == set(range(7))
-    assert list(generate(model, [1], 5, n_vocab=1)) == [0] * 5
-    assert list(generate(model, [1], 9, n_vocab=50, seed=3)) == list(generate(model, [1], 9, seed=3))
+    assert set(generate(model, [1], 300, Sampling(50.0, n_vocab=7))) == set(range(7))
+    assert list(generate(model, [1], 5, Sampling(n_vocab=1))) == [0] * 5
+    assert list(generate(model, [1], 9, Sampling(n_vocab=50))) == list(generate(model, [1], 9))
 
 
 def test_it_ends_after_the_stop_token(model):
     drawn = list(generate(model, [1], 60, temperature=2.0))
     stop = drawn[7]
     n_until = drawn.index(stop) + 1
-    assert list(generate(model, [1], 60, temperature=2.0, stop_token=stop)) == drawn[:n_until]
+    assert list(generate(model, [1], 60, Sampling(2.0, stop_tokens=stop))) == drawn[:n_until]
 
 
 def test_nothing_is_drawn_ahead_of_need(model):
@@ -172,13 +167,30 @@ def test_no_gradient_is_left_behind(model):
         ([1], {"no_repeat_ngram_size": 2.0}, "expected no_repeat_ngram_size to be a whole number, 0 or more, got 2.0"),
         ([1], {"top_p": float("nan")}, "expected top_p to be above 0 and at most 1, got nan"),
         ([1], {"repetition_penalty": 0}, "expected repetition_penalty to be above 0, got 0"),
-        ([1], {"n_vocab": 0}, "expected n_vocab from 1 to 50, got 0"),
+        ([1], {"n_vocab": 0}, "expected n_vocab to be 1 or more, got 0"),
+        ([1], {"seed": -1}, "expected seed to be a whole number, 0 or more, or several, got -1"),
+        ([1], {"seed": "x"}, "expected seed to be a whole number, 0 or more, or several, got 'x'"),
+        ([1], {"stop_tokens": "</s>"}, "expected stop_tokens to be token ids, got '</s>'"),
         ([1], {"n_vocab": 51}, "expected n_vocab from 1 to 50, got 51"),
     ],
 )
 def test_bad_settings_are_named_before_anything_is_drawn(model, prompt, settings, message):
+    n_tokens = settings.pop("n_tokens", 3)
     with pytest.raises(ValueError, match=message):
-        generate(model, prompt, **{"n_tokens": 3, **settings})
+        generate(model, prompt, n_tokens, Sampling(**settings))
+
+
+def test_temperature_is_short_for_a_sampling(model):
+    for temperature in (0, 0.5):
+        assert list(generate(model, [1], 30, temperature=temperature)) == list(
+            generate(model, [1], 30, Sampling(temperature))
+        )
+    with pytest.raises(ValueError, match="expected temperature to be 0 or more, got -1"):
+        generate(model, [1], 3, temperature=-1)
+    with pytest.raises(ValueError, match="expected a temperature or a Sampling, which has one, got both"):
+        generate(model, [1], 3, Sampling(), temperature=0)
+    with pytest.raises(TypeError, match=r"expected a Sampling \(or temperature=..., which is short for one\), got 0.8"):
+        generate(model, [1], 3, 0.8)
 
 
 @pytest.mark.parametrize(("prompt", "named"), [([1, 50], "50"), ([-1], "-1")])
@@ -200,9 +212,13 @@ def test_broken_weights_are_an_error_and_not_a_token(bad, temperature):
 LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
 
 
+def draw(logits, generator, never=(), **settings) -> int:
+    return Sampling(**settings).draw(logits, generator, never=never)
+
+
 def frequencies(n: int = 4000, **settings) -> np.ndarray:
     generator = np.random.default_rng(0)
-    return np.bincount([sample(LOGITS, generator, **settings) for _ in range(n)], minlength=5) / n
+    return np.bincount([draw(LOGITS, generator, **settings) for _ in range(n)], minlength=5) / n
 
 
 @pytest.mark.parametrize(
@@ -251,7 +267,7 @@ def test_how_often_tokens_are_drawn(settings, expected):
 )
 def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, top_k, top_p, min_p):
     logits = np.array(logits, np.float32)
-    token = sample(logits, np.random.default_rng(0), temperature, top_k, top_p, min_p)
+    token = Sampling(temperature, top_k, top_p, min_p).draw(logits, np.random.default_rng(0))
     assert 0 <= token < len(logits)
     n_above = (logits > logits[token]).sum()
     assert n_above < (top_k or len(logits))
@@ -262,7 +278,7 @@ def test_any_finite_logits_give_a_token_among_the_allowed(logits, temperature, t
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_are_refused(bad):
     with pytest.raises(ValueError, match="expected finite logits"):
-        sample(np.array([0, bad, 1], np.float32), np.random.default_rng(0))
+        Sampling().draw(np.array([0, bad, 1], np.float32), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(
@@ -285,14 +301,14 @@ def test_tokens_that_would_repeat_a_run(tokens, size, expected):
 
 
 def test_a_prompt_may_hold_what_is_never_drawn(model):
-    tokens = list(generate(model, [45, 1], 30, n_vocab=40, no_repeat_ngram_size=1))
+    tokens = list(generate(model, [45, 1], 30, Sampling(n_vocab=40, no_repeat_ngram_size=1)))
     assert len(set(tokens)) == 30 and max(tokens) < 40 and 1 not in tokens
 
 
 @pytest.mark.parametrize(("size", "n"), [(1, 40), (2, 200), (4, 200)])
 def test_no_run_is_written_twice(model, size, n):
     def repeated(**settings) -> int:
-        text = [1, 2, 3, *generate(model, [1, 2, 3], n, temperature=0, **settings)]
+        text = [1, 2, 3, *generate(model, [1, 2, 3], n, Sampling(0, **settings))]
         runs = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
         return len(runs) - len(set(runs))
 
@@ -301,8 +317,8 @@ def test_no_run_is_written_twice(model, size, n):
 
 
 def test_good_settings_pass():
-    assert check_sampling(0, 0, 1) is None
-    assert check_sampling(1.5, np.int64(3), 0.1) is None
+    assert Sampling(0, 0, 1).stop_tokens == ()
+    assert Sampling(1.5, np.int64(3), 0.1, stop_tokens=np.int64(3)).stop_tokens == (3,)
 
 
 # -------------------------------------------------------------------- several ends, and a penalty on repetition
@@ -311,8 +327,8 @@ def test_it_ends_after_any_of_several_tokens(model):
     stops = [drawn[9], drawn[4], drawn[30]]
     n_until = min(map(drawn.index, stops)) + 1
     for some in (stops, tuple(stops), np.array(stops)):
-        assert list(generate(model, [1], 60, temperature=2.0, stop_token=some)) == drawn[:n_until]
-    assert list(generate(model, [1], 60, temperature=2.0, stop_token=())) == drawn
+        assert list(generate(model, [1], 60, Sampling(2.0, stop_tokens=some))) == drawn[:n_until]
+    assert list(generate(model, [1], 60, Sampling(2.0, stop_tokens=()))) == drawn
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 5.0])
@@ -322,14 +338,15 @@ def test_the_penalty_is_that_of_transformers(penalty):
     generator = np.random.default_rng(0)
     logits, seen = generator.normal(0, 2, 30), generator.integers(0, 30, 12)
     theirs = processors.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(seen[None]), torch.tensor(logits[None]))
-    order = [sample(logits, generator, 0, never=range(i), repetition_penalty=penalty, seen=seen) for i in range(30)]
+    sampling = Sampling(0, repetition_penalty=penalty)
+    order = [sampling.draw(logits, generator, seen, never=range(i)) for i in range(30)]
     assert order == [int(theirs[0, i:].argmax()) + i for i in range(30)]
 
 
 def test_the_penalty_counts_the_prompt_and_what_was_drawn(model):
-    drawn = list(generate(model, [7, 8], 10, temperature=0, repetition_penalty=1e9))
+    drawn = list(generate(model, [7, 8], 10, Sampling(0, repetition_penalty=1e9)))
     assert len({7, 8, *drawn}) == 12
-    assert list(generate(model, [7, 8], 10, temperature=0, repetition_penalty=1.0)) == list(
+    assert list(generate(model, [7, 8], 10, Sampling(0, repetition_penalty=1.0))) == list(
         generate(model, [7, 8], 10, temperature=0)
     )
 
@@ -408,7 +425,7 @@ def test_a_cache_grows_and_forgets():
 SETTINGS = [
     {"temperature": 0},
     {"temperature": 0.8, "top_k": 9, "seed": 3},
-    {"temperature": 1.3, "no_repeat_ngram_size": 2, "stop_token": [1, 2, 3]},
+    {"temperature": 1.3, "no_repeat_ngram_size": 2, "stop_tokens": [1, 2, 3]},
     {"temperature": 0, "repetition_penalty": 1.5, "n_vocab": 30},
 ]
 
@@ -419,8 +436,11 @@ def test_several_texts_at_once_are_what_each_is_alone(changes, settings):
     model = new_model(**changes)
     prompts = [[1, 2, 3], [4], list(range(12)), np.array([7, 7]), [5] * 9]
     seed = settings.get("seed", 0)
-    alone = [list(generate(model, prompt, 20, **{**settings, "seed": seed + i})) for i, prompt in enumerate(prompts)]
-    assert generate_batch(model, prompts, 20, **settings) == alone
+    samplings = [Sampling(**{**settings, "seed": seed + i}) for i in range(5)]
+    alone = [list(generate(model, prompt, 20, way)) for prompt, way in zip(prompts, samplings)]
+    assert generate_batch(model, prompts, 20, Sampling(**settings)) == alone
+    assert generate_batch(model, prompts, 20, samplings) == alone
+    assert generate_batch(model, prompts, 20, samplings, lookahead=5) == alone
     assert len(set(map(tuple, alone))) == 5
     assert all(1 <= len(drawn) <= 20 for drawn in alone)
 
@@ -448,11 +468,14 @@ def test_a_batch_reads_each_token_of_all_texts_at_once(model, monkeypatch):
 
 def test_each_text_of_a_batch_has_a_seed_of_its_own(model):
     prompts, seeds = [[1], [1], [1, 2]], [5, 6, 5]
-    alone = [list(generate(model, prompt, 9, seed=seed)) for prompt, seed in zip(prompts, seeds)]
-    assert generate_batch(model, prompts, 9, seed=seeds) == alone
+    samplings = [Sampling(seed=seed) for seed in seeds]
+    alone = [list(generate(model, prompt, 9, way)) for prompt, way in zip(prompts, samplings)]
+    assert generate_batch(model, prompts, 9, samplings) == alone
     assert alone[0] != alone[1]
-    with pytest.raises(ValueError, match="expected a seed for each of 3 prompts, got 2"):
-        generate_batch(model, prompts, 9, seed=[1, 2])
+    with pytest.raises(ValueError, match="expected a Sampling for each of 3 prompts, got 2"):
+        generate_batch(model, prompts, 9, samplings[:2])
+    with pytest.raises(TypeError, match="expected a Sampling"):
+        generate_batch(model, prompts, 9, [1, 2, 3])
 
 
 @pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
@@ -475,7 +498,7 @@ def test_texts_come_and_go(changes):
                 drawn[number].append(token)
 
     for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
-        assert batch.add(prompt, n_tokens, Sampling(**settings), seed) == number
+        assert batch.add(prompt, n_tokens, Sampling(**settings, seed=seed)) == number
         steps(number)
     assert len(batch) == 1  # the last had none to write
     batch.remove(1)
@@ -484,7 +507,7 @@ def test_texts_come_and_go(changes):
     while len(batch):
         steps(1)
     for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
-        alone = list(generate(model, prompt, n_tokens, seed=seed, **settings))
+        alone = list(generate(model, prompt, n_tokens, Sampling(**settings, seed=seed)))
         assert drawn[number] == (alone[:n_of_removed] if number == 1 else alone)
     assert 6 < n_of_removed < 30
     assert batch.step() == []
@@ -512,8 +535,8 @@ def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
 def test_guesses_change_nothing(changes, lookahead, settings):
     model = new_model(context_window=30, **changes)
     for prompt in ([1, 2, 3, 4] * 5, [7], [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]):
-        plain = list(generate(model, prompt, 50, **settings))
-        assert list(generate(model, prompt, 50, lookahead=lookahead, **settings)) == plain
+        plain = list(generate(model, prompt, 50, Sampling(**settings)))
+        assert list(generate(model, prompt, 50, Sampling(**settings), lookahead=lookahead)) == plain
 
 
 def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
@@ -551,10 +574,10 @@ def test_guesses_change_nothing_though_they_are_rounded_in_another_way(settings,
             return super().read_again(tokens)
 
     def same(**options) -> bool:
-        wanted = [list(generate(model, [1, 2, 3, 4] * 5, 60, seed=seed, **settings)) for seed in range(10)]
+        ways = [Sampling(**settings, seed=seed) for seed in range(10)]
+        wanted = [list(generate(model, [1, 2, 3, 4] * 5, 60, way)) for way in ways]
         return wanted == [
-            list(generate(model, [1, 2, 3, 4] * 5, 60, seed=seed, **settings, **options, reader=Counting(model)))
-            for seed in range(10)
+            list(generate(model, [1, 2, 3, 4] * 5, 60, way, **options, reader=Counting(model))) for way in ways
         ]
 
     error = 0.1
@@ -574,17 +597,19 @@ def test_what_is_sure_no_small_change_makes_another_token(seed, top_k, top_p, mi
     numbers = np.random.default_rng(seed)
     logits = numbers.normal(0, 3, 30)
     settings = (temperature, 0, 1.0, 0.0) if plain else (temperature, top_k, top_p, min_p)
-    token, sure = _draw(logits, np.random.default_rng(seed), *settings, doubt=0.01)
+    token, sure = _draw(logits, np.random.default_rng(seed), Sampling(*settings), doubt=0.01)
     for _ in range(20 if sure else 0):
         near = logits + numbers.choice([-0.01, 0.01], 30)
-        assert _draw(near, np.random.default_rng(seed), *settings)[0] == token
+        assert _draw(near, np.random.default_rng(seed), Sampling(*settings))[0] == token
 
 
 def test_nearly_all_is_sure():
     """Else nothing would be won."""
     logits = np.random.default_rng(0).normal(0, 4, (100, 50_000))
     for settings in ((0, 0, 1.0, 0.0), (0.8, 50, 0.95, 0.02)):
-        n_sure = sum(_draw(row, np.random.default_rng(i), *settings, doubt=5e-4)[1] for i, row in enumerate(logits))
+        n_sure = sum(
+            _draw(row, np.random.default_rng(i), Sampling(*settings), doubt=5e-4)[1] for i, row in enumerate(logits)
+        )
         assert n_sure > 90
 
 
@@ -605,7 +630,7 @@ def test_nothing_is_guessed_past_the_last_token(model, monkeypatch):
 def test_only_what_cannot_be_drawn_is_left_out(seed, top_k, top_p, min_p, temperature):
     """Against all tokens sorted."""
     logits = np.random.default_rng(seed).normal(0, 2, 40).round(1)
-    order, probabilities = _likely(logits, temperature, top_k, top_p, min_p)
+    order, probabilities = _likely(logits, Sampling(temperature, top_k, top_p, min_p))
     expected = np.argsort(-logits, kind="stable")[: top_k or None]
     shares = np.exp((logits[expected] - logits.max()) / temperature)
     shares /= shares.sum()

@@ -11,6 +11,7 @@ from tricycle.decoding import next_logits
 from tricycle.generate import generate
 from tricycle.likeliest import generate_likeliest
 from tricycle.models import GPT
+from tricycle.sampling import Sampling
 
 CONFIG = DebugConfig(vocab_size=6, context_window=20, embedding_dim=16, n_layers=2)
 CHANGES = [{}, {"positions": "rotary", "window": 3}, {"token_shift": True, "n_key_heads": 1, "softmax": "softmax1"}]
@@ -45,11 +46,11 @@ def test_a_wide_beam_finds_the_best_of_all(changes, length_penalty):
 
 
 @pytest.mark.parametrize("changes", CHANGES)
-@pytest.mark.parametrize("stop", [None, 3, [3, 5]])
+@pytest.mark.parametrize("stop", [(), 3, [3, 5]])
 def test_a_beam_of_one_takes_the_likeliest_token(changes, stop):
     model = new_model(**changes)
-    greedy = [list(generate(model, prompt, 9, temperature=0, stop_token=stop)) for prompt in PROMPTS]
-    assert generate_likeliest(model, PROMPTS, 9, 1, stop_token=stop) == greedy
+    greedy = [list(generate(model, prompt, 9, Sampling(0, stop_tokens=stop))) for prompt in PROMPTS]
+    assert generate_likeliest(model, PROMPTS, 9, 1, stop_tokens=stop) == greedy
 
 
 @pytest.mark.parametrize("changes", CHANGES)

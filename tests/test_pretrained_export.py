@@ -22,6 +22,7 @@ from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder, family_of_config
 from tricycle.pretrained.settings import GenerationSettings
+from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
 
 torch = pytest.importorskip("torch")
@@ -87,7 +88,7 @@ def compare(model: GPT, folder: Path, agreed: float = AGREED) -> None:
     settings = {"no_repeat_ngram_size": 2, "do_sample": False, "suppress_tokens": None}
     theirs.generation_config.eos_token_id = None
     out = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, pad_token_id=0, **settings)
-    assert list(generate(model, prompt, n_new, temperature=0, no_repeat_ngram_size=2)) == out[0, 3:].tolist()
+    assert list(generate(model, prompt, n_new, Sampling(0, no_repeat_ngram_size=2))) == out[0, 3:].tolist()
 
 
 # -------------------------------------------------------------------- every config that can be said

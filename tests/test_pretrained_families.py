@@ -18,6 +18,7 @@ from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.family import empty_gpt
 from tricycle.pretrained.fields import Fields
 from tricycle.pretrained.same import differing
+from tricycle.sampling import Sampling
 from tricycle.tensor import no_grad
 
 torch = pytest.importorskip("torch")
@@ -169,7 +170,7 @@ def test_logits_gradients_and_tokens_agree(case: tuple[str, dict[str, Any]], tmp
     assert greedy == their_tokens(theirs)
     assert greedy == without_cache(model, PROMPT)
     # random models soon say one thing for ever, which would agree too easily
-    varied = list(generate(model, PROMPT, N_NEW, temperature=0, no_repeat_ngram_size=2))
+    varied = list(generate(model, PROMPT, N_NEW, Sampling(0, no_repeat_ngram_size=2)))
     assert varied == their_tokens(theirs, no_repeat_ngram_size=2)
     assert len(set(varied)) > 7
 

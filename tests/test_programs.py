@@ -21,6 +21,7 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, DebugConfig, GPTConfig, ShakespeareConfig
 from tricycle.generate import generate
 from tricycle.models import GPT
+from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -338,7 +339,7 @@ def test_generating_with_another_softmax(finished):
         text = good(call(INFER, louder, *words, "--tokeniser", folder / "tokeniser.json"))
         model.use_softmax(softmax)
         prompt = tokeniser.encode("the fox").tolist()
-        tokens = generate(model, prompt, 40, 0.0, n_vocab=tokeniser.n_vocab)
+        tokens = generate(model, prompt, 40, Sampling(0, n_vocab=tokeniser.n_vocab))
         assert text == tokeniser.decode([*prompt, *tokens]) + "\n"
         said.add(text)
     louder.unlink()

@@ -34,7 +34,7 @@ sequences.classifiers sequences.autoencoders
 optimisers scheduler files safetensors_file tokeniser
 pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
 pretrained.ggml_tokens
-dataset checkpoint training decoding generate likeliest evaluation
+dataset checkpoint training decoding sampling generate likeliest evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.same pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
 pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -11,189 +10,14 @@ from numpy.typing import DTypeLike
 from tricycle.decoding import FEW_ROWS, next_logits
 from tricycle.models import GPT
 from tricycle.ops import check_range
+from tricycle.sampling import Sampling
 
 MANY_ROWS = 1024  # tokens that several texts read at once: more would be no faster, and take memory
+PAST_WINDOW = ("reread", "refuse")
 GUESSED_FROM = 3  # so many tokens must have been written before in this order
 # What logits may be off by where several tokens were read at once, and not one after the other, of the largest. The
 # most that was measured is 2e-6, with float32; with weights of 8 or 16 bits nothing where oneDNN multiplies.
 DOUBT = 1e-5
-
-
-def sample(
-    logits: np.ndarray,
-    generator: np.random.Generator,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    never: Sequence[int] = (),
-    repetition_penalty: float = 1.0,
-    seen: Sequence[int] = (),
-) -> int:
-    """Draw a token. What follows happens in this order: repetition_penalty, never, temperature, top_k, top_p and min_p.
-
-    Args:
-        logits: (V,).
-        temperature: divides the logits; 0 takes the largest.
-        top_k: draw among the k largest only; 0 for all.
-        top_p: draw among the fewest largest whose probabilities reach this sum (Holtzman et al. 2020).
-        min_p: draw among those at least this many times as probable as the largest (Nguyen et al. 2024).
-        never: tokens that are not drawn, unless there is no other.
-        repetition_penalty: logits of tokens that were `seen` are divided by this, or multiplied where they are below 0
-            (Keskar et al. 2019, section 4.1); 1 leaves them.
-
-    Raises:
-        ValueError: settings out of range, or logits that are not finite.
-    """
-    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty=repetition_penalty)
-    logits = _allowed(logits, never, repetition_penalty, seen)
-    return _draw(logits, generator, temperature, top_k, top_p, min_p)[0]
-
-
-def _allowed(
-    logits: np.ndarray, never: Sequence[int], repetition_penalty: float = 1.0, seen: Sequence[int] = ()
-) -> np.ndarray:
-    """Logits in float64, -infinity for what is not to be drawn.
-
-    Raises:
-        ValueError: as of `sample`.
-    """
-    logits = logits.astype(np.float64)
-    if not np.isfinite(logits).all():
-        raise ValueError("sample: expected finite logits, got NaN or infinity: the model's weights are broken")
-    if repetition_penalty != 1 and len(seen):
-        known = np.unique(np.asarray(seen, np.int64))
-        known = known[known < len(logits)]
-        logits[known] = np.where(
-            logits[known] < 0, logits[known] * repetition_penalty, logits[known] / repetition_penalty
-        )
-    if 0 < len(hidden := {token for token in never if token < len(logits)}) < len(logits):
-        logits[list(hidden)] = -np.inf
-    return logits
-
-
-def _draw(
-    logits: np.ndarray,
-    generator: np.random.Generator,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    doubt: float = 0.0,
-) -> tuple[int, bool]:
-    """A token, and whether it is sure: no logits that differ from these by up to `doubt` would have given another.
-
-    Tokens share the numbers from 0 to 1 in the order of their ids: in that of their probabilities, logits that are
-    almost equal would change places with the smallest difference.
-    """
-    if temperature == 0:
-        token = int(logits.argmax())
-        return token, not doubt or np.count_nonzero(logits >= logits[token] - 2 * doubt) == 1
-    order, probabilities = _likely(logits, temperature, top_k, top_p, min_p)
-    by_id = np.argsort(order)
-    ends = probabilities[by_id].cumsum()
-    ends /= ends[-1]
-    number = generator.random()
-    place = int(ends.searchsorted(number, side="right"))
-    token = int(order[by_id[place]])
-    return token, not doubt or _is_sure(logits, token, number, (temperature, top_k, top_p, min_p), doubt)
-
-
-def _is_sure(
-    logits: np.ndarray, token: int, number: float, options: tuple[float, int, float, float], doubt: float
-) -> bool:
-    """Whether a token's share of the numbers from 0 to 1 holds this one, however logits differ by up to `doubt`."""
-    temperature = max(options[0], 1e-6)
-    turn = min(2 * doubt / temperature, 50.0)  # the logarithm of what the ratio of two weights may be off by
-    surely, perhaps = _candidates(logits, options, doubt, turn)
-    if not surely[token]:
-        return False
-    weights = np.exp((logits - logits.max()) / temperature)
-    most_before = weights[:token] @ perhaps[:token]
-    least_from_it = weights[token:] @ surely[token:]
-    least_to_it = weights[: token + 1] @ surely[: token + 1]
-    most_after = weights[token + 1 :] @ perhaps[token + 1 :]
-    begin = _leaned(most_before, least_from_it, turn)
-    end = 1 - _leaned(most_after, least_to_it, turn)
-    return bool((most_before == 0 or begin < number) and (most_after == 0 or number < end))
-
-
-def _leaned(one: float, other: float, turn: float) -> float:
-    """The share that one weight has of both when it weighs e^turn as much beside the other."""
-    return one / (one + other * np.exp(-turn))
-
-
-def _candidates(
-    logits: np.ndarray, options: tuple[float, int, float, float], doubt: float, turn: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens are drawn among in any case, and which perhaps (V,), where logits are off by up to `doubt`."""
-    temperature, top_k, top_p, min_p = options
-    if not top_k and top_p == 1 and not min_p:
-        return np.isfinite(logits), np.isfinite(logits)
-    factor = np.exp(turn)
-    fewest, _ = _likely(logits, temperature, top_k, max(top_p - turn, 1e-9), min(min_p * factor, 1.0))
-    most, _ = _likely(logits, temperature, top_k, min(top_p + turn, 1.0), min_p / factor)
-    most = most[np.isfinite(logits[most])]
-    perhaps = logits >= logits[most[-1]] - 2 * doubt
-    if np.count_nonzero(perhaps) == len(fewest):
-        return perhaps, perhaps
-    return logits > logits[fewest[-1]] + 2 * doubt, perhaps
-
-
-def _likely(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens to draw among, most probable first, and their probabilities. To sort all of them would take longer."""
-    # the shift keeps a small temperature from overflowing
-    weights = np.exp((logits - logits.max()) / max(temperature, 1e-6))
-    chosen = np.arange(len(logits))
-    if 0 < top_k < len(logits):
-        chosen = chosen[logits >= np.partition(logits, -top_k)[-top_k]]
-    else:
-        # all tokens below the first bound have less than 1 - top_p together
-        chosen = chosen[weights >= max((1 - top_p) / len(logits) * weights.sum(), min_p)]
-    order = chosen[np.argsort(-logits[chosen], kind="stable")][: top_k or None]
-    probabilities = weights[order] / (weights[order] if top_k else weights).sum()
-    if top_p < 1 or min_p:
-        n_likely = np.count_nonzero(probabilities >= min_p * probabilities[0])
-        n_kept = min(n_likely, int(np.searchsorted(probabilities.cumsum(), top_p)) + 1)
-        order, probabilities = order[:n_kept], probabilities[:n_kept]
-    return order, probabilities / probabilities.sum()
-
-
-def repeats(tokens: Sequence[int], size: int) -> list[int]:
-    """The tokens that would complete a run of this many which the text already has (Paulus et al. 2017); 0 for none."""
-    tail = tokens[len(tokens) - size + 1 :]
-    starts = range(len(tokens) - size + 1) if size else ()
-    return [tokens[i + size - 1] for i in starts if tokens[i : i + size - 1] == tail]
-
-
-def check_sampling(
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float = 0.0,
-    no_repeat_ngram_size: int = 0,
-    repetition_penalty: float = 1.0,
-) -> None:
-    """Refuse settings out of range.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    if not 0 <= temperature < np.inf:
-        raise ValueError(f"expected temperature to be 0 or more, got {temperature!r}")
-    if not isinstance(top_k, (int, np.integer)) or top_k < 0:
-        raise ValueError(f"expected top_k to be a whole number, 0 or more, got {top_k!r}")
-    if not isinstance(no_repeat_ngram_size, (int, np.integer)) or no_repeat_ngram_size < 0:
-        got = f"got {no_repeat_ngram_size!r}"
-        raise ValueError(f"expected no_repeat_ngram_size to be a whole number, 0 or more, {got}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"expected top_p to be above 0 and at most 1, got {top_p!r}")
-    if not 0 <= min_p <= 1:
-        raise ValueError(f"expected min_p to be from 0 to 1, got {min_p!r}")
-    if not 0 < repetition_penalty < np.inf:
-        raise ValueError(f"expected repetition_penalty to be above 0, got {repetition_penalty!r}")
 
 
 class Reader:
@@ -321,15 +145,9 @@ def generate(
     model: GPT,
     prompt: Sequence[int] | np.ndarray,
     n_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | np.random.Generator | None = 0,
-    stop_token: int | Sequence[int] | None = None,
-    n_vocab: int | None = None,
-    min_p: float = 0.0,
-    no_repeat_ngram_size: int = 0,
-    repetition_penalty: float = 1.0,
+    sampling: Sampling | None = None,
+    *,
+    temperature: float | None = None,
     reader: Reader | None = None,
     lookahead: int = 0,
     past_window: str = "reread",
@@ -341,11 +159,9 @@ def generate(
     Args:
         prompt: token ids, at least one and at most the context window.
         n_tokens: how many to draw at most.
-        temperature, top_k, top_p, min_p, repetition_penalty: as of `sample`; the prompt counts as seen.
-        stop_token: end after drawing this one, or one of these.
-        n_vocab: draw only ids below this (a tokeniser may know fewer than the model).
-        no_repeat_ngram_size: never write so many tokens a second time in the same order; 0 lets them be. Small models
-            run in circles without it.
+        sampling: how tokens are drawn, and which of them end the text; the prompt counts as seen. `Sampling()` unless
+            given.
+        temperature: short for `Sampling(temperature=...)`: 0 for the likeliest tokens.
         reader: one of this model, which may have read the beginning of the prompt already; a new one if None.
         lookahead: where the text repeats itself, guess that it goes on so for this many tokens, and read them at once:
             those that would have been drawn anyway are kept. It changes nothing but the time: where rounding might have
@@ -357,11 +173,7 @@ def generate(
     Raises:
         ValueError: an empty or too long prompt, ids outside the vocabulary, settings out of range.
     """
-    settings = Sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size, repetition_penalty)
-    if past_window not in ("reread", "refuse"):
-        raise ValueError(f"generate: expected past_window to be reread or refuse, got {past_window!r}")
-    writer = _Writer(model, prompt, n_tokens, settings, seed, stop_token, n_vocab, reader)
-    writer.rereads = past_window == "reread"
+    writer = _Writer(model, prompt, n_tokens, _sampling(sampling, temperature), reader, past_window)
 
     def draw() -> Iterator[int]:
         while not writer.done:
@@ -372,39 +184,56 @@ def generate(
     return draw()
 
 
+def _sampling(sampling: Sampling | None, temperature: float | None) -> Sampling:
+    """
+    Raises:
+        ValueError: both are given, or the temperature is out of range.
+        TypeError: no Sampling.
+    """
+    if not isinstance(sampling, Sampling | None):
+        raise TypeError(f"expected a Sampling (or temperature=..., which is short for one), got {sampling!r}")
+    if temperature is None:
+        return sampling or Sampling()
+    if sampling is not None:
+        raise ValueError(f"expected a temperature or a Sampling, which has one, got both: {temperature!r}, {sampling}")
+    return Sampling(temperature)
+
+
 def generate_batch(
     model: GPT,
     prompts: Sequence[Sequence[int] | np.ndarray],
     n_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | Sequence[int] = 0,
-    stop_token: int | Sequence[int] | None = None,
-    n_vocab: int | None = None,
-    min_p: float = 0.0,
-    no_repeat_ngram_size: int = 0,
-    repetition_penalty: float = 1.0,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    temperature: float | None = None,
+    lookahead: int = 0,
 ) -> list[list[int]]:
     """Continue several prompts at once, of any lengths: each token reads the weights once for all of them.
 
     Args:
-        seed: one for each prompt, or a number: then the prompt at place i has seed + i.
-        others as of `generate`.
+        sampling: one for each prompt; or one for all, whose seed, where it is a number, goes up by 1 from prompt to
+            prompt.
+        temperature: short for `Sampling(temperature=...)`.
+        lookahead: as of `Batch`.
 
     Returns:
-        what `generate` gives for each prompt with its seed.
+        what `generate` gives for each prompt with its sampling.
 
     Raises:
-        ValueError: as of `generate`, or seeds that are not as many as prompts.
+        ValueError: as of `generate`, or samplings that are not as many as prompts.
     """
-    seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, (int, np.integer)) else list(seed)
-    if len(seeds) != len(prompts):
-        raise ValueError(f"generate_batch: expected a seed for each of {len(prompts)} prompts, got {len(seeds)}")
-    settings = Sampling(temperature, top_k, top_p, min_p, no_repeat_ngram_size, repetition_penalty)
-    batch = Batch(model)
-    for prompt, own in zip(prompts, seeds):
-        batch.add(prompt, n_tokens, settings, own, stop_token, n_vocab)
+    if isinstance(sampling, Sequence) and temperature is None:
+        if len(sampling) != len(prompts):
+            raise ValueError(
+                f"generate_batch: expected a Sampling for each of {len(prompts)} prompts, got {len(sampling)}"
+            )
+        ways = [_sampling(way, None) for way in sampling]
+    else:
+        way = _sampling(sampling, temperature)  # type: ignore[arg-type]
+        ways = [way.of_text(i) for i in range(len(prompts))]
+    batch = Batch(model, lookahead)
+    for prompt, way in zip(prompts, ways):
+        batch.add(prompt, n_tokens, way)
     drawn: list[list[int]] = [[] for _ in prompts]
     while len(batch):
         for number, token in batch.step():
@@ -419,10 +248,14 @@ class Batch:
     of all texts are rows of the same matrix products, and attention looks at each text alone. So every text becomes
     what `generate` makes of it, but for what rounding does: the sums in a product of several rows may be added up in
     another order than those of one. A step takes a little longer for each text.
+
+    Args:
+        lookahead: as of `generate`, for each text; less of it where there are many, for guesses are rows too.
     """
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, lookahead: int = 0) -> None:
         self.model = model
+        self.lookahead = lookahead
         self._writers: dict[int, _Writer] = {}
         self._n_added = 0
         self._n_rows = MANY_ROWS if _is_float32(model) else FEW_ROWS
@@ -435,11 +268,10 @@ class Batch:
         self,
         prompt: Sequence[int] | np.ndarray,
         n_tokens: int,
-        settings: Sampling | None = None,
-        seed: int | np.random.Generator | None = 0,
-        stop_token: int | Sequence[int] | None = None,
-        n_vocab: int | None = None,
+        sampling: Sampling | None = None,
+        *,
         reader: Reader | None = None,
+        past_window: str = "reread",
     ) -> int:
         """Begin a text at the next step; returns its number, 0 for the first that was ever added.
 
@@ -448,7 +280,7 @@ class Batch:
         Raises:
             ValueError: as of `generate`.
         """
-        writer = _Writer(self.model, prompt, n_tokens, settings or Sampling(), seed, stop_token, n_vocab, reader)
+        writer = _Writer(self.model, prompt, n_tokens, sampling or Sampling(), reader, past_window)
         number = self._n_added
         self._n_added += 1
         if not writer.done:
@@ -460,28 +292,39 @@ class Batch:
         self._writers.pop(number, None)
 
     def step(self) -> list[tuple[int, int]]:
-        """Write a token of each text: its number and the token. Texts that have come to their end leave.
+        """Write a token of each text, or several where they were guessed: its number and the token, those of one text
+        in their order. Texts that have come to their end leave.
 
         Raises:
             ValueError: logits that are not finite: the model's weights are broken.
         """
         drawn = []
-        for part in self._parts():
+        guesses = self._guesses()
+        for part in self._parts(guesses):
             writers = [self._writers[number] for number in part]
-            every = read_together([writer.reader for writer in writers], [writer.seen() for writer in writers])
+            texts = [writer.seen() + guesses[number] for number, writer in zip(part, writers)]
+            n_guessed = [len(guesses[number]) for number in part]
+            every = read_together([writer.reader for writer in writers], texts, n_guessed)
             for number, writer, logits in zip(part, writers, every):
-                drawn += [(number, token) for token in writer.draw(logits, [])]
+                drawn += [(number, token) for token in writer.draw(logits, guesses[number])]
         for number in [number for number, writer in self._writers.items() if writer.done]:
             self.remove(number)
-        return sorted(drawn)
+        return sorted(drawn, key=lambda pair: pair[0])
 
-    def _parts(self) -> Iterator[list[int]]:
+    def _guesses(self) -> dict[int, list[int]]:
+        """What is guessed of each text: together so much that all rows are still read at the speed of the weights."""
+        guesses = {number: writer.guess(self.lookahead) for number, writer in self._writers.items()}
+        n_guessing = sum(map(bool, guesses.values()))
+        room = max(0, FEW_ROWS - len(guesses)) // max(1, n_guessing)
+        return {number: guess[:room] for number, guess in guesses.items()}
+
+    def _parts(self, guesses: dict[int, list[int]]) -> Iterator[list[int]]:
         """Texts that are read together: so many that their new tokens fit into memory, and, where that matters, into
         products of few rows, for such are more exact in weights of few bits; a long prompt alone.
         """
         part: list[int] = []
         n_rows = 0
-        sizes = {number: writer.n_unread() for number, writer in self._writers.items()}
+        sizes = {number: writer.n_unread() + len(guesses[number]) for number, writer in self._writers.items()}
         for number in sorted(sizes, key=lambda number: sizes[number]):
             if part and n_rows + sizes[number] > self._n_rows:
                 yield part
@@ -496,52 +339,6 @@ def _is_float32(model: GPT) -> bool:
     return model.precision == "float32" and all(p.array.dtype == np.float32 for p in model.parameters())
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn, as `sample` and `generate` say.
-
-    Raises:
-        ValueError: names the setting that is out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    no_repeat_ngram_size: int = 0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        names = self.temperature, self.top_k, self.top_p, self.min_p
-        check_sampling(*names, self.no_repeat_ngram_size, self.repetition_penalty)
-
-    def draw(self, logits: np.ndarray, generator: np.random.Generator, tokens: list[int]) -> int:
-        """A token after some others."""
-        return _draw(self._allowed(logits, tokens), generator, *self._options)[0]
-
-    def draw_if_sure(
-        self, logits: np.ndarray, generator: np.random.Generator, tokens: list[int], doubt: float
-    ) -> int | None:
-        """The same; None, and nothing drawn, where logits off by that share of the largest might have given another."""
-        state = generator.bit_generator.state
-        logits = self._allowed(logits, tokens)
-        doubt *= float(np.abs(logits[np.isfinite(logits)]).max()) * max(
-            self.repetition_penalty, 1 / self.repetition_penalty
-        )
-        token, sure = _draw(logits, generator, *self._options, doubt)
-        if not sure:
-            generator.bit_generator.state = state
-        return token if sure else None
-
-    def _allowed(self, logits: np.ndarray, tokens: list[int]) -> np.ndarray:
-        never = repeats(tokens, self.no_repeat_ngram_size)
-        return _allowed(logits, never, self.repetition_penalty, tokens)
-
-    @property
-    def _options(self) -> tuple[float, int, float, float]:
-        return self.temperature, self.top_k, self.top_p, self.min_p
-
-
 class _Writer:
     """One text while it is written.
 
@@ -550,31 +347,28 @@ class _Writer:
         rereads: whether it goes on when the context window is full.
     """
 
-    rereads = True
-
     def __init__(
         self,
         model: GPT,
         prompt: Sequence[int] | np.ndarray,
         n_tokens: int,
-        settings: Sampling,
-        seed: int | np.random.Generator | None,
-        stop_token: int | Sequence[int] | None,
-        n_vocab: int | None,
+        sampling: Sampling,
         reader: Reader | None,
+        past_window: str,
     ) -> None:
+        if past_window not in PAST_WINDOW:
+            raise ValueError(f"generate: expected past_window to be {' or '.join(PAST_WINDOW)}, got {past_window!r}")
         self.tokens = [int(token) for token in prompt]
-        check_prompt(self.tokens, n_tokens, n_vocab, model)
+        check_prompt(self.tokens, n_tokens, sampling.n_vocab, model)
         self.n_prompt = len(self.tokens)
-        self.settings = settings
-        self.n_vocab = n_vocab
+        self.sampling = sampling
         self.reader = reader or Reader(model)
+        self.rereads = past_window == "reread"
         self.done = n_tokens == 0
         self._most = self.n_prompt + n_tokens
         self._window = model.config.context_window
         self._first = 0  # of the tokens that the model sees
-        self._stops = () if stop_token is None else np.atleast_1d(stop_token).tolist()
-        self._generator = np.random.default_rng(seed)
+        self._generator = sampling.new_generator()
 
     def seen(self) -> list[int]:
         """What the model is to see next.
@@ -618,7 +412,7 @@ class _Writer:
         for row, guessed in zip(logits, [*guess, None]):
             token = self._draw_surely(row)
             self.tokens.append(token)
-            self.done = len(self.tokens) == self._most or token in self._stops
+            self.done = len(self.tokens) == self._most or self.sampling.ends_with(token)
             has_read_on = len(self.reader.tokens) > len(self.tokens) - 1 - self._first  # not if it had to read again
             yield token
             if self.done or token != guessed or not has_read_on:
@@ -627,11 +421,11 @@ class _Writer:
     def _draw_surely(self, row: np.ndarray) -> int:
         """The token that is drawn where nothing is guessed."""
         if self.reader.is_rough:
-            token = self.settings.draw_if_sure(row[: self.n_vocab], self._generator, self.tokens, DOUBT)
+            token = self.sampling.draw_if_sure(row, self._generator, self.tokens, DOUBT)
             if token is not None:
                 return token
             row = self.reader.read_again(self.seen())
-        return self.settings.draw(row[: self.n_vocab], self._generator, self.tokens)
+        return self.sampling.draw(row, self._generator, self.tokens)
 
 
 def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:

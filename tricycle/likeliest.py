@@ -19,7 +19,7 @@ def generate_likeliest(
     n_tokens: int,
     beam_size: int = 4,
     length_penalty: float = 1.0,
-    stop_token: int | Sequence[int] | None = None,
+    stop_tokens: int | Sequence[int] = (),
     n_vocab: int | None = None,
 ) -> list[list[int]]:
     """The likeliest continuation of each prompt that a search in some width finds; with a beam of 1 what `generate`
@@ -32,7 +32,7 @@ def generate_likeliest(
         beam_size: how many beginnings are kept for each prompt.
         length_penalty: continuations are compared by log probability / length^penalty; 0 favours short ones
             (Wu et al. 2016, section 7, without their constant).
-        stop_token: one of these ends a continuation, as its last token.
+        stop_tokens: one of these, or the only one, ends a continuation, as its last token.
         n_vocab: write only ids below this.
 
     Raises:
@@ -50,8 +50,7 @@ def generate_likeliest(
             )
     if not texts or not n_tokens:
         return [[] for _ in texts]
-    stops = [] if stop_token is None else np.atleast_1d(stop_token).tolist()
-    ends = [stop for stop in stops if stop < (n_vocab or model.config.vocab_size)]
+    ends = [stop for stop in np.atleast_1d(stop_tokens).tolist() if stop < (n_vocab or model.config.vocab_size)]
     first = np.array([text[-1] for text in texts])
     return search(_Texts(model, texts, n_vocab), first, ends, n_tokens, beam_size, length_penalty)
 

@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import tyro
 from tricycle.files import atomic_write
 from tricycle.generate import Reader, generate
 from tricycle.pretrained import Pretrained
+from tricycle.sampling import Sampling
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import text_of
 from tricycle_cli.models import Device, SamplingFlags, Weights, load_model, stop_tokens
@@ -65,13 +66,16 @@ class Conversation:
     Args:
         system: what the model is told first.
         n_tokens: the most tokens of an answer.
-        settings: of sampling, as `generate` takes them.
+        sampling: how answers are drawn.
+        lookahead: as of `generate`.
 
     Raises:
         ValueError: a model without a chat template, or one whose template refuses the first message.
     """
 
-    def __init__(self, loaded: Pretrained, system: str | None, n_tokens: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, loaded: Pretrained, system: str | None, n_tokens: int, sampling: Sampling, lookahead: int = 0
+    ) -> None:
         if not loaded.tokeniser.chat_template:
             raise ValueError(
                 "expected a model with a chat template, this one has none: it was not taught to talk. "
@@ -80,8 +84,8 @@ class Conversation:
         if n_tokens < 1:
             raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
         self.model, self.tokeniser = loaded.model, loaded.tokeniser
+        self.n_tokens, self.lookahead = n_tokens, lookahead
         self.stops = stop_tokens(loaded)
-        self.n_tokens, self.settings = n_tokens, settings
         self.beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
         self._ids([*self.messages, {"role": "user", "content": "Hello!"}])  # refused now, or not at all
@@ -89,6 +93,7 @@ class Conversation:
             end = self.tokeniser.end_of_answer()
             if end is not None and end not in self.stops:  # the files may name the end of texts alone
                 self.stops.append(end)
+        self.sampling = replace(sampling, stop_tokens=self.stops)
 
     def reset(self) -> None:
         """Forget what was said."""
@@ -127,15 +132,8 @@ class Conversation:
     def _answer(self, ids: list[int]) -> Iterator[str]:
         answer: Message = {"role": "assistant", "content": ""}
         self.messages.append(answer)
-        tokens = generate(
-            self.model,
-            ids,
-            min(self.n_tokens, self.model.config.context_window - len(ids)),
-            **self.settings,
-            stop_token=self.stops,
-            n_vocab=self.tokeniser.n_vocab,
-            reader=self.reader,
-        )
+        n_tokens = min(self.n_tokens, self.model.config.context_window - len(ids))
+        tokens = generate(self.model, ids, n_tokens, self.sampling, reader=self.reader, lookahead=self.lookahead)
         for part in text_of(tokens, self.tokeniser, self.stops, ids):
             answer["content"] += part
             yield part
@@ -160,8 +158,8 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     loaded = load_model(arguments.source, None, arguments.softmax, arguments.device, arguments.weights)
-    settings = {**arguments.sampling.settings(loaded, SAMPLING), "lookahead": arguments.lookahead}
-    conversation = Conversation(loaded, arguments.system, arguments.length, settings)
+    sampling = arguments.sampling.of(loaded, SAMPLING)
+    conversation = Conversation(loaded, arguments.system, arguments.length, sampling, arguments.lookahead)
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print(f"{arguments.source}: {loaded.model.n_parameters:,} parameters. /help lists what else can be said.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -49,18 +49,12 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     loaded = load_model(arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights)
     tokeniser = loaded.tokeniser
-    settings = arguments.sampling.settings(loaded)
-    stops = stop_tokens(loaded)
+    sampling = arguments.sampling.of(loaded)
+    if not arguments.stop:
+        sampling = replace(sampling, stop_tokens=())
     ids = prompt_ids(tokeniser, arguments.prompt)
-    tokens = generate(
-        loaded.model,
-        ids,
-        arguments.length,
-        **settings,
-        stop_token=stops if arguments.stop else None,
-        n_vocab=tokeniser.n_vocab,
-        lookahead=arguments.lookahead,
-    )
+    tokens = generate(loaded.model, ids, arguments.length, sampling, lookahead=arguments.lookahead)
+    stops = stop_tokens(loaded)
     write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
 
 

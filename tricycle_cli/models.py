@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tricycle import devices
-from tricycle.generate import check_sampling
 from tricycle.models import GPT
 from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle.sampling import Sampling
 from tricycle_cli.pickles import load_pickled_model
 from tricycle_cli.run import SAMPLING
 
@@ -125,8 +125,8 @@ class SamplingFlags:
     seed: int | None = None
     """makes the text repeatable"""
 
-    def settings(self, loaded: Pretrained, otherwise: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What `generate` takes.
+    def of(self, loaded: Pretrained, otherwise: dict[str, Any] | None = None) -> Sampling:
+        """How this model writes, with the tokens that end its texts.
 
         Args:
             otherwise: how a model writes whose makers say nothing about it.
@@ -134,26 +134,25 @@ class SamplingFlags:
         Raises:
             ValueError: a setting out of range.
         """
-        settings = default_sampling(loaded)
+        sampling = default_sampling(loaded)
         if otherwise and says_nothing(loaded):
-            settings |= otherwise
-        stated = {name: getattr(self, name) for name in settings}
-        settings |= {name: value for name, value in stated.items() if value is not None}
-        check_sampling(**settings)
-        return {**settings, "seed": self.seed}
+            sampling = replace(sampling, **otherwise)
+        stated = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(sampling, **{"seed": None, **stated})
 
 
-def default_sampling(loaded: Pretrained) -> dict[str, Any]:
+def default_sampling(loaded: Pretrained) -> Sampling:
     """How a model writes if nobody says otherwise: Tricycle's way for its own, their makers' way for others."""
-    plain: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+    known: dict[str, Any] = {"stop_tokens": stop_tokens(loaded), "n_vocab": loaded.tokeniser.n_vocab}
     if loaded.source is None:
-        return plain | SAMPLING
+        return replace(SAMPLING, **known)
     makers = loaded.generation
     names = ("top_k", "top_p", "min_p", "repetition_penalty")
-    return plain | {
-        "temperature": makers.temperature if makers.do_sample else 0.0,
+    return Sampling(
+        temperature=makers.temperature if makers.do_sample else 0.0,
         **{name: getattr(makers, name) for name in names},
-    }
+        **known,
+    )
 
 
 def says_nothing(loaded: Pretrained) -> bool:

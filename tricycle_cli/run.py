@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write
 from tricycle.generate import generate
+from tricycle.sampling import Sampling
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LEAST_STEPS, TrainingState, read_steps, train_step
 
@@ -30,7 +31,7 @@ ESTIMATE_STEPS = tuple(LEAST_STEPS * 2**doubling for doubling in range(16))
 UNTIMED_STEPS = 4  # the first few are slow
 UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses are read, which waits for all of them
 SAMPLE_TOKENS = 160
-SAMPLING: dict[str, Any] = {"temperature": 0.8, "min_p": 0.2, "no_repeat_ngram_size": 8}  # what suits small models
+SAMPLING = Sampling(temperature=0.8, min_p=0.2, no_repeat_ngram_size=8)  # what suits small models
 LINES_GATHERED = 50
 # The final estimate moves its windows on by half their length: each token sees at least half a window before it.
 FINAL_OVERLAP = 2
@@ -274,9 +275,9 @@ def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, p
     """Print some generated text and add it to samples.txt."""
     end = run.tokeniser.end_of_text
     ids = list(run.tokeniser.encode(prompt))[-state.config.context_window :] or [end]
-    seed = np.random.default_rng((state.config.seed, state.step))
-    n_vocab = run.tokeniser.n_vocab
-    drawn = generate(state.model, ids, n_tokens, seed=seed, stop_token=end, n_vocab=n_vocab, **SAMPLING)
+    seed = (state.config.seed, state.step)
+    sampling = replace(SAMPLING, seed=seed, stop_tokens=end, n_vocab=run.tokeniser.n_vocab)
+    drawn = generate(state.model, ids, n_tokens, sampling)
     text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
     title = f"--- sample at step {state.step}"
     with (run.folder / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:

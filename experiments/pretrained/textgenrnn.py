@@ -22,9 +22,9 @@ import numpy as np
 from experiments.pretrained.packages import TEXTGENRNN
 from experiments.settings import at_least
 from tricycle import kernels
-from tricycle.generate import sample
 from tricycle.layers import Dense, Embedding, Layer
 from tricycle.ops import as_tensor, concatenate
+from tricycle.sampling import Sampling
 from tricycle.sequences.attentions import LuongAttention
 from tricycle.sequences.recurrent import LSTM
 from tricycle.tensor import Operand, Parameter, Tensor
@@ -156,7 +156,7 @@ def write(
     while len(text) < longest:
         with model.evaluating():
             logits = model(windows(vocabulary, text)[-1:]).numpy()[0]
-        character = characters[sample(logits, generator, temperature, never=[0])]
+        character = characters[Sampling(temperature).draw(logits, generator, never=[0])]
         if character == MARK:
             break
         text.append(character)

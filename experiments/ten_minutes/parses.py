@@ -26,8 +26,8 @@ from experiments.settings import at_least, save
 from experiments.ten_minutes.data import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
-from tricycle.generate import check_sampling, repeats, sample
 from tricycle.models import GPT
+from tricycle.sampling import Sampling
 from tricycle.sequences.beam_search import select
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
@@ -53,9 +53,9 @@ class Settings:
     """of sampling; at 0 the likeliest token that is allowed is taken"""
     top_p: float = 1.0
     """draw among the likeliest tokens whose probabilities reach this sum"""
-    min_p: float = SAMPLING["min_p"]
+    min_p: float = SAMPLING.min_p
     """draw among the tokens at least this many times as probable as the likeliest"""
-    no_repeat_ngram_size: int = SAMPLING["no_repeat_ngram_size"]
+    no_repeat_ngram_size: int = SAMPLING.no_repeat_ngram_size
     """never write so many tokens a second time in the same order; 0 lets them be"""
     tokens: int = 512
     """the most tokens of a function with its prompt"""
@@ -92,9 +92,18 @@ def check(settings: Settings) -> None:
     if not settings.temperatures:
         raise ValueError("expected --temperatures of 0 or more, got none")
     for temperature in settings.temperatures:
-        check_sampling(temperature, 0, settings.top_p, settings.min_p, settings.no_repeat_ngram_size)
+        sampling_of(settings, temperature)
     if not settings.run.exists():
         raise ValueError(f"expected a run folder or a checkpoint, but there is none at {settings.run}")
+
+
+def sampling_of(settings: Settings, temperature: float) -> Sampling:
+    """
+    Raises:
+        ValueError: a setting out of range.
+    """
+    n_gram = settings.no_repeat_ngram_size
+    return Sampling(temperature, top_p=settings.top_p, min_p=settings.min_p, no_repeat_ngram_size=n_gram)
 
 
 def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dict[str, Any]]:
@@ -211,6 +220,7 @@ def write(
     starts = [[end, *map(int, tokeniser.encode(prompt))] for prompt in prompts]
     rows = [list(start[:1]) for start in starts]
     ended = [False] * len(rows)
+    sampling = sampling_of(settings, temperature)
     alive, caches, window, n_seen = np.arange(len(rows)), model.new_caches(), model.config.context_window, 0
     with model.evaluating():
         for t in range(settings.tokens - 1):
@@ -224,8 +234,7 @@ def write(
                 if t + 1 < len(starts[i]):  # given
                     rows[i].append(starts[i][t + 1])
                     continue
-                never = repeats(rows[i], settings.no_repeat_ngram_size)
-                token = sample(row, generator, temperature, 0, settings.top_p, settings.min_p, never)
+                token = sampling.draw(row, generator, rows[i])
                 rows[i].append(token)
                 ended[i] = token == end or is_over(tokeniser.decode_bytes(rows[i][1:]))
             going = [k for k, i in enumerate(alive) if not ended[i]]
