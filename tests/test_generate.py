@@ -625,6 +625,53 @@ def test_nothing_is_guessed_past_the_last_token(model, monkeypatch):
     assert reads == [6]
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("n_texts", [2, 5, 20])
+def test_guesses_in_a_batch_change_nothing(settings, n_texts):
+    """Texts of different lengths, of which some repeat themselves; with 20 of them there is no room for guesses."""
+    model = new_model(context_window=30, positions="rotary", window=6)
+    prompts = [[*range(i % 7), *[1, 2, 3, 4] * (i % 3), i] for i in range(n_texts)]
+    ways = [Sampling(**{**settings, "seed": i}) for i in range(n_texts)]
+    alone = [list(generate(model, prompt, 50, way)) for prompt, way in zip(prompts, ways)]
+    for lookahead in (1, 4, 30):
+        assert generate_batch(model, prompts, 50, ways, lookahead=lookahead) == alone
+
+
+def test_a_batch_reads_guesses_in_fewer_steps(monkeypatch):
+    model = new_model(context_window=200, positions="none", window=1)  # the last token decides the next
+    plain = generate_batch(model, [[1], [2], [3]], 150, temperature=0)
+    rows = []
+
+    def counted(model, tokens, caches, every=False):
+        rows.append(sum(map(len, tokens)))
+        return next_logits(model, tokens, caches, every)
+
+    monkeypatch.setattr("tricycle.generate.next_logits", counted)
+    assert generate_batch(model, [[1], [2], [3]], 150, temperature=0, lookahead=15) == plain
+    assert len(rows) < 80
+    assert 10 < max(rows) <= 16  # as many as are read at the speed of the weights
+
+
+def test_guesses_in_a_batch_that_are_rounded_in_another_way(monkeypatch):
+    model = new_model(context_window=60)
+    noise = np.random.default_rng(3)
+
+    def noisy(model, tokens, caches, every=False):
+        logits = next_logits(model, tokens, caches, every)
+        if every:
+            guessed = np.concatenate([[[len(new) > 1]] * len(new) for new in tokens])
+            logits += noise.uniform(-0.09, 0.09, logits.shape) * np.abs(logits).max(-1, keepdims=True) * guessed
+        return logits
+
+    prompts, ways = [[1, 2, 3, 4] * 5, [4, 3] * 4], [Sampling(seed=0), Sampling(0)]
+    wanted = generate_batch(model, prompts, 60, ways)
+    monkeypatch.setattr("tricycle.generate.next_logits", noisy)
+    monkeypatch.setattr("tricycle.generate.DOUBT", 0.0)
+    assert generate_batch(model, prompts, 60, ways, lookahead=4) != wanted
+    monkeypatch.setattr("tricycle.generate.DOUBT", 0.1)
+    assert generate_batch(model, prompts, 60, ways, lookahead=4) == wanted
+
+
 # -------------------------------------------------------------------- candidates
 @given(st.integers(0, 10**6), st.integers(0, 12), st.floats(0.01, 1), st.floats(0, 1), st.floats(0.05, 3))
 def test_only_what_cannot_be_drawn_is_left_out(seed, top_k, top_p, min_p, temperature):
