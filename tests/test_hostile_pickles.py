@@ -1,0 +1,72 @@
+"""Pickles made to harm: none runs anything, crashes or takes more than it may."""
+
+import functools
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hostile import pickles
+
+from tricycle.models import GPT
+from tricycle_cli.pickles import load_pickled_model
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes are watched as Linux has it")
+KINDS = ("command", "instruction", "numpy", "bomb", "damage")
+
+
+@pytest.fixture
+def attempt():
+    from hostile.worker import attempt
+
+    return attempt
+
+
+def test_there_are_many():
+    assert len(pickles.all_attacks()) > 250
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_does_anything(tmp_path, attempt, kind):
+    path = tmp_path / "model.pkl"
+    read = functools.partial(load_pickled_model, path)
+    for title, content in pickles.all_attacks(kind).items():
+        path.write_bytes(content)
+        outcome = attempt(read, tmp_path, len(content))
+        assert outcome.good, (title, outcome)
+        assert outcome.kind == "refused" or kind == "damage", title
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pkl"], title
+
+
+def test_a_good_one_is_read(tmp_path, attempt):
+    path = tmp_path / "model.pkl"
+    path.write_bytes(pickle.dumps(GPT(pickles.CONFIG)))
+    assert attempt(lambda: load_pickled_model(path), tmp_path, 0).kind == "model"
+
+
+@pytest.mark.parametrize("title", ["os.system", "exec", "open", "subprocess", "numpy.memmap"])
+def test_with_python_itself_they_do(tmp_path, attempt, title):
+    """So that the tests above can fail: what watches sees it."""
+    content = pickles.all_attacks("command")[f"command: REDUCE {title}"]
+    outcome = attempt(lambda: pickle.loads(content), tmp_path, len(content))
+    assert outcome.kind == "escaped" or (tmp_path / pickles.MARKER).exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [
+        ("crashed", lambda: os.abort()),
+        ("traceback", lambda: {}["key"]),
+        ("memory", lambda: bytearray(b"x") * 300_000_000),
+        ("slow", lambda: sum(range(3 * 10**7))),
+        ("escaped", lambda: subprocess.run(["true"])),
+        ("escaped", lambda: open("../escaped", "w").close()),
+        ("lines", lambda: 1 / 0 if print("two", file=sys.stderr) is None else None),
+        ("status", lambda: os._exit(9)),
+    ],
+)
+def test_what_must_not_be_is_seen(tmp_path, attempt, monkeypatch, kind, action):
+    monkeypatch.setattr("hostile.worker.MOST_SECONDS", 0.3)
+    outcome = attempt(action, tmp_path, 0)
+    assert outcome.kind == kind, outcome
