@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -156,7 +157,7 @@ def linear(
         precision: in `precision.PRECISIONS`; of the products of forward and backward, not of their sums and results.
 
     Returns:
-        (..., to_size).
+        (..., to_size), in the dtype of x W: the bias is rounded to it.
 
     Raises:
         ValueError: the last axis of `x` is not from_size long, or weights and bias do not belong together.
@@ -167,7 +168,8 @@ def linear(
     from_size, to_size = weights.shape
     check_width(f"{name.capitalize()}(from_size={from_size})", x, from_size)
     check_device(name, x.array, weights.array)
-    rows, matrix = floating(x.array).reshape(-1, from_size), weights.array
+    n_rows = math.prod(x.shape[:-1])  # -1 would not do where from_size or to_size is 0
+    rows, matrix = floating(x.array).reshape(n_rows, from_size), weights.array
     if isinstance(matrix, FewBits):
         return _few_bits_linear(x, rows, (weights, bias), name, precision)
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
@@ -176,7 +178,7 @@ def linear(
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
         dx = dweights = dbias = None
-        dy = grad.reshape(-1, to_size)
+        dy = grad.reshape(n_rows, to_size)
         multiplies = wanted[0] or wanted[1]
         sums = bias is not None and wanted[2]
         if multiplies and sums:
@@ -208,7 +210,7 @@ def _few_bits_linear(
     y = kernels.few_bits_matmul(rows, matrix, None if bias is None else bias.array, precision)
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
-        dy = grad.reshape(-1, matrix.shape[1])
+        dy = grad.reshape(len(rows), matrix.shape[1])
         dx = kernels.few_bits_matmul(dy, matrix.T).reshape(x.shape) if wanted[0] else None
         dbias = kernels.sum_rows(dy) if bias is not None and wanted[2] else None
         return [dx, None, dbias][: len(args)]

@@ -75,7 +75,7 @@ class Attention(Op):
             precision: of the products, for a softmax that the kernels know.
 
         Returns:
-            (B, T, H, E), zeros where a query sees no key.
+            (B, T, H, E) in the dtype of the query, zeros where a query sees no key.
 
         Raises:
             ValueError: shapes that do not belong together.

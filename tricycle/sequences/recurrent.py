@@ -8,6 +8,7 @@ Shapes: B batch, T time, C channels, H hidden size, S states (an LSTM has two, h
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,13 +83,16 @@ def recurrence(
     """
     kind = CELLS[cell]
     check_device(kind.name, x.array, initial.array, input_weights.array, hidden_weights.array)
-    run = _Run(kind, floating(x.array), initial.array, input_weights.array, hidden_weights.array, active)
-    run.forward(*(bias.array for bias in biases))
+    args = (x, initial, input_weights, hidden_weights, *biases)
+    arrays = [floating(arg.array) for arg in args]
+    dtype = x.xp.result_type(*arrays)  # the states are written in place, so all has one dtype
+    rows, first, matrix, hidden, *bias_arrays = (array.astype(dtype, copy=False) for array in arrays)
+    run = _Run(kind, rows, first, matrix, hidden, active)
+    run.forward(*bias_arrays)
 
     def backward(grad: Array, wanted: Wanted) -> list[Array]:
         return run.backward(grad, bool(biases))
 
-    args = (x, initial, input_weights, hidden_weights, *biases)
     return record(run.states[: kind.n_states], args, backward, kind.name, False)
 
 
@@ -111,7 +115,7 @@ class _Run:
         self.matrix = matrix
         self.hidden = kernels.repeated(hidden)
         self.active = active
-        self.gates = xp.empty((n_steps, n_items, n_columns), xp.result_type(rows, matrix))
+        self.gates = xp.empty((n_steps, n_items, n_columns), rows.dtype)
         self.states = xp.empty((kind.n_kept, n_steps + 1, n_items, size), self.gates.dtype)
         self.states[:, 0] = 0
         self.states[: kind.n_states, 0] = initial
@@ -176,7 +180,7 @@ def _around(array: Array, piece: slice) -> Array:
 
 
 def _flat(array: Array) -> Array:
-    return array.reshape(-1, array.shape[-1])
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 class Direction(Layer):

@@ -50,5 +50,7 @@ def softmax_backward(grad: Array, y: Array) -> Array:
 @widening(1)
 def log_softmax(x: Array) -> Array:
     xp = array_module(x)
+    if not x.size:
+        return x.copy()
     shifted = x - x.max(axis=-1, keepdims=True)
     return shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))

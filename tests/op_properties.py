@@ -1,0 +1,547 @@
+"""How to draw a call of each op of the registry: what the tests of test_properties.py run on.
+
+Hypothesis draws what a call looks like (shapes with 0 and 1, options, axes); the values come from a seed, distinct and
+away from kinks and poles. Beside each stands the same call in PyTorch, on tensors of float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import tricycle.activation as activation
+import tricycle.attention as attention
+import tricycle.einsum as einsum
+import tricycle.functions as functions
+import tricycle.loss as loss
+import tricycle.sequences.convolution as convolution
+import tricycle.sequences.recurrent as recurrent
+from tricycle import ops, softmaxes
+from tricycle.tensor import Tensor
+
+Draw = Callable[[st.SearchStrategy], Any]
+
+
+class Call(NamedTuple):
+    """One call of one op.
+
+    Attributes:
+        run: takes a Tensor for each input.
+        inputs: float64 arrays; whole numbers for labels.
+        torch: the same call; takes the module, then a tensor of float64 for each input.
+        whole: whether its floats may also be whole numbers or booleans, which count as float32.
+        narrow: whether it may get float16, without losing more than rounding to it does.
+        batched: per input, the flag `is_batched`; all False if it is empty.
+        leading: so many of the inputs decide the dtype of the result; all where it is None.
+    """
+
+    run: Callable[..., Tensor]
+    inputs: tuple[np.ndarray, ...]
+    torch: Callable[..., Any]
+    whole: bool = False
+    narrow: bool = True
+    batched: tuple[bool, ...] = ()
+    leading: int | None = None
+
+
+PROPERTIES: dict[str, Callable[[Draw], Call]] = {}
+
+
+def of(name: str) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
+    def enter(draw_call: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
+        PROPERTIES[name] = draw_call
+        return draw_call
+
+    return enter
+
+
+# -------------------------------------------------------------------- values and shapes
+SEEDS = st.integers(0, 2**16)
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+ROWS = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
+FULL = hnp.array_shapes(min_dims=0, max_dims=3, min_side=1, max_side=4)
+SMALL = st.integers(0, 3)
+SOME = st.integers(1, 4)
+
+
+def signed(draw: Draw, shape: tuple[int, ...]) -> np.ndarray:
+    """Distinct, of both signs, from 0.5 to 1.5 away from 0."""
+    size = int(np.prod(shape))
+    order = np.random.default_rng(draw(SEEDS)).permutation(size)
+    return np.where(order % 2, 1, -1).reshape(shape) * (0.5 + order.reshape(shape) / max(size, 1))
+
+
+def normal(draw: Draw, *shape: int) -> np.ndarray:
+    return np.random.default_rng(draw(SEEDS)).standard_normal(shape)
+
+
+def shapes_together(draw: Draw, n: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes that broadcast."""
+    return draw(hnp.mutually_broadcastable_shapes(num_shapes=n, max_dims=4, min_side=0, max_side=3)).input_shapes
+
+
+# -------------------------------------------------------------------- elementwise
+ELEMENTWISE = {
+    "exp": (lambda draw: ops.exp, lambda torch, x, op: x.exp()),
+    "sin": (lambda draw: ops.sin, lambda torch, x, op: x.sin()),
+    "cos": (lambda draw: ops.cos, lambda torch, x, op: x.cos()),
+    "absolute": (lambda draw: ops.absolute, lambda torch, x, op: x.abs()),
+    "tanh": (lambda draw: ops.tanh, lambda torch, x, op: x.tanh()),
+    "sigmoid": (lambda draw: ops.sigmoid, lambda torch, x, op: x.sigmoid()),
+    "Sigmoid": (lambda draw: functions.Sigmoid(), lambda torch, x, op: x.sigmoid()),
+    "Tanh": (lambda draw: functions.Tanh(), lambda torch, x, op: x.tanh()),
+    "negative": (lambda draw: ops.negative, lambda torch, x, op: -x),
+    "ReLU": (lambda draw: activation.ReLU(), lambda torch, x, op: x.relu()),
+    "ReLUSquared": (lambda draw: activation.ReLUSquared(), lambda torch, x, op: x.relu() ** 2),
+    "GeLU": (
+        lambda draw: activation.GeLU(draw(st.booleans())),
+        lambda torch, x, op: torch.nn.functional.gelu(x, approximate="tanh" if op.approximate else "none"),
+    ),
+    "Swish": (lambda draw: activation.Swish(), lambda torch, x, op: torch.nn.functional.silu(x)),
+}
+WHOLE = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "GeLU", "Swish"}
+
+
+def _elementwise(name: str) -> Callable[[Draw], Call]:
+    make, torch_op = ELEMENTWISE[name]
+
+    def draw_call(draw: Draw) -> Call:
+        op = make(draw)
+        x = signed(draw, draw(SHAPES)) * draw(st.sampled_from([1, 4]))
+        return Call(op, (x,), lambda torch, x: torch_op(torch, x, op), whole=name in WHOLE)
+
+    return draw_call
+
+
+for _name in ELEMENTWISE:
+    PROPERTIES[_name] = _elementwise(_name)
+
+
+@of("log")
+def _log(draw):
+    return Call(ops.log, (np.abs(signed(draw, draw(SHAPES))),), lambda torch, x: x.log())
+
+
+@of("sqrt")
+def _sqrt(draw):
+    return Call(ops.sqrt, (np.abs(signed(draw, draw(SHAPES))),), lambda torch, x: x.sqrt())
+
+
+@of("soft_cap")
+def _soft_cap(draw):
+    cap = draw(st.sampled_from([0.5, 1.5, 30.0]))
+    return Call(
+        lambda x: functions.soft_cap(x, cap), (signed(draw, draw(SHAPES)),), lambda torch, x: cap * (x / cap).tanh()
+    )
+
+
+@of("to_compute_dtype")
+def _to_compute_dtype(draw):
+    x = signed(draw, draw(SHAPES))
+    return Call(lambda x: functions.to_compute_dtype(x, "float32") * 2, (x,), lambda torch, x: x * 2)
+
+
+# -------------------------------------------------------------------- two inputs, and a number on either side
+BINARY = {
+    "add": (ops.add, lambda torch, x, y: x + y),
+    "sub": (ops.subtract, lambda torch, x, y: x - y),
+    "mul": (ops.multiply, lambda torch, x, y: x * y),
+    "div": (ops.divide, lambda torch, x, y: x / y),
+    "pow": (ops.power, lambda torch, x, y: x**y),
+    "maximum": (ops.maximum, lambda torch, x, y: torch.maximum(x, y)),
+    "minimum": (ops.minimum, lambda torch, x, y: torch.minimum(x, y)),
+}
+
+
+def _binary(name: str) -> Callable[[Draw], Call]:
+    op, torch_op = BINARY[name]
+
+    def draw_call(draw: Draw) -> Call:
+        side = draw(st.sampled_from(["both", "both", "left", "right"]))
+        arrays = [signed(draw, shape) for shape in shapes_together(draw, 2)]
+        if name == "pow":
+            arrays = [np.abs(array) for array in arrays]
+        if side == "both":
+            return Call(op, tuple(arrays), torch_op)
+        number = draw(st.sampled_from([2, -1, 0.75, 3.0]))
+        if name == "pow" and side == "right":
+            number = abs(number)
+        if side == "left":
+            like_x = lambda torch, x: torch_op(torch, x, torch.full_like(x, number))
+            return Call(lambda x: op(x, number), (arrays[0],), like_x)
+        return Call(
+            lambda y: op(number, y), (arrays[1],), lambda torch, y: torch_op(torch, torch.full_like(y, number), y)
+        )
+
+    return draw_call
+
+
+for _name in BINARY:
+    PROPERTIES[_name] = _binary(_name)
+
+
+@of("where")
+def _where(draw):
+    mask_shape, *shapes = shapes_together(draw, 3)
+    condition = normal(draw, *mask_shape) > 0
+    inputs = tuple(signed(draw, shape) for shape in shapes)
+    torch_where = lambda torch, x, y: torch.where(torch.tensor(condition), x, y)
+    return Call(lambda x, y: ops.where(condition, x, y), inputs, torch_where)
+
+
+# -------------------------------------------------------------------- joining, shapes, indexing
+@of("concatenate")
+def _concatenate(draw):
+    shape = draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=3))
+    axis = draw(st.integers(-len(shape), len(shape) - 1))
+    inputs = []
+    for _ in range(draw(st.integers(1, 3))):
+        longer = list(shape)
+        longer[axis] = draw(SMALL)
+        inputs.append(signed(draw, tuple(longer)))
+    return Call(lambda *xs: ops.concatenate(xs, axis), tuple(inputs), lambda torch, *xs: torch.cat(xs, axis))
+
+
+@of("stack")
+def _stack(draw):
+    shape = draw(SHAPES)
+    axis = draw(st.integers(-len(shape) - 1, len(shape)))
+    inputs = tuple(signed(draw, shape) for _ in range(draw(st.integers(1, 3))))
+    return Call(lambda *xs: ops.stack(xs, axis), inputs, lambda torch, *xs: torch.stack(xs, axis))
+
+
+@of("reshape")
+def _reshape(draw):
+    x = signed(draw, draw(SHAPES))
+    new = list(draw(st.permutations(x.shape)))
+    new.insert(draw(st.integers(0, len(new))), 1)
+    if x.size and draw(st.booleans()):
+        new[draw(st.integers(0, len(new) - 1))] = -1
+    return Call(lambda x: ops.reshape(x, *new), (x,), lambda torch, x: x.reshape(new))
+
+
+@of("transpose")
+def _transpose(draw):
+    x = signed(draw, draw(SHAPES))
+    order = draw(st.permutations(range(x.ndim)))
+    order = [axis - x.ndim * draw(st.booleans()) for axis in order]
+    return Call(lambda x: ops.transpose(x, *order), (x,), lambda torch, x: x.permute(order))
+
+
+def _index(draw: Draw, shape: tuple[int, ...]) -> Any:
+    kind = draw(st.sampled_from(["basic", "arrays", "mask"] if shape and 0 not in shape else ["basic"]))
+    if kind == "basic":
+        return draw(hnp.basic_indices(shape, allow_newaxis=True))
+    if kind == "mask":
+        return draw(hnp.arrays(bool, shape[: draw(st.integers(1, len(shape)))]))
+    results = hnp.array_shapes(max_dims=2, min_side=0, max_side=4)
+    return draw(hnp.integer_array_indices(shape, result_shape=results))
+
+
+@of("getitem")
+def _getitem(draw):
+    """PyTorch takes the same elements by their places: it has no negative steps, nor NumPy's rules for arrays."""
+    x = signed(draw, draw(SHAPES))
+    index = _index(draw, x.shape)
+    places = np.asarray(np.arange(x.size).reshape(x.shape)[index])
+    flat = places.ravel()
+    return Call(
+        lambda x: x[index], (x,), lambda torch, x: x.reshape(-1)[torch.tensor(flat.copy())].reshape(places.shape)
+    )
+
+
+# -------------------------------------------------------------------- reductions
+def _reduction(name: str, torch_name: str) -> Callable[[Draw], Call]:
+    def draw_call(draw: Draw) -> Call:
+        x = signed(draw, draw(SHAPES if name == "sum" else FULL))
+        axis = draw(st.none() | hnp.valid_tuple_axes(x.ndim, min_size=1) if x.ndim else st.none())
+        keep = draw(st.booleans())
+        axes = tuple(range(x.ndim)) if axis is None else axis
+
+        def torch_op(torch: Any, x: Any) -> Any:
+            return getattr(x, torch_name)(axes, keepdim=keep) if axes else x * 1
+
+        return Call(lambda x: ops.OPS[name](x, axis, keep), (x,), torch_op)
+
+    return draw_call
+
+
+for _name, _torch_name in {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}.items():
+    PROPERTIES[_name] = _reduction(_name, _torch_name)
+
+
+# -------------------------------------------------------------------- products
+@of("matmul")
+def _matmul(draw):
+    drawn = hnp.mutually_broadcastable_shapes(signature=np.matmul.signature, max_dims=2, min_side=0, max_side=4)
+    inputs = tuple(signed(draw, shape) for shape in draw(drawn).input_shapes)
+    return Call(einsum.matmul, inputs, lambda torch, x, y: x @ y)
+
+
+def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
+    """Terms, output and shapes, with repeats and "..." that broadcasts."""
+    sizes = {letter: draw(st.integers(0 if letter == "d" else 1, 3)) for letter in "abcd"}
+    hidden = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
+    terms, shapes = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        letters = draw(st.text("abcd", max_size=3))
+        before, shape = draw(st.integers(0, len(letters))), [sizes[c] for c in letters]
+        if draw(st.booleans()):
+            own = [draw(st.sampled_from([1, n])) for n in hidden[draw(st.integers(0, len(hidden))) :]]
+            letters, shape = f"{letters[:before]}...{letters[before:]}", [*shape[:before], *own, *shape[before:]]
+        terms.append(letters)
+        shapes.append(tuple(shape))
+    present = sorted(set("".join(terms)) - {"."})
+    output = draw(st.permutations(present))[: draw(st.integers(0, len(present)))]
+    if any("..." in term for term in terms):
+        output.insert(draw(st.integers(0, len(output))), "...")
+    return terms, "".join(output), shapes
+
+
+@of("Einsum")
+def _einsum(draw):
+    """With a batch the subscripts describe one item; PyTorch is told of the batch."""
+    terms, output, shapes = _subscripts(draw)
+    batched = [draw(st.booleans()) for _ in terms]
+    shapes = [(2, *shape) if flag else shape for shape, flag in zip(shapes, batched)]
+    told = ["z" * flag + term for term, flag in zip(terms, batched)]
+    full = f"{','.join(told)}->{'z' * any(batched)}{output}"
+
+    def torch_einsum(torch: Any, *xs: Any) -> Any:
+        if set(full) <= set(",->"):  # PyTorch has no notation for numbers alone
+            return torch.stack([x.reshape(()) for x in xs]).prod()
+        return torch.einsum(full, *xs)
+
+    inputs = tuple(signed(draw, shape) for shape in shapes)
+    op = einsum.Einsum(f"{','.join(terms)}->{output}")
+    return Call(op, inputs, torch_einsum, batched=tuple(batched))
+
+
+@of("linear")
+def _linear(draw):
+    lead = draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4))
+    from_size, to_size = draw(SMALL), draw(SMALL)
+    shapes = [(*lead, from_size), (from_size, to_size)] + [(to_size,)] * draw(st.booleans())
+    inputs = tuple(signed(draw, shape) for shape in shapes)
+    return Call(functions.linear, inputs, lambda torch, x, w, *b: x @ w + (b[0] if b else 0), leading=2)
+
+
+# -------------------------------------------------------------------- softmax and its kin, gates
+def torch_softmax1(torch: Any, x: Any) -> Any:
+    """A further score of 0 takes part, and is then dropped."""
+    return torch.cat([x, torch.zeros_like(x[..., :1])], -1).softmax(-1)[..., :-1] if x.shape[-1] else x
+
+
+def torch_adaptive(torch: Any, x: Any) -> Any:
+    plain = x.softmax(-1)
+    entropy = -(plain * torch.where(plain > 0, plain, 1).log()).sum(-1, keepdim=True)
+    beta = -0.037 * entropy**4 + 0.481 * entropy**3 - 2.3 * entropy**2 + 4.917 * entropy - 1.791
+    return (x * torch.where((entropy > 0.5) & (beta > 1), beta, 1)).softmax(-1)
+
+
+def _rows(name: str, op: Callable, torch_op: Callable) -> None:
+    def draw_call(draw: Draw) -> Call:
+        x = normal(draw, *draw(ROWS)) * draw(st.sampled_from([1, 5]))
+        return Call(op, (x,), torch_op, narrow=name != "AdaptiveSoftmax")
+
+    PROPERTIES[name] = draw_call
+
+
+_rows("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1))
+_rows("Softmax1", functions.Softmax1(), torch_softmax1)
+_rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1))
+_rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), torch_adaptive)
+
+
+@of("BlockSoftmax")
+def _block_softmax(draw):
+    n_blocks, correction = draw(SOME), draw(st.sampled_from(["learned", "none", "exact"]))
+    x = normal(draw, *draw(hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=6)))
+    inputs = [x, normal(draw, *x.shape[:-2], n_blocks, x.shape[-2])] if correction == "learned" else [x]
+
+    def torch_op(torch: Any, x: Any, scales: Any = None) -> Any:
+        if correction == "exact":
+            return x.softmax(-1)
+        parts = [part.softmax(-1) for part in x.split(-(-x.shape[-1] // n_blocks), -1)]
+        if scales is not None:
+            parts = [part * scales[..., i, :, None] for i, part in enumerate(parts)]
+        return torch.cat(parts, -1)
+
+    return Call(softmaxes.BlockSoftmax(n_blocks, correction), tuple(inputs), torch_op, narrow=False)
+
+
+def _gate(name: str, make: Callable[[], Callable], torch_gate: Callable) -> None:
+    def draw_call(draw: Draw) -> Call:
+        *lead, half = draw(ROWS)
+        x = signed(draw, (*lead, 2 * half))
+        halves = lambda torch, x: x[..., :half] * torch_gate(torch, x[..., half:])
+        return Call(make(), (x,), halves)
+
+    PROPERTIES[name] = draw_call
+
+
+_gate("GLU", activation.GLU, lambda torch, x: x.sigmoid())
+_gate("SwiGLU", activation.SwiGLU, lambda torch, x: torch.nn.functional.silu(x))
+_gate("Gated", lambda: activation.Gated(activation.ReLUSquared()), lambda torch, x: x.relu() ** 2)
+
+
+# -------------------------------------------------------------------- losses
+@of("CrossEntropy")
+def _cross_entropy(draw):
+    lead, n_classes = draw(FULL), draw(SOME)
+    labels = np.random.default_rng(draw(SEEDS)).integers(0, n_classes, lead)
+    ignored = draw(st.sampled_from([None, -1, -100]))
+    if ignored is not None and labels.size > 1:
+        labels[normal(draw, *lead) > 0.5] = ignored
+        labels.reshape(-1)[0] = 0
+    smoothing = draw(st.sampled_from([0.0, 0.1, 0.5]))
+    logits = normal(draw, *lead, n_classes) * draw(st.sampled_from([1, 5]))
+
+    def torch_op(torch: Any, labels: Any, logits: Any) -> Any:
+        options = {"ignore_index": -100 if ignored is None else ignored, "label_smoothing": smoothing}
+        return torch.nn.functional.cross_entropy(logits.reshape(-1, n_classes), labels.reshape(-1), **options)
+
+    return Call(loss.CrossEntropy(ignored, smoothing), (labels, logits), torch_op)
+
+
+@of("MeanSquaredError")
+def _mean_squared_error(draw):
+    shape = draw(FULL)
+    inputs = signed(draw, shape), normal(draw, *shape)
+    return Call(loss.MeanSquaredError(), inputs, lambda torch, x, y: ((x - y) ** 2).mean())
+
+
+# -------------------------------------------------------------------- attention
+def torch_attention(torch: Any, tensors: Any, op: attention.Attention, mask: np.ndarray | None) -> Any:
+    """With all its scores in memory: heads that share keys, a window, a cap, a mask, weights of any kind."""
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if op.scale is None else op.scale)
+    if op.cap is not None:
+        scores = op.cap * (scores / op.cap).tanh()
+    places = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2] - torch.arange(k.shape[2])
+    seen = torch.ones_like(places, dtype=torch.bool)
+    if op.causal:
+        seen = (places >= 0) & (places < (op.window or 10**9))
+    if mask is not None:
+        seen = seen & torch.tensor(mask[(slice(None), *[None] * (4 - mask.ndim))])
+    seen = seen.expand(scores.shape)
+    any_seen = seen.any(-1, keepdim=True)
+    scores = torch.where(any_seen, torch.where(seen, scores, -torch.inf), 0)
+    if op.softmax.name == "softmax1":
+        weights = torch_softmax1(torch, scores)
+    else:
+        weights = scores.softmax(-1)
+    return (torch.where(any_seen, weights, 0) @ v).transpose(1, 2)
+
+
+@of("Attention")
+def _attention(draw):
+    causal = draw(st.booleans())
+    op = attention.Attention(
+        draw(st.sampled_from(["softmax", "softmax1"])),
+        causal,
+        draw(st.sampled_from([None, 1, 3])) if causal else None,
+        draw(st.sampled_from([None, 0.3])),
+        draw(st.sampled_from([None, 1.5])),
+    )
+    n_items, n_queries, key_heads, shared = draw(SMALL), draw(SMALL), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    n_queries = draw(st.sampled_from([n_queries, 17]))
+    n_keys = draw(st.sampled_from([max(1, n_queries), n_queries + 2, 5]))
+    size, value_size = draw(SOME), draw(SOME)
+    mask = draw(st.sampled_from([None, (n_items, n_keys), (n_items, n_queries, n_keys)]))
+    mask = None if mask is None else normal(draw, *mask) < 0.5
+    inputs = (
+        normal(draw, n_items, n_queries, key_heads * shared, size),
+        normal(draw, n_items, n_keys, key_heads, size),
+        normal(draw, n_items, n_keys, key_heads, draw(st.sampled_from([size, value_size]))),
+    )
+    torch_op = lambda torch, *xs: torch_attention(torch, xs, op, mask)
+    return Call(lambda *tensors: op(*tensors, mask=mask), inputs, torch_op, leading=1)
+
+
+@of("Rotary")
+def _rotary(draw):
+    shape = draw(SMALL), draw(SMALL), draw(SOME), 2 * draw(SOME)
+    offset, base = draw(st.sampled_from([0, 7])), draw(st.sampled_from([100.0, 10_000.0]))
+
+    def torch_op(torch: Any, x: Any) -> Any:
+        half = x.shape[-1] // 2
+        speeds = base ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(offset, offset + x.shape[1], dtype=torch.float64)[:, None] * speeds
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat([turned.real, turned.imag], -1)
+
+    return Call(lambda x: attention.Rotary(base)(x, offset), (normal(draw, *shape),), torch_op)
+
+
+# -------------------------------------------------------------------- recurrence
+def torch_recurrence(torch: Any, cell: str, active: np.ndarray | None, x: Any, initial: Any, *weights: Any) -> Any:
+    """PyTorch's cells, one step after another."""
+    name = {"tanh": "rnn_tanh_cell", "relu": "rnn_relu_cell", "gru": "gru_cell", "lstm": "lstm_cell"}[cell]
+    weights = [w.mT if w.ndim == 2 else w for w in weights]
+    states = [initial]
+    for t in range(len(x)):
+        before = states[-1]
+        after = getattr(torch, name)(x[t], tuple(before) if cell == "lstm" else before[0], *weights)
+        after = torch.stack(after) if cell == "lstm" else after[None]
+        states.append(after if active is None else torch.where(torch.tensor(active[t]), after, before))
+    return torch.stack(states, 1)
+
+
+@of("recurrence")
+def _recurrence(draw):
+    cell = draw(st.sampled_from(list(recurrent.CELLS)))
+    kind = recurrent.CELLS[cell]
+    n_steps, n_items, channels, size = draw(st.sampled_from([0, 1, 3, 9])), draw(SOME), draw(SOME), draw(SOME)
+    active = normal(draw, n_steps, n_items, 1) > -0.5 if draw(st.booleans()) else None
+    columns = kind.n_gates * size
+    shapes = [(n_steps, n_items, channels), (kind.n_states, n_items, size), (channels, columns), (size, columns)]
+    inputs = tuple(normal(draw, *shape) for shape in shapes + [(columns,)] * (2 * draw(st.booleans())))
+    run = lambda x, *others: recurrent.recurrence(x, *others, cell=cell, active=active)
+    return Call(run, inputs, lambda torch, *xs: torch_recurrence(torch, cell, active, *xs), narrow=False)
+
+
+# -------------------------------------------------------------------- convolution
+def _how(draw: Draw) -> tuple[tuple[int, ...], ...]:
+    kernel, stride, padding = ((draw(SOME), draw(SOME)) for _ in range(3))
+    return kernel, stride, tuple(p - 1 for p in padding)
+
+
+@of("unfold")
+def _unfold(draw):
+    kernel, stride, padding = _how(draw)
+    sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
+    x = signed(draw, (draw(SOME), *sizes, draw(SOME)))
+
+    def torch_op(torch: Any, x: Any) -> Any:
+        """(B, C, H, W) patches of PyTorch, C slowest, as ours: C fastest."""
+        n_items, *_, channels = x.shape
+        places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(sizes, kernel, stride, padding)]
+        columns = torch.nn.functional.unfold(x.permute(0, 3, 1, 2), kernel, padding=padding, stride=stride)
+        columns = columns.reshape(n_items, channels, kernel[0] * kernel[1], -1).permute(0, 3, 2, 1)
+        return columns.reshape(n_items, *places, -1)
+
+    return Call(lambda x: convolution.unfold(x, kernel, stride, padding), (x,), torch_op)
+
+
+@of("fold")
+def _fold(draw):
+    kernel, stride, padding = _how(draw)
+    sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
+    places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(sizes, kernel, stride, padding)]
+    n_under, channels = kernel[0] * kernel[1], draw(SOME)
+    columns = signed(draw, (draw(SOME), *places, channels * n_under))
+
+    def torch_op(torch: Any, columns: Any) -> Any:
+        n_items = len(columns)
+        columns = columns.reshape(n_items, places[0] * places[1], n_under, channels).permute(0, 3, 2, 1)
+        columns = columns.reshape(n_items, channels * n_under, -1)
+        image = torch.nn.functional.fold(columns, sizes, kernel, padding=padding, stride=stride)
+        return image.permute(0, 2, 3, 1)
+
+    return Call(lambda columns: convolution.fold(columns, sizes, kernel, stride, padding), (columns,), torch_op)
