@@ -244,6 +244,56 @@ def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name,
 
 
 @POSIX_ONLY
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_nobody_needs_to_listen(tmp_path, finished, text, closed):
+    """And no checkpoint gets the place, and the output, of a stream that was closed."""
+    folder = tmp_path / "run"
+    words = [TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    same_run(folder, finished[0])
+
+
+def test_a_folder_that_was_hardly_begun_is_begun_anew(tmp_path, finished, text):
+    """As after a disk that filled up at its second file."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text((finished[0] / "config.json").read_text())
+    one_line(call(TRAIN, "--resume", folder), "it has no data.json. Nothing was trained in it: begin again without")
+    good(call(TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder))
+    same_run(folder, finished[0])
+
+
+@pytest.mark.parametrize("policy", ["wait", "stop"])
+def test_a_full_disk(tmp_path, finished, text, policy):
+    folder = tmp_path / "run"
+    full = """
+import errno
+usual = training.save_checkpoint
+left = [3]
+def save(path, *args):
+    if str(path).endswith("last.safetensors") and args[4]["step"] == 6 and left[0]:
+        left[0] -= 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    usual(path, *args)
+training.save_checkpoint = save
+"""
+    words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder, "--on-full-disk", policy]
+    done = call_with(full, *words)
+    if policy == "wait":
+        assert "the disk is full" in good(done) and "there is room again: going on" in done.stdout
+    else:
+        one_line(
+            done, "last.safetensors'. The last checkpoint is whole: continue with python train_smol_gpt.py --resume"
+        )
+        assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
+        good(call(TRAIN, "--resume", folder))
+    same_run(folder, finished[0])
+
+
+@POSIX_ONLY
 def test_a_second_interrupt_leaves_at_once(tmp_path, cache, text):
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
     twice = "def twice():\n    for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\nafter(6, twice)"
@@ -395,6 +445,7 @@ def odd(tmp_path_factory, finished) -> Path:
     copy("field", config_json=lambda content: content.replace(b"n_heads", b"n_hats"))
     copy("other data", data_json=lambda content: b'{"data": "nonsense", "files": []}')
     copy("no checkpoint", last_safetensors=None, best_safetensors=None)
+    copy("numbers", data_json=lambda content: b'{"data": "text", "files": [3]}')
     copy("gone text", data_json=lambda content: b'{"data": "text", "files": ["gone.txt"]}')
 
     class Evil:
@@ -434,6 +485,7 @@ TRAIN_WRONG = [
 RESUME_WRONG = [
     ("--resume missing", "missing: expected a run folder, it has no config.json"),
     ("--resume nothing", "nothing: expected a run folder, it has no config.json"),
+    ("--resume numbers", "data.json: expected data and files as a run writes them, got"),
     ("--resume 'no data'", "no data: expected a run folder, it has no data.json"),
     ("--resume short.txt", "short.txt: expected a run folder"),
     ("--resume 'half config'", "expected JSON"),

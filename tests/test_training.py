@@ -1,7 +1,9 @@
 """The training loop: resumed runs equal uninterrupted ones, losses are counted right, accidents change nothing."""
 
+import errno
 import json
 import math
+import os
 import types
 from dataclasses import replace
 
@@ -31,6 +33,7 @@ from tricycle.training import (
     train_on_batch,
     train_step,
 )
+from tricycle_cli import full_disk
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, estimate, read_metrics, show_sample, train
 
@@ -571,3 +574,99 @@ def test_a_metrics_file_that_a_power_cut_spoilt_is_read_as_far_as_it_goes(tmp_pa
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n\xff\xfe\n[1]\n"text"\n{"loss": 1.0}\n{"step": 2, "lo')
     assert read_metrics(path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_lines_that_have_no_numbers_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    odd = ['{"step": 1, "loss": "high"}', '{"step": true, "loss": 1}', '{"step": 2, "loss": null}', "[" * 100_000]
+    path.write_text("\n".join([*odd, '{"step": 3, "loss": 1, "said": "skipped"}\n']))
+    assert read_metrics(path) == [{"step": 3, "loss": 1, "said": "skipped"}]
+
+
+def crash_at(state, step):
+    def stop():
+        if state.step == step:
+            raise KeyboardInterrupt
+        return False
+
+    return stop
+
+
+@pytest.mark.parametrize("at", [4, 5, 9, 10, 12, 20])
+def test_samples_of_a_run_that_crashed_come_once(tmp_path, at):
+    """Those drawn after the last checkpoint are drawn again."""
+    config = replace(CONFIG, sample_interval=4)
+    for name, crash in (("whole", False), ("crashed", True)):
+        run = new_run(tmp_path / name)
+        state = new_state(config, TOKENS)
+        if crash:
+            run.stop = crash_at(state, at)
+            with pytest.raises(KeyboardInterrupt):
+                train(state, run)
+            show_sample(state, run, prompt="the cat")  # one more, as if it had come further
+            run, state = new_run(tmp_path / name), resume_state(run.last, TOKENS)
+        assert train(state, run) is True
+    whole, crashed = ((tmp_path / name / "samples.txt").read_bytes() for name in ("whole", "crashed"))
+    assert whole.count(b"--- sample at step") == 4
+    assert crashed == whole
+
+
+def test_samples_are_left_alone_where_nobody_counted_them(tmp_path):
+    run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
+    run.samples.write_text("somebody's\n")
+    run.forget_after(state)
+    assert run.samples.read_text() == "somebody's\n"
+    run.save(state, run.last)
+    assert resume_state(run.last, TOKENS).samples_size == state.samples_size == len("somebody's\n")
+    run.samples.write_text("")
+    run.forget_after(state)
+    assert run.samples.read_text() == ""
+
+
+# -------------------------------------------------------------------- a full disk
+class FullDisk:
+    """Refuses so many checkpoints, as a disk does that is full."""
+
+    def __init__(self, monkeypatch, n_refusals: int, number: int = errno.ENOSPC) -> None:
+        self.left = n_refusals
+        usual = training.save_checkpoint
+
+        def save(path, *args):
+            if self.left:
+                self.left -= 1
+                raise OSError(number, os.strerror(number), str(path))
+            usual(path, *args)
+
+        monkeypatch.setattr(training, "save_checkpoint", save)
+        monkeypatch.setattr(full_disk, "LONGEST_SECONDS", 0.01)
+
+
+def test_a_run_waits_until_its_disk_has_room(tmp_path, monkeypatch, whole):
+    FullDisk(monkeypatch, 3)
+    said: list[str] = []
+    run = new_run(tmp_path / "run", on_full_disk="wait")
+    run.say = said.append
+    assert train(new_state(CONFIG, TOKENS), run) is True
+    waited = [line for line in said if not line.startswith("step")]
+    assert len(waited) == 2
+    assert waited[0].startswith(f"{run.last}: the disk is full (") and "MB are free): waiting for room" in waited[0]
+    assert waited[1] == "there is room again: going on"
+    same_files(run, whole)
+
+
+def test_a_run_that_waits_can_be_stopped(tmp_path, monkeypatch):
+    FullDisk(monkeypatch, 10**9)
+    run = new_run(tmp_path, on_full_disk="wait")
+    asked = iter([False] * 5)
+    run.stop = lambda: next(asked, True)
+    with pytest.raises(OSError, match="No space left"):
+        train(new_state(CONFIG, TOKENS), run)
+
+
+@pytest.mark.parametrize(("policy", "number"), [("stop", errno.ENOSPC), ("wait", errno.EIO), ("wait", errno.EROFS)])
+def test_what_is_not_waited_for(tmp_path, monkeypatch, policy, number):
+    disk = FullDisk(monkeypatch, 10**9, number)
+    with pytest.raises(OSError) as caught:
+        train(new_state(CONFIG, TOKENS), new_run(tmp_path, on_full_disk=policy))
+    assert caught.value.errno == number
+    assert disk.left == 10**9 - 1

@@ -287,6 +287,7 @@ class TrainingState:
         evaluated_step: the step of the latest held-out estimate.
         best_loss: the lowest held-out loss so far, nats a token.
         loss_scaling: of float16 on a GPU, where it lies: the scale, updates since it changed, updates left out.
+        samples_size: bytes of samples that the run had written when it was saved; -1 where nobody counted.
     """
 
     config: GPTConfig
@@ -299,12 +300,14 @@ class TrainingState:
     evaluated_step: int = -1
     best_loss: float = math.inf
     loss_scaling: Array = field(default_factory=lambda: np.array([FIRST_SCALE, 0, 0], np.float32))
+    samples_size: int = -1
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
 
     def save(self, path: Path, tokeniser: Tokeniser | None) -> None:
         progress = {name: getattr(self, name) for name in self.PROGRESS}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
+        progress["samples_size"] = self.samples_size
         save_checkpoint(path, self.model, tokeniser, self.optimiser, self.dataset, progress)
 
     def learning_rate(self, step: int) -> float:
@@ -352,6 +355,8 @@ def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState
     state = new_state(checkpoint.config, tokens, on_gpu, checkpoint.model())
     progress = checkpoint.restore(state.model, state.optimiser, state.dataset)
     state.loss_scaling = np.array(progress.get("loss_scaling", state.loss_scaling), np.float32)
+    samples_size = progress.get("samples_size")  # files of before it was counted have none
+    state.samples_size = samples_size if type(samples_size) is int else -1
     for name in state.PROGRESS:
         if type(progress.get(name)) is not type(getattr(state, name)):
             raise ValueError(f"{path}: expected {name} in the checkpoint to be a number, got {progress.get(name)!r}")

@@ -48,6 +48,7 @@ def run_main(main: Callable[[], int | None]) -> None:
 
     Errors become one line, or a trace where TRICYCLE_TRACEBACK is set.
     """
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # some terminals cannot show all that a model may say
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
@@ -62,6 +63,13 @@ def run_main(main: Callable[[], int | None]) -> None:
         fail(str(error) or type(error).__name__)
     except KeyboardInterrupt:
         fail("interrupted", status=130)
+
+
+def _open_standard_streams() -> None:
+    """Those that whoever started this closed lead nowhere; else a checkpoint could be the file that they lead to."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (until the program ends)
 
 
 def _tune_host() -> None:

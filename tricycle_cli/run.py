@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tricycle import devices
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.files import atomic_write
+from tricycle.files import append, atomic_write
 from tricycle.generate import generate
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LEAST_STEPS, TrainingState, read_steps, train_step
+from tricycle_cli.full_disk import OnFullDisk, write_with_room
+
+T = TypeVar("T")
 
 # With a limit in minutes, the number of updates is estimated after these, while less than a quarter of the
 # time is over; then it stays, and so does everything that depends on it.
@@ -33,6 +37,7 @@ UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses ar
 SAMPLE_TOKENS = 160
 SAMPLING = Sampling(temperature=0.8, min_p=0.2, no_repeat_ngram_size=8)  # what suits small models
 LINES_GATHERED = 50
+NUMBERS = "loss learning_rate gradient_norm tokens_per_second held_out_loss bits_per_byte final_loss".split()
 # The final estimate moves its windows on by half their length: each token sees at least half a window before it.
 FINAL_OVERLAP = 2
 
@@ -46,6 +51,7 @@ class Run:
         say: prints a line above the progress bar.
         stop: asked after every update; True saves and leaves.
         spent: seconds that preparing took; they count towards `minutes`.
+        on_full_disk: "wait" until there is room, or "stop" with an error; what was saved is whole either way.
     """
 
     folder: Path
@@ -55,11 +61,20 @@ class Run:
     stop: Callable[[], bool] = lambda: False
     spent: float = 0.0
     show_progress: bool = True
+    on_full_disk: OnFullDisk = "stop"
     _log: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.last, self.best = self.folder / "last.safetensors", self.folder / "best.safetensors"
-        self.metrics = self.folder / "metrics.jsonl"
+        self.metrics, self.samples = self.folder / "metrics.jsonl", self.folder / "samples.txt"
+
+    def write(self, writing: Callable[[], T]) -> T:
+        """What a function returns that writes into the folder, which may have to wait for room.
+
+        Raises:
+            OSError: of the disk.
+        """
+        return write_with_room(writing, self.folder, self.on_full_disk, self.say, self.stop)
 
     def record(self, **values: Any) -> None:
         """Add a line to metrics.jsonl; a few are gathered before they are written."""
@@ -67,27 +82,50 @@ class Run:
         if len(self._log) >= LINES_GATHERED:
             self.flush()
 
-    def flush(self) -> None:
-        with self.metrics.open("a", encoding="utf-8", newline="\n") as file:
-            file.writelines(json.dumps(line) + "\n" for line in self._log)
+    def flush(self, sync: bool = False) -> None:
+        """Write the lines that were gathered.
+
+        Args:
+            sync: see that all lines so far are on the disk.
+        """
+        text = "".join(json.dumps(line) + "\n" for line in self._log)
+        self.write(lambda: append(self.metrics, text, sync))
         self._log.clear()
 
-    def forget_after(self, step: int) -> None:
-        """Drop what a resumed run will write again: later updates, and estimates from this step on."""
+    def save(self, state: TrainingState, path: Path) -> None:
+        """Save a checkpoint, after all that a run which goes on from it takes for granted."""
+        self.flush(sync=True)
+        state.samples_size = self.samples.stat().st_size if self.samples.exists() else 0
+        self.write(lambda: state.save(path, self.tokeniser))
+
+    def forget_after(self, state: TrainingState) -> None:
+        """Drop what a resumed run will write again: later updates, and estimates and samples from this step on."""
         lines = read_metrics(self.metrics)
-        kept = [line for line in lines if line["step"] < step or (line["step"] == step and "loss" in line)]
-        with atomic_write(self.metrics, text=True) as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
+        kept = [line for line in lines if line["step"] < state.step or (line["step"] == state.step and "loss" in line)]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+
+        def rewrite() -> None:
+            with atomic_write(self.metrics, text=True) as file:
+                file.write(text)
+
+        self.write(rewrite)
+        if self.samples.exists() and 0 <= state.samples_size < self.samples.stat().st_size:
+            os.truncate(self.samples, state.samples_size)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one that a crash cut off is left out."""
+    """The lines of a metrics.jsonl; one that a crash cut off, or that has no numbers, is left out."""
     lines = []
     if path.is_file():
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+    return [line for line in lines if isinstance(line, dict) and _is_sound(line)]
+
+
+def _is_sound(line: dict[str, Any]) -> bool:
+    numbers = (line[name] for name in NUMBERS if name in line)
+    return type(line.get("step")) is int and all(type(number) in (int, float) for number in numbers)
 
 
 def train(state: TrainingState, run: Run) -> bool:
@@ -126,9 +164,9 @@ def naming_what_to_lower(config: GPTConfig, on_gpu: bool) -> Iterator[None]:
 def _train(state: TrainingState, run: Run) -> bool:
     from tqdm import tqdm
 
-    run.forget_after(state.step)
+    run.forget_after(state)
     if not run.last.exists():
-        _save(state, run)  # a folder that cannot be written says so now, not after hours
+        run.save(state, run.last)  # a folder that cannot be written says so now, not after hours
     _pause(state, run)  # where the run was left before what was due
     updates = _Updates(state, run)
     with tqdm(
@@ -151,10 +189,10 @@ def _train(state: TrainingState, run: Run) -> bool:
             if updates.waiting:
                 continue
             if (stopping or run.stop()) and state.step != state.total_steps:
-                _save(state, run)
+                run.save(state, run.last)
                 return False
             _pause(state, run)
-    _save(state, run)
+    run.save(state, run.last)
     return True
 
 
@@ -219,7 +257,7 @@ def _pause(state: TrainingState, run: Run) -> None:
     """A checkpoint, then the held-out estimate and the sample that are due at this step, but not at the last."""
     if state.step in (0, state.total_steps) or not _is_due(state):
         return
-    _save(state, run)
+    run.save(state, run.last)
     if _evaluation_is_due(state):
         estimate(state, run)
     if _sample_is_due(state):
@@ -236,11 +274,6 @@ def _sample_is_due(state: TrainingState) -> bool:
 
 def _is_due(state: TrainingState) -> bool:
     return _evaluation_is_due(state) or _sample_is_due(state)
-
-
-def _save(state: TrainingState, run: Run) -> None:
-    run.flush()
-    state.save(run.last, run.tokeniser)
 
 
 def _affordable_steps(state: TrainingState, run: Run, seconds_per_step: float) -> int:
@@ -266,7 +299,7 @@ def estimate(state: TrainingState, run: Run) -> float:
     run.say(f"step {state.step}: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte ({n_tokens:,} tokens)")
     if loss < state.best_loss:
         state.best_loss = loss
-        state.save(run.best, run.tokeniser)
+        run.save(state, run.best)
     run.flush()
     return loss
 
@@ -280,7 +313,6 @@ def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, p
     drawn = generate(state.model, ids, n_tokens, sampling)
     text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
     title = f"--- sample at step {state.step}"
-    with (run.folder / "samples.txt").open("a", encoding="utf-8", newline="\n") as file:
-        file.write(f"{title}\n{text}\n")
+    run.write(lambda: append(run.samples, f"{title}\n{text}\n", sync=True))
     run.say(f"{title}\n{text}\n---")
     return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import bz2
+import contextlib
 import gzip
 import importlib
 import json
@@ -17,7 +18,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +34,7 @@ from tricycle.files import atomic_write
 from tricycle.pretrained import Pretrained
 from tricycle.training import NonFiniteError, TrainingState, new_state, resume_state
 from tricycle_cli.flags import parse
+from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import check_shape, default_config, load_start, started_from
 from tricycle_cli.models import use_gpu
 from tricycle_cli.run import FINAL_OVERLAP, Run, estimate, read_metrics, show_sample, train
@@ -73,6 +75,8 @@ class Arguments:
     """where the run leaves its files; without it a new folder in runs/"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """where to compute; "auto" takes a GPU if there is one"""
+    on_full_disk: OnFullDisk = "wait"
+    """what to do when the disk is full: wait until there is room, or stop; what was saved is whole either way"""
     config: GPTConfig = field(default_factory=GPTConfig)
 
 
@@ -84,6 +88,8 @@ class ResumeArguments:
     """the run folder"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """where to compute"""
+    on_full_disk: OnFullDisk = "wait"
+    """what to do when the disk is full: wait until there is room, or stop; what was saved is whole either way"""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -95,16 +101,23 @@ def main(args: Sequence[str] | None = None) -> int:
         start = None
         if description.get("init_from") and not (resumed.resume / "last.safetensors").exists():
             start = load_start(description["init_from"])
-        return train_and_report(resumed.resume, config, description, use_gpu(resumed.device), started, start)
+        on_gpu = use_gpu(resumed.device)
+        return train_and_report(resumed.resume, config, description, on_gpu, started, start, resumed.on_full_disk)
     arguments, start = parse_arguments(args)
     on_gpu = use_gpu(arguments.device)
     description = description_of(arguments)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     name = arguments.preset if start is None else Path(arguments.init_from or "").stem
     folder = arguments.run_folder or Path("runs") / f"{name}-{arguments.data}-{stamp}"
-    if (folder / "config.json").exists() or (folder / "last.safetensors").exists():
+    if holds_a_run(folder):
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
-    return train_and_report(folder, arguments.config, description, on_gpu, started, start)
+    return train_and_report(folder, arguments.config, description, on_gpu, started, start, arguments.on_full_disk)
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether there is something to go on with. A folder that has not got so far is begun anew."""
+    begun = (folder / "config.json").exists() and (folder / "data.json").exists()
+    return begun or (folder / "last.safetensors").exists()
 
 
 def description_of(arguments: Arguments) -> dict[str, Any]:
@@ -197,6 +210,7 @@ def train_and_report(
     on_gpu: bool,
     started: float,
     start: Pretrained | None = None,
+    on_full_disk: OnFullDisk = "wait",
 ) -> int:
     """Train in a folder, from its last checkpoint if it has one."""
     last = folder / "last.safetensors"
@@ -213,12 +227,7 @@ def train_and_report(
         tokeniser = gpt2_tokeniser()
     corpus = load_corpus(description, config.vocab_size, tokeniser)
     tokeniser = corpus.tokeniser
-    for name, content in {"config": config.to_dict(), "data": description}.items():
-        with atomic_write(folder / f"{name}.json", text=True) as file:
-            json.dump(content, file, indent=2)
-    tokeniser.save(folder / "tokeniser.json")
-    for left_over in folder.glob(".*.part"):  # what a kill cut off while it was being written
-        left_over.unlink()
+    begin_folder(folder, config, description, tokeniser)
     held_out_bytes = corpus.validation_bytes
     # the end of some other text stands before the first token, so that it too is predicted
     held_out = HeldOut(np.concatenate([[tokeniser.end_of_text], corpus.validation]), len(held_out_bytes))
@@ -232,10 +241,12 @@ def train_and_report(
         f"model: {state.model.n_parameters:,} parameters on the {place}; {len(corpus.train):,} training tokens, "
         f"{len(held_out.tokens) - 1:,} held out ({len(held_out_bytes):,} bytes)"
     )
-    run = Run(folder, tokeniser, held_out, say=say, stop=stop_on_signals(), spent=time.perf_counter() - started)
+    spent = time.perf_counter() - started
+    run = Run(folder, tokeniser, held_out, say, stop_on_signals(), spent, on_full_disk=on_full_disk)
     print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
     try:
-        finished = train(state, run)
+        with saying_what_is_saved(run):
+            finished = train(state, run)
     except NonFiniteError as error:
         run.flush()
         raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower --max-learning-rate") from None
@@ -246,8 +257,33 @@ def train_and_report(
         print(f"stopped after step {state.step}; everything is saved. Continue with")
         print(f"  {command('train')} --resume {shlex.quote(folder.as_posix())}")
         return 0
-    report(state, run, held_out_bytes, on_gpu, description["data"])
+    with saying_what_is_saved(run):
+        report(state, run, held_out_bytes, on_gpu, description["data"])
     return 0
+
+
+def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], tokeniser: Any) -> None:
+    """Write what a run folder says of itself, and clear away what a kill cut off while it was being written."""
+    for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json stands for both
+        with atomic_write(folder / f"{name}.json", text=True) as file:
+            json.dump(content, file, indent=2)
+    tokeniser.save(folder / "tokeniser.json")
+    for left_over in folder.glob(".*.part"):
+        left_over.unlink()
+
+
+@contextlib.contextmanager
+def saying_what_is_saved(run: Run) -> Iterator[None]:
+    """Within this block errors of a disk say that the run can go on from its last checkpoint, and how."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if not run.last.exists():
+            raise
+        going_on = f"{command('train')} --resume {shlex.quote(run.folder.as_posix())}"
+        raise OSError(f"{error}. The last checkpoint is whole: continue with {going_on}") from None
 
 
 def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
@@ -255,7 +291,8 @@ def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
     found = []
     for path in (folder / "config.json", folder / "data.json"):
         if not path.is_file():
-            raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}")
+            hint = "" if holds_a_run(folder) else ". Nothing was trained in it: begin again without --resume"
+            raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}{hint}")
         try:
             found.append(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
@@ -263,7 +300,9 @@ def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
         if not isinstance(found[-1], dict):
             raise ValueError(f"{path}: expected a JSON object, got a {type(found[-1]).__name__}")
     config, data = found
-    if data.get("data") not in get_args(Data) or not isinstance(data.get("files"), list):
+    files = data.get("files")
+    are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
+    if data.get("data") not in get_args(Data) or not are_paths:
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {data}")
     return GPTConfig.from_dict(config), data
 
@@ -308,7 +347,8 @@ def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, 
     others = compressed_bits(held_out_bytes)
     bits_per_nat = run.held_out.bits_per_byte(1.0)
     picture = run.folder / "loss.png"
-    plot_losses(read_metrics(run.metrics), picture, bits_per_nat, others, f"{state.model.n_parameters:,} parameters")
+    title = f"{state.model.n_parameters:,} parameters"
+    run.write(lambda: plot_losses(read_metrics(run.metrics), picture, bits_per_nat, others, title))
     state.model, state.step = model, best_step  # the samples are of the model that stays
     for prompt in PROMPTS.get(data, ("",)):
         show_sample(state, run, 250, prompt)
