@@ -17,7 +17,7 @@ from tricycle.configs import DebugConfig
 from tricycle.evaluation import HeldOut
 from tricycle.layers import Dense, Embedding, Sequential
 from tricycle.loss import CrossEntropy, MeanSquaredError
-from tricycle.models import GPT
+from tricycle.models import GPT, least_numbers
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training import (
@@ -518,6 +518,7 @@ def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, preci
     with pytest.raises(MemoryError) as caught, running.naming_what_to_lower(config, on_gpu):
         raise MemoryError(f"{asked}.")
     advice = "lower --batch-size (now 2; --accumulation-steps makes up for it) or --context-window (now 8)"
+    advice += f", or make the model smaller: it has {least_numbers(config):,} weights"
     assert str(caught.value) == f"{asked}{there}: {advice}{besides}"
 
 

@@ -21,6 +21,7 @@ from tricycle import devices
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.files import atomic_write, naming
+from tricycle.memory import check_memory
 from tricycle.models import GPT, least_numbers
 from tricycle.optimisers import Optimiser
 from tricycle.safetensors_file import Place, read_places, write_header
@@ -236,8 +237,11 @@ def load_checkpoint(path: PathLike) -> Checkpoint:
     Raises:
         FileNotFoundError: no such file.
         ValueError: the file is cut off, damaged or no checkpoint of Tricycle.
+        MemoryError: it does not fit; nothing of it has been read then.
     """
     path = Path(path)
+    if path.is_file():
+        check_memory(path.stat().st_size, str(path))
     with expecting(path, A_CHECKPOINT):
         places, metadata, start = read_places(path)
         text = metadata.get("tricycle")

@@ -26,7 +26,7 @@ from tricycle.dataset import CausalLMDataset
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT
+from tricycle.models import GPT, least_numbers
 from tricycle.optimisers import AdamW, Muon, Optimiser, gradient_norm
 from tricycle.scheduler import SCHEDULES
 from tricycle.tensor import Tensor, topological_order
@@ -317,6 +317,22 @@ class TrainingState:
         total = self.total_steps or max(10 * config.warmup_steps, LEAST_STEPS)
         warmup = min(config.warmup_steps, total // 10)
         return SCHEDULES[config.schedule](config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
+
+
+def least_memory(config: GPTConfig) -> int:
+    """Bytes that training takes in any case: what would take more than there is need not be begun.
+
+    Weights, gradients and moments; of one forward pass what the backward pass needs of each layer, and the logits; and
+    the tokens of an update.
+    """
+    n_numbers = least_numbers(config)
+    n_moments = 1 if config.optimiser == "muon" else 2
+    n_tokens = config.batch_size * config.context_window
+    layer = 4 * config.embedding_dim + config.mlp_width
+    activation = 2 if config.precision in ("bfloat16", "float16") else 4
+    a_pass = n_tokens * (config.n_layers * layer + config.vocab_size) * activation
+    tokens = 2 * 8 * n_tokens * config.accumulation_steps
+    return (2 + n_moments) * 4 * n_numbers + a_pass + tokens
 
 
 def new_optimiser(config: GPTConfig) -> Optimiser:

@@ -22,6 +22,7 @@ from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import append, atomic_write
 from tricycle.generate import generate
+from tricycle.models import least_numbers
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LEAST_STEPS, TrainingState, read_steps, train_step
@@ -156,6 +157,7 @@ def naming_what_to_lower(config: GPTConfig, on_gpu: bool) -> Iterator[None]:
             there = f"; {free / 1e9:.1f} GB of the GPU's {total / 1e9:.1f} GB are free"
         advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
         advice += f" or --context-window (now {config.context_window})"
+        advice += f", or make the model smaller: it has {least_numbers(config):,} weights"
         if on_gpu and config.precision in ("float32", "tf32"):
             advice += ", or take --precision bfloat16"
         raise MemoryError(f"{str(error).rstrip('.') or 'out of memory'}{there}: {advice}") from None

@@ -31,13 +31,14 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write
+from tricycle.memory import check_memory, gigabytes
 from tricycle.pretrained import Pretrained
-from tricycle.training import NonFiniteError, TrainingState, new_state, resume_state
+from tricycle.training import NonFiniteError, TrainingState, least_memory, new_state, resume_state
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import check_shape, default_config, load_start, started_from
 from tricycle_cli.models import use_gpu
-from tricycle_cli.run import FINAL_OVERLAP, Run, estimate, read_metrics, show_sample, train
+from tricycle_cli.run import FINAL_OVERLAP, Run, estimate, naming_what_to_lower, read_metrics, show_sample, train
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 from tricycle_lab.plot import plot_losses
 
@@ -213,6 +214,7 @@ def train_and_report(
     on_full_disk: OnFullDisk = "wait",
 ) -> int:
     """Train in a folder, from its last checkpoint if it has one."""
+    check_training_memory(config, on_gpu)
     last = folder / "last.safetensors"
     print(f"data: {description['data']} (text is tokenised once and cached)")
     tokeniser = None
@@ -284,6 +286,21 @@ def saying_what_is_saved(run: Run) -> Iterator[None]:
             raise
         going_on = f"{command('train')} --resume {shlex.quote(run.folder.as_posix())}"
         raise OSError(f"{error}. The last checkpoint is whole: continue with {going_on}") from None
+
+
+def check_training_memory(config: GPTConfig, on_gpu: bool) -> None:
+    """Refuse sizes for which there is no memory, before anything is prepared.
+
+    Raises:
+        MemoryError: says how much is needed, how much there is, and what to lower.
+    """
+    with naming_what_to_lower(config, on_gpu):
+        if not on_gpu:
+            check_memory(least_memory(config), "training")
+            return
+        free = devices.gpu_memory()[0]
+        if least_memory(config) > free:
+            raise MemoryError(f"training needs at least {gigabytes(least_memory(config))} of the GPU's memory")
 
 
 def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tricycle.kernels.reference.few_bits import KINDS
 from tricycle.layers import Layer
+from tricycle.memory import check_memory, free_memory, gigabytes
 from tricycle.models import least_numbers
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill
@@ -16,10 +17,11 @@ from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.fields import Fields, wrong
-from tricycle.pretrained.source import Source
+from tricycle.pretrained.source import Source, StoredTensor
 
 ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
+Q8_0_BYTES = 34 / 32  # a number, with its share of its block's scale
 KINDS_OF_WEIGHTS = ("float32", "stored", *KINDS)
 
 
@@ -31,10 +33,13 @@ def build(source: Source, weights: str = "float32") -> Layer:
 
     Raises:
         ValueError: a family or a field that is not known, weights that are not those of the config; in one line.
+        MemoryError: they do not fit; says how much they need, and kept in which other way they would fit. Nothing of
+            them has been read then.
     """
     try:
         family = family_of(source)
         config = config_of(family, source)
+        _check_memory(config, source, weights)
         model = family.new_model(config)
         fill(model, family, source, weights)
     except ValueError as error:
@@ -72,6 +77,49 @@ def config_of(family: Family, source: Source) -> Any:
     if least > 2 * n_numbers + 2**24:  # a crafted config may ask for more memory than there is; others are told more
         raise ValueError(f"the config asks for at least {least:,} numbers, the tensors have {n_numbers:,}")
     return config
+
+
+# -------------------------------------------------------------------- memory
+def _check_memory(config: Any, source: Source, weights: str) -> None:
+    """
+    Raises:
+        MemoryError: as of `build`.
+    """
+    free = free_memory()
+    if free is None or memory_for(config, source, weights) <= free:
+        return
+    smaller = {kind: memory_for(config, source, kind) for kind in ("bfloat16", "int8", "stored")}
+    fitting = [f"--weights {kind} ({gigabytes(size)})" for kind, size in smaller.items() if size <= free]
+    least = min(smaller, key=lambda kind: smaller[kind])
+    otherwise = f"the least, --weights {least}, needs {gigabytes(smaller[least])}"
+    what = f"{source.path}: the model in --weights {weights}"
+    check_memory(
+        memory_for(config, source, weights), what, f"{' or '.join(fitting)} would fit" if fitting else otherwise
+    )
+
+
+def memory_for(config: Any, source: Source, weights: str) -> int:
+    """How many bytes it takes at least to load a model, its weights being kept as `pretrained.load` says."""
+    tensors = [
+        tensor
+        for name, tensor in source.tensors.items()
+        if len(tensor.shape) > 0 and not (name.endswith("lm_head.weight") and getattr(config, "tied", False))
+    ]
+    kept = sum(int(_size(tensor.shape) * _bytes_a_number(tensor, weights)) for tensor in tensors)
+    if weights != "int8" or not tensors:
+        return kept
+    largest = max((_size(tensor.shape) for tensor in tensors if not tensor.blocks), default=0)
+    return max(kept, 5 * largest)  # of a matrix that becomes int8 there are the float32 numbers too, largest first
+
+
+def _bytes_a_number(tensor: StoredTensor, weights: str) -> float:
+    if len(tensor.shape) < 2 or weights == "float32":
+        return 4
+    if weights == "stored":
+        return {"F16": 2, "BF16": 2, "Q8_0": Q8_0_BYTES}.get(tensor.kind, 4)
+    if weights == "int8":
+        return Q8_0_BYTES if tensor.blocks else 1
+    return 2
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,207 @@
+"""What does not fit is refused before its memory is taken."""
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tricycle import memory
+from tricycle.checkpoint import load_checkpoint, save_checkpoint
+from tricycle.configs import DebugConfig, GPTConfig, ModelConfig
+from tricycle.dataset import CausalLMDataset
+from tricycle.kernels.dispatch import use_reference
+from tricycle.memory import check_memory, free_memory, gigabytes
+from tricycle.models import GPT
+from tricycle.pretrained import load
+from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.families import memory_for
+from tricycle.training import TrainingState, least_memory, new_optimiser, train_step
+
+ROOT = Path(__file__).resolve().parents[1]
+LLAMA = ModelConfig(
+    vocab_size=1000,
+    context_window=64,
+    embedding_dim=32,
+    n_heads=4,
+    n_layers=2,
+    norm="rms_norm",
+    positions="rotary",
+    activation="swish",
+    gated=True,
+    bias=False,
+)
+
+
+def call(*words: str, gigabytes: str | float) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRICYCLE_MEMORY_GB": str(gigabytes)}
+    command = [sys.executable, "-m", "tricycle", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+
+
+# -------------------------------------------------------------------- how much there is
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """Files of a system of our own."""
+    monkeypatch.delenv(memory.VARIABLE, raising=False)
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "groups")
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree: 10 kB\nMemAvailable:  4000 kB\n")
+    (tmp_path / "groups" / "a" / "b").mkdir(parents=True)
+    return tmp_path
+
+
+def test_what_the_machine_has_free(system):
+    assert free_memory() == 4000 * 1024
+    (system / "meminfo").unlink()
+    assert free_memory() == memory._machine() > 0
+
+
+def test_the_limits_of_groups(system):
+    (system / "cgroup").write_text("0::/a/b\n")
+    group = system / "groups" / "a"
+    assert free_memory() == 4000 * 1024  # without any limit
+    (group / "b" / "memory.max").write_text("max\n")
+    (group / "b" / "memory.current").write_text("500\n")
+    assert free_memory() == 4000 * 1024
+    (group / "memory.max").write_text("100000\n")
+    (group / "memory.current").write_text("90000\n")
+    assert free_memory() == 10_000
+    (group / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert free_memory() == 60_000
+    (group / "memory.current").write_text("900000\n")
+    assert free_memory() == 0
+
+
+def test_the_limits_of_groups_of_the_first_version(system):
+    (system / "cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/a\nodd\n")
+    group = system / "groups" / "memory" / "a"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("3000\n")
+    (group / "memory.usage_in_bytes").write_text("1000\n")
+    assert free_memory() == 2000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_the_limit_of_the_shell():
+    program = "from tricycle.memory import free_memory; print(free_memory())"
+    words = f"ulimit -v 4000000; {sys.executable} -c '{program}'"
+    environment = {**os.environ, "TRICYCLE_MEMORY_GB": ""}
+    out = subprocess.run(["bash", "-c", words], capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    assert 0 < int(out.stdout) < 4_000_000 * 1024
+
+
+def test_somebody_may_say_how_much_there_is(monkeypatch):
+    monkeypatch.setenv(memory.VARIABLE, "1.5")
+    assert free_memory() == 1_500_000_000
+    for bad in ("much", "nan", "inf"):
+        monkeypatch.setenv(memory.VARIABLE, bad)
+        with pytest.raises(ValueError, match=f"TRICYCLE_MEMORY_GB: expected a number of gigabytes, got '{bad}'"):
+            free_memory()
+
+
+def test_the_check(monkeypatch):
+    monkeypatch.setenv(memory.VARIABLE, "2")
+    check_memory(2 * 10**9, "it")
+    with pytest.raises(MemoryError, match=r"^it needs at least 2\.5 GB of memory, 2\.0 GB are free: buy some$"):
+        check_memory(2_500_000_000, "it", "buy some")
+    monkeypatch.setattr(memory, "free_memory", lambda: None)
+    check_memory(10**30, "it")
+    assert [gigabytes(n) for n in (10**6, 36 * 10**6, 12 * 10**9, 10**15)] == [
+        "0.001 GB",
+        "0.036 GB",
+        "12.0 GB",
+        "1,000,000 GB",
+    ]
+
+
+# -------------------------------------------------------------------- models
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    export_folder(GPT(LLAMA), None, folder)
+    return folder
+
+
+def test_a_model_that_does_not_fit_says_what_would(folder, monkeypatch):
+    """It has 57,504 numbers: 230 kB in float32, 115 in bfloat16; of int8 the largest matrix needs five bytes each."""
+    monkeypatch.setenv(memory.VARIABLE, "0.00017")
+    needs = r"llama: the model in --weights float32 needs at least 0\.000\d+ GB of memory, 0\.00017 GB are free: "
+    with pytest.raises(
+        MemoryError, match=needs + r"--weights bfloat16 \(0\.00011 GB\) or --weights int8 .* would fit$"
+    ):
+        load(folder)
+    load(folder, "bfloat16")
+    load(folder, "int8")
+    monkeypatch.setenv(memory.VARIABLE, "0.00005")
+    with pytest.raises(MemoryError, match=r"are free: the least, --weights bfloat16, needs 0\.00011 GB$"):
+        load(folder)
+    with pytest.raises(MemoryError, match="--weights int8 needs at least"):
+        load(folder, "int8")
+    monkeypatch.setenv(memory.VARIABLE, "1")
+    load(folder)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "float16", "stored", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_takes_what_is_said(tied, weights, tmp_path):
+    folder = tmp_path / "model"
+    export_folder(GPT(replace(LLAMA, tied=tied, vocab_size=100)), None, folder, dtype="bfloat16")
+    loaded = load(folder, weights)
+    takes = sum(parameter.array.nbytes for parameter in loaded.model.parameters())
+    said = memory_for(loaded.model.config, loaded.source, weights)
+    if weights == "int8":  # there are scales besides, and while a matrix is made its numbers in float32
+        assert 0.9 * takes < said < 1.5 * takes
+    else:
+        assert said == takes
+
+
+def test_the_program_says_so_too(folder):
+    done = call("generate", str(folder), "x", gigabytes=0.00017)
+    assert done.returncode == 1
+    assert "would fit" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "one.safetensors", GPT(DebugConfig()))
+    monkeypatch.setenv(memory.VARIABLE, "0.0001")
+    with pytest.raises(MemoryError, match=r"one\.safetensors needs at least 0\.\d+ GB of memory, 0\.0001 GB are free"):
+        load_checkpoint(tmp_path / "one.safetensors")
+
+
+# -------------------------------------------------------------------- training
+@pytest.mark.parametrize("changes", [{}, {"optimiser": "muon"}, {"batch_size": 32}, {"accumulation_steps": 3}])
+def test_training_takes_no_less_than_is_said(changes):
+    config = replace(GPTConfig.from_dict(DebugConfig().to_dict()), **changes)
+    tokens = np.arange(20_000) % config.vocab_size
+    with use_reference():
+        tracemalloc.start()
+        dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window)
+        dataset = dataset.batch().shuffle().to_tensor()
+        state = TrainingState(config, GPT(config), new_optimiser(config), dataset)
+        for _ in range(2):
+            train_step(state)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert least_memory(config) < peak < 6 * least_memory(config)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--batch-size 1000000000", "--n-layers 100000000", "--vocab-size 1000000000000", "--accumulation-steps 10**9"],
+)
+def test_absurd_sizes_are_refused_before_anything_is_made(flags, tmp_path):
+    flags = flags.replace("10**9", str(10**9))
+    words = ["train", "--preset", "debug", "--device", "cpu", "--run-folder", str(tmp_path / "run"), *flags.split()]
+    done = call(*words, gigabytes="")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "training needs at least" in line
+    assert "GB are free: lower --batch-size (now " in line
+    assert not (tmp_path / "run").exists()
