@@ -151,6 +151,14 @@ def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
     assert good(call("generate", ours, "--length", "0")) == "\n"
 
 
+def test_past_the_window(theirs):
+    """It has a context of 100 tokens."""
+    words = ["generate", theirs, "the quick brown", "--length", "130", "--no-stop", "--cache", "float16"]
+    assert len(good(call(*words)).encode()) > 130
+    refused(call(*words, "--past-window", "refuse"), "generate: the context window of 100 tokens is full")
+    refused(call(*words, "--past-window", "slide"), "slide")
+
+
 @pytest.mark.parametrize("softmax", ["softmax1", "adaptive", "blocks"])
 def test_other_softmaxes_on_other_peoples_models(theirs, softmax):
     loaded = load(theirs)

@@ -421,6 +421,70 @@ def test_a_cache_grows_and_forgets():
         cache.crop(3)
 
 
+def test_a_cache_with_a_window_keeps_what_can_be_seen():
+    """Each token gets what it sees, in any pieces, and what is kept stays small."""
+    rng = np.random.default_rng(0)
+    for window in (1, 7, 100, 400):
+        cache = KeyValueCache(5000, window=window)
+        most, longest = window - 1 + 256, 0
+        keys = np.arange(5000, dtype=np.float32).reshape(1, 5000, 1, 1)
+        while cache.length < 5000:
+            start = cache.length
+            n = min(int(rng.choice([1, 1, 1, 16, 300, 1500])), 5000 - start)
+            held, values = cache.append(keys[:, start : start + n], -keys[:, start : start + n])
+            n_seen = min(start + n, window - 1 + n)
+            np.testing.assert_array_equal(held[:, -n_seen:], keys[:, start + n - n_seen : start + n])
+            np.testing.assert_array_equal(values, -held)
+            assert cache._keys.shape[1] <= 2 * most
+            longest = max(longest, cache.length)
+            length = longest - int(rng.integers(0, 64))
+            if 0 <= length <= cache.length and rng.random() < 0.5:
+                assert cache.can_crop(length)
+                cache.crop(length)
+                kept = cache.keys[0, :, 0, 0]
+                assert len(kept) >= min(length, window - 1)
+                np.testing.assert_array_equal(kept, np.arange(length - len(kept), length))
+        assert not cache.can_crop(window)
+        with pytest.raises(ValueError, match="expected to keep what a token sees, but 1000 is too long ago"):
+            cache.crop(1000)
+        cache.crop(0)
+        assert cache.append(keys[:, :3], keys[:, :3])[0].ravel().tolist() == [0, 1, 2]
+
+
+def test_a_cache_with_a_window_goes_back_to_what_is_held():
+    cache = KeyValueCache(5000, window=7)
+    keys = np.arange(5000, dtype=np.float32).reshape(1, 5000, 1, 1)
+    cache.append(keys[:, :500], keys[:, :500])
+    cache.hold(500)
+    for start in range(500, 1500, 10):
+        cache.append(keys[:, start : start + 10], keys[:, start : start + 10])
+    assert cache.can_crop(500)
+    cache.crop(500)
+    assert cache.keys[0, :, 0, 0][-6:].tolist() == [494, 495, 496, 497, 498, 499]
+    cache.hold(None)
+    for start in range(500, 1500, 10):
+        cache.append(keys[:, start : start + 10], keys[:, start : start + 10])
+    assert not cache.can_crop(500)
+
+
+@pytest.mark.parametrize("lookahead", [0, 5])
+@pytest.mark.parametrize("changes", [{}, {"full_layers": (1,)}, {"softmax": "softmax1"}, {"softmax": "blocks"}])
+def test_a_window_forgets_nothing_that_matters(changes, lookahead):
+    """A text of many windows, against all of it read at once; some of it in a second turn."""
+    model = new_model(context_window=900, positions="rotary", window=9, **changes)
+    reader = Reader(model)
+    prompt = list(np.random.default_rng(0).integers(0, 50, 300))
+    tokens = list(prompt)
+    for n in (150, 300):
+        tokens += generate(model, tokens, n, Sampling(seed=n), reader=reader, lookahead=lookahead)
+    np.testing.assert_allclose(reader.logits(tokens), full_logits(model, tokens), rtol=1e-3, atol=1e-3)
+    if not lookahead:  # what was read as a guess may have to be read again
+        are_small = [cache.keys.shape[1] <= 9 - 1 + 256 for cache in reader._caches]
+        assert are_small == [changes.get("softmax") != "blocks", changes in ({}, {"softmax": "softmax1"})]
+    other = [*tokens[:100], 3, 4]  # too far back for what is kept: it is read anew
+    np.testing.assert_allclose(reader.logits(other), full_logits(model, other), rtol=1e-3, atol=1e-3)
+
+
 # -------------------------------------------------------------------- several texts at once
 SETTINGS = [
     {"temperature": 0},

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.decoding import FEW_ROWS, next_logits
+from tricycle.kernels.reference.few_bits import dtype_of
 from tricycle.models import GPT
 from tricycle.ops import check_range
 from tricycle.sampling import Sampling
@@ -30,7 +31,8 @@ class Reader:
     left there, and can read that part again.
 
     Args:
-        dtype: of keys and values: "float16" for half the memory, float32 unless given.
+        dtype: of keys and values: "float16" or "bfloat16" for half the memory; as they are computed, which is float32
+            on a CPU, unless given.
 
     Attributes:
         tokens: what has been read.
@@ -38,7 +40,7 @@ class Reader:
 
     def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:
         self.model = model
-        self._dtype = dtype
+        self._dtype = dtype_of("bfloat16") if dtype == "bfloat16" else dtype
         self.forget()
 
     @property
@@ -62,12 +64,15 @@ class Reader:
         """Whether it can forget the end of what it has read, and keep the beginning."""
         return all(cache.latest is None for cache in self._caches)
 
+    def _can_crop(self, length: int) -> bool:
+        return all(cache.can_crop(length) for cache in self._caches)
+
     def _unread(self, tokens: list[int], n_guessed: int) -> list[int]:
         """What of a text is to be read, the last token and those guessed in any case; forgets all that is no part of
         it. Until it has been read the reader knows nothing, should something interrupt it.
         """
         n_known = min(_n_shared(self.tokens, tokens), len(tokens) - 1 - n_guessed)
-        if n_known < len(self.tokens) and not self.can_go_back:
+        if not self._can_crop(n_known):
             n_known = 0
         if n_known == 0:
             self.forget()
@@ -84,13 +89,20 @@ class Reader:
             if last > n_gone:
                 self._rough.append(last - n_gone)
             n_gone -= last
+        if not self._rough:
+            self._hold(None)
         self.tokens = []
+
+    def _hold(self, place: int | None) -> None:
+        for cache in self._caches:
+            cache.hold(place)
 
     def read_again(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits (V,) after a text that was read with guesses, to the last bit as if there had been none."""
         tokens = list(tokens)
         self._crop(len(tokens))
         pieces, self._rough = self._rough, []
+        self._hold(None)
         place = len(tokens) - sum(pieces)
         for cache in self._caches:
             cache.crop(place)
@@ -117,6 +129,9 @@ def read_together(
     whole = [list(text) for text in texts]
     new = [reader._unread(text, n) for reader, text, n in zip(readers, whole, guessed)]
     caches = [reader._caches for reader in readers]
+    for reader, text, tokens, n in zip(readers, whole, new, guessed):
+        if n and not reader.is_rough:
+            reader._hold(len(text) - len(tokens))
     if not any(guessed):
         rows = next_logits(readers[0].model, new, caches)
         logits = [row[None] for row in rows]

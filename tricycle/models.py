@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tricycle.attention import KeyValueCache
+from tricycle.attention import Attention, KeyValueCache
 from tricycle.blocks import TransformerBlock, new_norm
 from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.functions import linear, soft_cap, to_compute_dtype
@@ -147,8 +147,18 @@ class GPT(BlockStack):
         return soft_cap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
-        """An empty cache for each block, of float32 unless a dtype is given."""
-        return [KeyValueCache(self.config.context_window, dtype) for _ in self.blocks]
+        """An empty cache for each block, of float32 unless a dtype is given.
+
+        A layer with a window keeps what its tokens can still see, unless it weighs keys by their places.
+        """
+        windows = [_seen_by(block.attention) for block in self.blocks]
+        return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
+
+
+def _seen_by(attention: Any) -> int | None:
+    """The window of a layer, where it makes no difference whether it is given what it does not see."""
+    inner = getattr(attention, "attention", None)
+    return inner.window if isinstance(inner, Attention) and inner.softmax.fused else None
 
 
 def _changed(config: ModelConfig, **values: Any) -> ModelConfig:

@@ -22,7 +22,7 @@ from tricycle.pretrained import Pretrained
 from tricycle.sampling import Sampling
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import text_of
-from tricycle_cli.models import Device, SamplingFlags, Weights, load_model, stop_tokens
+from tricycle_cli.models import Cache, Device, PastWindow, SamplingFlags, Weights, cache_dtype, load_model, stop_tokens
 
 HELP = """/reset        forget the conversation
 /save FILE    write it down: as JSON where the name ends in .json, else as text
@@ -48,6 +48,12 @@ class Arguments:
     length: int = 1024
     """the most tokens of an answer"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    past_window: PastWindow = "reread"
+    """when the conversation no longer fits into the context window: "reread" forgets its oldest messages and reads the
+    others anew, "refuse" says so and leaves it to you"""
+    cache: Cache = "auto"
+    """what keys and values of the conversation are kept in: "float16" and "bfloat16" take half the memory, "auto"
+    leaves them as they are computed (float32 on a CPU)"""
     lookahead: int = 0
     """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
     temperature is 0"""
@@ -68,13 +74,23 @@ class Conversation:
         n_tokens: the most tokens of an answer.
         sampling: how answers are drawn.
         lookahead: as of `generate`.
+        past_window: "reread" forgets the oldest messages where they no longer fit, "refuse" the latest.
+        cache: the dtype of keys and values.
 
     Raises:
         ValueError: a model without a chat template, or one whose template refuses the first message.
     """
 
     def __init__(
-        self, loaded: Pretrained, system: str | None, n_tokens: int, sampling: Sampling, lookahead: int = 0
+        self,
+        loaded: Pretrained,
+        system: str | None,
+        n_tokens: int,
+        sampling: Sampling,
+        *,
+        lookahead: int = 0,
+        past_window: str = "reread",
+        cache: str | None = None,
     ) -> None:
         if not loaded.tokeniser.chat_template:
             raise ValueError(
@@ -85,6 +101,7 @@ class Conversation:
             raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
         self.model, self.tokeniser = loaded.model, loaded.tokeniser
         self.n_tokens, self.lookahead = n_tokens, lookahead
+        self.forgets, self.cache = past_window == "reread", cache
         self.stops = stop_tokens(loaded)
         self.beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
@@ -98,7 +115,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget what was said."""
         self.messages: list[Message] = [*self.beginning]
-        self.reader = Reader(self.model)
+        self.reader = Reader(self.model, self.cache)
 
     def ask(self, said: str) -> tuple[Iterator[str], int]:
         """Take a message; returns the answer as it comes, and how many messages had to be forgotten for it.
@@ -106,7 +123,8 @@ class Conversation:
         The answer becomes part of the conversation as far as it was taken.
 
         Raises:
-            ValueError: the message alone does not fit into the context window; it is not kept.
+            ValueError: the message alone does not fit into the context window, or the conversation with it does not and
+                nothing is to be forgotten; it is not kept.
         """
         messages = [*self.messages, {"role": "user", "content": said}]
         window = self.model.config.context_window
@@ -118,6 +136,10 @@ class Conversation:
                 most = window - room
                 raise ValueError(
                     f"the message is too long: expected at most {most} tokens with all around it, got {len(ids)}"
+                )
+            if not self.forgets:
+                raise ValueError(
+                    f"the context of {window:,} tokens is full and nothing is to be forgotten: /reset begins anew"
                 )
             n_gone = min(2, len(messages) - n_first - 1)  # a question and its answer
             del messages[n_first : n_first + n_gone]
@@ -159,7 +181,15 @@ def main(args: Sequence[str] | None = None) -> None:
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     loaded = load_model(arguments.source, None, arguments.softmax, arguments.device, arguments.weights)
     sampling = arguments.sampling.of(loaded, SAMPLING)
-    conversation = Conversation(loaded, arguments.system, arguments.length, sampling, arguments.lookahead)
+    conversation = Conversation(
+        loaded,
+        arguments.system,
+        arguments.length,
+        sampling,
+        lookahead=arguments.lookahead,
+        past_window=arguments.past_window,
+        cache=cache_dtype(arguments.cache),
+    )
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print(f"{arguments.source}: {loaded.model.n_parameters:,} parameters. /help lists what else can be said.")

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import tyro
 
-from tricycle.generate import generate
+from tricycle.generate import Reader, generate
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Device, SamplingFlags, Weights, load_model, stop_tokens
+from tricycle_cli.models import Cache, Device, PastWindow, SamplingFlags, Weights, cache_dtype, load_model, stop_tokens
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class Arguments:
     lookahead: int = 0
     """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
     temperature is 0"""
+    past_window: PastWindow = "reread"
+    """when the context window is full: "reread" reads its later half anew and goes on from there, "refuse" ends with
+    an error"""
+    cache: Cache = "auto"
+    """what keys and values of the text so far are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves
+    them as they are computed (float32 on a CPU)"""
     stop: bool = True
     """end at the end-of-text token"""
     tokeniser: Path | None = None
@@ -53,7 +59,11 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
     ids = prompt_ids(tokeniser, arguments.prompt)
-    tokens = generate(loaded.model, ids, arguments.length, sampling, lookahead=arguments.lookahead)
+    reader = Reader(loaded.model, cache_dtype(arguments.cache))
+    ahead, past_window = arguments.lookahead, arguments.past_window
+    tokens = generate(
+        loaded.model, ids, arguments.length, sampling, reader=reader, lookahead=ahead, past_window=past_window
+    )
     stops = stop_tokens(loaded)
     write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
 
