@@ -318,17 +318,20 @@ after(6, spoil)
 """
     done = call_with(spoil, *QUICK, "--sample-interval", "0", "--data", "text", "--files", text, "--run-folder", folder)
     assert done.returncode == 1
-    (line,) = lines_said(done.stderr)
+    *_, line = lines_said(done.stderr)
     assert "step 7: the loss is nan; the first bad tensor is the parameter norm.gain" in line
     assert "--max-learning-rate" in line
     assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 4
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4, 4, 5, 6]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 7]
+    assert lines[-1]["on_nan"] == "stop"
+    assert "the parameter norm.gain" in lines[-1]["not_finite"]
 
 
 @pytest.mark.parametrize("flag", ["--max-learning-rate", "--weight-decay"])
 def test_a_run_that_diverges_says_so_in_one_line(tmp_path, cache, text, flag):
     words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", tmp_path / "run", flag, "1e30"]
+    words += ["--on-nan", "stop"]
     one_line(call(TRAIN, *words), "step 2: the ")
     assert load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]["step"] == 0
 

@@ -31,7 +31,7 @@ configs.checked configs.model configs.training configs.presets configs
 blocks models encoder
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
-optimisers scheduler files memory safetensors_file tokeniser
+optimisers scheduler files locks memory safetensors_file tokeniser
 pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
 pretrained.ggml_tokens
 dataset checkpoint training decoding sampling generate likeliest evaluation

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import types
 from dataclasses import replace
 
 import numpy as np
@@ -288,7 +287,7 @@ def test_the_warm_up_is_at_most_a_tenth():
 def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
     """With a clock that says one second an update: about as many updates as fit, and some time for the end."""
     clock = iter(range(10**9))
-    monkeypatch.setattr(running, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(running.clock, "awake_seconds", lambda: float(next(clock)))
     config = replace(CONFIG, minutes=minutes, steps=steps, accumulation_steps=1, eval_interval=100)
     state = new_state(config, TOKENS)
     assert state.total_steps == (steps if 0 < steps <= running.ESTIMATE_STEPS[0] else 0)
@@ -302,8 +301,7 @@ def test_time_spent_before_counts(tmp_path, monkeypatch):
     n_steps = []
     for spent in (0.0, 120.0):
         clock = iter(range(10**9))
-        fake = types.SimpleNamespace(perf_counter=lambda clock=clock: float(next(clock)))
-        monkeypatch.setattr(running, "time", fake)
+        monkeypatch.setattr(running.clock, "awake_seconds", lambda clock=clock: float(next(clock)))
         state = new_state(replace(CONFIG, minutes=5.0, steps=0, eval_interval=1000), TOKENS)
         train(state, new_run(tmp_path / str(spent), spent=spent))
         n_steps.append(state.step)
@@ -462,7 +460,7 @@ def overflow(state):
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path, spoil, named, accumulation_steps):
     config = replace(CONFIG, accumulation_steps=accumulation_steps)
-    run, state = new_run(tmp_path), new_state(config, TOKENS)
+    run, state = new_run(tmp_path, on_nan="stop"), new_state(config, TOKENS)
     saved = []
 
     def stop():

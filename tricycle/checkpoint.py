@@ -35,6 +35,10 @@ KINDS |= {"<u8": "U64", "<u4": "U32", "<u2": "U16", "|u1": "U8", "|b1": "BOOL"}
 PathLike = str | os.PathLike[str]
 
 
+class NotFiniteError(ValueError):
+    """Something has NaN or infinity that is to be saved or was loaded."""
+
+
 def save_checkpoint(
     path: PathLike,
     model: GPT,
@@ -50,7 +54,7 @@ def save_checkpoint(
         optimiser, dataset, progress: what training needs to go on as if it had not stopped.
 
     Raises:
-        ValueError: a weight or a moment is not finite; nothing is written then.
+        NotFiniteError: a weight or a moment is not finite; nothing is written then.
     """
     tensors = {f"model.{name}": array for name, array in model.state_dict().items()}
     for name, array in tensors.items():
@@ -138,10 +142,10 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 def _check_finite(wanted: str, name: str, array: np.ndarray) -> None:
     """
     Raises:
-        ValueError: begins with what was wanted.
+        NotFiniteError: begins with what was wanted.
     """
     if not np.isfinite(array).all():
-        raise ValueError(f"{wanted}, {name} has NaN or infinity")
+        raise NotFiniteError(f"{wanted}, {name} has NaN or infinity")
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,8 @@ class Checkpoint:
         with expecting(self.path, A_CHECKPOINT):
             prefix = "model."
             weights = {name.removeprefix(prefix): a for name, a in self.tensors.items() if name.startswith(prefix)}
+            for name, array in weights.items():
+                _check_finite("expected finite weights", name, array)
             model = build_model(self.config, weights)
             model.generator.bit_generator.state = self.about["generator"]
             return model

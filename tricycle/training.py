@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import devices
-from tricycle.checkpoint import load_checkpoint, save_checkpoint
+from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.devices import Array, array_module
@@ -288,6 +288,8 @@ class TrainingState:
         best_loss: the lowest held-out loss so far, nats a token.
         loss_scaling: of float16 on a GPU, where it lies: the scale, updates since it changed, updates left out.
         samples_size: bytes of samples that the run had written when it was saved; -1 where nobody counted.
+        n_skips: how many of the latest updates were left out because something was not finite.
+        n_rollbacks: how often training went back to a checkpoint because something was not finite.
     """
 
     config: GPTConfig
@@ -301,14 +303,57 @@ class TrainingState:
     best_loss: float = math.inf
     loss_scaling: Array = field(default_factory=lambda: np.array([FIRST_SCALE, 0, 0], np.float32))
     samples_size: int = -1
+    n_skips: int = 0
+    n_rollbacks: int = 0
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
+    LATER = ("samples_size", "n_skips", "n_rollbacks")  # the same, which older checkpoints lack
 
     def save(self, path: Path, tokeniser: Tokeniser | None) -> None:
-        progress = {name: getattr(self, name) for name in self.PROGRESS}
+        """
+        Raises:
+            NotFiniteError: a weight or a moment is not finite; nothing is written then.
+        """
+        progress = {name: getattr(self, name) for name in (*self.PROGRESS, *self.LATER)}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
-        progress["samples_size"] = self.samples_size
         save_checkpoint(path, self.model, tokeniser, self.optimiser, self.dataset, progress)
+
+    def first_bad(self) -> str:
+        """The name of the first weight or moment that is not finite; "" where all are."""
+        for name, parameter in self.model.named_parameters():
+            arrays = {"parameter": parameter.array, **self.optimiser.memory_of(parameter)[1]}
+            for kind, array in arrays.items():
+                if not np.isfinite(devices.to_cpu(array)).all():
+                    return f"the {kind} {name}" if kind == "parameter" else f"the {kind} of {name}"
+        return ""
+
+    def take_up(self, checkpoint: Checkpoint) -> None:
+        """Put everything but the weights where it stood when a checkpoint was saved.
+
+        Raises:
+            ValueError: something is missing, does not fit, or is not finite.
+        """
+        path = checkpoint.path
+        progress = checkpoint.restore(self.model, self.optimiser, self.dataset)
+        self.loss_scaling = np.array(progress.get("loss_scaling", self.loss_scaling), np.float32)
+        for name in (*self.PROGRESS, *self.LATER):
+            value = progress.get(name, getattr(self, name) if name in self.LATER else None)
+            if type(value) is not type(getattr(self, name)):
+                raise ValueError(f"{path}: expected {name} in the checkpoint to be a number, got {value!r}")
+            setattr(self, name, value)
+
+    def go_back(self, path: Path) -> None:
+        """Put everything where it stood when a checkpoint was saved, the weights too, in place.
+
+        Raises:
+            ValueError: as of `take_up`.
+        """
+        checkpoint = load_checkpoint(path)
+        model = checkpoint.model()
+        self.model.load_state_dict(model.state_dict())
+        self.model.generator.bit_generator.state = model.generator.bit_generator.state
+        self.model.zero_grad()
+        self.take_up(checkpoint)
 
     def learning_rate(self, step: int) -> float:
         """The rate of an update, numbered from 1."""
@@ -369,14 +414,7 @@ def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState
     """
     checkpoint = load_checkpoint(path)
     state = new_state(checkpoint.config, tokens, on_gpu, checkpoint.model())
-    progress = checkpoint.restore(state.model, state.optimiser, state.dataset)
-    state.loss_scaling = np.array(progress.get("loss_scaling", state.loss_scaling), np.float32)
-    samples_size = progress.get("samples_size")  # files of before it was counted have none
-    state.samples_size = samples_size if type(samples_size) is int else -1
-    for name in state.PROGRESS:
-        if type(progress.get(name)) is not type(getattr(state, name)):
-            raise ValueError(f"{path}: expected {name} in the checkpoint to be a number, got {progress.get(name)!r}")
-        setattr(state, name, progress[name])
+    state.take_up(checkpoint)
     return state
 
 
@@ -422,13 +460,24 @@ def read_steps(state: TrainingState, results: list[tuple[Any, Any]]) -> list[tup
     Raises:
         NonFiniteError: a loss or a norm is NaN or infinite (with float16, a norm that no smaller scale would help).
     """
+    read, bad = look_at_steps(state, results)
+    for step, reason in bad.items():
+        raise NonFiniteError(f"step {step}: {reason}")
+    return read
+
+
+def look_at_steps(
+    state: TrainingState, results: list[tuple[Any, Any]]
+) -> tuple[list[tuple[float, float]], dict[int, str]]:
+    """As `read_steps`, and by their numbers those that changed nothing because something was not finite, with why."""
     if not results or isinstance(results[0][0], float):
-        return results
+        return results, {}
     values = devices.to_cpu(array_module(results[0][0]).stack([value for result in results for value in result]))
     read = [(loss, norm) for loss, norm in values.reshape(-1, 2).tolist()]
+    bad = {}
     for step, (loss, norm) in enumerate(read, state.step + 1 - len(read)):
         by_scale = state.config.precision == "float16" and not math.isfinite(norm) and state.loss_scaling[0].item() > 1
         if not math.isfinite(loss) or not (math.isfinite(norm) or by_scale):
             said = f"the loss is {loss} and the norm of the gradients {norm}, so its update changed nothing"
-            raise NonFiniteError(f"step {step}: {said} (on a CPU the first bad tensor is named)")
-    return read
+            bad[step] = f"{said} (on a CPU the first bad tensor is named)"
+    return read, bad

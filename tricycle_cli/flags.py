@@ -39,7 +39,8 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
 
 def fail(message: str, status: int = 1) -> NoReturn:
     """Print one line and leave the program."""
-    print(f"{_program()}: {' '.join(message.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody may be there to read it
+        print(f"{_program()}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     raise SystemExit(status)
 
 

@@ -1,6 +1,6 @@
 """A run of training: the loop, its clock, its folder, and what it says.
 
-A run folder holds config.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png, and the checkpoints
+A run folder holds config.json, data.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png, and the checkpoints
 last.safetensors and best.safetensors.
 """
 
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from tricycle import devices
+from tricycle.checkpoint import NotFiniteError
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import append, atomic_write
@@ -25,9 +27,12 @@ from tricycle.generate import generate
 from tricycle.models import least_numbers
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import Tokeniser
-from tricycle.training import LEAST_STEPS, TrainingState, read_steps, train_step
+from tricycle.training import LEAST_STEPS, NonFiniteError, TrainingState, look_at_steps, train_step
+from tricycle_cli import clock
 from tricycle_cli.full_disk import OnFullDisk, write_with_room
+from tricycle_cli.signals import Interrupted
 
+OnNaN = Literal["stop", "skip", "rollback"]
 T = TypeVar("T")
 
 # With a limit in minutes, the number of updates is estimated after these, while less than a quarter of the
@@ -41,6 +46,9 @@ LINES_GATHERED = 50
 NUMBERS = "loss learning_rate gradient_norm tokens_per_second held_out_loss bits_per_byte final_loss".split()
 # The final estimate moves its windows on by half their length: each token sees at least half a window before it.
 FINAL_OVERLAP = 2
+# So many updates in a row may be left out, and so often may a run go back to the same checkpoint, because something was
+# not finite; after that something is wrong that does not pass.
+MOST_SKIPS, MOST_ROLLBACKS = 10, 3
 
 
 @dataclass
@@ -51,8 +59,12 @@ class Run:
         folder: the run folder.
         say: prints a line above the progress bar.
         stop: asked after every update; True saves and leaves.
+        interruptible: a block of work that `Interrupted` may end at any moment.
+        on_nan: what is done where a loss or a gradient is NaN or infinite: the run ends; the update is left out; or all
+            goes back to the last checkpoint and on from there with the batches that come after the bad one.
         spent: seconds that preparing took; they count towards `minutes`.
         on_full_disk: "wait" until there is room, or "stop" with an error; what was saved is whole either way.
+        held_out_bytes: the held-out text itself.
     """
 
     folder: Path
@@ -60,7 +72,10 @@ class Run:
     held_out: HeldOut
     say: Callable[[str], None] = print
     stop: Callable[[], bool] = lambda: False
+    interruptible: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    on_nan: OnNaN = "skip"
     spent: float = 0.0
+    held_out_bytes: bytes = b""
     show_progress: bool = True
     on_full_disk: OnFullDisk = "stop"
     _log: list[dict[str, Any]] = field(default_factory=list)
@@ -78,10 +93,24 @@ class Run:
         return write_with_room(writing, self.folder, self.on_full_disk, self.say, self.stop)
 
     def record(self, **values: Any) -> None:
-        """Add a line to metrics.jsonl; a few are gathered before they are written."""
-        self._log.append({name: float(f"{v:.6g}") if isinstance(v, float) else v for name, v in values.items()})
+        """Add a line to metrics.jsonl; a few are gathered before they are written.
+
+        What is NaN or infinite is null there: JSON has no words for it.
+        """
+        self._log.append({name: _as_json(value) for name, value in values.items()})
         if len(self._log) >= LINES_GATHERED:
             self.flush()
+
+    def record_bad_step(self, step: int, reason: str, action: str, **more: Any) -> None:
+        """Say in metrics.jsonl and on the screen what was not finite, and what was done."""
+        self.record(step=step, not_finite=reason, on_nan=action, **more)
+        self.flush()
+        done = {
+            "skip": "its update is left out",
+            "stop": "the run ends; its checkpoints are as they were",
+            "rollback": f"back to the checkpoint of step {step}, and on with the batches after the bad one",
+        }
+        self.say(f"step {more.get('bad_step', step)}: {reason}: {done[action]}")
 
     def flush(self, sync: bool = False) -> None:
         """Write the lines that were gathered.
@@ -94,15 +123,22 @@ class Run:
         self._log.clear()
 
     def save(self, state: TrainingState, path: Path) -> None:
-        """Save a checkpoint, after all that a run which goes on from it takes for granted."""
+        """Save a checkpoint, after all that a run which goes on from it takes for granted.
+
+        Raises:
+            NonFiniteError: a weight or a moment is not finite; nothing is saved then.
+        """
         self.flush(sync=True)
         state.samples_size = self.samples.stat().st_size if self.samples.exists() else 0
-        self.write(lambda: state.save(path, self.tokeniser))
+        try:
+            self.write(lambda: state.save(path, self.tokeniser))
+        except NotFiniteError as error:
+            state.step -= 1  # the update that made it so counts as the one that met it
+            raise NonFiniteError(f"step {state.step + 1}: {error}") from None
 
     def forget_after(self, state: TrainingState) -> None:
         """Drop what a resumed run will write again: later updates, and estimates and samples from this step on."""
-        lines = read_metrics(self.metrics)
-        kept = [line for line in lines if line["step"] < state.step or (line["step"] == state.step and "loss" in line)]
+        kept = [line for line in read_metrics(self.metrics) if _is_past(line, state)]
         text = "".join(json.dumps(line) + "\n" for line in kept)
 
         def rewrite() -> None:
@@ -112,6 +148,22 @@ class Run:
         self.write(rewrite)
         if self.samples.exists() and 0 <= state.samples_size < self.samples.stat().st_size:
             os.truncate(self.samples, state.samples_size)
+
+
+def _as_json(value: Any) -> Any:
+    """A value as a line of metrics has it: six digits of a number, or null where it is none."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _is_past(line: dict[str, Any], state: TrainingState) -> bool:
+    """Whether a line of metrics is about what the state has behind it."""
+    if line["step"] != state.step:
+        return line["step"] < state.step
+    if line.get("on_nan") == "rollback":
+        return line.get("rollback", 0) <= state.n_rollbacks
+    return "loss" in line or "on_nan" in line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -138,11 +190,40 @@ def train(state: TrainingState, run: Run) -> bool:
         whether training came to its end (and was not stopped).
 
     Raises:
-        NonFiniteError: the loss or a gradient is not finite. The checkpoints are as they were.
+        NonFiniteError: something is not finite, and `run.on_nan` is to stop, or does not help. The checkpoints are as
+            they were.
         MemoryError: too little of it; says what is free and what to lower.
     """
+    visits: dict[int, int] = {}  # by step, how often training went back to it
     with naming_what_to_lower(state.config, next(state.model.parameters()).on_gpu):
-        return _train(state, run)
+        while True:
+            try:
+                return _train(state, run)
+            except NonFiniteError as error:
+                if run.on_nan == "rollback" and run.last.exists():
+                    _go_back(state, run, error)
+                    visits[state.step] = visits.get(state.step, 0) + 1
+                    if visits[state.step] <= MOST_ROLLBACKS:
+                        continue
+                    error.args = (f"{error} (and {MOST_ROLLBACKS} times before)",)
+                run.record_bad_step(state.step + 1, str(error), "stop")
+                raise
+
+
+def _go_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
+    """Return to the last checkpoint, but with the batches that come after those that were used.
+
+    It is saved at once, so that a run that is killed goes on from here too. Chowdhery et al. 2022, "PaLM", section 5.1,
+    did so by hand.
+    """
+    bad_step, total_steps, position, seconds = state.step + 1, state.total_steps, state.dataset.position, state.seconds
+    state.go_back(run.last)
+    state.dataset.position, state.total_steps, state.seconds = position, total_steps, seconds
+    state.n_rollbacks += 1
+    run.forget_after(state)
+    reason = str(error).removeprefix(f"step {bad_step}: ")
+    run.record_bad_step(state.step, reason, "rollback", bad_step=bad_step, rollback=state.n_rollbacks)
+    run.save(state, run.last)
 
 
 @contextlib.contextmanager
@@ -169,7 +250,8 @@ def _train(state: TrainingState, run: Run) -> bool:
     run.forget_after(state)
     if not run.last.exists():
         run.save(state, run.last)  # a folder that cannot be written says so now, not after hours
-    _pause(state, run)  # where the run was left before what was due
+    if not _pause(state, run):  # where the run was left before what was due
+        return False
     updates = _Updates(state, run)
     with tqdm(
         total=state.total_steps or None,
@@ -193,7 +275,8 @@ def _train(state: TrainingState, run: Run) -> bool:
             if (stopping or run.stop()) and state.step != state.total_steps:
                 run.save(state, run.last)
                 return False
-            _pause(state, run)
+            if not _pause(state, run):
+                return False
     run.save(state, run.last)
     return True
 
@@ -213,12 +296,18 @@ class _Updates:
         self._rates: list[float] = []
         self._times: list[float] = []  # of all updates that have been read
         self._started = 0.0
+        self._bad: dict[int, str] = {}  # of those that are waiting, what was not finite
 
     def make(self) -> None:
         """One more."""
         if not self.waiting:
-            self._started = time.perf_counter()
-        self.waiting.append(train_step(self.state))
+            self._started = clock.awake_seconds()
+        try:
+            self.waiting.append(train_step(self.state))
+        except NonFiniteError as error:
+            self.state.step += 1
+            self._bad[self.state.step] = str(error).removeprefix(f"step {self.state.step}: ")
+            self.waiting.append((math.nan, math.nan))
         self._rates.append(self.state.optimiser.learning_rate)
 
     def must_be_read(self) -> bool:
@@ -231,18 +320,39 @@ class _Updates:
     def read(self) -> str:
         """Record those that were waiting; returns a line about the last."""
         state, config = self.state, self.state.config
-        results = read_steps(state, self.waiting)
-        seconds = (time.perf_counter() - self._started) / len(results)
-        state.seconds += seconds * len(results)
-        self._times += [seconds] * len(results)
+        results, bad = look_at_steps(state, self.waiting)
+        bad |= self._bad
+        n_results = len(results)
+        taken = (clock.awake_seconds() - self._started) / n_results
+        seconds = clock.without_standstill(taken, self._times)
+        state.seconds += seconds * n_results
+        self._times += [seconds] * n_results
         speed = config.batch_size * config.context_window * config.accumulation_steps / seconds
-        first = state.step + 1 - len(results)
-        for step, (loss, norm), rate in zip(range(first, state.step + 1), results, self._rates):
+        rates, self.waiting, self._rates, self._bad = self._rates, [], [], {}
+        for step, (loss, norm), rate in zip(range(state.step + 1 - n_results, state.step + 1), results, rates):
+            if step in bad:
+                self._leave_out(step, bad[step])
+                continue
+            state.n_skips = 0
             self.run.record(step=step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
-        self.waiting, self._rates = [], []
         if config.minutes and len(self._times) > UNTIMED_STEPS:
             self._plan()
         return f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s"
+
+    def _leave_out(self, step: int, reason: str) -> None:
+        """An update that changed nothing, because something was not finite.
+
+        Raises:
+            NonFiniteError: nothing may be left out, or it would not help.
+        """
+        self.state.n_skips += 1
+        if self.run.on_nan == "skip" and self.state.n_skips <= MOST_SKIPS and not self.state.first_bad():
+            self.run.record_bad_step(step, reason, "skip")
+            return
+        if self.run.on_nan == "skip" and self.state.n_skips > MOST_SKIPS:
+            reason += f" (and {MOST_SKIPS} updates in a row were left out before it)"
+        self.state.step = step - 1
+        raise NonFiniteError(f"step {step}: {reason}")
 
     def _plan(self) -> None:
         """Set the number of updates by the clock, where it is time for that."""
@@ -255,15 +365,26 @@ class _Updates:
             state.total_steps = _affordable_steps(state, self.run, seconds)
 
 
-def _pause(state: TrainingState, run: Run) -> None:
-    """A checkpoint, then the held-out estimate and the sample that are due at this step, but not at the last."""
-    if state.step in (0, state.total_steps) or not _is_due(state):
-        return
+def _pause(state: TrainingState, run: Run) -> bool:
+    """A checkpoint, then the held-out estimate and the sample that are due at this step, but not at the last.
+
+    Nothing of it is done where the latest update was left out: the weights may be about to be given up.
+
+    Returns:
+        False where a signal ended this; all is saved then.
+    """
+    if state.step in (0, state.total_steps) or not _is_due(state) or state.n_skips:
+        return True
     run.save(state, run.last)
-    if _evaluation_is_due(state):
-        estimate(state, run)
-    if _sample_is_due(state):
-        show_sample(state, run)
+    try:
+        with run.interruptible():
+            if _evaluation_is_due(state):
+                estimate(state, run)
+            if _sample_is_due(state):
+                show_sample(state, run)
+    except Interrupted:
+        return False
+    return True
 
 
 def _evaluation_is_due(state: TrainingState) -> bool:
@@ -291,16 +412,23 @@ def _affordable_steps(state: TrainingState, run: Run, seconds_per_step: float) -
     return min(steps, config.steps) if config.steps else steps
 
 
+@np.errstate(all="ignore")  # a loss that is not finite is said
 def estimate(state: TrainingState, run: Run) -> float:
-    """Estimate the held-out loss, record it, and keep the best checkpoint; returns nats a token."""
+    """Estimate the held-out loss, record it, and keep the best checkpoint; returns nats a token.
+
+    The first is the best whatever it is, so that there is one.
+    """
     config = state.config
     loss, n_tokens = evaluate(state.model, run.held_out.tokens, config.batch_size, config.eval_batches)
     bits = run.held_out.bits_per_byte(loss)
     state.evaluated_step = state.step
-    run.record(step=state.step, held_out_loss=loss, bits_per_byte=bits)
+    if math.isfinite(loss):
+        run.record(step=state.step, held_out_loss=loss, bits_per_byte=bits)
+    else:
+        run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
     run.say(f"step {state.step}: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte ({n_tokens:,} tokens)")
-    if loss < state.best_loss:
-        state.best_loss = loss
+    if loss < state.best_loss or not run.best.exists():
+        state.best_loss = min(loss, state.best_loss) if math.isfinite(loss) else state.best_loss
         run.save(state, run.best)
     run.flush()
     return loss

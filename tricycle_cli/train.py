@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 import bz2
 import contextlib
-import gzip
 import importlib
 import json
 import lzma
-import os
 import shlex
 import signal
 import sys
-import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -31,14 +29,27 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write
+from tricycle.locks import FolderLock
 from tricycle.memory import check_memory, gigabytes
 from tricycle.pretrained import Pretrained
 from tricycle.training import NonFiniteError, TrainingState, least_memory, new_state, resume_state
+from tricycle_cli import clock
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import check_shape, default_config, load_start, started_from
 from tricycle_cli.models import use_gpu
-from tricycle_cli.run import FINAL_OVERLAP, Run, estimate, naming_what_to_lower, read_metrics, show_sample, train
+from tricycle_cli.run import (
+    FINAL_OVERLAP,
+    OnNaN,
+    Run,
+    estimate,
+    naming_what_to_lower,
+    read_metrics,
+    show_sample,
+    train,
+)
+from tricycle_cli.signals import Interrupted, Signals, leave_by
+from tricycle_cli.streams import patient_streams
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 from tricycle_lab.plot import plot_losses
 
@@ -52,6 +63,7 @@ CORPORA = {
     "codeparrot": ("codeparrot", "CodeParrot"),
     "fineweb": ("fineweb", "FineWeb"),
 }
+COMPRESSED_AT_ONCE = 2**18  # bytes
 # How the samples at the end begin, besides those of a new text.
 PROMPTS = {"python": ("", "def ", "class "), "codeparrot": ("", "def ", "class ")}
 
@@ -74,6 +86,9 @@ class Arguments:
     of training start from gentler values"""
     run_folder: Path | None = None
     """where the run leaves its files; without it a new folder in runs/"""
+    on_nan: OnNaN = "skip"
+    """where a loss or a gradient is NaN or infinite: "stop" ends the run, "skip" leaves that update out, "rollback"
+    goes back to the last checkpoint and on from there with other batches"""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """where to compute; "auto" takes a GPU if there is one"""
     on_full_disk: OnFullDisk = "wait"
@@ -91,34 +106,83 @@ class ResumeArguments:
     """where to compute"""
     on_full_disk: OnFullDisk = "wait"
     """what to do when the disk is full: wait until there is room, or stop; what was saved is whole either way"""
+    on_nan: OnNaN | None = None
+    """what is done from now on where a loss or a gradient is NaN or infinite: "stop", "skip" or "rollback" """
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    started = time.perf_counter()
-    args = sys.argv[1:] if args is None else args
+    with patient_streams(), Signals() as signals:
+        try:
+            return start_or_resume(sys.argv[1:] if args is None else args, signals)
+        except Interrupted as error:
+            if error.number != signal.SIGINT:
+                sys.stdout.flush()
+                leave_by(error.number)
+            raise
+
+
+def start_or_resume(args: Sequence[str], signals: Signals) -> int:
+    """Do what the command line says.
+
+    Raises:
+        Interrupted: a signal came where nothing had to be saved first.
+    """
+    started = clock.awake_seconds()
     if any(word.split("=")[0] == "--resume" for word in args):
         resumed = parse(ResumeArguments, args=args, description="Resume a run.")
-        config, description = read_run(resumed.resume)
-        start = None
-        if description.get("init_from") and not (resumed.resume / "last.safetensors").exists():
-            start = load_start(description["init_from"])
-        on_gpu = use_gpu(resumed.device)
-        return train_and_report(resumed.resume, config, description, on_gpu, started, start, resumed.on_full_disk)
+        read_run(resumed.resume)  # says what is wrong with it before anything is written
+        with FolderLock(resumed.resume):
+            config, description = read_run(resumed.resume)
+            start = None
+            if description.get("init_from") and not (resumed.resume / "last.safetensors").exists():
+                start = load_start(description["init_from"])
+            description["on_nan"] = resumed.on_nan or description.get("on_nan", "skip")
+            on_gpu = use_gpu(resumed.device)
+            sitting = Sitting(resumed.resume, config, description, on_gpu, resumed.on_full_disk, started, signals)
+            return train_and_report(sitting, start)
     arguments, start = parse_arguments(args)
     on_gpu = use_gpu(arguments.device)
     description = description_of(arguments)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     name = arguments.preset if start is None else Path(arguments.init_from or "").stem
     folder = arguments.run_folder or Path("runs") / f"{name}-{arguments.data}-{stamp}"
-    if holds_a_run(folder):
-        raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
-    return train_and_report(folder, arguments.config, description, on_gpu, started, start, arguments.on_full_disk)
+    with FolderLock(folder):
+        if holds_a_run(folder):
+            raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
+        (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
+        on_full_disk = arguments.on_full_disk
+        sitting = Sitting(folder, arguments.config, description, on_gpu, on_full_disk, started, signals)
+        return train_and_report(sitting, start)
 
 
 def holds_a_run(folder: Path) -> bool:
     """Whether there is something to go on with. A folder that has not got so far is begun anew."""
     begun = (folder / "config.json").exists() and (folder / "data.json").exists()
     return begun or (folder / "last.safetensors").exists()
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """One start of the program with a run.
+
+    Attributes:
+        folder: the run folder.
+        description: what data.json says.
+        started: when, as `clock.awake_seconds` tells it.
+    """
+
+    folder: Path
+    config: GPTConfig
+    description: dict[str, Any]
+    on_gpu: bool
+    on_full_disk: OnFullDisk
+    started: float
+    signals: Signals
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint to go on from, if it is there."""
+        return self.folder / "last.safetensors"
 
 
 def description_of(arguments: Arguments) -> dict[str, Any]:
@@ -139,6 +203,7 @@ def description_of(arguments: Arguments) -> dict[str, Any]:
         raise ValueError(f"expected --vocab-size 50257 with --tokeniser gpt2, got {arguments.config.vocab_size}")
     description: dict[str, Any] = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
     description["tokeniser"] = arguments.tokeniser
+    description["on_nan"] = arguments.on_nan
     if arguments.init_from:
         path = Path(arguments.init_from)
         description["init_from"] = str(path.resolve()) if path.exists() else arguments.init_from
@@ -204,18 +269,58 @@ def load_corpus(description: dict[str, Any], vocab_size: int, tokeniser: Any = N
     return corpus
 
 
-def train_and_report(
-    folder: Path,
-    config: GPTConfig,
-    description: dict[str, Any],
-    on_gpu: bool,
-    started: float,
-    start: Pretrained | None = None,
-    on_full_disk: OnFullDisk = "wait",
-) -> int:
-    """Train in a folder, from its last checkpoint if it has one."""
-    check_training_memory(config, on_gpu)
-    last = folder / "last.safetensors"
+def train_and_report(sitting: Sitting, start: Pretrained | None = None) -> int:
+    """Train in a folder, from its last checkpoint if it has one.
+
+    Raises:
+        Interrupted: a signal came before training, or after it; what there was to save is saved.
+    """
+    folder = sitting.folder
+    try:
+        state, run = prepare(sitting, start)
+        with saying_what_is_saved(run):
+            with sitting.signals.finishing():
+                finished = train(state, run)
+            if finished:
+                sitting.signals.check()
+                report(state, run, sitting.on_gpu, sitting.description["data"])
+                return 0
+        print(f"stopped after step {state.step}; everything is saved. Continue with")
+    except Interrupted:
+        if (folder / "config.json").exists():
+            print(f"interrupted. Continue with\n  {resuming(folder)}", flush=True)
+        raise
+    print(f"  {resuming(folder)}")
+    return 0
+
+
+@contextlib.contextmanager
+def saying_what_is_saved(run: Run) -> Iterator[None]:
+    """Within this block errors say what is saved: all until the last checkpoint, where there is one."""
+    going_on = f"continue with {resuming(run.folder)}"
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower --max-learning-rate") from None
+    except OSError as error:
+        if not run.last.exists():
+            raise
+        raise OSError(f"{error}. The last checkpoint is whole: {going_on}") from None
+
+
+def resuming(folder: Path) -> str:
+    """The command that goes on with a run."""
+    return f"{command('train')} --resume {shlex.quote(folder.as_posix())}"
+
+
+def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, Run]:
+    """Everything before the first update: the text in tokens, the model, and the first files of the folder.
+
+    Raises:
+        ValueError: the folder's files contradict each other or the text.
+    """
+    check_training_memory(sitting.config, sitting.on_gpu)
+    folder, config, description, last = sitting.folder, sitting.config, sitting.description, sitting.last
     print(f"data: {description['data']} (text is tokenised once and cached)")
     tokeniser = None
     if last.exists():
@@ -229,39 +334,37 @@ def train_and_report(
         tokeniser = gpt2_tokeniser()
     corpus = load_corpus(description, config.vocab_size, tokeniser)
     tokeniser = corpus.tokeniser
+    if last.exists() and description.get("corpus", corpus.digest) != corpus.digest:
+        advice = f"--init-from {shlex.quote(last.as_posix())} begins a new run with its weights"
+        raise ValueError(f"{folder}: expected the text that it was trained on, which has changed since; {advice}")
+    description["corpus"] = corpus.digest
     begin_folder(folder, config, description, tokeniser)
     held_out_bytes = corpus.validation_bytes
     # the end of some other text stands before the first token, so that it too is predicted
     held_out = HeldOut(np.concatenate([[tokeniser.end_of_text], corpus.validation]), len(held_out_bytes))
     if last.exists():
-        state = resume_state(last, corpus.train, on_gpu)
+        state = resume_state(last, corpus.train, sitting.on_gpu)
     else:
         model = None if start is None else started_from(start.model, config)
-        state = new_state(config, corpus.train, on_gpu, model)
-    place = "GPU" if on_gpu else "CPU"
+        state = new_state(config, corpus.train, sitting.on_gpu, model)
     print(
-        f"model: {state.model.n_parameters:,} parameters on the {place}; {len(corpus.train):,} training tokens, "
-        f"{len(held_out.tokens) - 1:,} held out ({len(held_out_bytes):,} bytes)"
+        f"model: {state.model.n_parameters:,} parameters on the {'GPU' if sitting.on_gpu else 'CPU'}; "
+        f"{len(corpus.train):,} training tokens, {len(held_out.tokens) - 1:,} held out ({len(held_out_bytes):,} bytes)"
     )
-    spent = time.perf_counter() - started
-    run = Run(folder, tokeniser, held_out, say, stop_on_signals(), spent, on_full_disk=on_full_disk)
     print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
-    try:
-        with saying_what_is_saved(run):
-            finished = train(state, run)
-    except NonFiniteError as error:
-        run.flush()
-        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower --max-learning-rate") from None
-    finally:  # all that follows can be interrupted
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if not finished:
-        print(f"stopped after step {state.step}; everything is saved. Continue with")
-        print(f"  {command('train')} --resume {shlex.quote(folder.as_posix())}")
-        return 0
-    with saying_what_is_saved(run):
-        report(state, run, held_out_bytes, on_gpu, description["data"])
-    return 0
+    run = Run(
+        folder,
+        tokeniser,
+        held_out,
+        say=say,
+        stop=sitting.signals,
+        interruptible=sitting.signals.interruptible,
+        on_nan=description["on_nan"],
+        spent=clock.awake_seconds() - sitting.started,
+        held_out_bytes=held_out_bytes,
+        on_full_disk=sitting.on_full_disk,
+    )
+    return state, run
 
 
 def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], tokeniser: Any) -> None:
@@ -272,20 +375,6 @@ def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], t
     tokeniser.save(folder / "tokeniser.json")
     for left_over in folder.glob(".*.part"):
         left_over.unlink()
-
-
-@contextlib.contextmanager
-def saying_what_is_saved(run: Run) -> Iterator[None]:
-    """Within this block errors of a disk say that the run can go on from its last checkpoint, and how."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        if not run.last.exists():
-            raise
-        going_on = f"{command('train')} --resume {shlex.quote(run.folder.as_posix())}"
-        raise OSError(f"{error}. The last checkpoint is whole: continue with {going_on}") from None
 
 
 def check_training_memory(config: GPTConfig, on_gpu: bool) -> None:
@@ -312,14 +401,15 @@ def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
             raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}{hint}")
         try:
             found.append(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: expected JSON: {error}") from None
         if not isinstance(found[-1], dict):
             raise ValueError(f"{path}: expected a JSON object, got a {type(found[-1]).__name__}")
     config, data = found
     files = data.get("files")
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
-    if data.get("data") not in get_args(Data) or not are_paths:
+    is_known = data.get("data") in get_args(Data) and data.get("on_nan", "skip") in get_args(OnNaN)
+    if not is_known or not are_paths:
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {data}")
     return GPTConfig.from_dict(config), data
 
@@ -330,22 +420,7 @@ def say(text: str) -> None:
     tqdm.write(text)
 
 
-def stop_on_signals() -> Any:
-    """A function that says whether Ctrl-C or SIGTERM came. A second Ctrl-C interrupts at once."""
-    came: list[int] = []
-
-    def remember(number: int, frame: Any) -> None:
-        came.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        # no print: the signal may have come in the middle of one
-        os.write(2, b"\nstopping after this step (Ctrl-C again to leave at once)\n")
-
-    signal.signal(signal.SIGINT, remember)
-    signal.signal(signal.SIGTERM, remember)
-    return lambda: bool(came)
-
-
-def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, data: str) -> None:
+def report(state: TrainingState, run: Run, on_gpu: bool, data: str) -> None:
     """The final figures, the loss curve, samples, and how to go on."""
     config = state.config
     if state.evaluated_step != state.step:
@@ -361,7 +436,7 @@ def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, 
     bits = run.held_out.bits_per_byte(loss)
     run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
     run.flush()
-    others = compressed_bits(held_out_bytes)
+    others = compressed_bits(run.held_out_bytes)
     bits_per_nat = run.held_out.bits_per_byte(1.0)
     picture = run.folder / "loss.png"
     title = f"{state.model.n_parameters:,} parameters"
@@ -371,7 +446,7 @@ def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, 
         show_sample(state, run, 250, prompt)
     minutes = f"{state.seconds / 60:.1f} minutes of training"
     print(f"\n{state.total_steps} steps, {minutes}; best checkpoint: step {best_step}")
-    sizes = f"{n_tokens:,} tokens, {len(held_out_bytes):,} bytes"
+    sizes = f"{n_tokens:,} tokens, {len(run.held_out_bytes):,} bytes"
     print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({sizes})")
     print("bits a byte for the same held-out bytes:")
     for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
@@ -382,11 +457,16 @@ def report(state: TrainingState, run: Run, held_out_bytes: bytes, on_gpu: bool, 
 
 def compressed_bits(content: bytes) -> dict[str, float]:
     """Bits a byte of the usual compressors at their best settings."""
-    sizes = {
-        "gzip -9": len(gzip.compress(content, 9)),
-        "bz2 -9": len(bz2.compress(content, 9)),
-        "xz -9": len(lzma.compress(content, preset=9)),
+    compressors: dict[str, Any] = {
+        "gzip -9": zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS),
+        "bz2 -9": bz2.BZ2Compressor(9),
+        "xz -9": lzma.LZMACompressor(preset=9),
     }
+    sizes = dict.fromkeys(compressors, 0)
+    for name, compressor in compressors.items():
+        for start in range(0, len(content), COMPRESSED_AT_ONCE):  # a signal is answered between two pieces
+            sizes[name] += len(compressor.compress(content[start : start + COMPRESSED_AT_ONCE]))
+        sizes[name] += len(compressor.flush())
     return {name: 8 * size / max(1, len(content)) for name, size in sizes.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from tricycle.locks import FolderLock
 from tricycle.pretrained.tokenisers import load_tokeniser
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 from tricycle_datasets.download import cache_folder, file_sha256
@@ -24,7 +26,9 @@ DEFAULT_VOCAB_SIZE = 1024
 HELD_OUT_BYTES = 4 * 10**6  # more would cost time at every final measurement and say little more
 SAMPLE_BYTES = 2**24  # at most so much of the training text teaches the tokeniser
 _BLOCK = 2**16  # a larger training text is sampled in blocks of so many bytes, evenly
+_HASHED_AT_ONCE = 2**26  # bytes
 _FORMAT = 1  # of the cache: to be raised whenever the same corpus would give other files
+_BUILDING = ".build-"  # what the folders begin with in which files are made
 _FILES = ("tokeniser.json", "train.npy", "validation.npy", "validation.bin")
 
 
@@ -42,6 +46,7 @@ class Corpus:
         validation: token ids of the held-out documents, shape (n_validation,), likewise.
         validation_bytes: the held-out texts one after the other: the bytes of "bits a byte".
         vocab_size: the tokeniser's.
+        digest: a hash of all tokens and held-out texts.
 
     Args:
         name: what the cache folder's name begins with.
@@ -82,7 +87,10 @@ class Corpus:
         if tokeniser and not (_intact(folder) and load_tokeniser(folder / "tokeniser.json") == tokeniser):
             folder = self._folder(fingerprint, tokeniser, trained_here=False)
         if not _intact(folder):
-            self._build(folder, untrained)
+            with FolderLock(folder, wait=True):
+                if not _intact(folder):  # another process may have done it meanwhile
+                    self._build(folder, untrained)
+        self.digest = _digest(folder)
         self.tokeniser = load_tokeniser(folder / "tokeniser.json")
         self.train = np.load(folder / "train.npy", mmap_mode="r", allow_pickle=False)
         self.validation = np.load(folder / "validation.npy", mmap_mode="r", allow_pickle=False)
@@ -121,18 +129,20 @@ class Corpus:
         digest = hashlib.sha256()
         for text, held_out in self._documents():
             digest.update(f"{len(text)} {held_out} ".encode())
-            digest.update(text)
+            for start in range(0, len(text), _HASHED_AT_ONCE):  # a signal is answered between two pieces
+                digest.update(text[start : start + _HASHED_AT_ONCE])
             self._n_train_bytes += 0 if held_out else len(text)
         return digest.hexdigest()
 
     def _build(self, folder: Path, untrained: BPETokeniser) -> None:
         """Write the files of the cache beside their places, then move them there.
 
-        The same documents and settings give the same bytes, so it does no harm when two processes do
-        this at once. The hashes come last: without them the other files are as good as absent.
+        The hashes come last: without them the other files are as good as absent. One process at a time is here, so
+        what others left that were killed here can go.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as temporary:
+        for left_over in folder.glob(f"{_BUILDING}*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=_BUILDING) as temporary:
             self._write(Path(temporary), self._given or untrained.train(self._sample(), self._progress))
             hashes = json.dumps({name: file_sha256(Path(temporary, name)) for name in _FILES})
             Path(temporary, "hashes.json").write_text(hashes, encoding="utf-8")
@@ -293,3 +303,9 @@ def _intact(folder: Path) -> bool:
         return hashes == {name: file_sha256(folder / name) for name in _FILES}
     except (OSError, ValueError, RecursionError):
         return False
+
+
+def _digest(folder: Path) -> str:
+    """A hash of the tokens and texts in an intact cache folder."""
+    hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
+    return hashlib.sha256("".join(hashes[name] for name in _FILES).encode("ascii")).hexdigest()[:20]

@@ -1,0 +1,170 @@
+"""One process at a time in a folder: who holds it is said, and who is dead holds nothing."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from tricycle import locks
+from tricycle.locks import FolderLock, LockedError
+
+HOLD = """
+import sys, time
+from tricycle.locks import FolderLock, lock_file
+from tricycle import locks
+if sys.argv[2] == "none":
+    locks.lock_file = lambda handle: None
+with FolderLock(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(params=["system", "none"])
+def kind(request, monkeypatch):
+    """The system's locks, and a file system without any."""
+    if request.param == "none":
+        monkeypatch.setattr(locks, "lock_file", lambda handle: None)
+    return request.param
+
+
+@pytest.fixture
+def holder(tmp_path, kind):
+    """Another process that holds the folder until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run"), kind], stdout=subprocess.PIPE)
+    assert process.stdout.readline().strip() == b"held"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_lock_is_told_and_goes_with_its_block(tmp_path, kind):
+    folder = tmp_path / "run"
+    with FolderLock(folder) as lock:
+        holder = json.loads(lock.path.read_text())
+        assert holder["pid"] == os.getpid()
+        assert holder["host"] == socket.gethostname()
+        (folder / "config.json").touch()
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on {re.escape(socket.gethostname())} since 20"):
+            FolderLock(folder).__enter__()
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    with FolderLock(folder):
+        pass
+
+
+def test_a_folder_in_which_nothing_was_done_goes(tmp_path, kind):
+    with pytest.raises(ZeroDivisionError), FolderLock(tmp_path / "a" / "run"):
+        raise ZeroDivisionError
+    assert not (tmp_path / "a" / "run").exists()
+    (tmp_path / "empty").mkdir()
+    with FolderLock(tmp_path / "empty"):
+        pass
+    assert (tmp_path / "empty").is_dir()  # it was there before
+
+
+def test_another_process_is_named_and_leaves_no_lock_when_it_is_killed(tmp_path, holder):
+    with pytest.raises(LockedError, match=f"process {holder.pid} on "):
+        FolderLock(tmp_path / "run").__enter__()
+    holder.kill()
+    holder.wait()
+    assert (tmp_path / "run" / locks.NAME).exists()
+    with FolderLock(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / locks.NAME).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / "run" / locks.NAME).exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_a_process_that_was_stopped_still_holds_it(tmp_path, holder):
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(LockedError):
+        FolderLock(tmp_path / "run").__enter__()
+
+
+def test_waiting(tmp_path, holder):
+    threading.Timer(0.3, holder.kill).start()
+    started = time.monotonic()
+    threading.Timer(0.4, holder.wait).start()
+    with FolderLock(tmp_path / "run", wait=True):
+        assert 0.2 < time.monotonic() - started < 10
+
+
+def write_lock(folder, **changes) -> None:
+    folder.mkdir(exist_ok=True)
+    told = {"pid": os.getpid(), "host": socket.gethostname(), "since": "2026-01-01", "began": "another time"}
+    (folder / locks.NAME).write_text(json.dumps({**told, **changes}))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="Linux tells when a process began")
+def test_a_number_that_another_process_has_today_is_no_holder(tmp_path, kind):
+    write_lock(tmp_path / "run")
+    with FolderLock(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"pid": "1"}', '{"pid": -1}', "[" * 100_000, "\ud800"])
+def test_a_file_that_says_nothing_holds_nothing_where_there_are_locks(tmp_path, text):
+    (tmp_path / locks.NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
+    with FolderLock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("changes", [{"host": "elsewhere"}, {"pid": "x"}, {"pid": 0}, {"pid": -1}])
+def test_without_locks_nobody_is_taken_for_dead_without_a_proof(tmp_path, monkeypatch, changes):
+    monkeypatch.setattr(locks, "lock_file", lambda handle: None)
+    write_lock(tmp_path, **changes)
+    with pytest.raises(LockedError, match=r"remove .*\.lock|process"):
+        FolderLock(tmp_path).__enter__()
+
+
+def test_of_many_at_once_one_has_it(tmp_path, kind):
+    """Threads stand for processes: each opens the file for itself."""
+    write_lock(tmp_path / "run", pid=2**22 + 1)  # a dead one's
+    at_work, most, rounds = [], [], []
+
+    def work() -> None:
+        for _ in range(20):
+            try:
+                with FolderLock(tmp_path / "run"):
+                    at_work.append(1)
+                    most.append(len(at_work))
+                    time.sleep(0.0005)
+                    at_work.pop()
+            except LockedError:
+                rounds.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(most) == {1}
+    assert rounds
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_windows_own_locks(tmp_path, monkeypatch, refused):
+    """A byte far behind the text, by the module that is there instead of fcntl."""
+    asked = []
+
+    def locking(handle, how, n_bytes):
+        asked.append((os.lseek(handle, 0, os.SEEK_CUR), how, n_bytes))
+        if refused:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setitem(sys.modules, "msvcrt", types.SimpleNamespace(locking=locking, LK_NBLCK=2))
+    monkeypatch.setattr(sys, "platform", "win32")
+    if refused:
+        with pytest.raises(LockedError):
+            FolderLock(tmp_path).__enter__()
+    else:
+        with FolderLock(tmp_path) as lock:
+            assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    assert asked == [(locks.FAR, 2, 1)]

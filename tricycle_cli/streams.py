@@ -1,0 +1,54 @@
+"""Standard streams that may go away: a pipe whose reader has had enough, a terminal that is closed, a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+
+class Patient:
+    """A text stream whose reader may leave: from then on what is written is dropped, and the program goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or drop it."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        """Hand on what is waiting, or drop it."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Let all that is still waiting, and all that comes, go nowhere."""
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextlib.contextmanager
+def patient_streams() -> Iterator[None]:
+    """Within this block nothing that is printed can end the program."""
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Patient(out), Patient(err)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = out, err
