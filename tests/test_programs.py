@@ -475,7 +475,7 @@ TRAIN_WRONG = [
     ("--max-learning-rate -1", "expected max_learning_rate to be above 0, got -1.0"),
     ("--steps 0", "expected steps to be above 0 where minutes is 0, got 0"),
     ("--vocab-size 100", "expected vocab_size from 257"),
-    ("--embedding-dim 100000000", "Unable to allocate"),
+    ("--embedding-dim 100000000", "training needs at least"),
     ("--data text", "expected --files with --data text, got none"),
     ("--files short.txt", "expected --files only with --data text, got --data python"),
     ("--data text --files missing.txt", "there is none at"),
