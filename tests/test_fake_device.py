@@ -251,7 +251,7 @@ def test_a_step_reads_nothing_back(device, changes, precision):
 def test_a_run_reads_every_n_steps(device, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "UNREAD_STEPS", 5)
     monkeypatch.setattr(running, "ESTIMATE_STEPS", ())
-    monkeypatch.setattr(Run, "save", lambda run, state, path: run.flush())
+    monkeypatch.setattr(running.Run, "save", lambda run, state, path: run.flush())
     config = replace(STEADY, vocab_size=257, steps=23, eval_interval=1000, sample_interval=0)
     run, lines = test_training.new_run(tmp_path / "device"), []
     assert running.train(new_state(config, test_training.TOKENS, True), run) is True
