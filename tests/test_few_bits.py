@@ -1,8 +1,10 @@
 """Weights of 8 and 16 bits: what they stand for, products with them, models that have them."""
 
 import copy
+import itertools
+import math
 import pickle
-import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,8 +18,7 @@ from tricycle.kernels import FewBits, use_reference
 from tricycle.layers import Dense, Embedding
 from tricycle.models import GPT
 from tricycle.tensor import Parameter, Tensor, to_tensor
-from tricycle_accelerators import threads
-from tricycle_accelerators.onednn import few_bits as fast
+from tricycle_accelerators import compiled, spinning, threads
 
 KINDS = ("int8", "bfloat16", "float16")
 STEPS = {"int8": 1 / 254, "bfloat16": 2**-8, "float16": 2**-11}  # of a row's largest; of a number
@@ -128,7 +129,7 @@ def test_a_table_gives_rows_and_a_layers_matrix_does_not():
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 500), (576, 130)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, "bfloat16"])
 def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape, dtype):
-    """Twice, for its buffers are used again; with poison in them; in one part and in several."""
+    """Several times, for its buffers are used again; with OpenMP's threads and without, with Numba and without."""
     import ml_dtypes
 
     dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -139,8 +140,11 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
     expected = x.astype(np.float64) @ np.asarray(matrix.by_row(), np.float64) + bias
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     threads._helpers.cache_clear()
-    for shared in (0, 2**40):
-        monkeypatch.setattr(fast, "SHARED", shared)
+    for trusted, compiles in itertools.product((True, False), repeat=2):
+        monkeypatch.setattr(spinning.keep_up, "until", 0.0 if trusted else math.inf)
+        monkeypatch.setattr(
+            compiled, "available", lambda compiles=compiles: compiles and find_spec("numba") is not None
+        )
         matrix.ready.clear()
         for scale in (1, 100, 1):
             product = kernels.few_bits_matmul((x * scale).astype(dtype), matrix, bias)
@@ -296,14 +300,3 @@ def test_a_token_is_read_by_the_short_way_too(kind):
     decoding.next_logits(model, [tokens[:-1]], caches)
     found = decoding.next_logits(model, [tokens[-1:]], caches)[0]
     np.testing.assert_allclose(found, model(TOKENS).array[0, -1], 0, 1e-4 * np.abs(found).max())
-
-
-@USABLE
-def test_many_rows_and_a_matrix_in_parts_are_quick():
-    """oneDNN has no fast product with factors into a part of a larger array: it would take minutes."""
-    _, matrix = matrix_of("int8", (256, 2 * fast.SHARED // 256))
-    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
-    kernels.few_bits_matmul(x, matrix)
-    start = time.perf_counter()
-    kernels.few_bits_matmul(x, matrix)
-    assert time.perf_counter() - start < 5

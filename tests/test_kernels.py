@@ -74,6 +74,21 @@ def _rotate(rng, items, tokens, heads, size):
     return rng.standard_normal((items, tokens, heads, size)), np.cos(angles), np.sin(angles)
 
 
+def _normalise(rng, shape, gain, bias, centred):
+    vectors = [rng.standard_normal(shape[-1]) if asked else None for asked in (gain, bias)]
+    return rng.standard_normal(shape) * 3 + 1, *vectors, 1e-5, centred
+
+
+def _turn(rng, rows, heads, size, n_pairs):
+    angles = rng.standard_normal((rows, n_pairs))
+    return rng.standard_normal((rows, heads, size)), np.cos(angles), np.sin(angles)
+
+
+def _attend_one(rng, heads, key_heads, size, tokens, cap, nothing):
+    keys, values = rng.standard_normal((2, tokens, key_heads, size))
+    return rng.standard_normal((heads, size)) * 3, keys, values, 1 / np.sqrt(size), cap, nothing
+
+
 def _adamw(rng, shape, step, decay):
     weights, grad, first = (rng.standard_normal(shape) for _ in range(3))
     return weights, grad, first, rng.random(shape), step, 0.01, (0.9, 0.95), 1e-8, decay
@@ -172,6 +187,21 @@ CASES = {
     "cross_entropy_with_slope": (_cross_entropy, LOGITS),
     **attention_cases.CASES,
     "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
+    "normalise": (
+        _normalise,
+        [(shape, *given) for shape in ROWS for given in [(1, 1, True), (1, 0, False), (0, 0, False), (0, 0, True)]],
+    ),
+    "gated_swish": (_rows, [((rows, size),) for rows in (0, 1, 3) for size in (2, 34, 3072)]),
+    "turn": (_turn, [(1, 3, 4, 2), (5, 2, 10, 3), (0, 2, 4, 2), (2, 12, 64, 32)]),
+    "attend_one": (
+        _attend_one,
+        [
+            (*sizes, cap, nothing)
+            for sizes in [(1, 1, 1, 1), (4, 4, 8, 1), (6, 2, 16, 37), (9, 3, 64, 700)]
+            for cap in (None, 2.5)
+            for nothing in (False, True)
+        ],
+    ),
     "orthogonalise": (_rows, [((1, 1, 1),), ((3, 4, 4),), ((2, 3, 7),), ((2, 7, 3),), ((0, 3, 3),), ((5, 70, 70),)]),
     "adamw": (
         _adamw,
@@ -188,9 +218,11 @@ IN_PLACE = {
     "attention_backward": slice(-3, None),
     "row_attention_backward": slice(-3, None),
     "adamw": slice(0, 4),
+    "turn": slice(0, 1),
     **dict.fromkeys(("rnn", "gru", "lstm"), slice(0, 2)),
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
+ON_HOSTS = {"few_bits_matmul", "normalise", "gated_swish", "turn", "attend_one"}  # generation on a GPU goes by layers
 NOT_OPS = {"each", "for_items", "repeated", "pipeline", "random_mask"}  # helpers, and what draws
 
 all_cases = pytest.mark.parametrize(
@@ -301,8 +333,8 @@ def test_the_reference_keeps_float32_and_layout(name, size):
 @pytest.mark.parametrize("plain", [False, True])
 def test_gpu_agrees(name, size, plain):
     cupy = pytest.importorskip("cupy")
-    if name == "few_bits_matmul":
-        pytest.skip("matrices of few bits are for CPUs")
+    if name in ON_HOSTS:
+        pytest.skip("for CPUs alone")
     expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
     arguments = [cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in draw(name, size, np.float32)]
     kernel = KERNELS[name].plain if plain else KERNELS[name]

@@ -20,7 +20,8 @@ OUTSIDE = ("tricycle_accelerators", "tricycle_cli", "tricycle_lab", "tricycle_da
 ROOMS = """
 devices tensor
 kernels.dispatch kernels.reference.widening kernels.reference.elementwise kernels.reference.softmax
-kernels.reference.normalisation kernels.reference.matrices kernels.reference.few_bits kernels.reference.losses
+kernels.reference.normalisation kernels.reference.matrices kernels.reference.few_bits
+kernels.reference.generation kernels.reference.losses
 kernels.reference.tables kernels.reference.attention kernels.reference.recurrence kernels.reference.optimisers
 kernels.reference kernels
 ops einsum __init__ gradcheck

@@ -459,7 +459,7 @@ USE_BLAS = {
 @pytest.mark.parametrize("name", USE_BLAS)
 def test_results_do_not_depend_on_how_many_threads_blas_has_at_the_moment(name, dtype, monkeypatch):
     """For another thread may be in `parallel`, which holds BLAS to one, or may not."""
-    monkeypatch.setattr(threads, "_blas_hold", threads._BlasHold())  # an earlier test may hold it for good
+    monkeypatch.setattr(threads, "blas_hold", threads._BlasHold())  # an earlier test may hold it for good
     found = []
     usual = blas_threads()
     try:

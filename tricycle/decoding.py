@@ -25,7 +25,6 @@ from tricycle.attention import Attention, KeyValueCache, Rotary, TokenShift
 from tricycle.attention.rotary import angles
 from tricycle.blocks import GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
 from tricycle.kernels import FewBits, Scoring
-from tricycle.kernels.reference.widening import wide
 from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.models import GPT
 from tricycle.ops import check_range
@@ -201,18 +200,11 @@ def _multiply(x: np.ndarray, weights: np.ndarray | FewBits, bias: np.ndarray | N
 
 def _norm(norm: Any, x: np.ndarray) -> np.ndarray:
     """A LayerNorm or an RMSNorm of the last axis."""
-    if type(norm) is LayerNorm:
-        x = x - np.add.reduce(x, -1, keepdims=True) / norm.size
-    scale = np.vecdot(x, x)[..., None]
-    scale /= norm.size
-    scale += norm.eps
-    np.sqrt(scale, out=scale)
-    y: np.ndarray = x / scale
-    if norm.gain is not None:
-        y *= 1 + norm.gain.array if type(norm) is RMSNorm and norm.unit_offset else norm.gain.array
-    if norm.bias is not None:
-        y += norm.bias.array
-    return y
+    gain = None if norm.gain is None else norm.gain.array
+    centred = type(norm) is LayerNorm
+    if gain is not None and not centred and norm.unit_offset:
+        gain = 1 + gain
+    return kernels.normalise(x, gain, None if norm.bias is None else norm.bias.array, norm.eps, centred)
 
 
 # -------------------------------------------------------------------- a block
@@ -249,12 +241,10 @@ def _mlp(mlp: MLPBlock, x: np.ndarray) -> np.ndarray:
 
 def _activation(activation: Any, x: np.ndarray) -> np.ndarray:
     if isinstance(activation, Gated):
+        if type(activation.activation) is Swish:
+            return kernels.gated_swish(x)
         half = x.shape[-1] // 2
         return x[..., :half] * _activation(activation.activation, x[..., half:])
-    if type(activation) is Swish:
-        gate = np.exp(-x)
-        gate += 1
-        return x / gate
     if type(activation) is GeLU and activation.approximate:
         return kernels.gelu(x)
     result: np.ndarray = activation(Tensor(x, False)).array
@@ -301,31 +291,11 @@ def _mix(layer: MultiHeadSelfAttention, q: np.ndarray, keys: np.ndarray, values:
 
 
 def _mix_one(attention: Attention, scale: float, q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """(H, D): the same for one query (H, D), by products of all heads at once."""
+    """(H, D): the same for one query (H, D)."""
     if attention.window is not None:
         keys = keys[-attention.window :]
         values = values[-attention.window :]
-    keys = wide(keys)
-    values = wide(values)
-    queries = q.reshape(keys.shape[1], -1, q.shape[1])
-    products = keys.swapaxes(0, 1) @ queries.swapaxes(1, 2)  # (K, S, H / K): BLAS is slower the other way round
-    weights = np.multiply(products.swapaxes(1, 2), np.float32(scale), order="C")
-    if attention.cap is not None:
-        weights /= attention.cap
-        np.tanh(weights, out=weights)
-        weights *= attention.cap
-    nothing = attention.softmax.nothing
-    largest = np.maximum.reduce(weights, -1, keepdims=True)
-    if nothing:
-        np.maximum(largest, 0, out=largest)
-    weights -= largest
-    np.exp(weights, out=weights)
-    total = np.add.reduce(weights, -1, keepdims=True)
-    if nothing:
-        total += np.exp(-largest)
-    mixed: np.ndarray = weights @ values.swapaxes(0, 1)
-    mixed /= total
-    return mixed.reshape(q.shape)
+    return kernels.attend_one(q, keys, values, scale, attention.cap, attention.softmax.nothing)
 
 
 def _turn(rotary: Rotary, heads: np.ndarray, rows: _Rows) -> None:
@@ -335,14 +305,11 @@ def _turn(rotary: Rotary, heads: np.ndarray, rows: _Rows) -> None:
     if key not in rows.turns:
         rows.turns[key] = _angles(rotary, n_turned, rows)
     cos, sin = rows.turns[key]
-    pairs = heads[..., :n_turned].reshape(*heads.shape[:2], 2, n_turned // 2)  # a view: first and second of each pair
-    crossed = pairs[:, :, ::-1] * sin
-    pairs *= cos
-    pairs += crossed
+    kernels.turn(heads, cos, sin)
 
 
 def _angles(rotary: Rotary, n_turned: int, rows: _Rows) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines (R, 1, 1, n_turned / 2), and sines (R, 1, 2, n_turned / 2) with the sign that each of a pair wants."""
+    """Cosines and sines (R, n_turned / 2)."""
     parts = [
         angles(
             rotary.base, rotary.scaling, n_turned, int(rows.places[text.rows.start]), text.rows.stop - text.rows.start
@@ -350,7 +317,7 @@ def _angles(rotary: Rotary, n_turned: int, rows: _Rows) -> tuple[np.ndarray, np.
         for text in rows.texts
     ]
     cos, sin = (np.concatenate(part).astype(np.float32) for part in zip(*parts))
-    return cos[:, None, None], np.stack([-sin, sin], axis=1)[:, None]
+    return cos, sin
 
 
 def _shifted(shift: TokenShift, x: np.ndarray, rows: _Rows, number: int) -> np.ndarray:

@@ -170,6 +170,24 @@ class Layer:
             layer.precision = precision
         return self
 
+    # ---------------------------------------------------------------- how matrices lie
+    def use_order(self, order: str) -> Layer:
+        """Let the matrices in here lie so in memory from now on; returns self. Their values stay.
+
+        Args:
+            order: "C", row by row, as training is fastest; or "F", column by column, as a product with one row is, and
+                so the writing of text. One matrix at a time is copied, where it lies otherwise.
+
+        Raises:
+            ValueError: another order.
+        """
+        if order not in ("C", "F"):
+            raise ValueError(f"{type(self).__name__}.use_order: expected 'C' or 'F', got {order!r}")
+        for layer in self.layers():
+            if isinstance(layer, Dense) and not isinstance(layer.weights.array, FewBits):
+                layer.weights.array = layer.weights.xp.asarray(layer.weights.array, order=order)
+        return self
+
     # ---------------------------------------------------------------- few bits
     def quantise(self, kind: str = "int8") -> Layer:
         """Keep the matrices and token embeddings in here in fewer bits, and freeze everything; returns self.

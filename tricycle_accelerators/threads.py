@@ -169,7 +169,7 @@ class _BlasHold:
         self.n_holders = _here.n_holds
 
 
-_blas_hold = _BlasHold()
+blas_hold = _BlasHold()
 
 
 def hold_blas() -> bool:
@@ -183,8 +183,8 @@ def hold_blas() -> bool:
     if not libraries or of_each_thread:
         return False
     n_threads()  # depends on how many threads BLAS has by itself
-    _blas_hold.enter()
-    _blas_hold.for_good = True
+    blas_hold.enter()
+    blas_hold.for_good = True
     return True
 
 
@@ -194,15 +194,15 @@ def one_blas_thread() -> Iterator[None]:
 
     Costs some microseconds. Inside `parallel` it is so anyway.
     """
-    if inside_work() or _blas_hold.for_good:
+    if inside_work() or blas_hold.for_good:
         yield
         return
     _watch_forks()
-    _blas_hold.enter()
+    blas_hold.enter()
     try:
         yield
     finally:
-        _blas_hold.leave()
+        blas_hold.leave()
 
 
 # -------------------------------------------------------------------- helper threads
@@ -295,9 +295,9 @@ def _watch_forks() -> None:
 
 def _after_fork() -> None:
     """Threads do not live on in a forked process, and locks that they held would stay so."""
-    global _turn
-    _turn = threading.Lock()
-    _blas_hold.forget_other_threads()
+    global turn
+    turn = threading.Lock()
+    blas_hold.forget_other_threads()
     if _helpers.cache_info().currsize:
         for helper in _helpers():
             helper.abandon()
@@ -305,7 +305,7 @@ def _after_fork() -> None:
 
 
 # -------------------------------------------------------------------- sharing work
-_turn = threading.Lock()  # the helpers work for one caller at a time
+turn = threading.Lock()  # the helpers work for one caller at a time
 
 
 def parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
@@ -335,7 +335,7 @@ def _do(work: Callable[[Any], None], items: list[Any]) -> None:
         for item in items:
             work(item)
         return
-    with _turn:
+    with turn:
         _share(work, items)
 
 

@@ -25,6 +25,7 @@ from tricycle.kernels.reference.elementwise import (
     sigmoid,
 )
 from tricycle.kernels.reference.few_bits import FewBits, few_bits_matmul
+from tricycle.kernels.reference.generation import attend_one, gated_swish, normalise, turn
 from tricycle.kernels.reference.losses import cross_entropy, cross_entropy_with_slope
 from tricycle.kernels.reference.matrices import (
     batched_matmul,
@@ -58,6 +59,10 @@ __all__ = [
     "use_reference",
     "softmax",
     "softmax1",
+    "attend_one",
+    "gated_swish",
+    "normalise",
+    "turn",
     "softmax_backward",
     "log_softmax",
     "gelu",

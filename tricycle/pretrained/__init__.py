@@ -51,7 +51,8 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
             huggingface.co, such as "HuggingFaceTB/SmolLM2-135M".
         weights: how matrices and token embeddings are kept: "float32"; "int8", "bfloat16" or "float16", as
             `Layer.quantise` makes them; or "stored", as the files have them, if that is in 16 bits or in blocks of Q8_0
-            (which are also what "int8" takes), else in float32. What has fewer than 32 bits is frozen.
+            (which are also what "int8" takes), else in float32. What has fewer than 32 bits is frozen. Matrices lie as
+            writing reads them fastest; before long training call `model.use_order("C")`.
 
     Raises:
         FileNotFoundError: nothing there, or a part is missing.
@@ -153,7 +154,7 @@ def _load_own(path: Path, weights: str) -> Pretrained:
         with contextlib.suppress(ValueError):  # it knows no end of a text
             stop_tokens = (tokeniser.end_of_text,)
     settings = GenerationSettings(**OWN_SETTINGS, stop_tokens=stop_tokens)
-    model = checkpoint.model().eval()
+    model = checkpoint.model().eval().use_order("F")
     if weights not in ("float32", "stored"):
         model.quantise(weights)
     return Pretrained(model, tokeniser, settings)

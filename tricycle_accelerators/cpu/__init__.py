@@ -10,7 +10,7 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle_accelerators import onednn
+from tricycle_accelerators import compiled, onednn
 from tricycle_accelerators.cpu import (
     attention,
     elementwise,
@@ -25,11 +25,12 @@ from tricycle_accelerators.cpu import (
 
 
 def register(array: type) -> None:
-    """Offer the versions of oneDNN, where it can be used, and after them those of NumPy with threads.
+    """Offer the versions of oneDNN and Numba, where they can be used, and after them those of NumPy with threads.
 
     `tricycle.kernels` calls it when the first NumPy array comes (the entry point `numpy` in pyproject.toml).
     """
     onednn.register(array)
+    compiled.register(array)
 
     kernels.operand.on(array)(matrices.operand)
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)

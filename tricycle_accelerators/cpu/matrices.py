@@ -12,7 +12,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels.reference.widening import is_narrow, widening
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import pieces, spinning, threads
 from tricycle_accelerators.onednn import library
 
 SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
@@ -58,6 +58,8 @@ def matmul(
             return kernels.matmul.plain(a, b, bias, out, dtype)
     if n_rows <= FEW_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
         product = _few_rows(a, b, bias)
+    elif n_rows == 1 and out is None and b.flags.f_contiguous and b.size:
+        product = _one_row(a, b, bias)
     elif n_rows <= SOME_ROWS < n_columns and out is None and b.flags.f_contiguous and b.size:
         product = _some_rows(a, b, bias)
     elif n_inner >= 2 * max(n_rows, n_columns) and out is None:
@@ -90,6 +92,16 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
 
     threads.parallel(work, range(n_parts))
     product: np.ndarray = np.add.reduce(sums) if n_parts > 1 else sums[0]
+    if bias is not None:
+        product += bias
+    return product
+
+
+def _one_row(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """Times a transposed b: BLAS adds up the terms of each column in the same order, whatever its threads."""
+    product = spinning.vector_product(a, b)
+    if product is None:
+        return _by_columns(a, b, bias, None)
     if bias is not None:
         product += bias
     return product

@@ -5,7 +5,8 @@ where a product of 16-bit operands takes half the time of a float32 one. Its sum
 `pip install 'tricycle-gpt[bf16]'`.
 
 Each of the library's worker threads calls it for a part of its own, and OpenMP inside oneDNN is told to use one thread
-for each of them: a team of its own would spin beside ours, and sums would depend on how work was divided.
+for each of them: a team of its own would spin beside ours, and sums would depend on how work was divided. Products of a
+few rows alone are OpenMP's to share, while its threads keep up (`spinning.py`).
 
 Sources: oneDNN Developer Guide, "Basic Concepts" and "Matrix Multiplication"; constants as in `dnnl_types.h`.
 """
@@ -13,19 +14,25 @@ Sources: oneDNN Developer Guide, "Basic Concepts" and "Matrix Multiplication"; c
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tricycle_accelerators import spinning, threads
+
 DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
+SPINS = "10000000"
 N_PRIMITIVES = 512  # kept by each thread
 CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
 TRAINING, BACKWARD = 64, 128  # dnnl_forward_training, dnnl_backward
@@ -157,6 +164,22 @@ def problem() -> str | None:
     return library if isinstance(library, str) else None
 
 
+@contextmanager
+def _patient_openmp() -> Iterator[None]:
+    """Have OpenMP, which reads this when it is loaded, spin for a tenth of a second before it sleeps, unless it is told
+    otherwise: a thread that sleeps between two products of a token wakes up too late for the next.
+    """
+    name = "GOMP_SPINCOUNT"
+    if name in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ[name] = SPINS
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 @cache
 def _loaded() -> _Library | str:
     path = _path()
@@ -167,13 +190,15 @@ def _loaded() -> _Library | str:
     except ImportError:
         return f"ml_dtypes is not installed ({EXTRA})"
     try:
-        free = ctypes.CDLL(str(path))
+        with _patient_openmp():
+            free = ctypes.CDLL(str(path))
         held = ctypes.PyDLL(str(path))
         for name, arguments in SIGNATURES.items():
             for library in (free, held):
                 getattr(library, name).argtypes = arguments
         isa = free.dnnl_get_effective_cpu_isa()
-        free.omp_set_num_threads.restype = None
+        held.omp_set_num_threads.argtypes = [c_int]
+        held.omp_set_num_threads.restype = None
         free.dnnl_memory_desc_get_size.restype = c_size_t
         free.dnnl_primitive_desc_query_md.restype = c_void_p
     except (OSError, AttributeError) as error:
@@ -298,15 +323,26 @@ class _Primitive:
     Args:
         describe: one of the functions above. options: its further arguments.
         places: of the arguments, oneDNN's numbers. layouts: of each.
+        n_threads: of OpenMP's, that will share it.
     """
 
     def __init__(
-        self, describe: Callable[..., c_void_p], options: tuple[Any, ...], places: tuple[int, ...], *layouts: Layout
+        self,
+        describe: Callable[..., c_void_p],
+        options: tuple[Any, ...],
+        places: tuple[int, ...],
+        *layouts: Layout,
+        n_threads: int = 1,
     ) -> None:
+        # before the number of threads is told, for what oneDNN likes best depends on it
         descriptors = {place: _descriptor(layout) for place, layout in zip(places, layouts)}
-        description = describe(descriptors, *options)
         self.free, self.held, _ = _library()
-        self.handle = _made("dnnl_primitive_create", description)
+        self.held.omp_set_num_threads(n_threads)
+        try:
+            description = describe(descriptors, *options)
+            self.handle = _made("dnnl_primitive_create", description)
+        finally:
+            self.held.omp_set_num_threads(1)
         self.memories = [_made("dnnl_memory_create", descriptors[place], _engine(), None) for place in places]
         self.arguments = (_Argument * len(places))(*map(_Argument, places, self.memories))
         for descriptor in descriptors.values():
@@ -337,7 +373,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        _library().free.omp_set_num_threads(1)  # for the calls that this thread will make
+        _library().held.omp_set_num_threads(1)  # for the calls that this thread will make
         self.stream = _made("dnnl_stream_create", _engine(), IN_ORDER)
         self.primitive = lru_cache(N_PRIMITIVES)(_Primitive)
 
@@ -458,6 +494,7 @@ class FewRows:
 
     Attributes:
         x: (N, K) of the matrix's dtype, to be filled.
+        numbers: the bits of x, as whole numbers.
         out: (N, M) of float32, what `run` writes.
         scratch: for who fills x.
     """
@@ -465,18 +502,36 @@ class FewRows:
     def __init__(self, matrix: LaidMatrix, n_rows: int) -> None:
         n_inner, n_columns = matrix.shape
         self.x = np.zeros((n_rows, n_inner), np.int8 if matrix.itemsize == 1 else bfloat16())
+        self.numbers = self.x.view(np.int8 if matrix.itemsize == 1 else np.uint16)
         self.out = np.zeros((n_rows, n_columns), np.float32)
         self.scratch: tuple[np.ndarray, ...] = ()
         places, layouts, arrays = matrix._arguments(self.x, self.out)
         then = () if matrix.factors is None else (("times",),)
-        self.primitive = _Primitive(_matmul, then, places, *layouts)
-        self.primitive.point_at(arrays)
-        self.arrays = arrays  # they must live as long
         self.stream = _this_thread().stream
-        self.execute = self.primitive.free.dnnl_primitive_execute
+        self.n_threads = threads.n_threads()
+        self.alone = _Primitive(_matmul, then, places, *layouts)
+        spinning.watch_forks()
+        self.shared = _Primitive(_matmul, then, places, *layouts, n_threads=self.n_threads)
+        self.alone.point_at(arrays)
+        self.shared.point_at(arrays)
+        self.arrays = arrays  # they must live as long
+        self.n_bytes = matrix.memory.nbytes
+        self.set_threads = self.alone.held.omp_set_num_threads
+        self.execute = self.alone.free.dnnl_primitive_execute
 
     def run(self) -> None:
-        primitive = self.primitive
+        if not spinning.keep_up:
+            self._run(self.alone)
+            return
+        start = perf_counter()
+        self.set_threads(self.n_threads)
+        try:
+            self._run(self.shared)
+        finally:
+            self.set_threads(1)
+        spinning.keep_up.took(perf_counter() - start, self.n_bytes)
+
+    def _run(self, primitive: _Primitive) -> None:
         status = self.execute(primitive.handle, self.stream, len(primitive.memories), primitive.arguments)
         _check("dnnl_primitive_execute", status)
 

@@ -196,6 +196,8 @@ def fill(model: Layer, family: Family, source: Source, weights: str) -> None:
         if kind == "blocks":
             parameter.array = _of_blocks(layout, name, theirs)
         elif kind == "float32":
+            if role_of(parameter) in ("matrix", "head"):
+                parameter.array = np.empty(parameter.shape, np.float32, order="F")  # as `Layer.use_order` tells
             _write(layout, name, pieces, theirs, parameter.array)
         else:
             parameter.array = _of_few_bits(layout, name, pieces, theirs, kind)

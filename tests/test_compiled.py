@@ -1,0 +1,89 @@
+"""What Numba compiles, beside the plain versions; `test_kernels.py` has more of these."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tricycle import kernels
+from tricycle_accelerators.compiled import generation
+from tricycle_accelerators.compiled.generation import loops
+
+pytest.importorskip("numba")
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_they_are_asked():
+    """So that the cases of `test_kernels.py` are about them."""
+    assert generation.normalise(normal(2, 8), np.ones(8, np.float32), None, 1e-5, False) is not NotImplemented
+    assert generation.normalise(normal(2, 8), *np.ones((2, 8), np.float32), 1e-5, True) is not NotImplemented
+    assert generation.gated_swish(normal(2, 8)) is not NotImplemented
+    assert generation.attend_one(normal(4, 8), normal(5, 2, 8), normal(5, 2, 8), 0.3, None, False) is not NotImplemented
+    assert generation.turn(normal(2, 4, 8), normal(2, 4), normal(2, 4)) is None
+    assert generation.normalise(normal(2, 8).astype(np.float64), None, None, 1e-5, False) is NotImplemented
+
+
+@pytest.mark.parametrize("name", ["gated_swish", "attend_one"])
+def test_exponents_far_apart(name):
+    if name == "gated_swish":
+        arguments = [np.concatenate([normal(3, 300), np.linspace(-200, 200, 900, dtype=np.float32).reshape(3, 300)], 1)]
+    else:
+        arguments = [200 * normal(4, 8), normal(50, 2, 8), normal(50, 2, 8, seed=1), 1.0, None, True]
+    with np.errstate(over="ignore"):
+        expected = getattr(kernels, name).plain(*arguments)
+    np.testing.assert_allclose(getattr(kernels, name)(*arguments), expected, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_comes_through(bad):
+    """Broken weights are noticed by who draws tokens: here nothing may hide them."""
+    x = normal(1, 64)
+    x[0, 37] = bad
+    gain = np.ones(64, np.float32)
+    assert not np.isfinite(kernels.normalise(x, gain, None, 1e-5, False)).all()
+    assert not np.isfinite(kernels.normalise(x, gain, gain, 1e-5, True)).all()
+    assert not np.isfinite(kernels.gated_swish(x)).all()
+    values = normal(5, 1, 64)
+    values[3, 0, 1] = bad
+    assert not np.isfinite(kernels.attend_one(normal(2, 64), normal(5, 1, 64), values, 0.1, None, False)).all()
+    halves = np.empty((2, 64), np.int8)
+    assert not loops().split_int8(x, halves, np.empty(1, np.float32))
+    assert not loops().split_bfloat16(x, halves.view(np.int8).repeat(2, 1).view(np.uint16))
+
+
+@pytest.mark.parametrize("n_rows", [1, 5])
+def test_halves_of_8_bits_are_the_number(n_rows):
+    x = normal(n_rows, 70) * np.geomspace(1e-20, 1e20, n_rows, dtype=np.float32)[:, None]
+    halves = np.empty((2 * n_rows, 70), np.int8)
+    steps = np.empty(n_rows, np.float32)
+    assert loops().split_int8(x, halves, steps)
+    joined = np.empty_like(x)
+    loops().join_int8(halves.astype(np.float32), steps, joined)
+    assert (np.abs(joined - x) <= 0.51 * steps[:, None]).all()
+    assert (np.abs(x).max(axis=1) / steps <= 32_512.01).all()
+
+
+def test_halves_of_16_bits_are_the_number():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = normal(3, 70)
+    halves = np.empty((6, 70), ml_dtypes.bfloat16)
+    assert loops().split_bfloat16(x, halves.view(np.uint16))
+    np.testing.assert_array_equal(halves[:3], x.astype(ml_dtypes.bfloat16))
+    np.testing.assert_allclose(halves[:3].astype(np.float32) + halves[3:].astype(np.float32), x, 2**-16)
+
+
+def test_nothing_is_imported_before_it_is_needed():
+    program = """
+import sys
+import numpy as np
+from tricycle import kernels
+kernels.matmul(np.ones((2, 2)), np.ones((2, 2)))
+assert "numba" not in sys.modules
+kernels.gated_swish(np.ones((1, 2), np.float32))
+assert "numba" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

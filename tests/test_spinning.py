@@ -1,0 +1,106 @@
+"""Threads of BLAS and OpenMP for short products: when they are asked, and that it makes no difference to the result."""
+
+import math
+import os
+
+import numpy as np
+import pytest
+
+from tricycle import kernels
+from tricycle_accelerators import spinning, threads
+from tricycle_accelerators.spinning import FIRST_REST, LATE, LONGEST_REST
+
+
+@pytest.fixture
+def trust(monkeypatch):
+    monkeypatch.setattr(threads, "n_threads", lambda: 2)
+    made = spinning._Trust()
+    monkeypatch.setattr(spinning, "keep_up", made)
+    yield made
+    threads._helpers.cache_clear()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_two_late_products_make_them_rest_longer_each_time(trust, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(spinning, "perf_counter", clock)
+    rests = []
+    for _ in range(7):
+        assert trust
+        while trust:
+            trust.took(LATE * 4, 1000)
+        rests.append(trust.until - clock.now)
+        clock.now = trust.until
+    assert rests[:3] == pytest.approx([FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST])
+    assert max(rests) == pytest.approx(LONGEST_REST)
+
+
+def test_one_late_product_in_many_is_forgotten(trust):
+    for _ in range(20):
+        trust.took(LATE * 4, 1000)
+        for _ in range(300):
+            trust.took(LATE / 100, 1000)
+        assert trust
+
+
+def test_a_large_matrix_may_take_longer(trust):
+    for _ in range(10):
+        trust.took(LATE * 4, 10**9)
+    assert trust
+
+
+def test_one_thread_needs_no_others(trust, monkeypatch):
+    monkeypatch.setattr(threads, "n_threads", lambda: 1)
+    assert not trust
+
+
+@pytest.mark.parametrize("shape", [(576, 960), (64, 4097), (5000, 67), (1536, 576), (257, 1031)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_row_gets_the_same_bits_whoever_multiplies(trust, shape, dtype):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, shape[0])).astype(dtype)
+    matrix = rng.standard_normal(shape).astype(dtype).copy(order="F")
+    results = []
+    for until in (0.0, math.inf):
+        trust.until = until
+        results.append(kernels.matmul(x, matrix, np.ones(shape[1], dtype)).tobytes())
+    assert results[0] == results[1]
+    if spinning._blas() is not None:
+        trust.until = 0.0
+        assert spinning.vector_product(x, matrix) is not None
+        trust.until = math.inf
+        assert spinning.vector_product(x, matrix) is None
+
+
+def test_blas_has_its_number_of_threads_back(trust):
+    before = [library.num_threads for library in threads.blas_libraries()]
+    matrix = np.ones((600, 900), np.float32).T
+    kernels.matmul(np.ones((1, 900), np.float32), matrix)
+    assert [library.num_threads for library in threads.blas_libraries()] == before
+
+
+def test_whoever_counts_on_one_thread_is_left_alone(trust, monkeypatch):
+    monkeypatch.setattr(threads, "blas_hold", threads._BlasHold())  # an earlier test may hold it for good
+    matrix = np.ones((900, 600), np.float32, order="F")
+    row = np.ones((1, 900), np.float32)
+    with threads.one_blas_thread():
+        assert spinning.vector_product(row, matrix) is None
+    if spinning._blas() is not None:
+        assert spinning.vector_product(row, matrix) is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(trust):
+    spinning.watch_forks()
+    child = os.fork()
+    if child == 0:
+        os._exit(1 if trust else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert trust

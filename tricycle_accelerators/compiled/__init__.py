@@ -1,0 +1,33 @@
+"""Versions for NumPy arrays that Numba compiles (https://numba.pydata.org): many small steps in one call.
+
+They are for what a token asks for between its products, where each call of NumPy costs more than what it computes. It
+comes with `pip install 'tricycle-gpt[numba]'`. Compiling takes some seconds once; what comes of it is kept beside the
+files, or in the user's cache where these cannot be written to. Nothing is imported or compiled before the first call.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+from tricycle import kernels
+from tricycle_accelerators.compiled import generation
+
+
+@cache
+def available() -> bool:
+    """Whether Numba is installed."""
+    try:
+        return find_spec("numba") is not None
+    except ImportError:
+        return False
+
+
+def register(array: type) -> None:
+    """Offer these versions, where Numba is installed."""
+    if not available():
+        return
+    kernels.normalise.on(array)(generation.normalise)
+    kernels.gated_swish.on(array)(generation.gated_swish)
+    kernels.turn.on(array)(generation.turn)
+    kernels.attend_one.on(array)(generation.attend_one)

@@ -1,0 +1,223 @@
+"""The loops that Numba compiles. Importing this compiles them, or loads what was compiled before.
+
+Shapes: R rows, C channels; H heads, D head size; K heads of keys, G heads of queries for each, S tokens so far.
+
+Sums may be made in any order, so that processors add several numbers at once. Infinity and NaN are kept, but where it
+is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
+NO_NAN = ANY_ORDER | {"nnan", "ninf"}
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+ONE = np.float32(1)
+LOG2_E = np.float32(math.log2(math.e))
+FARTHEST = np.float32(87)  # e to this is near the ends of float32
+LARGEST = np.float32(32512)  # 127 * 256, of a row's numbers as whole steps
+OFFSET = np.float32(128 * 256 + 128 + 0.5)
+SMALLEST = np.float32(1e-30)
+
+
+def _compiled(signature: str, flags: set[str] = ANY_ORDER) -> Callable[[Callable[..., Any]], Any]:
+    """Compile for these types, or load what was compiled before."""
+
+    def compile_(loop: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(signature, cache=True, fastmath=flags, **OPTIONS)(loop)
+        except RuntimeError:  # there is no place to keep it
+            return numba.njit(signature, fastmath=flags, **OPTIONS)(loop)
+
+    return compile_
+
+
+@numba.njit(inline="always")
+def _exp_parts(x: Any) -> Any:
+    """e^x as y 2^n: y from a polynomial (error 1e-7), n for the exponent's bits: many at a time, as exp is not."""
+    t = min(max(x, -FARTHEST), FARTHEST) * LOG2_E
+    n = np.floor(t + np.float32(0.5))
+    f = t - n
+    y = np.float32(1.535336188319500e-4)
+    y = y * f + np.float32(1.339887440266574e-3)
+    y = y * f + np.float32(9.618437357674640e-3)
+    y = y * f + np.float32(5.550332471162809e-2)
+    y = y * f + np.float32(2.402264791363012e-1)
+    y = y * f + np.float32(6.931472028550421e-1)
+    y = y * f + ONE
+    return y, np.int32(n)
+
+
+# -------------------------------------------------------------------- norms
+@_compiled("void(f4[:, ::1], f4[::1], f8, f4[:, ::1])")
+def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray) -> None:
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        total = np.float32(0)
+        for j in range(size):
+            total += x[i, j] * x[i, j]
+        scale = np.float32(1 / math.sqrt(total / size + eps))
+        for j in range(size):
+            y[i, j] = x[i, j] * scale * gain[j]
+
+
+@_compiled("void(f4[:, ::1], f4[::1], f4[::1], f8, f4[:, ::1])")
+def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray) -> None:
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        total = np.float32(0)
+        for j in range(size):
+            total += x[i, j]
+        mean = np.float32(total / size)
+        total = np.float32(0)
+        for j in range(size):
+            y[i, j] = x[i, j] - mean
+            total += y[i, j] * y[i, j]
+        scale = np.float32(1 / math.sqrt(total / size + eps))
+        for j in range(size):
+            y[i, j] = y[i, j] * scale * gain[j] + bias[j]
+
+
+# -------------------------------------------------------------------- between products
+@_compiled("void(f4[:, ::1], f4[:, ::1])")
+def gated_swish(x: np.ndarray, y: np.ndarray) -> None:
+    """(R, 2 C) to (R, C)."""
+    n_rows, size = y.shape
+    for i in range(n_rows):
+        powers = y[i]
+        bits = powers.view(np.int32)
+        for j in range(size):
+            power, exponent = _exp_parts(-x[i, size + j])
+            powers[j] = power
+            bits[j] += exponent << 23
+        for j in range(size):
+            y[i, j] = x[i, j] * x[i, size + j] / (ONE + powers[j])
+
+
+@_compiled("void(f4[:, :, :], f4[:, ::1], f4[:, ::1])")
+def turn(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
+    """(R, H, D) in place; cos and sin (R, n)."""
+    n_rows, n_heads, _ = heads.shape
+    n_pairs = cos.shape[1]
+    for i in range(n_rows):
+        for h in range(n_heads):
+            for j in range(n_pairs):
+                first, second = heads[i, h, j], heads[i, h, n_pairs + j]
+                heads[i, h, j] = first * cos[i, j] - second * sin[i, j]
+                heads[i, h, n_pairs + j] = second * cos[i, j] + first * sin[i, j]
+
+
+@_compiled("f4(f4[::1])", NO_NAN)
+def _largest(x: np.ndarray) -> Any:
+    largest = x[0]
+    for j in range(len(x)):
+        largest = max(largest, x[j])
+    return largest
+
+
+@_compiled("void(f4[:, :, ::1], f8, b1, f4[:, :, ::1])")
+def shares(products: np.ndarray, scale: float, nothing: bool, weights: np.ndarray) -> None:
+    """The softmax of scores (K, S, G) times the scale, as (K, G, S); with `nothing` softmax1."""
+    n_key_heads, n_heads, n_tokens = weights.shape
+    factor = np.float32(scale)
+    for k in range(n_key_heads):
+        for g in range(n_heads):
+            row = weights[k, g]
+            for s in range(n_tokens):
+                row[s] = products[k, s, g] * factor
+            largest = _largest(row)
+            if nothing:
+                largest = max(largest, np.float32(0))
+            bits = row.view(np.int32)
+            for s in range(n_tokens):
+                power, exponent = _exp_parts(row[s] - largest)
+                row[s] = power
+                bits[s] += exponent << 23
+            total = np.float32(0)
+            for s in range(n_tokens):
+                total += row[s]
+            if nothing:
+                total += np.float32(math.exp(-largest))
+            share = ONE / total
+            for s in range(n_tokens):
+                row[s] *= share
+
+
+# -------------------------------------------------------------------- numbers as two of fewer bits
+@_compiled("f4(f4[::1])", NO_NAN)
+def _largest_size(x: np.ndarray) -> Any:
+    largest = SMALLEST
+    for j in range(len(x)):
+        largest = max(largest, abs(x[j]))
+    return largest
+
+
+@_compiled("b1(f4[:, ::1], i1[:, ::1], f4[::1])")
+def split_int8(x: np.ndarray, halves: np.ndarray, scales: np.ndarray) -> bool:
+    """Rows (R, K) as whole numbers of steps: (2 R, K), first what is left of each and then what is large, in 256 steps.
+
+    Args:
+        scales: (R,), how large a step is.
+
+    Returns:
+        False where there is infinity or NaN.
+    """
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        broken = np.float32(0)
+        for j in range(size):
+            broken += x[i, j] * np.float32(0)
+        if broken != 0:
+            return False
+        largest = _largest_size(x[i])
+        scales[i] = largest / LARGEST
+        factor = LARGEST / largest
+        for j in range(size):
+            whole = np.int32(x[i, j] * factor + OFFSET)
+            halves[i, j] = np.int8((whole & 255) - 128)
+            halves[n_rows + i, j] = np.int8((whole >> 8) - 128)
+    return True
+
+
+@_compiled("void(f4[:, ::1], f4[::1], f4[:, ::1])")
+def join_int8(products: np.ndarray, scales: np.ndarray, result: np.ndarray) -> None:
+    """Products of both halves (2 R, M) to those of the numbers (R, M)."""
+    n_rows, size = result.shape
+    for i in range(n_rows):
+        for j in range(size):
+            result[i, j] = (products[n_rows + i, j] * np.float32(256) + products[i, j]) * scales[i]
+
+
+@_compiled("u4(u4)")
+def _rounded(bits: Any) -> Any:
+    """A float32 as its nearest bfloat16, ties to even: the upper half of its bits."""
+    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+@_compiled("b1(f4[:, ::1], u2[:, ::1])")
+def split_bfloat16(x: np.ndarray, halves: np.ndarray) -> bool:
+    """Rows (R, K) as bfloat16 (2 R, K), and what is left of each as bfloat16. False where there is infinity or NaN."""
+    n_rows, size = x.shape
+    rest = np.empty(size, np.float32)
+    rest_bits = rest.view(np.uint32)
+    for i in range(n_rows):
+        broken = np.float32(0)
+        bits = x[i].view(np.uint32)
+        for j in range(size):
+            broken += x[i, j] * np.float32(0)
+            upper = _rounded(bits[j])
+            halves[i, j] = np.uint16(upper)
+            rest_bits[j] = upper << np.uint32(16)
+        if broken != 0:
+            return False
+        for j in range(size):
+            rest[j] = x[i, j] - rest[j]
+        for j in range(size):
+            halves[n_rows + i, j] = np.uint16(_rounded(rest_bits[j]))
+    return True

@@ -1,0 +1,116 @@
+"""The threads of BLAS and of OpenMP, for short products.
+
+They wait for work by spinning, so they begin within a microsecond, where ours (`threads.py`), which sleep, take thirty:
+in the hundred products of a token that is a third of its time. But all must come to the end of a product before it is
+done, and where the system has put one aside for another program, each product waits for it, for milliseconds. So they
+are asked while they keep up; after two late products ours, of which each takes what is left to do, have their turn for
+a while. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle_accelerators import threads
+
+LATE, SLOW = 0.002, 2e9  # seconds, and bytes a second of a matrix: a product that takes longer than both is late
+FORGETS = 0.98  # of late products, with each that is not
+FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds
+
+
+class _Trust:
+    """Whether such threads are asked now.
+
+    Attributes:
+        n_late: of the products lately.
+        rest: seconds for which they will not be asked when they are late again.
+        until: when they are asked again.
+    """
+
+    def __init__(self) -> None:
+        self.n_late = 0.0
+        self.rest = FIRST_REST
+        self.until = 0.0
+
+    def __bool__(self) -> bool:
+        return perf_counter() >= self.until and threads.n_threads() > 1 and not threads.inside_work()
+
+    def took(self, seconds: float, n_bytes: int) -> None:
+        """Learn how long a product with a matrix of so many bytes has taken."""
+        if seconds < LATE + n_bytes / SLOW:
+            self.n_late *= FORGETS
+            if self.n_late < 0.01:
+                self.rest = FIRST_REST
+            return
+        self.n_late += 1
+        if self.n_late >= 2:
+            self.n_late = 0.5  # the next late one but one is enough
+            self.until = perf_counter() + self.rest
+            self.rest = min(2 * self.rest, LONGEST_REST)
+
+
+keep_up = _Trust()
+
+
+@cache
+def watch_forks() -> None:
+    """OpenMP's threads do not live on in a forked process, and whoever asks for them there waits for ever."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_never_again)
+
+
+def _never_again() -> None:
+    keep_up.until = float("inf")
+
+
+# -------------------------------------------------------------------- BLAS
+class _Blas(NamedTuple):
+    """How many threads NumPy's BLAS has, asked and said as quickly as can be."""
+
+    get: Callable[[], int]
+    set: Callable[[int], None]
+
+
+@cache
+def _blas() -> _Blas | None:
+    """None where it is no OpenBLAS with threads of its own, or several are loaded."""
+    libraries = threads.blas_libraries()
+    if len(libraries) != 1 or libraries[0].internal_api != "openblas" or libraries[0].threading_layer != "pthreads":
+        return None
+    library: Any = ctypes.PyDLL(libraries[0].filepath)  # it is loaded already
+    for prefix in ("", "scipy_"):
+        for suffix in ("", "64_", "_64"):
+            names = [f"{prefix}openblas_{verb}_num_threads{suffix}" for verb in ("get", "set")]
+            if all(hasattr(library, name) for name in names):
+                return _Blas(*(getattr(library, name) for name in names))
+    return None
+
+
+def vector_product(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+    """a b for one row a (1, K) and a matrix b (K, M) whose columns lie in one piece each, in BLAS's own threads.
+
+    Returns:
+        None where ours are to do it.
+    """
+    blas = _blas()
+    if blas is None or not keep_up:
+        return None
+    with threads.turn, threads.blas_hold.lock:
+        if threads.blas_hold.n_holders > threads.blas_hold.for_good:
+            return None  # somebody counts on one thread
+        before = blas.get()
+        try:
+            blas.set(threads.n_threads())
+            start = perf_counter()
+            product: np.ndarray = a @ b
+            keep_up.took(perf_counter() - start, b.nbytes)
+        finally:
+            blas.set(before)
+    return product
