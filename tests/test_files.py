@@ -131,10 +131,10 @@ def test_a_pipe_keeps_its_name(tmp_path, name):
 # -------------------------------------------------------------------- lines
 def test_lines_are_added(tmp_path):
     path = tmp_path / "lines"
-    for i, sync in enumerate([True, False, True]):
-        append(path, f"zwölf {i}\nand more\n", sync)
+    for i in range(3):
+        append(path, f"zwölf {i}\nand more\n")
     assert path.read_bytes() == "".join(f"zwölf {i}\nand more\n" for i in range(3)).encode()
-    append(path, "", sync=True)
+    append(path, "")
     assert path.read_text(encoding="utf-8").count("\n") == 6
 
 

@@ -52,14 +52,14 @@ def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[I
         _sync_folder(path.parent)
 
 
-def append(path: str | os.PathLike[str], text: str, sync: bool = False) -> None:
+def append(path: str | os.PathLike[str], text: str) -> None:
     """Add lines to a file: all of them or, where that fails, none, so that it can be done again.
 
-    A reader meets no half line, and a last line that something else cut off is dropped before.
+    A reader meets no half line, and a last line that something else cut off is dropped before. When this returns, the
+    lines are on the disk.
 
     Args:
         text: whole lines, each with its "\\n".
-        sync: return when they are on the disk, with all that was there before.
 
     Raises:
         OSError: of the disk; it names `path`.
@@ -72,13 +72,12 @@ def append(path: str | os.PathLike[str], text: str, sync: bool = False) -> None:
             left = memoryview(text.encode("utf-8"))
             while left:
                 left = left[file.write(left) :]
-            if sync:
-                _sync(file.fileno())
+            _sync(file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
-    if sync and is_new:
+    if is_new:
         _sync_folder(path.parent)
 
 

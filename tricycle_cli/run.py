@@ -112,14 +112,12 @@ class Run:
         }
         self.say(f"step {more.get('bad_step', step)}: {reason}: {done[action]}")
 
-    def flush(self, sync: bool = False) -> None:
-        """Write the lines that were gathered.
-
-        Args:
-            sync: see that all lines so far are on the disk.
-        """
+    def flush(self) -> None:
+        """Write the lines that were gathered."""
+        if not self._log:
+            return
         text = "".join(json.dumps(line) + "\n" for line in self._log)
-        self.write(lambda: append(self.metrics, text, sync))
+        self.write(lambda: append(self.metrics, text))
         self._log.clear()
 
     def save(self, state: TrainingState, path: Path) -> None:
@@ -128,7 +126,7 @@ class Run:
         Raises:
             NonFiniteError: a weight or a moment is not finite; nothing is saved then.
         """
-        self.flush(sync=True)
+        self.flush()
         state.samples_size = self.samples.stat().st_size if self.samples.exists() else 0
         try:
             self.write(lambda: state.save(path, self.tokeniser))
@@ -443,6 +441,6 @@ def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, p
     drawn = generate(state.model, ids, n_tokens, sampling)
     text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
     title = f"--- sample at step {state.step}"
-    run.write(lambda: append(run.samples, f"{title}\n{text}\n", sync=True))
+    run.write(lambda: append(run.samples, f"{title}\n{text}\n"))
     run.say(f"{title}\n{text}\n---")
     return text
