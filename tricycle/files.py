@@ -35,7 +35,7 @@ def atomic_write(path: str | os.PathLike[str], text: bool = False) -> Iterator[I
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path}: expected a file or nothing of that name, got a device or a pipe")
-    _make_folder(path.parent)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     how: dict[str, Any] = {"mode": "w", "encoding": "utf-8", "newline": "\n"} if text else {"mode": "wb"}
     with naming(path, instead_of=temporary):
@@ -122,7 +122,7 @@ def _named(error: OSError, path: str) -> OSError:
     return OSError(error.errno, error.strerror, path)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make a folder and those that it lies in, durably."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)

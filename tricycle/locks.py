@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tricycle.files import make_folder
+
 NAME = ".lock"
 # Windows keeps others from reading what is locked, so a byte far behind the text is.
 FAR = 2**30
@@ -50,7 +52,7 @@ class FolderLock:
 
     def __enter__(self) -> FolderLock:
         self._made_folder = not self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         while not self._take():
             if not self.wait:
                 raise LockedError(self._who())

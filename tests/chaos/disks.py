@@ -804,14 +804,14 @@ def main() -> int:
             if arguments.only != "cuts":
                 faults = all_faults(calls)
                 if arguments.short:
-                    faults = generator.sample(faults, 6)
+                    faults = generator.sample(faults, 3)
                 tasks = [_task(try_fault, bed, fault, resumed, policy) for fault, policy in faults]
                 n_bad += _report("faults", tasks, arguments.jobs)
             if arguments.only != "faults":
                 images = list(cuts(start, log, case.folder, arguments.seed).values())
                 print(f"  power cuts: {len(log) + 1} prefixes, {len(images)} different disks")
                 if arguments.short:
-                    images = generator.sample(images, 6)
+                    images = generator.sample(images, 3)
                 tasks = [_task(try_cut, bed, *image, f"cut-{resumed}") for image in images]
                 n_bad += _report("power cuts", tasks, arguments.jobs)
     finally:
