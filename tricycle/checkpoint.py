@@ -30,8 +30,20 @@ from tricycle.tokeniser import Tokeniser
 FORMAT = 1
 A_CHECKPOINT = "a whole checkpoint of Tricycle"
 # The types of numbers, as NumPy and as the format call them.
-KINDS = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "<i8": "I64", "<i4": "I32", "<i2": "I16", "|i1": "I8"}
-KINDS |= {"<u8": "U64", "<u4": "U32", "<u2": "U16", "|u1": "U8", "|b1": "BOOL"}
+KINDS = {
+    "<f8": "F64",
+    "<f4": "F32",
+    "<f2": "F16",
+    "<i8": "I64",
+    "<i4": "I32",
+    "<i2": "I16",
+    "|i1": "I8",
+    "<u8": "U64",
+    "<u4": "U32",
+    "<u2": "U16",
+    "|u1": "U8",
+    "|b1": "BOOL",
+}
 PathLike = str | os.PathLike[str]
 
 

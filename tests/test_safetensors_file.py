@@ -1,0 +1,67 @@
+"""The frame of safetensors files: what is written is read, and what is not as it should be is named.
+
+What hostile files do is tested where they are read: test_pretrained.py, test_checkpoint.py.
+"""
+
+import io
+import json
+
+import pytest
+from safetensors import safe_open
+
+from tricycle.safetensors_file import Place, read_places, write_header
+
+LAYOUT = {"a": ("F32", (2, 3)), "b": ("U8", (5,)), "none": ("F64", (0, 4))}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        write_header(file, LAYOUT, {"said": "so"})
+        file.write(bytes(29))
+    return path
+
+
+def test_what_is_written_is_read(path):
+    places, metadata, start = read_places(path)
+    assert metadata == {"said": "so"}
+    assert places == {
+        "a": Place("F32", (2, 3), start),
+        "b": Place("U8", (5,), start + 24),
+        "none": Place("F64", (0, 4), start + 29),
+    }
+    assert [place.n_bytes for place in places.values()] == [24, 5, 0]
+    assert start % 8 == 0 and path.stat().st_size == start + 29
+
+
+def test_others_read_it_too(path):
+    with safe_open(path, framework="numpy") as file:
+        assert file.metadata() == {"said": "so"}
+        assert {name: file.get_tensor(name).shape for name in file.keys()} == {  # noqa: SIM118
+            name: shape for name, (_, shape) in LAYOUT.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, None),
+        ({"dtype": "F3", "shape": [2], "data_offsets": [0, 8]}, "expected one of the types"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "expected a shape of whole numbers"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}, "cut off or damaged"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}, "8 bytes are not those of shape"),
+        ([], "expected an object"),
+    ],
+)
+def test_a_wrong_place_is_named(tmp_path, entry, said):
+    header = json.dumps({"x": entry}).encode()
+    content = io.BytesIO()
+    content.write(len(header).to_bytes(8, "little") + header + bytes(8))
+    (tmp_path / "file").write_bytes(content.getvalue())
+    if said is None:
+        assert read_places(tmp_path / "file")[0]["x"].n_bytes == 8
+        return
+    with pytest.raises(ValueError, match=said) as caught:
+        read_places(tmp_path / "file")
+    assert str(caught.value).startswith(f"{tmp_path / 'file'}: ")
