@@ -1,0 +1,150 @@
+"""Every faster version of a kernel on arguments that Hypothesis draws, in 1, 2, 3 and 7 threads, against the plain one.
+
+Odd shapes, any memory layout, two inputs that are one array, pieces so small that all threads get some. The same cases
+come every time. A longer form, from a seed of one's own:
+
+    TRICYCLE_EXAMPLES=500 TRICYCLE_SEED=7 python -m pytest -m slow -s tests/test_kernel_properties.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from kernel_properties import ARGUMENTS, Arguments
+from test_kernels import NOT_OPS, assert_close
+from test_properties import LAYOUTS
+from versions import registered_by
+
+from tricycle.kernels import KERNELS
+from tricycle_accelerators import attention_blocks, cpu, pieces, threads
+
+FASTER = registered_by(cpu.register)  # oneDNN's where it can be used, and the threads'
+VERSIONS = [(name, i) for name in sorted(set(FASTER) - NOT_OPS) for i in range(len(FASTER[name]))]
+WRITABLE = sorted(set(LAYOUTS) - {"read-only", "repeated"})
+RETURNED_AS_THEY_CAME = {"operand", "operand_and_sums"}  # an input may come back itself
+
+EXAMPLES, SEED = (int(os.environ.get(f"TRICYCLE_{name}", n)) for name, n in [("EXAMPLES", 20), ("SEED", 0)])
+CASES: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 7], ids=lambda n: f"{n} threads")
+def n_threads(request) -> Iterator[int]:
+    """As many threads as that, whatever this machine has, and everything shared."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "n_threads", lambda: request.param)
+        patch.setattr(cpu.matrices, "SMALL_PRODUCT", 0)
+        patch.setattr(cpu.attention, "SHORT", 0)
+        patch.setattr(attention_blocks, "KEY_BLOCK", 24)
+        patch.setattr(pieces, "PIECE", 64)
+        threads._helpers.cache_clear()
+        yield request.param
+        threads._helpers.cache_clear()
+
+
+# -------------------------------------------------------------------- one case
+def laid_out(drawn: Arguments, dtype: type, layouts: list[str], share: bool) -> list[Any]:
+    """The arguments in memory; two inputs of one shape are one array where that is asked for."""
+    values: list[Any] = []
+    for place, (value, layout) in enumerate(zip(drawn.values, layouts)):
+        if isinstance(value, np.ndarray | np.float64):
+            value = np.asarray(value).astype(dtype) if value.dtype.kind == "f" else value
+            is_written = place in drawn.written
+            usual = (layout == "repeated" and value.dtype.kind != "f") or (is_written and layout not in WRITABLE)
+            if value.size and value.ndim:
+                value = LAYOUTS["C" if usual else layout](value)
+        values.append(value)
+    read = [place for place, x in enumerate(values) if isinstance(x, np.ndarray) and place not in drawn.written]
+    twins = [(i, j) for i, j in itertools.combinations(read, 2) if _alike(values[i], values[j])]
+    if share and twins:
+        i, j = twins[0]
+        values[j] = values[i]
+    return values
+
+
+def _alike(x: np.ndarray, y: np.ndarray) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.dtype.kind == "f"
+
+
+def fresh(values: list[Any], dtype: type | None = None) -> list[Any]:
+    """Copies, floats in float64 where a dtype is given."""
+    return [
+        np.array(x, dtype=dtype if x.dtype.kind == "f" else None) if isinstance(x, np.ndarray) else x for x in values
+    ]
+
+
+def call(kernel: Callable, values: list[Any], written: tuple[int, ...]) -> list[np.ndarray] | None:
+    """What it returned or wrote; None where it declined. What it only reads must stay as it was."""
+    before = fresh(values)
+    result = kernel(*values)
+    if result is NotImplemented:
+        return None
+    for place, (now, old) in enumerate(zip(values, before)):
+        if isinstance(now, np.ndarray) and place not in written:
+            np.testing.assert_array_equal(now, old)
+    if written:
+        assert result is None or result is values[written[0]]
+        return [values[place] for place in written]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def run_property(version: tuple[str, int], data: Any) -> None:
+    name, i = version
+    drawn = ARGUMENTS[name](data.draw)
+    dtype = data.draw(st.sampled_from([np.float32, np.float64]))
+    layouts = [data.draw(st.sampled_from(sorted(LAYOUTS))) for _ in drawn.values]
+    share = data.draw(st.booleans())
+    values, again = (laid_out(drawn, dtype, layouts, share) for _ in range(2))
+    expected = call(KERNELS[name].plain, fresh(values, np.float64), drawn.written)
+    results = call(FASTER[name][i], values, drawn.written)
+    CASES["declined" if results is None else name] += 1
+    if results is None:
+        return
+    assert_close(name, results, expected, dtype)
+    if name not in RETURNED_AS_THEY_CAME and not drawn.written:
+        inputs = [x for x in values if isinstance(x, np.ndarray)]
+        outputs = [x for x in results if x is not None]
+        for one, other in [*itertools.product(outputs, inputs), *itertools.combinations(outputs, 2)]:
+            assert not np.shares_memory(one, other)
+    for mine, theirs in zip(call(FASTER[name][i], again, drawn.written) or [], results):
+        np.testing.assert_array_equal(mine, theirs)  # the same bits every time
+
+
+# -------------------------------------------------------------------- tests
+def test_every_kernel_with_faster_versions_has_a_property():
+    assert set(ARGUMENTS) == set(FASTER) - NOT_OPS
+
+
+QUICK = settings(max_examples=10, suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=EXAMPLES, derandomize=False)
+each_version = pytest.mark.parametrize("version", VERSIONS, ids=lambda version: f"{version[0]}-{version[1]}")
+
+
+@each_version
+@QUICK
+@given(data=st.data())
+def test_any_call(n_threads, version, data):
+    run_property(version, data)
+
+
+@pytest.mark.slow
+@each_version
+@seed(SEED)
+@LONG
+@given(data=st.data())
+def test_any_call_at_length(n_threads, version, data):
+    run_property(version, data)
+
+
+@pytest.mark.slow
+def test_count():
+    """Says how many cases were run before; seen with -s."""
+    n_declined = CASES.pop("declined", 0)
+    print(f"\n{sum(CASES.values()):,} cases of {len(CASES)} kernels, {n_declined:,} declined, seed {SEED}")
