@@ -256,9 +256,16 @@ def test_state_goes_from_one_model_to_another(rng: np.random.Generator) -> None:
 
 def test_loading_keeps_the_dtype() -> None:
     layer = Dense(2, 1)
-    layer.load_state_dict({"weights": np.ones((2, 1)), "bias": np.array([3])})
+    layer.load_state_dict({"weights": np.ones((2, 1)), "bias": np.array([3.0])})
     assert layer.weights.dtype == layer.bias.dtype == np.float32
     assert layer.bias.item() == 3
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool])
+def test_whole_numbers_are_no_weights(dtype) -> None:
+    layer = Dense(2, 1)
+    with pytest.raises(ValueError, match=f"weights: expected an array that fits float32, got {np.dtype(dtype)}"):
+        layer.load_state_dict({"weights": np.ones((2, 1), dtype), "bias": np.zeros(1)})
 
 
 def test_loading_names_every_problem_and_changes_nothing() -> None:

@@ -25,9 +25,9 @@ class Einsum(Op):
 
     Args:
         subscripts: NumPy's notation, such as "ij,jk->ik": repeated indices within an input take a
-            diagonal, "..." stands for any axes before or between, and without "->" the output has the
-            indices that occur once, in alphabetical order. With batched inputs the subscripts describe
-            one item and the batch axis is carried through.
+            diagonal, "..." stands for any axes before or between (the output must name it too), and
+            without "->" the output has the indices that occur once, in alphabetical order. With batched
+            inputs the subscripts describe one item and the batch axis is carried through.
 
     Raises:
         ValueError: malformed subscripts, or inputs that do not fit them.
@@ -119,6 +119,8 @@ def _resolve(
     most = max([n for n, part in zip(n_hidden, inputs) if "..." in part], default=0)
     if most > len(spare):
         raise ValueError(f"{title}: too many axes for one letter each, in shapes {shapes}")
+    if most > 0 and "..." not in out:
+        raise ValueError(f"{title}: expected '...' in the output, or no axes behind it, got shapes {shapes}")
     ellipsis = "".join(spare[: max(most, 0)])
     labels = []
     sizes: dict[str, int] = {}

@@ -15,7 +15,7 @@ from tricycle.initialisers import Initialiser, normal, xavier
 from tricycle.kernels import FewBits
 from tricycle.ops import Wanted, as_tensor, check_device, check_range, check_width, floating, positive
 from tricycle.precision import check_precision
-from tricycle.tensor import Operand, Parameter, Tensor, no_grad, record, to_tensor
+from tricycle.tensor import Operand, Parameter, Tensor, changed_in_place, no_grad, record, to_tensor
 
 
 class Updater(Protocol):
@@ -260,7 +260,7 @@ class Layer:
             array = state.get(name, parameter.array)
             if isinstance(parameter.array, FewBits):
                 problems.append(f"{name}: expected 32 bits to write values into, got {parameter.array}")
-            elif not devices.is_array(array) or not np.can_cast(array.dtype, parameter.dtype, "same_kind"):
+            elif not devices.is_array(array) or not _fits(array.dtype, parameter.dtype):
                 got = array.dtype if devices.is_array(array) else type(array).__name__
                 problems.append(f"{name}: expected an array that fits {parameter.dtype}, got {got}")
             elif array.shape != parameter.shape:
@@ -271,6 +271,7 @@ class Layer:
             array = devices.to_cpu(array)
             own = parameters[name].array
             own[...] = array if isinstance(own, np.ndarray) else parameters[name].xp.asarray(array)
+        changed_in_place(parameters.values())
 
     # ---------------------------------------------------------------- printing
     def __repr__(self) -> str:
@@ -290,6 +291,11 @@ class Layer:
                 lines.append(f"  {name} {head}")
                 lines += [f"  {line}" for line in rest]
         return lines
+
+
+def _fits(dtype: np.dtype, own: np.dtype) -> bool:
+    """Whether values of that dtype may become a parameter's: whole numbers are no weights, but by mistake."""
+    return np.can_cast(dtype, own, "same_kind") and (dtype.kind in "biu") == (own.kind in "biu")
 
 
 def _items(values: Iterable[Any]) -> Iterator[Any]:

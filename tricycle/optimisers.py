@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tricycle import devices, kernels
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
-from tricycle.tensor import Tensor
+from tricycle.tensor import Tensor, changed_in_place
 
 Schedule = Callable[[int], float]
 Predicate = Callable[[Tensor], bool]
@@ -298,6 +298,7 @@ class Optimiser:
             updates = [self._update_of(p, rule, factor, n_skipped) for (_, p), rule in zip(chosen, rules)]
             _make([update for update, rule in zip(updates, rules) if not rule.on_one_thread])
             _make_together([update for update, rule in zip(updates, rules) if rule.on_one_thread])
+            changed_in_place(parameter for _, parameter in chosen)
         self._step_is_open = False
 
     def rule_of(self, parameter: Tensor, name: str = "a parameter") -> Rule:

@@ -9,7 +9,9 @@ Nothing here knows what any operation computes: `ops.py` and `einsum.py` add the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import EllipsisType, ModuleType
@@ -27,17 +29,66 @@ Backward: TypeAlias = Callable[..., Sequence[Any]]
 Operand: TypeAlias = "Tensor | Array | int | float | Sequence[Any]"
 Axis: TypeAlias = int | tuple[int, ...] | None
 
-_grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
+
+class _Block:
+    """A block of code within which results are other than usual.
+
+    Attributes:
+        remembers: whether they can be differentiated.
+    """
+
+    def __init__(self, remembers: bool) -> None:
+        self.remembers = remembers
+
+
+# Those that this thread is in. Each is taken out by itself: blocks in generators end in any order.
+_blocks: ContextVar[tuple[_Block, ...]] = ContextVar("blocks", default=())
+
+
+@contextmanager
+def _inside(block: _Block) -> Iterator[None]:
+    _blocks.set((*_blocks.get(), block))
+    try:
+        yield
+    finally:
+        _blocks.set(tuple(other for other in _blocks.get() if other is not block))
 
 
 @contextmanager
 def no_grad() -> Iterator[None]:
-    """Within this block (and this thread) results remember nothing and cannot be differentiated."""
-    token = _grad_enabled.set(False)
-    try:
+    """Within this block (and this thread) results remember nothing and cannot be differentiated.
+
+    A generator that yields inside the block is still inside it while it waits: so is whoever called it.
+    """
+    with _inside(_Block(remembers=False)):
         yield
-    finally:
-        _grad_enabled.reset(token)
+
+
+@contextmanager
+def watch_arrays() -> Iterator[None]:
+    """Within this block (and this thread) results remember what the arrays of their inputs, and their own, hold, and
+    `backward` refuses where one has been changed in place since. For the search for a mistake: it reads every array
+    once more.
+
+    Elsewhere `backward` sees only what optimisers and `Layer.load_state_dict` change.
+    """
+    with _inside(_Block(remembers=True)):
+        yield
+
+
+_changing = threading.Lock()
+_n_changes = 0
+
+
+def changed_in_place(tensors: Iterable[Tensor]) -> None:
+    """Say that the arrays of these inputs or parameters hold other values now: a result that was computed from them
+    before cannot be differentiated any more, for its gradient would mix the old values and the new.
+    """
+    global _n_changes
+    with _changing:
+        _n_changes += 1
+        for tensor in tensors:
+            tensor._made = _n_changes
 
 
 class Tensor:
@@ -64,7 +115,7 @@ class Tensor:
         "requires_grad",
         "is_batched",
         "name",
-        "_freed",
+        "_made",
         "__weakref__",
     )
     # NumPy then leaves `array + tensor` to Tensor.__radd__ instead of looping over elements
@@ -89,7 +140,8 @@ class Tensor:
         self.requires_grad = requires_grad
         self.is_batched = is_batched
         self.name = name
-        self._freed = False
+        # how many changes in place there had been; of an input the number of its last one; -1 once its graph is freed
+        self._made = _n_changes
 
     # ---------------------------------------------------------------- what it holds
     @property
@@ -227,20 +279,28 @@ class Tensor:
         Tensor.__init__(self, **state)
 
     # ---------------------------------------------------------------- differentiation
-    def backward(self, retain_graph: bool = False) -> None:
+    def backward(self, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Add the gradient of this Tensor (of its sum, if it has many elements) to every input behind it.
 
-        The graph is freed on the way, so that memory falls as the pass goes on.
+        The graph is freed on the way, so that memory falls as the pass goes on. Gradients are constants: nothing can be
+        differentiated through them.
 
         Args:
             retain_graph: keep the graph, so that `backward` can run over it again.
+            create_graph: refused: there are no gradients of gradients.
 
         Raises:
-            RuntimeError: nothing behind this Tensor requires a gradient, or the graph was freed by an
-                earlier `backward`.
+            RuntimeError: nothing behind this Tensor requires a gradient; the graph was freed by an earlier `backward`;
+                or a parameter in it was changed in place since.
+            NotImplementedError: `create_graph`.
         """
+        if create_graph:
+            raise NotImplementedError("backward: expected create_graph=False: there are no gradients of gradients")
         if not self.requires_grad:
-            raise RuntimeError("backward: this Tensor does not require a gradient, nor does anything it was made from")
+            raise RuntimeError(
+                "backward: this Tensor does not require a gradient, nor does anything it was made from "
+                "(a gradient is a constant: there are no gradients of gradients)"
+            )
         order = topological_order(self)
         sums = _GradientSums()
         sums.add(self, self.xp.ones_like(self.array))
@@ -253,6 +313,8 @@ class Tensor:
                     _accumulate(node, grad, sums)
                 continue
             if grad is not None:
+                if node._made != _n_changes:
+                    _check_unchanged(node)
                 wanted = [arg.requires_grad for arg in args]
                 gradients = node._backward(grad, wanted, *node._saved)  # type: ignore[misc]
                 for arg, wants, gradient in zip(args, wanted, gradients, strict=True):
@@ -262,7 +324,7 @@ class Tensor:
                 node.args = ()
                 node._backward = None
                 node._saved = ()
-                node._freed = True
+                node._made = -1
 
     if TYPE_CHECKING:  # ops.py and einsum.py attach these: here stand only their types
 
@@ -295,8 +357,12 @@ def remembers(*args: Tensor) -> bool:
     """Whether an operation on these Tensors will be differentiated: if not, nothing need be kept for its gradient."""
     for arg in args:
         if arg.requires_grad:
-            return _grad_enabled.get()
+            return _remembering(_blocks.get())
     return False
+
+
+def _remembering(blocks: tuple[_Block, ...]) -> bool:
+    return not blocks or all(block.remembers for block in blocks)
 
 
 def record(
@@ -324,11 +390,52 @@ def record(
         any_batched = any_batched or arg.is_batched
     if is_batched is None:
         is_batched = any_batched
-    if requires_grad and _grad_enabled.get():
-        if isinstance(backward, tuple):
-            backward = _separately(backward)
-        return Tensor(array, True, is_batched, name, args, backward, saved)
-    return Tensor(array, False, is_batched, name)
+    if not requires_grad:
+        return Tensor(array, False, is_batched, name)
+    blocks = _blocks.get()
+    if blocks and not _remembering(blocks):
+        return Tensor(array, False, is_batched, name)
+    if isinstance(backward, tuple):
+        backward = _separately(backward)
+    result = Tensor(array, True, is_batched, name, args, backward, saved)
+    if blocks:
+        _watch(result)
+    return result
+
+
+def _check_unchanged(node: Tensor) -> None:
+    """Refuse a result that is older than the last change of something that it was computed from."""
+    for arg in node.args:
+        if arg._made > node._made and not arg.args:
+            raise RuntimeError(
+                f"backward: {_described(arg)} was changed in place, by an optimiser or load_state_dict, after "
+                f"{node.name or 'a result'} was computed from it: compute the result again"
+            )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.name or 'a Tensor'} of shape {tensor.shape}"
+
+
+def _watch(node: Tensor) -> None:
+    """Have the backward of a result refuse where its array, or one of its inputs', has been changed in place."""
+    watched = [(tensor, tensor.array) for tensor in node.args if devices.is_array(tensor.array)]
+    sums = [_checksum(array) for _, array in watched]
+    backward, own, own_sum = node._backward, node.array, _checksum(node.array)
+    title = node.name or "a result"
+
+    def checked(grad: Array, wanted: Sequence[bool], *saved: Array) -> Sequence[Any]:
+        changed = [_described(tensor) for (tensor, array), before in zip(watched, sums) if _checksum(array) != before]
+        if changed or _checksum(own) != own_sum:
+            what = changed[0] if changed else "it"
+            raise RuntimeError(f"backward: {what} was changed in place after {title} was computed")
+        return backward(grad, wanted, *saved)  # type: ignore[misc]
+
+    node._backward = checked
+
+
+def _checksum(array: Array) -> int:
+    return zlib.crc32(devices.to_cpu(array).tobytes())
 
 
 def _separately(back_fns: tuple[BackFn, ...]) -> Backward:
@@ -415,7 +522,7 @@ def topological_order(root: Tensor) -> list[Tensor]:
         if node is None:  # all that the Tensor below was made from is in the order by now
             order.append(stack.pop())
         elif id(node) not in seen:
-            if node._freed:
+            if node._made < 0:
                 raise RuntimeError(
                     "backward: the graph behind this Tensor was freed by an earlier backward(); "
                     "call backward(retain_graph=True) to keep it, or compute the result again"

@@ -25,7 +25,9 @@ R = TypeVar("R")
 
 GROUP = "tricycle.kernels"
 
-_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
+# The blocks of `use_reference` that this thread is in. Each is taken out by itself: in generators they end in any order,
+# and elsewhere than they began.
+_reference_only: ContextVar[tuple[object, ...]] = ContextVar("reference_only", default=())
 _loading = threading.RLock()
 _loaded: set[type] = set()
 
@@ -33,11 +35,12 @@ _loaded: set[type] = set()
 @contextmanager
 def use_reference() -> Iterator[None]:
     """Within this block every kernel is the plain one: a second opinion when a result looks wrong."""
-    token = _reference_only.set(True)
+    block = object()
+    _reference_only.set((*_reference_only.get(), block))
     try:
         yield
     finally:
-        _reference_only.reset(token)
+        _reference_only.set(tuple(other for other in _reference_only.get() if other is not block))
 
 
 class Kernel(Generic[P, R]):

@@ -1,0 +1,186 @@
+"""What would give wrong numbers without a word: arrays changed too early, gradients of gradients, blocks out of order."""
+
+import contextvars
+import gc
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tricycle import kernels, no_grad, to_tensor
+from tricycle.einsum import Einsum
+from tricycle.kernels import use_reference
+from tricycle.layers import Dense
+from tricycle.ops import exp
+from tricycle.optimisers import AdamW, Lion, Muon, StochasticGradientDescent
+from tricycle.tensor import changed_in_place, watch_arrays
+
+
+# -------------------------------------------------------------------- changed between forward and backward
+@pytest.mark.parametrize(
+    "optimiser", [AdamW(), Lion(), Muon(), StochasticGradientDescent(0.1)], ids=lambda o: repr(o)[:30]
+)
+def test_an_update_between_forward_and_backward_is_refused(optimiser, rng):
+    layer, x = Dense(3, 2), to_tensor(rng.standard_normal((4, 3)))
+    first, second = (layer(x) ** 2).sum(), (layer(x) ** 3).sum()
+    first.backward()
+    layer.update(optimiser)
+    with pytest.raises(
+        RuntimeError, match=r"shape \(3, 2\) was changed in place, by an optimiser .* after dense was comp"
+    ):
+        second.backward()
+    (layer(x) ** 3).sum().backward()
+
+
+def test_loading_between_forward_and_backward_is_refused(rng):
+    layer, x = Dense(3, 2), to_tensor(rng.standard_normal((4, 3)))
+    loss = layer(x).sum()
+    layer.load_state_dict(layer.state_dict())
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_other_models_may_change_meanwhile(rng):
+    """As the two networks of a GAN do: what was made of the one stays good when the other learns."""
+    maker, judge, x = Dense(3, 3), Dense(3, 1), to_tensor(rng.standard_normal((4, 3)))
+    made = maker(x)
+    judge(made.detach()).sum().backward()
+    judge.update(AdamW())
+    judge(made).sum().backward()
+    assert all(p.grad is not None for p in maker.parameters())
+
+
+def test_updates_in_other_threads_do_not_matter(rng):
+    """Each thread trains a model of its own."""
+    problems = []
+
+    def train(seed: int) -> None:
+        layer, optimiser = Dense(3, 2, generator=seed), AdamW()
+        try:
+            for _ in range(200):
+                layer(to_tensor(np.ones((2, 3)))).sum().backward()
+                layer.update(optimiser)
+        except RuntimeError as error:
+            problems.append(error)
+
+    workers = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert problems == []
+
+
+def test_gradients_may_be_gathered_before_an_update(rng):
+    layer, x = Dense(3, 2), to_tensor(rng.standard_normal((4, 3)))
+    losses = [layer(x).sum() for _ in range(3)]
+    for loss in losses:
+        loss.backward()
+    layer.update(AdamW())
+
+
+def test_whoever_changes_an_array_can_say_so():
+    x = to_tensor([1.0, 2.0])
+    y = (x * x).sum()
+    x.array *= 10
+    changed_in_place([x])
+    with pytest.raises(RuntimeError, match=r"a Tensor of shape \(2,\) was changed in place"):
+        y.backward()
+
+
+def test_a_watched_array_may_not_change():
+    """Where nobody says so, only a block that watches notices."""
+    for change_result in (False, True):
+        x = to_tensor([1.0, 2.0], name="x")
+        with watch_arrays():
+            y = exp(x)
+            total = (y * 2).sum()
+        (y if change_result else x).array *= 10
+        title = "exp" if change_result else "x"
+        with pytest.raises(RuntimeError, match=rf"backward: {title} of shape \(2,\) was changed in place after"):
+            total.backward()
+
+
+def test_watching_changes_no_result(rng):
+    layer, x = Dense(3, 2), to_tensor(rng.standard_normal((4, 3)))
+    with watch_arrays():
+        loss = (layer(x)[:, 0] ** 2).sum()
+    loss.backward(retain_graph=True)
+    watched = layer.weights.grad.numpy()
+    layer.zero_grad()
+    (layer(x)[:, 0] ** 2).sum().backward()
+    np.testing.assert_array_equal(watched, layer.weights.grad.numpy())
+    with watch_arrays(), no_grad():
+        assert not layer(x).requires_grad
+
+
+# -------------------------------------------------------------------- gradients of gradients
+def test_gradients_of_gradients_are_refused():
+    x = to_tensor([1.0, 2.0])
+    y = (x * x * x).sum()
+    with pytest.raises(NotImplementedError, match="there are no gradients of gradients"):
+        y.backward(create_graph=True)
+    y.backward()
+    for of_gradient in (x.grad, (x.grad * x.grad).sum()):
+        with pytest.raises(RuntimeError, match="a gradient is a constant: there are no gradients of gradients"):
+            of_gradient.backward()
+
+
+# -------------------------------------------------------------------- blocks in generators
+def inside(block) -> Iterator[int]:
+    with block():
+        yield from range(3)
+
+
+def remembers() -> bool:
+    x = to_tensor([1.0])
+    return (x * x).requires_grad
+
+
+def uses_reference() -> bool:
+    calls = []
+
+    class Array:
+        """A type of its own, for which one faster version is there."""
+
+    kernels.gelu.on(Array)(lambda x: calls.append(x) or 0)
+    try:
+        kernels.gelu(Array())
+    except Exception:
+        pass
+    finally:
+        kernels.gelu.registered.pop(Array)
+        kernels.gelu.versions.pop(Array, None)
+    return not calls
+
+
+@pytest.mark.parametrize(("block", "is_usual"), [(no_grad, remembers), (use_reference, lambda: not uses_reference())])
+def test_blocks_may_end_in_any_order(block, is_usual):
+    first, second = inside(block), inside(block)
+    next(first), next(second)
+    list(first)
+    assert not is_usual()  # the second is still in there
+    list(second)
+    assert is_usual()
+
+
+def test_a_block_may_end_elsewhere():
+    """A generator that is dropped in another context, such as another thread's, disturbs nobody there."""
+    waiting = [inside(no_grad)]
+    contextvars.copy_context().run(next, waiting[0])
+    assert remembers()
+    del waiting[0]
+    gc.collect()
+    assert remembers()
+
+
+# -------------------------------------------------------------------- einsum
+def test_an_ellipsis_is_not_summed_away_unasked(rng):
+    x = to_tensor(rng.standard_normal((2, 3)))
+    with pytest.raises(
+        ValueError, match=r"Einsum\('a...->a'\): expected '...' in the output, .* got shapes \(\(2, 3\),\)"
+    ):
+        Einsum("a...->a")(x)
+    assert Einsum("a...->a")(x[:, 0]).shape == (2,)  # no axes behind it: nothing to sum
+    assert Einsum("a...->")(x[0]).shape == ()
