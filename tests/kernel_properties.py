@@ -48,7 +48,11 @@ def generator(draw: Draw) -> np.random.Generator:
 
 
 def any_shape(draw: Draw, least_axes: int = 0) -> tuple[int, ...]:
-    return tuple(draw(st.lists(LENGTHS, min_size=least_axes, max_size=3)))
+    """Of a few thousand elements at most."""
+    shape = draw(st.lists(LENGTHS, min_size=least_axes, max_size=3))
+    while np.prod(shape) > 5000:
+        shape[shape.index(max(shape))] = 3
+    return tuple(shape)
 
 
 def poison(*shape: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What would be wrong without a word: arrays changed too early, gradients of gradients, blocks that end out of order."""
+"""What would be wrong without a word: arrays changed too early, gradients of gradients, blocks out of order."""
 
 import contextvars
 import gc

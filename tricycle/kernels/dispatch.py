@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 GROUP = "tricycle.kernels"
 
-# The blocks of `use_reference` that this thread is in. Each is taken out by itself: they end in any order in generators.
+# The blocks of `use_reference` that this thread is in. Each is taken out by itself: generators end them in any order.
 _reference_only: ContextVar[tuple[object, ...]] = ContextVar("reference_only", default=())
 _loading = threading.RLock()
 _loaded: set[type] = set()
