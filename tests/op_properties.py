@@ -451,7 +451,7 @@ def _attention(draw):
     )
     n_items, n_queries, key_heads, shared = draw(SMALL), draw(SMALL), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     n_queries = draw(st.sampled_from([n_queries, 17]))
-    n_keys = draw(st.sampled_from([max(1, n_queries), n_queries + 2, 5]))
+    n_keys = draw(st.sampled_from([n_queries, n_queries + 2, 0, 5]))
     size, value_size = draw(SOME), draw(SOME)
     mask = draw(st.sampled_from([None, (n_items, n_keys), (n_items, n_queries, n_keys)]))
     mask = None if mask is None else normal(draw, *mask) < 0.5
