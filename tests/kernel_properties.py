@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,8 +144,10 @@ def _batched_matmul(draw):
 
 @of("few_bits_matmul")
 def _few_bits_matmul(draw):
-    n, k, m, rng = draw(LENGTHS), draw(LEAST_1), draw(LEAST_1), generator(draw)
-    kind, turned = draw(st.sampled_from(["int8", "float16"])), draw(st.booleans())
+    n, rng = draw(LENGTHS), generator(draw)
+    k, m = (draw(st.sampled_from([1, 2, 7, 33, 64, 576])) for _ in range(2))
+    kinds = ["int8", "float16"] + ["bfloat16"] * (find_spec("ml_dtypes") is not None)
+    kind, turned = draw(st.sampled_from(kinds)), draw(st.booleans())
     matrix = FewBits.of(rng.standard_normal((k, m)).astype(np.float32), kind, turned)
     return Arguments([rng.standard_normal((n, k)), matrix, rng.standard_normal(m) if draw(st.booleans()) else None])
 
@@ -192,6 +195,33 @@ def _row_attention(draw, name):
     grad = rng.standard_normal((*q.shape[:3], v.shape[3]))
     room = [poison(*x.shape) for x in (q, k, v)]
     return Arguments([grad, q, k, v, scoring, cubes, cubes_backward, *room, mask], (7, 8, 9))
+
+
+# -------------------------------------------------------------------- between the products of a token
+@of("normalise")
+def _normalise(draw):
+    shape, rng = (*any_shape(draw), draw(LEAST_1)), generator(draw)
+    gain, bias = (rng.standard_normal(shape[-1]) if draw(st.booleans()) else None for _ in range(2))
+    return Arguments([rng.standard_normal(shape) * 2 + 1, gain, bias, 1e-5, draw(st.booleans())])
+
+
+@of("gated_swish")
+def _gated_swish(draw):
+    return Arguments([generator(draw).standard_normal((draw(LENGTHS), 2 * draw(LENGTHS)))])
+
+
+@of("turn")
+def _turn(draw):
+    rows, heads, n_pairs, rest, rng = draw(LENGTHS), draw(FEW), draw(LENGTHS), draw(st.integers(0, 2)), generator(draw)
+    angles = rng.standard_normal((rows, n_pairs))
+    return Arguments([rng.standard_normal((rows, heads, 2 * n_pairs + rest)), np.cos(angles), np.sin(angles)], (0,))
+
+
+@of("attend_one")
+def _attend_one(draw):
+    key_heads, shared, size, tokens, rng = draw(FEW), draw(FEW), draw(LEAST_1), draw(LEAST_1), generator(draw)
+    q, keys, values = (rng.standard_normal(s) for s in [(key_heads * shared, size), *[(tokens, key_heads, size)] * 2])
+    return Arguments([q, keys, values, 0.3, draw(st.sampled_from([None, None, 1.5])), draw(st.booleans())])
 
 
 # -------------------------------------------------------------------- optimisers, recurrence

@@ -19,8 +19,8 @@ def loops() -> ModuleType:
 
 
 def _fits(*arrays: np.ndarray | None) -> bool:
-    """Whether all are float32 in one piece, or None."""
-    return all(a is None or (a.dtype == np.float32 and a.flags.c_contiguous) for a in arrays)
+    """Whether all are float32 in one piece, or None; in memory as it was compiled for: aligned, and not read-only."""
+    return all(a is None or (a.dtype == np.float32 and a.flags.carray) for a in arrays)
 
 
 def normalise(
@@ -47,7 +47,7 @@ def gated_swish(x: np.ndarray) -> np.ndarray | NotImplementedType:
 
 
 def turn(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> NotImplementedType | None:
-    if heads.dtype != np.float32 or heads.strides[2] != 4 or not _fits(cos, sin):
+    if heads.dtype != np.float32 or heads.strides[2] != 4 or not heads.flags.behaved or not _fits(cos, sin):
         return NotImplemented
     loops().turn(heads, cos, sin)
     return None
@@ -57,9 +57,9 @@ def attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, cap: float | None, nothing: bool
 ) -> np.ndarray | NotImplementedType:
     """BLAS multiplies; all between its two products is one call."""
-    if q.dtype != np.float32 or cap is not None:
-        return NotImplemented
     keys = wide(keys)
+    if q.dtype != np.float32 or keys.dtype != np.float32 or cap is not None:
+        return NotImplemented
     n_tokens, n_key_heads, head_size = keys.shape
     products = keys.swapaxes(0, 1) @ q.reshape(n_key_heads, -1, head_size).swapaxes(1, 2)  # (K, S, H / K)
     weights = np.empty((n_key_heads, products.shape[2], n_tokens), np.float32)

@@ -65,7 +65,7 @@ def few_bits_matmul(
 def _by_int8(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
     """None where there is infinity or NaN in x, which whole numbers have not."""
     n_rows = len(x)
-    if n_rows <= FEW_ROWS and compiled.available() and x.flags.c_contiguous:
+    if n_rows <= FEW_ROWS and compiled.available() and x.flags.carray:  # no loop takes what is read-only
         return _few_in_calls(x, matrix)
     if n_rows == 1:
         return _one_by_int8(x, matrix)
@@ -157,7 +157,7 @@ def _by_bfloat16(x: np.ndarray, matrix: library.LaidMatrix, exact: bool) -> np.n
         exact: x is not rounded, though it has many rows.
     """
     n_rows = len(x)
-    if n_rows <= FEW_ROWS and compiled.available() and x.flags.c_contiguous:
+    if n_rows <= FEW_ROWS and compiled.available() and x.flags.carray:  # no loop takes what is read-only
         few = matrix.few(2 * n_rows)
         if loops().split_bfloat16(x, few.numbers):
             few.run()
