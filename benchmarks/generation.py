@@ -1,8 +1,12 @@
 """How fast models write, beside other libraries: python -m benchmarks.generation --model smollm2 --threads 2
 
+    --model gpt2                             GPT-2's shape, with random weights
+    --prompts 8000 --new 64 --cache float16  after a long text: its keys and values are read for each token too
+
 A token reads every weight once, so nobody is faster than memory: the limit is the bandwidth that a large product with a
-vector reaches in the same run, over the bytes of the weights. All sides get the same weights, read the same prompt and
-write the most probable tokens, in turns; what is printed are medians over the turns.
+vector reaches in the same run, over the bytes of the weights ("with text": and over those of the keys and values that
+are cached after the first prompt). All sides get the same weights, read the same prompt and write the most probable
+tokens, in turns; what is printed are medians over the turns.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import PAUSE, Worker
 from tricycle.configs.model import ModelConfig, model_fields
 from tricycle.models import GPT
+from tricycle.tokeniser import BPETokeniser
 
 # name, worker, what it is told, bits a weight
 SIDES = [
@@ -43,11 +48,11 @@ GPT2 = ModelConfig()
 
 
 def model_of(name: str) -> tuple[GPT, Any]:
-    """A model, and its tokeniser if it has one."""
-    if name == "gpt2":
-        return GPT(GPT2), None
-    if name in SHAPES:
-        return GPT(ModelConfig(**model_fields(asdict(SHAPES[name])))), None
+    """A model, and its tokeniser: one of bytes for random weights, for llama.cpp runs no model without one."""
+    if name == "gpt2" or name in SHAPES:
+        config = GPT2 if name == "gpt2" else ModelConfig(**model_fields(asdict(SHAPES[name])))
+        letters = BPETokeniser.from_tokens([*(bytes([value]) for value in range(256)), b"th"], split="gpt2")
+        return GPT(config), letters if letters.n_vocab <= config.vocab_size else None
     from tricycle.pretrained import load
 
     pretrained = load(name)
@@ -78,10 +83,13 @@ def write_files(model: GPT, tokeniser: Any, folder: Path, sides: list[tuple[str,
     able = []
     for side in sides:
         if side[1] == "llama.cpp":
-            if tokeniser is None:
-                print(f"{side[0]} is left out: it runs no model without a tokeniser")
+            try:
+                if tokeniser is None:
+                    raise ValueError("it runs no model without a tokeniser")
+                export_gguf(model, tokeniser, folder / f"{side[2]}.gguf", side[2])
+            except ValueError as error:
+                print(f"{side[0]} is left out: {error}")
                 continue
-            export_gguf(model, tokeniser, folder / f"{side[2]}.gguf", side[2])
         able.append(side)
     return able
 
@@ -110,22 +118,49 @@ def same_tokens(left: list[int], right: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), len(left))
 
 
-def print_table(took: dict[str, Any], sides: list[Any], memory: dict[str, float], n_weights: int, words: Any) -> None:
+def bytes_of_a_token(model: GPT) -> int:
+    """Of keys and values in float32."""
+    config = model.config
+    return 2 * 4 * config.n_layers * config.key_heads * config.channels_per_head
+
+
+def print_table(
+    took: dict[str, Any], sides: list[Any], memory: dict[str, Any], sizes: tuple[int, int], words: Any
+) -> None:
+    """Tokens a second of reading each prompt and of writing after the first; by how much the first side is faster, and
+    ours of as many bits a weight; the limit, the share of it that is reached, and the limit with the text; how many
+    tokens are the same as the first side's; megabytes when the model is loaded, and at most.
+
+    Args:
+        sizes: how many weights are read for each token, and the bytes of a token's keys and values in float32.
+    """
+    n_weights, cached = sizes
     rate = statistics.median(took["bandwidth"])
     spread = f"{min(took['bandwidth']) / 1e9:.1f} to {max(took['bandwidth']) / 1e9:.1f}"
     print(f"bandwidth {rate / 1e9:.1f} GB/s ({spread}), {n_weights * 4 / 1e6:,.0f} MB of float32 weights")
-    prompts = "".join(f"{f'prompt {n}':>13}" for n in words.prompts)
-    print(f"{'tokens/s':<23}{prompts}{'new':>8}{'ours / it':>11}{'limit':>8}{'share':>8}{'same':>6}{'MB':>8}")
+    names = ("new", 8), ("ours / it", 11), ("alike", 7), ("limit", 7), ("share", 7), ("with text", 11), ("same", 6)
+    columns = [*((f"prompt {n}", 13) for n in words.prompts), *names, ("MB", 8), ("most", 8)]
+    print(f"{'tokens/s':<23}" + "".join(f"{name:>{width}}" for name, width in columns))
     token = {name: statistics.median(took[f"{name} token"]) for name, *_ in sides}
     first = sides[0][0]
+    ours = {round(bits / 8): name for name, worker, _, bits in sides if worker == "tricycle"}
     for name, _, _, bits in sides:
-        limit = rate / (n_weights * bits / 8)
-        line = "".join(f"{n / statistics.median(took[f'{name} {n}']):>13,.0f}" for n in words.prompts)
-        share = 1 / token[name] / limit
+        read = n_weights * bits / 8
+        text = (words.prompts[0] + words.new / 2) * cached * (0.5 if narrow_cache(name, words.cache) else 1)
+        alike = token[name] / token[ours.get(round(bits / 8), first)]
         same = same_tokens(took[f"{first} tokens"], took[f"{name} tokens"])
-        ratio = token[name] / token[first]
-        line += f"{1 / token[name]:>8.1f}{ratio:>11.2f}{limit:>8.0f}{share:>8.0%}{same:>6}{memory[name]:>8,.0f}"
-        print(f"{name:<23}{line}")
+        values = [f"{n / statistics.median(took[f'{name} {n}']):,.0f}" for n in words.prompts]
+        values += [f"{1 / token[name]:.1f}", f"{token[name] / token[first]:.2f}", f"{alike:.2f}", f"{rate / read:.0f}"]
+        values += [f"{read / rate / token[name]:.0%}", f"{rate / (read + text):.0f}", f"{same}"]
+        values += [f"{megabytes:,.0f}" for megabytes in memory[name]]
+        print(f"{name:<23}" + "".join(f"{value:>{width}}" for value, (_, width) in zip(values, columns)))
+
+
+def narrow_cache(name: str, cache: str) -> bool:
+    """Whether a side keeps keys and values in 16 bits."""
+    if name.startswith("tricycle"):
+        return cache in ("float16", "bfloat16")
+    return name.startswith("llama.cpp") or name.endswith("bfloat16")
 
 
 def main() -> None:
@@ -137,6 +172,7 @@ def main() -> None:
         "--prompts", type=int, nargs="+", default=[256, 2048], help="lengths; it writes after the first"
     )
     parser.add_argument("--new", type=int, default=96, help="tokens that are written")
+    parser.add_argument("--cache", default="auto", choices=["auto", "float16", "bfloat16"], help="of Tricycle's sides")
     parser.add_argument("--turns", type=int, default=3, help="of each side")
     parser.add_argument("--llama-python", default=sys.executable, help="an interpreter that has llama-cpp-python")
     arguments = parser.parse_args()
@@ -148,21 +184,23 @@ def main() -> None:
     n_weights -= 0 if model.config.tied else model.token_embedding.weights.size  # of such tables a row is read
     with tempfile.TemporaryDirectory() as place:
         sides = write_files(model, tokeniser, Path(place), available(arguments))
+        sizes = n_weights, bytes_of_a_token(model)
         del model
-        limit = Worker("bandwidth", arguments.threads, MODULE, "bandwidth", "-", place, str(n_vocab))
-        workers = {}
+        limit = Worker("bandwidth", arguments.threads, MODULE, "bandwidth", "-", place, str(n_vocab), "auto")
+        workers, memory = {}, {}
         for name, worker, kind, _ in sides:
             python = arguments.llama_python if worker == "llama.cpp" else sys.executable
-            words = worker, kind, place, str(n_vocab)
+            words = worker, kind, place, str(n_vocab), arguments.cache
             workers[name] = Worker(name, arguments.threads, MODULE, *words, python=python)
-            workers[name].ask("memory")  # when it has loaded its model
+            memory[name] = [workers[name].ask("memory")]  # when it has loaded its model
         took = measure(workers, limit, arguments)
-        memory = {name: worker.ask("memory") for name, worker in workers.items()}
+        for name, worker in workers.items():
+            memory[name].append(worker.ask("memory"))
         for each in (limit, *workers.values()):
             each.close()
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     print(f"model {arguments.model}, {arguments.new} new tokens, medians of {arguments.turns} turns")
-    print_table(took, sides, memory, n_weights, arguments)
+    print_table(took, sides, memory, sizes, arguments)
 
 
 if __name__ == "__main__":

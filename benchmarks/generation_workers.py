@@ -23,16 +23,13 @@ def threads() -> int:
 
 
 # -------------------------------------------------------------------- sides
-def tricycle_side(folder: Path, kind: str) -> tuple[Reader, Restart]:
+def tricycle_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
     from tricycle.generate import Reader as Eyes
     from tricycle.pretrained import load
     from tricycle_accelerators.host import tune_host
 
     tune_host()
-    model = load(folder / "hf").model
-    if kind != "float32":
-        model.quantise(kind)
-    eyes = Eyes(model)
+    eyes = Eyes(load(folder / "hf", kind).model, cache)
     text: list[int] = []
 
     def read(tokens: list[int]) -> int:
@@ -46,7 +43,7 @@ def tricycle_side(folder: Path, kind: str) -> tuple[Reader, Restart]:
     return read, restart
 
 
-def transformers_side(folder: Path, kind: str) -> tuple[Reader, Restart]:
+def transformers_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.utils import logging
@@ -67,7 +64,7 @@ def transformers_side(folder: Path, kind: str) -> tuple[Reader, Restart]:
     return read, restart
 
 
-def llama_side(folder: Path, kind: str) -> tuple[Reader, Restart]:
+def llama_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
     import llama_cpp
     import numpy as np
 
@@ -85,12 +82,12 @@ def llama_side(folder: Path, kind: str) -> tuple[Reader, Restart]:
     return read, model.reset
 
 
-def bandwidth_side(folder: Path, kind: str) -> tuple[Reader, Restart]:
+def bandwidth_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
     """No model: only how fast memory is read."""
     return lambda tokens: 0, lambda: None
 
 
-SIDES: dict[str, Callable[[Path, str], tuple[Reader, Restart]]] = {
+SIDES: dict[str, Callable[[Path, str, str | None], tuple[Reader, Restart]]] = {
     "tricycle": tricycle_side,
     "transformers": transformers_side,
     "llama.cpp": llama_side,
@@ -142,8 +139,8 @@ def write(read: Reader, restart: Restart, n_prompt: int, n_new: int, n_vocab: in
 
 
 def main() -> None:
-    side, kind, folder, n_vocab = sys.argv[1:5]
-    read, restart = SIDES[side](Path(folder), kind)
+    side, kind, folder, n_vocab, cache = sys.argv[1:6]
+    read, restart = SIDES[side](Path(folder), kind, None if cache == "auto" else cache)
     for line in sys.stdin:
         command, *numbers = line.split()
         if command == "write":
