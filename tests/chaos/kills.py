@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.runs import Bench, Case, Outcome, differences, finish, write_text
+from .runs import Bench, Case, Outcome, differences, finish, write_text
 
 # The function that a phase is. "run" is all that comes after the imports.
 PHASES = {
@@ -75,10 +76,10 @@ class Profile:
 class Watched:
     """A program whose phases are seen from outside."""
 
-    def __init__(self, case: Case, words: Sequence[str]) -> None:
+    def __init__(self, case: Case, words: Sequence[str], prelude: str = "") -> None:
         reading, writing = os.pipe()
         marks = "".join(f"mark({writing}, {name!r}, {place!r})\n" for name, place in PHASES.items())
-        self.process = case.start(words, MARKS + marks, pass_fds=(writing,))
+        self.process = case.start(words, prelude + MARKS + marks, pass_fds=(writing,))
         os.close(writing)
         self.profile = Profile()
         self._begun: dict[str, list[float]] = defaultdict(list)
@@ -120,7 +121,9 @@ class Trial:
     Attributes:
         moments: (phase, which time it comes, seconds after its beginning) for each kill.
         twice: the signal comes a second time, so many seconds later; 0 for once.
-        answers: seconds from each signal to the end of the program, where the program was still there.
+        limit: seconds in which it is to be answered.
+        answers: seconds from each signal to the end of the program, where the program was still there; but for the time
+            in which it waited for a processor, as on a machine with nothing else to do.
         trouble: what was not as it should be.
     """
 
@@ -128,6 +131,7 @@ class Trial:
     number: int
     moments: list[tuple[str, int, float]]
     twice: float = 0.0
+    limit: float = LIMIT
     answers: list[float] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
 
@@ -168,10 +172,24 @@ def kill(trial: Trial, case: Case, moment: tuple[str, int, float]) -> None:
     if trial.twice:
         time.sleep(trial.twice)
         program.process.send_signal(trial.number)
+    waited = waiting_for_a_processor(program.process)
     outcome = program.finish()
     if hit:
-        trial.answers.append(time.monotonic() - sent)
+        trial.answers.append(max(0.0, time.monotonic() - sent - waited))
     check_end(trial, outcome)
+
+
+def waiting_for_a_processor(process: subprocess.Popen[str]) -> float:
+    """Wait for the end of a program; of that time, the seconds in which others had the processors (0 where unknown)."""
+    delays = []
+    while process.poll() is None:
+        try:
+            fields = Path(f"/proc/{process.pid}/schedstat").read_text(encoding="ascii").split()
+            delays.append(int(fields[1]) * 1e-9)
+        except (OSError, IndexError, ValueError):
+            pass
+        time.sleep(0.005)
+    return delays[-1] - delays[0] if delays else 0.0
 
 
 def check_end(trial: Trial, outcome: Outcome) -> None:
@@ -183,7 +201,7 @@ def check_end(trial: Trial, outcome: Outcome) -> None:
         trial.trouble.append(f"status {outcome.status} after {trial.name}: {' '.join(outcome.said)[-400:]}")
     if "Traceback" in outcome.err:
         trial.trouble.append(f"a trace: {outcome.err[-600:]}")
-    if trial.number != signal.SIGKILL and trial.answers and trial.answers[-1] > LIMIT:
+    if trial.number != signal.SIGKILL and trial.answers and trial.answers[-1] > trial.limit:
         trial.trouble.append(f"answered after {trial.answers[-1]:.2f} s")
 
 

@@ -113,9 +113,10 @@ class Case:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         program = PROGRAM.format(root=str(ROOT), prelude=prelude)
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes |= {"encoding": "utf-8", "errors": "replace"}
         command = [sys.executable, "-c", program, *(self.words if words is None else words)]
-        return subprocess.Popen(command, cwd=ROOT, env=self.environment(), errors="replace", **{**pipes, **how})
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment(), **{**pipes, **how})
 
     def train(self, prelude: str = "") -> Outcome:
         """Begin the run and wait for its end."""
