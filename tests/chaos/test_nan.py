@@ -1,0 +1,306 @@
+"""What is not finite: in a batch, a gradient, a weight, a moment. It never gets into a checkpoint."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tricycle import training
+from tricycle.checkpoint import NotFiniteError, load_checkpoint
+from tricycle.configs import DebugConfig
+from tricycle.evaluation import HeldOut
+from tricycle.tokeniser import BPETokeniser
+from tricycle.training import NonFiniteError, new_state, resume_state
+from tricycle_cli import run as running
+from tricycle_cli.run import Run, read_metrics, train
+
+TOKENISER = BPETokeniser(257)
+TOKENS = TOKENISER.encode("the cat sat on the mat and the dog sat on the log. " * 40)
+CONFIG = DebugConfig(
+    vocab_size=257,
+    context_window=8,
+    embedding_dim=8,
+    n_layers=1,
+    batch_size=2,
+    steps=20,
+    warmup_steps=2,
+    dropout=0.2,
+    eval_interval=5,
+    eval_batches=3,
+    sample_interval=10,
+    seed=3,
+)
+BAD_STEP = 8
+POLICIES = ["stop", "skip", "rollback"]
+WEIGHT = "blocks.0.mlp.up.weights"
+
+
+class Poison:
+    """Spoils something at a step, or with a batch; counts how often it did."""
+
+    def __init__(self, kind: str, monkeypatch) -> None:
+        self.kind, self.count = kind, 0
+        self.left = {"always": 10**9}.get(kind, 1)
+        usual_step, usual_loss, usual_norm = running.train_step, training.labelled, training.gradient_norm
+
+        def train_step(state):
+            self.state = state
+            if kind in ("weight", "moment") and state.step == BAD_STEP - 1 and self.left:
+                self.take()
+                parameter = dict(state.model.named_parameters())[WEIGHT]
+                arrays = {"weight": parameter.array, "moment": state.optimiser.memory_of(parameter)[1]["first"]}
+                arrays[kind][0, 0] = np.nan
+            return usual_step(state)
+
+        def labelled(model, loss_fn):
+            usual = usual_loss(model, loss_fn)
+            factor = {"batch": np.nan, "always": np.nan, "spike": 1e6}.get(kind, 1.0)
+
+            def loss_of(batch, share):
+                # a batch is known by its position: the same one is bad whenever it comes
+                is_bad = self.state.dataset.position == BAD_STEP * CONFIG.batch_size or kind == "always"
+                if is_bad and factor != 1.0:
+                    self.take()
+                    return usual(batch, share) * factor
+                return usual(batch, share)
+
+            return loss_of
+
+        def gradient_norm(model):
+            if kind == "gradient" and self.state.step == BAD_STEP - 1 and self.left:
+                self.take()
+                dict(model.named_parameters())[WEIGHT].grad.array[0, 0] = np.inf
+            return usual_norm(model)
+
+        monkeypatch.setattr(running, "train_step", train_step)
+        monkeypatch.setattr(training, "labelled", labelled)
+        monkeypatch.setattr(training, "gradient_norm", gradient_norm)
+
+    def take(self) -> None:
+        self.left -= 1
+        self.count += 1
+
+
+@pytest.fixture
+def saved(monkeypatch) -> list:
+    """All that is written as a checkpoint is finite."""
+    files = []
+    usual = training.save_checkpoint
+
+    def save(path, model, tokeniser, optimiser, *args):
+        usual(path, model, tokeniser, optimiser, *args)
+        checkpoint = load_checkpoint(path)
+        assert all(np.isfinite(array).all() for array in checkpoint.tensors.values())
+        files.append((path.name, checkpoint.about["progress"]["step"]))
+
+    monkeypatch.setattr(training, "save_checkpoint", save)
+    return files
+
+
+def new_run(folder, **settings) -> Run:
+    folder.mkdir(exist_ok=True)
+    settings = {"say": lambda text: None, "show_progress": False, **settings}
+    return Run(folder, TOKENISER, HeldOut(TOKENS[:100], 99), **settings)
+
+
+def events(run: Run) -> list:
+    return [(line["step"], line["on_nan"]) for line in read_metrics(run.metrics) if "on_nan" in line]
+
+
+def steps(run: Run) -> list:
+    return [line["step"] for line in read_metrics(run.metrics) if "loss" in line]
+
+
+def lines(run: Run) -> list:
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(run.metrics)]
+
+
+# -------------------------------------------------------------------- three ways to go on
+@pytest.mark.parametrize("kind", ["batch", "gradient", "weight", "moment"])
+def test_stop(tmp_path, monkeypatch, saved, kind):
+    Poison(kind, monkeypatch)
+    said = []
+    run, state = new_run(tmp_path, on_nan="stop", say=said.append), new_state(CONFIG, TOKENS)
+    bad_step = BAD_STEP + (kind == "moment")  # the update after it meets weights that it spoilt
+    with pytest.raises(NonFiniteError, match=f"step {bad_step}: "):
+        train(state, run)
+    assert events(run) == [(bad_step, "stop")]
+    assert any("the run ends" in line for line in said)
+    assert resume_state(run.last, TOKENS).step == 5
+    run = new_run(tmp_path, on_nan="stop")
+    if kind != "batch":  # which would come again
+        assert train(resume_state(run.last, TOKENS), run) is True
+        assert events(run) == []  # nothing of that is left of the run
+
+
+@pytest.mark.parametrize("kind", ["batch", "gradient"])
+def test_skip(tmp_path, monkeypatch, saved, kind):
+    poison = Poison(kind, monkeypatch)
+    said = []
+    run, state = new_run(tmp_path, on_nan="skip", say=said.append), new_state(CONFIG, TOKENS)
+    assert train(state, run) is True
+    assert poison.count == 1
+    assert events(run) == [(BAD_STEP, "skip")]
+    assert steps(run) == [step for step in range(1, 21) if step != BAD_STEP]
+    assert any(line.startswith(f"step {BAD_STEP}: the ") and "left out" in line for line in said)
+    assert state.step == 20 and state.optimiser.n_steps == 19
+    assert not state.first_bad()
+
+
+@pytest.mark.parametrize("kind", ["weight", "moment"])
+def test_skipping_mends_no_weights(tmp_path, monkeypatch, saved, kind):
+    Poison(kind, monkeypatch)
+    run = new_run(tmp_path, on_nan="skip")
+    with pytest.raises(NonFiniteError, match=f"the parameter {WEIGHT}"):
+        train(new_state(CONFIG, TOKENS), run)
+    assert resume_state(run.last, TOKENS).step == 5
+
+
+@pytest.mark.parametrize("kind", ["batch", "gradient", "weight", "moment"])
+def test_rollback(tmp_path, monkeypatch, saved, kind):
+    poison = Poison(kind, monkeypatch)
+    run, state = new_run(tmp_path, on_nan="rollback"), new_state(CONFIG, TOKENS)
+    assert train(state, run) is True
+    assert poison.count == 1
+    assert events(run) == [(5, "rollback")]
+    (event,) = [line for line in read_metrics(run.metrics) if "on_nan" in line]
+    bad_step = BAD_STEP + (kind == "moment")
+    assert event["bad_step"] == bad_step and event["rollback"] == 1 and event["not_finite"]
+    assert steps(run) == list(range(1, 21))
+    assert not state.first_bad()
+    assert state.dataset.position == (20 + bad_step - 5) * CONFIG.batch_size  # no batch came twice
+    assert run.samples.read_text().count("--- sample at step 10") == 1
+    held_out = [line["step"] for line in read_metrics(run.metrics) if "held_out_loss" in line]
+    assert held_out == [5, 10, 15]
+
+
+def test_a_moment_that_spoils_weights_before_a_checkpoint_is_not_saved(tmp_path, monkeypatch, saved):
+    """The update returns normally; the checkpoint after it finds what it did."""
+    monkeypatch.setattr(f"{__name__}.BAD_STEP", 10)
+    Poison("moment", monkeypatch)
+    run, state = new_run(tmp_path, on_nan="rollback"), new_state(CONFIG, TOKENS)
+    assert train(state, run) is True
+    assert events(run) == [(5, "rollback")]
+    assert steps(run) == list(range(1, 21))
+
+
+# -------------------------------------------------------------------- what does not pass
+def test_skipping_ends(tmp_path, monkeypatch, saved):
+    poison = Poison("always", monkeypatch)
+    run = new_run(tmp_path, on_nan="skip")
+    with pytest.raises(NonFiniteError, match=r"step 11: .*and 10 updates in a row were left out before it"):
+        train(new_state(CONFIG, TOKENS), run)
+    assert poison.count == 11
+    assert {step for _, step in saved} == {0}  # nothing is saved while it is unsure whether weights are sound
+    assert events(run) == [(step, "skip") for step in range(1, 11)] + [(11, "stop")]
+
+
+def test_going_back_ends(tmp_path, monkeypatch, saved):
+    poison = Poison("always", monkeypatch)
+    run = new_run(tmp_path, on_nan="rollback")
+    with pytest.raises(NonFiniteError, match=r"step 1: .*and 3 times before"):
+        train(new_state(CONFIG, TOKENS), run)
+    assert poison.count == 4
+    assert [action for _, action in events(run)] == ["rollback"] * 4 + ["stop"]
+
+
+def test_a_spike_ends_nothing(tmp_path, monkeypatch, saved):
+    poison = Poison("spike", monkeypatch)
+    run, state = new_run(tmp_path, on_nan="stop"), new_state(CONFIG, TOKENS)
+    assert train(state, run) is True
+    assert poison.count == 1
+    assert events(run) == []
+    losses = {line["step"]: line["loss"] for line in read_metrics(run.metrics) if "loss" in line}
+    assert losses[BAD_STEP] > 1e6 > 10 > losses[20]
+
+
+def test_a_held_out_loss_that_is_not_finite_is_said(tmp_path, monkeypatch, saved):
+    usual = running.evaluate
+    losses = iter([np.nan, np.inf])
+    monkeypatch.setattr(running, "evaluate", lambda *args: (next(losses, usual(*args)[0]), 99))
+    run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
+    assert train(state, run) is True
+    said = [line for line in read_metrics(run.metrics) if "not_finite" in line]
+    assert said == [
+        {"step": 5, "not_finite": "the held-out loss is nan"},
+        {"step": 10, "not_finite": "the held-out loss is inf"},
+    ]
+    assert np.isfinite(state.best_loss) and ("best.safetensors", 15) in saved
+    for line in run.metrics.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+# -------------------------------------------------------------------- killed in between
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("at", [6, BAD_STEP, 9, 12, 19])
+def test_a_run_that_met_nan_and_was_killed_goes_on_alike(tmp_path, monkeypatch, saved, policy, at):
+    """Where a batch is bad whenever it comes."""
+    Poison("batch", monkeypatch)
+    whole, run = new_run(tmp_path / "whole", on_nan=policy), new_run(tmp_path / "run", on_nan=policy)
+    train(new_state(CONFIG, TOKENS), whole)
+    state = new_state(CONFIG, TOKENS)
+    calls = []
+
+    def stop():
+        calls.append(state.step)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return False
+
+    run.stop = stop
+    with pytest.raises(KeyboardInterrupt):
+        train(state, run)
+    run = new_run(tmp_path / "run", on_nan=policy)
+    assert train(resume_state(run.last, TOKENS), run) is True
+    assert lines(run) == lines(whole)
+    for name in ("last", "best"):
+        one, other = (load_checkpoint(folder / f"{name}.safetensors") for folder in (run.folder, whole.folder))
+        assert all(one.tensors[key].tobytes() == other.tensors[key].tobytes() for key in other.tensors)
+        for about in (one.about, other.about):
+            del about["progress"]["seconds"]
+        assert one.about == other.about
+    assert run.samples.read_bytes() == whole.samples.read_bytes()
+
+
+def test_a_kill_between_what_is_said_and_what_is_saved(tmp_path, monkeypatch, saved):
+    """The line about going back is there, the checkpoint that it speaks of is not: the line comes once."""
+    Poison("batch", monkeypatch)
+    run = new_run(tmp_path, on_nan="rollback")
+    usual = Run.save
+
+    def save(run, state, path):
+        if state.n_rollbacks:
+            raise KeyboardInterrupt
+        usual(run, state, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "save", save)
+        train(new_state(CONFIG, TOKENS), run)
+    assert events(run) == [(5, "rollback")]
+    run = new_run(tmp_path, on_nan="rollback")
+    assert train(resume_state(run.last, TOKENS), run) is True
+    assert events(run) == [(5, "rollback")]
+
+
+# -------------------------------------------------------------------- checkpoints
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["weight", "moment"])
+def test_neither_saved_nor_loaded(tmp_path, monkeypatch, part, value):
+    state = new_state(replace(CONFIG, steps=3), TOKENS)
+    for _ in range(2):
+        training.train_step(state)
+    state.save(tmp_path / "c", None)
+    content = (tmp_path / "c").read_bytes()
+    parameter = dict(state.model.named_parameters())[WEIGHT]
+    array = parameter.array if part == "weight" else state.optimiser.memory_of(parameter)[1]["first"]
+    array[0, 0] = value
+    assert WEIGHT in state.first_bad()
+    with pytest.raises(NotFiniteError, match=f"{WEIGHT} has NaN or infinity"):
+        state.save(tmp_path / "c", None)
+    assert (tmp_path / "c").read_bytes() == content
+    monkeypatch.setattr("tricycle.checkpoint._check_finite", lambda *args: None)
+    state.save(tmp_path / "c", None)  # as a program of before, or of others, may have
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"{WEIGHT} has NaN or infinity"):
+        resume_state(tmp_path / "c", TOKENS)

@@ -1,0 +1,107 @@
+"""Signals: remembered while work is finished, answered at once elsewhere."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tricycle_cli.signals import Interrupted, Signals
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+
+
+def send(number=signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_work_that_may_be_left_is_left_at_once(number):
+    before = signal.getsignal(number)
+    with Signals() as signals:
+        assert not signals()
+        with pytest.raises(Interrupted) as caught:
+            send(number)
+        assert caught.value.number == number
+        assert signals()
+    assert signal.getsignal(number) is before
+
+
+def test_work_that_is_finished_first(capfd):
+    with Signals() as signals:
+        with signals.finishing():
+            send()
+            assert signals()
+        assert "stopping after this step" in capfd.readouterr().err
+        with pytest.raises(Interrupted):
+            signals.check()
+
+
+def test_what_may_be_left_inside_what_is_finished():
+    done = []
+    with Signals() as signals, signals.finishing():
+        with pytest.raises(Interrupted), signals.interruptible():
+            send()
+            done.append("more")
+        with pytest.raises(Interrupted), signals.interruptible():  # it has come before
+            done.append("still more")
+        send()  # work that is finished first is so again, and one more changes nothing
+    assert done == []
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_other_second_signals_do_not():
+    """A terminal that is closed sends SIGHUP more than once, and some systems SIGTERM after it."""
+    with Signals() as signals, signals.finishing():
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)
+        send(signal.SIGTERM)
+        assert signals.number == signal.SIGHUP
+        with pytest.raises(Interrupted):
+            send(signal.SIGINT)
+
+
+def test_cleaning_up_is_not_interrupted_again():
+    with Signals():
+        try:
+            send()
+        except Interrupted:
+            send()
+            send(signal.SIGHUP)
+
+
+def test_what_was_ignored_stays_ignored():
+    """As SIGHUP by nohup, or SIGINT in the background of a shell."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            send(signal.SIGHUP)
+            assert not signals()
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_nobody_to_tell(monkeypatch):
+    """Standard error may be a terminal that is gone."""
+
+    def gone(handle, content):
+        raise OSError(5, "Input/output error")
+
+    with Signals() as signals, signals.finishing():
+        monkeypatch.setattr(os, "write", gone)
+        send()
+        assert signals()
+
+
+def test_outside_the_main_thread_nothing_changes():
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work() -> None:
+        with Signals() as signals:
+            seen.append((signals(), signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
