@@ -1,0 +1,36 @@
+"""Try some thousands of damaged and hostile files, and print what came of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from hostile.corpus import good_files, table, tried
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="hostile", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=150, help="of each kind")
+    parser.add_argument("--kind", default="", help="only kinds whose name contains this")
+    parser.add_argument("--one", type=int, help="only the case of this number, with what it says")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        good_files(root / "good")
+        results = tried(root, arguments.seed, arguments.cases, arguments.kind, arguments.one)
+        rows = []
+        for case, outcome in results:
+            rows.append((case, outcome))
+            if arguments.one is not None or not outcome.good:
+                print(f"{case}: {outcome.kind}: {outcome.said} ({outcome.seconds:.1f} s)", file=sys.stderr)
+    print(table(rows))
+    return 0 if all(outcome.good for _, outcome in rows) else 1
+
+
+if __name__ == "__main__":
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TRICYCLE_NUM_THREADS"), "1"))
+    raise SystemExit(main())

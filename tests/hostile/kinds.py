@@ -1,0 +1,272 @@
+"""The kinds of files that are read: good ones to begin with, and the programs that read them as a user would."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """
+    Attributes:
+        name: in tables.
+        folder: of `make_all` that holds the good files.
+        targets: those of them that are damaged, one at a time.
+        read: what reads them, in that folder.
+        network: whether it may open connections.
+    """
+
+    name: str
+    folder: str
+    targets: tuple[str, ...]
+    read: Callable[[], object]
+    network: bool = False
+
+
+def program(name: str, *words: str) -> Callable[[], object]:
+    """A program's `main` with these words."""
+
+    def run() -> object:
+        import importlib
+
+        return importlib.import_module(f"tricycle_cli.{name}").main(list(words))
+
+    return run
+
+
+def read_sentences() -> None:
+    from tricycle.pretrained.sentences import load_sentences
+
+    load_sentences(".").encode(["the fox", ""])
+
+
+GENERATE = ("--length", "3", "--device", "cpu", "--temperature", "0")
+KINDS = [
+    Kind("checkpoint", "run", ("best.safetensors",), program("generate", "best.safetensors", "the", *GENERATE)),
+    Kind("checkpoint, resumed", "run", ("last.safetensors",), program("train", "--resume", ".", "--device", "cpu")),
+    Kind("config of a run", "run", ("config.json", "data.json"), program("train", "--resume", ".", "--device", "cpu")),
+    Kind("metrics", "run", ("metrics.jsonl", "samples.txt"), program("train", "--resume", ".", "--device", "cpu")),
+    Kind(
+        "tokeniser",
+        "run",
+        ("tokeniser.json", "tokenizers.json"),
+        program("generate", "best.safetensors", "the fox", *GENERATE, "--tokeniser", "tokeniser.json"),
+    ),
+    Kind(
+        "pickle",
+        "run",
+        ("model.pkl",),
+        program("generate", "model.pkl", "the", *GENERATE, "--tokeniser", "tokeniser.json"),
+    ),
+    Kind(
+        "config of others",
+        "others",
+        ("config.json", "generation_config.json"),
+        program("generate", ".", "the fox", *GENERATE),
+    ),
+    Kind(
+        "tokeniser of others",
+        "others",
+        ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+        program("chat", "."),
+    ),
+    Kind(
+        "tokeniser in two files",
+        "two files",
+        ("vocab.json", "merges.txt"),
+        program("generate", ".", "the fox", *GENERATE),
+    ),
+    Kind("safetensors", "others", ("model.safetensors",), program("generate", ".", "the fox", *GENERATE)),
+    Kind(
+        "safetensors with an index",
+        "shards",
+        ("model.safetensors.index.json", *SHARDS),
+        program("generate", ".", "the fox", *GENERATE),
+    ),
+    Kind("GGUF", "gguf", ("model.gguf",), program("generate", "model.gguf", "the fox", *GENERATE)),
+    Kind(
+        "GGUF, Q8_0",
+        "gguf",
+        ("small.gguf",),
+        program("generate", "small.gguf", "the fox", *GENERATE, "--weights", "stored"),
+    ),
+    Kind(
+        "sentence embeddings",
+        "sentences",
+        ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config.json", "vocab.txt"),
+        read_sentences,
+    ),
+    Kind(
+        "texts to train on",
+        "texts",
+        ("texts/a.txt", "texts/b.txt"),
+        program(
+            "train",
+            "--data",
+            "text",
+            "--files",
+            "texts",
+            "--preset",
+            "debug",
+            "--steps",
+            "1",
+            "--eval-batches",
+            "1",
+            "--sample-interval",
+            "0",
+            "--run-folder",
+            "new",
+            "--device",
+            "cpu",
+            "--vocab-size",
+            "260",
+        ),
+    ),
+    Kind(
+        "texts to evaluate",
+        "texts",
+        ("texts/a.txt",),
+        program("evaluate", "best.safetensors", "texts/a.txt", "--device", "cpu"),
+    ),
+    Kind(
+        "cache of texts",
+        "cached",
+        ("tokeniser.json", "train.npy", "validation.npy", "validation.bin", "hashes.json"),
+        program("train", "--resume", ".", "--device", "cpu"),
+    ),
+]
+
+
+# -------------------------------------------------------------------- good files
+def make_all(root: Path) -> None:
+    """Write the good files of all kinds. Trains a tiny model, so better in a process of its own."""
+    root.mkdir(parents=True, exist_ok=True)
+    make_run(root)
+    make_others(root)
+    make_sentences(root)
+    (root / "texts" / "texts").mkdir(parents=True)
+    for name in "ab":
+        (root / "texts" / "texts" / f"{name}.txt").write_text(some_text(40 if name == "a" else 400), encoding="utf-8")
+    shutil.copyfile(root / "run" / "best.safetensors", root / "texts" / "best.safetensors")
+    (root / "cached").mkdir()
+    for name in ("config.json", "data.json", "last.safetensors", "best.safetensors", "metrics.jsonl", "text.txt"):
+        shutil.copyfile(root / "run" / name, root / "cached" / name)
+    shutil.copytree(root / "run" / "cache", root / "cached" / "cache")
+    for folder in (root / "cached" / "cache" / "corpora").iterdir():  # links, so that damage has a plain name
+        for path in folder.iterdir():
+            os.replace(path, root / "cached" / path.name)
+            path.symlink_to(f"../../../{path.name}")
+
+
+def some_text(n_lines: int) -> str:
+    rng = np.random.default_rng(n_lines)
+    return "".join(" ".join(rng.choice(WORDS, 9)) + ".\n" for _ in range(n_lines))
+
+
+def make_run(root: Path) -> None:
+    from tricycle.checkpoint import load_checkpoint
+    from tricycle_cli.train import main
+
+    folder = root / "run"
+    folder.mkdir()
+    (folder / "text.txt").write_text(some_text(300), encoding="utf-8")
+    words = (
+        "--preset debug --steps 2 --eval-interval 2 --eval-batches 1 --sample-interval 2 --vocab-size 260 --n-layers 1"
+    )
+    with chdir(folder):
+        os.environ["TRICYCLE_CACHE"] = "cache"
+        main([*words.split(), "--data", "text", "--files", "text.txt", "--run-folder", ".", "--device", "cpu"])
+    data = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    (folder / "data.json").write_text(json.dumps({**data, "files": ["text.txt"]}), encoding="utf-8")
+    checkpoint = load_checkpoint(folder / "best.safetensors")
+    (folder / "model.pkl").write_bytes(pickle.dumps(checkpoint.model()))
+
+
+def make_others(root: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+    from tiny_models import lively_model, tiny_tokeniser, write_folder
+
+    from tricycle.pretrained.gguf_writer import export_gguf
+
+    others = root / "others"
+    write_folder(others, n_layers=1, context_window=64)
+    (others / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|im_start|>"}}', encoding="utf-8")
+    (others / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m.content }}<|im_end|>\n{% endfor %}",
+        encoding="utf-8",
+    )
+    tokeniser = tiny_tokeniser()
+    tokeniser.save(root / "run" / "tokenizers.json")
+    (root / "gguf").mkdir()
+    model = lively_model(n_layers=1, context_window=64)
+    export_gguf(model, tokeniser, root / "gguf" / "model.gguf", "F32")
+    export_gguf(model, tokeniser, root / "gguf" / "small.gguf", "Q8_0")
+    shards = root / "shards"
+    shutil.copytree(others, shards)
+    (shards / "model.safetensors").unlink()
+    tensors = load_file(others / "model.safetensors")
+    names = sorted(tensors)
+    places = {}
+    for i, shard in enumerate(SHARDS):
+        part = {name: tensors[name] for name in names[i::2]}
+        save_file(part, shards / shard)
+        places |= dict.fromkeys(part, shard)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    two = root / "two files"
+    shutil.copytree(others, two)
+    document = json.loads((two / "tokenizer.json").read_text(encoding="utf-8"))
+    (two / "tokenizer.json").unlink()
+    (two / "vocab.json").write_text(json.dumps(document["model"]["vocab"]), encoding="utf-8")
+    merges = "\n".join(" ".join(pair) for pair in document["model"]["merges"])
+    (two / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
+
+
+def make_sentences(root: Path) -> None:
+    from tricycle.configs.model import EncoderConfig
+    from tricycle.encoder import TextEncoder
+    from tricycle.pretrained.export import export_folder
+
+    folder = root / "sentences"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    config = EncoderConfig(vocab_size=len(words), context_window=16, embedding_dim=8, n_heads=2, n_layers=1)
+    export_folder(TextEncoder(config), None, folder)
+    (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(
+        '{"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true}', encoding="utf-8"
+    )
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}', encoding="utf-8")
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+
+
+@functools.cache
+def import_all() -> None:
+    """What the programs import when they need it, so that forked processes need not."""
+    import jinja2.ext  # noqa: F401
+    import matplotlib.figure
+    import matplotlib.font_manager  # noqa: F401
+    import safetensors.numpy  # noqa: F401
+    import tiktoken  # noqa: F401
+    import tokenizers  # noqa: F401
+    import tyro  # noqa: F401
+
+    import tricycle_datasets.text  # noqa: F401
