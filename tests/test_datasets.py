@@ -454,7 +454,7 @@ def test_text_files_that_are_not_there(tmp_path):
         (binary, "expected a text file, got one with NUL bytes .*binary.dat"),
         (tmp_path / "folder", "expected text files, found none in"),
         ([], "expected text files, found none in"),
-        (write(tmp_path / "empty.txt", b""), "expected UTF-8 text to train on"),
+        (write(tmp_path / "empty.txt", b""), "expected a text file, got an empty one"),
         (write(tmp_path / "tiny.txt", b"abc"), "expected some text held out for validation"),
     ]:
         with pytest.raises(ValueError, match=expected) as error:

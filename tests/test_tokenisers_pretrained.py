@@ -605,8 +605,8 @@ def test_templates_of_a_folder(tmp_path):
             '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
             "expected a tokenizer.json: ",
         ),
-        ("tokenizer.json", "[" * 10**5, "tokenizer.json: expected JSON: "),
-        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: expected UTF-8: "),
+        ("tokenizer.json", "[" * 10**5, "tokenizer.json: expected JSON, got some that nests too deeply"),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer.json: expected JSON: 'utf-8' codec can't decode"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: expected JSON: "),
         (
             "tokenizer_config.json",

@@ -220,6 +220,9 @@ def build_model(config: GPTConfig, weights: dict[str, np.ndarray]) -> GPT:
     Raises:
         ValueError: the weights are not those of the config.
     """
+    whole = next((name for name, array in weights.items() if array.dtype.kind in "biu"), None)
+    if whole is not None:
+        raise ValueError(f"expected weights in floating point, {whole} has {weights[whole].dtype}")
     n_numbers = sum(array.size for array in weights.values())
     least = least_numbers(config)
     if least > n_numbers:  # seen before a crafted config asks for more memory than there is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
 import threading
@@ -63,8 +64,10 @@ def append(path: str | os.PathLike[str], text: str) -> None:
 
     Raises:
         OSError: of the disk; it names `path`.
+        ValueError: there is a link, a device or a pipe of that name.
     """
     path = Path(path)
+    expect_plain(path)
     is_new = not path.exists()
     with naming(path), path.open("a+b", buffering=0) as file:  # one write, so that nobody sees half of it
         size = _end_of_lines(file)
@@ -98,6 +101,77 @@ def _end_of_lines(file: IO[bytes]) -> int:
     return end
 
 
+# -------------------------------------------------------------------- what others may have written
+def expect_plain(path: str | os.PathLike[str]) -> None:
+    """Before a file is changed in its place, which a link may have somewhere else altogether.
+
+    Raises:
+        ValueError: there is a link, a device, a pipe or a folder of that name.
+    """
+    path = Path(path)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(f"{path}: expected a file or nothing of that name, got a link, a device, a pipe or a folder")
+
+
+def read_file(path: str | os.PathLike[str], at_most: int | None = None) -> bytes:
+    """The content of a file that may be anybody's: a pipe would be waited for, and a device may have no end.
+
+    Args:
+        at_most: bytes that such a file can have.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a folder, a device or a pipe; or a file of more bytes.
+    """
+    path = Path(path)
+    if not path.is_file():
+        if path.exists():
+            raise ValueError(f"{path}: expected a file, got a folder, a device or a pipe")
+        raise FileNotFoundError(f"{path}: there is no such file")
+    size = path.stat().st_size
+    if at_most is not None and size > at_most:
+        raise ValueError(f"{path}: expected at most {at_most:,} bytes, got {size:,}")
+    return path.read_bytes()
+
+
+MOST_JSON = 2**24  # bytes: more than any config has
+_MOST_JSON_VALUES = 2_500_000  # each takes some 70 bytes at least: `[]` has two in a file
+
+
+def read_json(path: str | os.PathLike[str], at_most: int = MOST_JSON) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        at_most: bytes that such a file can have.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, nested too deeply, or of more values than such a file can have; names the file.
+    """
+    content = read_file(path, at_most)
+    if sum(map(content.count, (b",", b"[", b"{"))) > _MOST_JSON_VALUES:
+        raise ValueError(f"{path}: expected at most {_MOST_JSON_VALUES:,} values in JSON, got more")
+    try:
+        return json.loads(content.decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: expected JSON, got some that nests too deeply") from None
+
+
+def read_json_object(path: str | os.PathLike[str], at_most: int = MOST_JSON) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        FileNotFoundError, ValueError: as of `read_json`; or it holds something else.
+    """
+    value = read_json(path, at_most)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got a {type(value).__name__}")
+    return value
+
+
+# -------------------------------------------------------------------- errors of the disk
 def is_full(error: BaseException) -> bool:
     """Whether an error says that a disk, or somebody's share of it, is full."""
     return isinstance(error, OSError) and error.errno in _FULL

@@ -17,12 +17,11 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tricycle.files import atomic_write
+from tricycle.files import atomic_write, read_json
 
 if TYPE_CHECKING:
     import tiktoken
@@ -52,6 +51,7 @@ PIECE = "|".join(
 _SAFE_CUT = re.compile(rf"(?<=[{_LETTER}])(?=[ \n])")
 # What Unicode calls white space; Python's \\s has four control characters more.
 _ANY_SPACE = r"\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+MOST_BYTES = 2**26  # of a file
 _CHUNK = 2**18  # characters: bounds memory, and the depth that GPT-2's look-ahead may backtrack
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what errors="surrogateescape" makes of such bytes
@@ -352,9 +352,9 @@ class BPETokeniser:
             ValueError: a file that `save` did not write.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected a saved tokeniser: {error}") from None
+            return cls.from_dict(read_json(path, MOST_BYTES))
+        except ValueError as error:
+            raise ValueError(f"{path}: expected a saved tokeniser: {str(error).removeprefix(f'{path}: ')}") from None
 
     @classmethod
     def from_tokens(cls, tokens: list[bytes], split: str = "tricycle") -> BPETokeniser:

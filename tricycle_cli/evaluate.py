@@ -13,6 +13,7 @@ import numpy as np
 import tyro
 
 from tricycle.evaluation import HeldOut, evaluate
+from tricycle.files import read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import Device, Weights, load_model
@@ -70,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     if not arguments.files:
         raise ValueError("expected at least one file, got none")
-    texts = {str(path): path.read_bytes() for path in arguments.files}
+    texts = {str(path): read_file(path) for path in arguments.files}
     loaded = load_model(arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights)
     window = _window(arguments.window, loaded.model.config.context_window)
     batch_size = arguments.batch_size or max(1, MOST_LOGITS // (window * loaded.model.config.vocab_size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from tricycle.files import read_json_object
 from tricycle.pretrained.export import export_folder
 from tricycle_cli.flags import parse
 from tricycle_cli.models import load_model
@@ -63,12 +63,12 @@ def measured(source: Path) -> dict[str, Any]:
     folder = source if source.is_dir() else source.parent
     card: dict[str, Any] = {}
     if (folder / "data.json").is_file() and (folder / "metrics.jsonl").is_file():
-        about = json.loads((folder / "data.json").read_text(encoding="utf-8"))
-        card["trained on"] = about.get("data", "text")
+        about = read_json_object(folder / "data.json")
+        card["trained on"] = str(about.get("data", "text"))
         if about.get("init_from"):
-            card["started from"] = Path(about["init_from"]).name
+            card["started from"] = Path(str(about["init_from"])).name
         for line in read_metrics(folder / "metrics.jsonl"):
-            if "final_loss" in line:
+            if {"final_loss", "final_bits_per_byte", "best_step"} <= set(line):
                 card["held-out loss, nats a token"] = line["final_loss"]
                 card["held-out loss, bits a byte"] = line["final_bits_per_byte"]
                 card["updates"] = line["best_step"]

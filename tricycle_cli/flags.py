@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+MOST_SAID = 1000  # characters of an error
 
 
 def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:
@@ -40,8 +41,19 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
 def fail(message: str, status: int = 1) -> NoReturn:
     """Print one line and leave the program."""
     with contextlib.suppress(OSError):  # nobody may be there to read it
-        print(f"{_program()}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"{_program()}: {on_one_line(message)}", file=sys.stderr, flush=True)
     raise SystemExit(status)
+
+
+def on_one_line(message: str) -> str:
+    """A message without line breaks, at most 1,000 characters of it, the first and the last.
+
+    What comes from files may be of any length, and hold characters that a terminal would obey.
+    """
+    line = " ".join(message.split())
+    if len(line) > MOST_SAID:
+        line = f"{line[: MOST_SAID // 2]} ... {line[-MOST_SAID // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
 
 
 def run_main(main: Callable[[], int | None]) -> None:

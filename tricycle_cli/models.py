@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +72,8 @@ def load_model(
         from tricycle_datasets.shakespeare import Shakespeare
 
         loaded.tokeniser = Shakespeare(loaded.model.config.vocab_size).tokeniser
+        used = f"using tiny Shakespeare's, of {loaded.tokeniser.n_vocab:,} tokens"
+        print(f"{source}: a pickle has no tokeniser: {used}; --tokeniser names another", file=sys.stderr)
     if loaded.tokeniser is None:
         raise ValueError(f"{source}: expected a model with a tokeniser; --tokeniser names one for a model without")
     known, n_vocab = loaded.model.config.vocab_size, loaded.tokeniser.n_vocab

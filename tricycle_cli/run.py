@@ -22,7 +22,7 @@ from tricycle import devices
 from tricycle.checkpoint import NotFiniteError
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.files import append, atomic_write
+from tricycle.files import append, atomic_write, expect_plain, read_file
 from tricycle.generate import generate
 from tricycle.models import least_numbers
 from tricycle.sampling import Sampling
@@ -43,7 +43,10 @@ UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses ar
 SAMPLE_TOKENS = 160
 SAMPLING = Sampling(temperature=0.8, min_p=0.2, no_repeat_ngram_size=8)  # what suits small models
 LINES_GATHERED = 50
-NUMBERS = "loss learning_rate gradient_norm tokens_per_second held_out_loss bits_per_byte final_loss".split()
+MOST_METRICS = 2**28  # bytes: a million updates have half of it
+NUMBERS = """
+loss learning_rate gradient_norm tokens_per_second held_out_loss bits_per_byte final_loss final_bits_per_byte best_step
+""".split()
 # The final estimate moves its windows on by half their length: each token sees at least half a window before it.
 FINAL_OVERLAP = 2
 # So many updates in a row may be left out, and so often may a run go back to the same checkpoint, because something was
@@ -144,6 +147,7 @@ class Run:
                 file.write(text)
 
         self.write(rewrite)
+        expect_plain(self.samples)
         if self.samples.exists() and 0 <= state.samples_size < self.samples.stat().st_size:
             os.truncate(self.samples, state.samples_size)
 
@@ -168,7 +172,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; one that a crash cut off, or that has no numbers, is left out."""
     lines = []
     if path.is_file():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for text in read_file(path, MOST_METRICS).decode("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
                 lines.append(json.loads(text))
     return [line for line in lines if isinstance(line, dict) and _is_sound(line)]

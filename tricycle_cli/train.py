@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import lzma
+import reprlib
 import shlex
 import signal
 import sys
@@ -28,7 +29,7 @@ from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.files import atomic_write
+from tricycle.files import atomic_write, read_json_object
 from tricycle.locks import FolderLock
 from tricycle.memory import check_memory, gigabytes
 from tricycle.pretrained import Pretrained
@@ -141,6 +142,8 @@ def start_or_resume(args: Sequence[str], signals: Signals) -> int:
             sitting = Sitting(resumed.resume, config, description, on_gpu, resumed.on_full_disk, started, signals)
             return train_and_report(sitting, start)
     arguments, start = parse_arguments(args)
+    if not arguments.files and any(word.split("=")[0] == "--files" for word in args):
+        raise ValueError("expected files or folders after --files, got none")
     on_gpu = use_gpu(arguments.device)
     description = description_of(arguments)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -326,6 +329,8 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
     if last.exists():
         checkpoint = load_checkpoint(last)
         tokeniser = checkpoint.tokeniser()
+        if tokeniser is None:
+            raise ValueError(f"{last}: expected a checkpoint with its tokeniser, it has none")
         if checkpoint.config != config:
             raise ValueError(f"{folder / 'config.json'}: expected the config of its checkpoint, got another")
     elif start is not None:
@@ -399,18 +404,14 @@ def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
         if not path.is_file():
             hint = "" if holds_a_run(folder) else ". Nothing was trained in it: begin again without --resume"
             raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}{hint}")
-        try:
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: expected JSON: {error}") from None
-        if not isinstance(found[-1], dict):
-            raise ValueError(f"{path}: expected a JSON object, got a {type(found[-1]).__name__}")
+        found.append(read_json_object(path))
     config, data = found
     files = data.get("files")
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
     is_known = data.get("data") in get_args(Data) and data.get("on_nan", "skip") in get_args(OnNaN)
     if not is_known or not are_paths:
-        raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {data}")
+        got = reprlib.repr(data)
+        raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {got}")
     return GPTConfig.from_dict(config), data
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _ATTEMPTS = 3  # to get on after a dropped connection, before giving up
+MOST_BYTES = 2**30  # of a file: a server that sends without end must not fill the disk
 
 
 class DownloadError(OSError):
@@ -116,10 +117,14 @@ def _append(url: str, path: Path) -> None:
                     return  # there is nothing after what we have; the hash will tell
                 response.raise_for_status()
                 have = have if response.status_code == 206 else 0  # a server may send all of it nonetheless
-                total = have + int(response.headers.get("Content-Length", 0)) or None
+                stated = response.headers.get("Content-Length", "")
+                total = have + int(stated) if stated.isdecimal() and len(stated) < 20 else None
                 bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=f"Downloading {path.name}")
                 with open(path, "ab" if have else "wb") as file, bar:
                     for block in response.iter_content(2**14):
+                        have += len(block)
+                        if have > MOST_BYTES:
+                            raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got more")
                         file.write(block)
                         bar.update(len(block))
                 return

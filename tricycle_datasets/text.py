@@ -63,6 +63,8 @@ def _text_files(root: Path) -> Iterator[tuple[Path, str]]:
     if root.is_file():
         if _is_binary(root):
             raise ValueError(f"TextFiles: expected a text file, got one with NUL bytes (binary, or UTF-16): {root}")
+        if not root.stat().st_size:
+            raise ValueError(f"TextFiles: expected a text file, got an empty one: {root}")
         yield root, root.name
     elif root.is_dir():
         names = {path: path.relative_to(root) for path in root.rglob("*") if path.is_file()}

@@ -67,7 +67,7 @@ def tried_once(root: Path, kind: Kind, seed: int, number: int) -> tuple[Case, Ou
         target = rng.choice(kind.targets)
         path = folder / target
         size = sum(part.stat().st_size for part in folder.rglob("*") if part.is_file())
-        if rng.random() < ANOTHER_THING:
+        if kind.things and rng.random() < ANOTHER_THING:
             damage = another_thing(path, rng)
         else:
             damage, content = damaged(path.read_bytes(), target, rng)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import pickle
 import shutil
+import socket
+import threading
 from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import dataclass
@@ -27,6 +31,7 @@ class Kind:
         targets: those of them that are damaged, one at a time.
         read: what reads them, in that folder.
         network: whether it may open connections.
+        things: whether other things than files may stand in their place.
     """
 
     name: str
@@ -34,6 +39,7 @@ class Kind:
     targets: tuple[str, ...]
     read: Callable[[], object]
     network: bool = False
+    things: bool = True
 
 
 def program(name: str, *words: str) -> Callable[[], object]:
@@ -53,6 +59,31 @@ def read_sentences() -> None:
     load_sentences(".").encode(["the fox", ""])
 
 
+def download() -> None:
+    """From a server, a thread of this process, that answers with the bytes of a file."""
+    from tricycle_datasets import download
+
+    download.MOST_BYTES = 2**22
+    os.environ.update(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_serve, args=(listener, Path("response.http").read_bytes()), daemon=True).start()
+    port = listener.getsockname()[1]
+    download.fetch("input.txt", f"http://127.0.0.1:{port}/input.txt", hashlib.sha256(BODY).hexdigest(), "d")
+
+
+def _serve(listener: socket.socket, response: bytes) -> None:
+    while True:
+        connection, _ = listener.accept()
+        with contextlib.suppress(OSError), connection:
+            while b"\r\n\r\n" not in connection.recv(2**16):
+                pass
+            connection.sendall(response)
+            while response.startswith(ENDLESS):
+                connection.sendall(bytes(2**16))
+
+
+BODY = b"To be, or not to be. " * 500
+ENDLESS = b"HTTP/1.1 200 Fine\r\n"
 GENERATE = ("--length", "3", "--device", "cpu", "--temperature", "0")
 KINDS = [
     Kind("checkpoint", "run", ("best.safetensors",), program("generate", "best.safetensors", "the", *GENERATE)),
@@ -147,6 +178,14 @@ KINDS = [
         ("tokeniser.json", "train.npy", "validation.npy", "validation.bin", "hashes.json"),
         program("train", "--resume", ".", "--device", "cpu"),
     ),
+    Kind(
+        "downloads",
+        "downloads",
+        ("response.http", "response.http", "response.http", "cache/d/input.txt", "cache/d/input.txt.part"),
+        download,
+        network=True,
+        things=False,
+    ),
 ]
 
 
@@ -157,6 +196,11 @@ def make_all(root: Path) -> None:
     make_run(root)
     make_others(root)
     make_sentences(root)
+    (root / "downloads" / "cache" / "d").mkdir(parents=True)
+    (root / "downloads" / "cache" / "d" / "input.txt").write_bytes(BODY[:-1])
+    (root / "downloads" / "cache" / "d" / "input.txt.part").write_bytes(BODY[:5000])
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+    (root / "downloads" / "response.http").write_bytes(head + BODY)
     (root / "texts" / "texts").mkdir(parents=True)
     for name in "ab":
         (root / "texts" / "texts" / f"{name}.txt").write_text(some_text(40 if name == "a" else 400), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickletools
@@ -246,6 +247,10 @@ def json_text(content: bytes, rng: random.Random) -> bytes:
             '"' + "\\ud800" * 1000 + '"',
             text.replace('"', '"\\u0000', 1),
             '"' * 9999,
+            "[" + "[]," * 2_000_000 + "[]]",
+            '{"a": "' + "x" * 4_000_000 + '\U0001f6b2"}',
+            "[" + "{}," * 3_000_000 + "{}]",
+            "0," * 2_000_000,
         ]
     ).encode("utf-8", "replace")
 
@@ -396,16 +401,64 @@ def pickle_text(content: bytes, rng: random.Random) -> bytes:
     return content[: place + 1] + replaced + content[place + 2 + len(raw) :]
 
 
+# -------------------------------------------------------------------- answers of a server
+def answer(content: bytes, rng: random.Random) -> bytes:
+    """Another status, other headers, or none of HTTP's."""
+    head, _, body = content.partition(b"\r\n\r\n")
+    status = rng.choice(
+        [b"206 Partial", b"301 Moved", b"302 Found", b"404 Not", b"416 Range", b"500 Error", b"999 X", b"x"]
+    )
+    header = rng.choice(
+        [
+            b"Location: file:///etc/passwd",
+            b"Location: /input.txt",
+            b"Location: http://[::1",
+            b"Location: //",
+            b"Content-Encoding: gzip",
+            b"Content-Encoding: deflate",
+            b"Transfer-Encoding: chunked",
+            b"Content-Range: bytes 0-1/99999999999",
+            b"Content-Type: text/plain; charset=nothing",
+            b"X: " + b"y" * 70_000,
+            b"\r\n".join(b"X-%d: y" % i for i in range(300)),
+            b"\xff\xfe: \xff",
+        ]
+    )
+    length = rng.choice(
+        [b"Content-Length: 0", b"Content-Length: -1", b"Content-Length: 9999999999", b"Content-Length: x"]
+    )
+    packed = gzip.compress(bytes(5 * 10**7)) if rng.random() < 0.3 else body
+    return rng.choice(
+        [
+            head.replace(b"200 OK", status) + b"\r\n" + header + b"\r\n\r\n" + body,
+            head + b"\r\n" + header + b"\r\n\r\n" + body,
+            re.sub(rb"Content-Length: \d+", length, head) + b"\r\n\r\n" + body,
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + packed,
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n" + body,
+            b"HTTP/1.1 200 Fine\r\n\r\n",  # and zeros without end
+            b"HTTP/1.1 200 OK\r\n\r\n" + body + b"more",
+            head,
+        ]
+    )
+
+
 FORMS: dict[str, list[Damage]] = {
     "json": [json_value, json_value, json_value, json_value, json_text, json_text],
     "jsonl": [json_line, json_line, json_line, json_text],
     "safetensors": [safetensors_header, safetensors_header, safetensors_header, safetensors_cut, odd_numbers],
     "gguf": [gguf_field, gguf_field, gguf_field, gguf_cut, gguf_moved],
     "pickle": [pickle_instruction, pickle_instruction, pickle_text, pickle_text],
-    "text": [],
+    "http": [answer],
     "bytes": [],
 }
-_SUFFIXES = {".json": "json", ".jsonl": "jsonl", ".safetensors": "safetensors", ".gguf": "gguf", ".pkl": "pickle"}
+_SUFFIXES = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".safetensors": "safetensors",
+    ".gguf": "gguf",
+    ".pkl": "pickle",
+    ".http": "http",
+}
 
 
 def damaged(content: bytes, name: str, rng: random.Random) -> tuple[str, bytes]:

@@ -224,7 +224,9 @@ def _watch(folder: Path, network: bool, escapes: list[str]) -> None:
             return
         forbidden = event in FORBIDDEN or (event in SENDS and not network)
         if event in CHANGES:
-            forbidden = not all(inside(path) for path in args if isinstance(path, (str, bytes, Path)))
+            names = [os.fsdecode(path) for path in args if isinstance(path, (str, bytes, Path))]
+            # a link itself may be taken away, or another file may take its name
+            forbidden = not all(inside(os.path.dirname(name) or ".") for name in names)
         if forbidden:
             escapes.append(f"{event} {args!r}"[:300])
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from tricycle.files import read_json_object
 from tricycle.pretrained.source import Source, StoredTensor
 from tricycle.pretrained.tensor_files import read_tensors
 
@@ -13,7 +12,6 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-LARGEST_JSON = 64_000_000  # bytes
 
 
 def read_folder(path: Path) -> Source:
@@ -27,31 +25,10 @@ def read_folder(path: Path) -> Source:
         ValueError: one is damaged.
     """
     folder = path.parent if path.is_file() else path
-    fields = read_json(folder / CONFIG)
-    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    fields = read_json_object(folder / CONFIG)
+    generation = read_json_object(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     tensors = read_tensors(path)[0] if path.is_file() else _read_weights(folder)
     return Source(path, fields, tensors, generation)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no JSON, no object, or larger than such a file can be.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file")
-    size = path.stat().st_size
-    if size > LARGEST_JSON:
-        raise ValueError(f"{path}: expected at most {LARGEST_JSON} bytes, got {size}")
-    try:
-        values = json.loads(path.read_bytes().decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON: {str(error) or type(error).__name__}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    return values
 
 
 def _read_weights(folder: Path) -> dict[str, StoredTensor]:
@@ -70,7 +47,7 @@ def _read_weights(folder: Path) -> dict[str, StoredTensor]:
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of several files, which the index names."""
     index = folder / INDEX
-    places = read_json(index).get("weight_map")
+    places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise ValueError(f"{index}: expected weight_map to be an object of tensors and their files")
     tensors: dict[str, StoredTensor] = {}

@@ -7,7 +7,6 @@ Shapes: N texts, C channels.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from tricycle.encoder import SentencePooling, TextEncoder
+from tricycle.files import read_json, read_json_object
 from tricycle.pretrained import load
 from tricycle.pretrained.fields import Fields, wrong
-from tricycle.pretrained.folder import read_json
 from tricycle.pretrained.tokenisers import PretrainedTokeniser, from_folder
 
 MODULES = "modules.json"
@@ -146,7 +145,7 @@ def read_pooling(folder: Path) -> SentencePooling:
     if types not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or modules[0][1] != "":
         described = ", ".join(f"{kind} in {place!r:.40}" for kind, place in modules)
         raise ValueError(f"expected modules Transformer in '', Pooling and perhaps Normalize, got {described}")
-    fields = read_json(folder / modules[1][1] / "config.json")
+    fields = read_json_object(folder / modules[1][1] / "config.json")
     flags = [name.removeprefix(FLAG) for name, value in fields.items() if name.startswith(FLAG) and value is True]
     kinds = [fields["pooling_mode"]] if "pooling_mode" in fields else [FLAGS.get(flag, flag) for flag in flags]
     if len(kinds) != 1 or kinds[0] not in list(KINDS):
@@ -160,10 +159,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     Raises:
         ValueError: no such list, or a folder that lies elsewhere.
     """
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{MODULES}: expected JSON: {str(error) or type(error).__name__}") from None
+    modules = read_json(path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ValueError(f"{MODULES}: expected a list of objects")
     places = [module.get("path") for module in modules]
@@ -174,4 +170,4 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.files import atomic_write
+from tricycle.files import atomic_write, read_file, read_json, read_json_object
 from tricycle.pretrained import tokenizer_json as form
 from tricycle.pretrained.chat_template import ChatTemplate
 from tricycle.pretrained.ggml_vocabulary import Vocabulary
@@ -20,7 +20,7 @@ from tricycle.tokeniser import BPETokeniser, Tokeniser
 
 FORMAT = {"format": "tokenizers", "version": 1}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MOST_BYTES = 2**28  # of a file; the largest vocabularies take a tenth
+MOST_BYTES = 2**26  # of a file; the largest vocabularies take half of it
 # Around the names of special tokens that stand in someone's message: characters that Unicode leaves to private use.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
@@ -476,23 +476,12 @@ def _byte_level_files(folder: Path, config: dict[str, Any], special: dict[str, s
 
 def _json_object(path: Path) -> dict[str, Any]:
     """What a file holds; nothing where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, got a {type(value).__name__}")
-    return value
+    return read_json_object(path, MOST_BYTES) if path.is_file() else {}
 
 
 def _read(path: Path) -> str:
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise ValueError(f"{path}: expected at most {MOST_BYTES:,} bytes, got {size:,}")
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path, MOST_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8: {error}") from None
 
@@ -538,6 +527,6 @@ def load_tokeniser(path: str | os.PathLike[str]) -> Tokeniser:
         ValueError: any other file.
     """
     try:
-        return tokeniser_from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a saved tokeniser: {error}") from None
+        return tokeniser_from_dict(read_json(path, MOST_BYTES))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a saved tokeniser: {str(error).removeprefix(f'{path}: ')}") from None
