@@ -88,6 +88,7 @@ def _download(url: str, path: Path, sha256: str) -> None:
         _append(url, Path(output))
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    pooch.get_logger().setLevel("WARNING")  # the progress bar says what is downloaded
     # pooch checks the hash of what the downloader wrote, and only then moves it into place
     what = {"url": url, "known_hash": f"sha256:{sha256}", "fname": path.name, "path": path.parent}
     resumed = part.exists()
