@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tricycle.files import make_folder
+from tricycle.files import expect_plain, make_folder
 
 NAME = ".lock"
 # Windows keeps others from reading what is locked, so a byte far behind the text is.
@@ -95,6 +95,7 @@ class FolderLock:
         try:
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
         except FileExistsError:
+            expect_plain(self.path)
             return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), False
 
     def _has_its_name(self, handle: int) -> bool:

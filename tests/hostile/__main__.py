@@ -9,13 +9,14 @@ import tempfile
 from pathlib import Path
 
 from hostile.corpus import good_files, table, tried
+from hostile.kinds import KINDS
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="hostile", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=150, help="of each kind")
-    parser.add_argument("--kind", default="", help="only kinds whose name contains this")
+    parser.add_argument("--kind", default="", choices=["", *(kind.name for kind in KINDS)], help="only this one")
     parser.add_argument("--one", type=int, help="only the case of this number, with what it says")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -48,15 +48,33 @@ def tried(
 
     Args:
         root: `good_files` wrote to its folder "good".
-        only: kinds whose name contains this.
+        only: the kind of this name.
         one: only the case of this number.
     """
-    os.environ.update(TRICYCLE_CACHE="cache", TOKENIZERS_PARALLELISM="false", COLUMNS="200", CUDA_VISIBLE_DEVICES="")
-    import_all()
+    prepare()
     for kind in KINDS:
-        if only in kind.name:
+        if only in ("", kind.name):
             for number in range(n_cases) if one is None else [one]:
                 yield tried_once(root, kind, seed, number)
+
+
+def prepare() -> None:
+    """What programs find around them."""
+    os.environ.update(TRICYCLE_CACHE="cache", TOKENIZERS_PARALLELISM="false", COLUMNS="200", CUDA_VISIBLE_DEVICES="")
+    os.environ.pop("TRICYCLE_DATA", None)
+    import_all()
+
+
+def tried_good(root: Path, name: str) -> Outcome:
+    """What comes of the good files of a kind."""
+    prepare()
+    (kind,) = (kind for kind in KINDS if kind.name == name)
+    folder = root / "case"
+    shutil.copytree(root / "good" / kind.folder, folder, symlinks=True)
+    try:
+        return attempt(kind.read, folder, 0, kind.network)
+    finally:
+        shutil.rmtree(folder)
 
 
 def tried_once(root: Path, kind: Kind, seed: int, number: int) -> tuple[Case, Outcome]:

@@ -89,7 +89,12 @@ KINDS = [
     Kind("checkpoint", "run", ("best.safetensors",), program("generate", "best.safetensors", "the", *GENERATE)),
     Kind("checkpoint, resumed", "run", ("last.safetensors",), program("train", "--resume", ".", "--device", "cpu")),
     Kind("config of a run", "run", ("config.json", "data.json"), program("train", "--resume", ".", "--device", "cpu")),
-    Kind("metrics", "run", ("metrics.jsonl", "samples.txt"), program("train", "--resume", ".", "--device", "cpu")),
+    Kind(
+        "metrics",
+        "run",
+        ("metrics.jsonl", "metrics.jsonl", "metrics.jsonl", "samples.txt", ".lock"),
+        program("train", "--resume", ".", "--device", "cpu"),
+    ),
     Kind(
         "tokeniser",
         "run",
@@ -235,6 +240,7 @@ def make_run(root: Path) -> None:
         main([*words.split(), "--data", "text", "--files", "text.txt", "--run-folder", ".", "--device", "cpu"])
     data = json.loads((folder / "data.json").read_text(encoding="utf-8"))
     (folder / "data.json").write_text(json.dumps({**data, "files": ["text.txt"]}), encoding="utf-8")
+    (folder / ".lock").write_text('{"pid": 1, "host": "elsewhere"}', encoding="utf-8")
     checkpoint = load_checkpoint(folder / "best.safetensors")
     (folder / "model.pkl").write_bytes(pickle.dumps(checkpoint.model()))
 

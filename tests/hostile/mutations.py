@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import os
@@ -201,7 +202,7 @@ def damaged_value(value: Any, rng: random.Random) -> Any:
             )
         else:
             other_holder, other_key = rng.choice(places)
-            holder[key] = other_holder.get(other_key) if isinstance(other_holder, dict) else None
+            holder[key] = copy.deepcopy(other_holder.get(other_key)) if isinstance(other_holder, dict) else None
     return value
 
 
