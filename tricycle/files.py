@@ -135,23 +135,22 @@ def read_file(path: str | os.PathLike[str], at_most: int | None = None) -> bytes
 
 
 MOST_JSON = 2**24  # bytes: more than any config has
-_MOST_JSON_VALUES = 2_500_000  # each takes some 70 bytes at least: `[]` has two in a file
+MOST_JSON_VALUES = 2**20
 
 
-def read_json(path: str | os.PathLike[str], at_most: int = MOST_JSON) -> Any:
+def read_json(path: str | os.PathLike[str], at_most: int = MOST_JSON, most_values: int = MOST_JSON_VALUES) -> Any:
     """What a JSON file holds.
 
     Args:
-        at_most: bytes that such a file can have.
+        at_most, most_values: bytes and values that such a file can have.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: no JSON, nested too deeply, or of more values than such a file can have; names the file.
     """
     content = read_file(path, at_most)
-    if sum(map(content.count, (b",", b"[", b"{"))) > _MOST_JSON_VALUES:
-        raise ValueError(f"{path}: expected at most {_MOST_JSON_VALUES:,} values in JSON, got more")
     try:
+        expect_few_values(content, most_values)
         return json.loads(content.decode("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON: {error}") from None
@@ -159,13 +158,25 @@ def read_json(path: str | os.PathLike[str], at_most: int = MOST_JSON) -> Any:
         raise ValueError(f"{path}: expected JSON, got some that nests too deeply") from None
 
 
-def read_json_object(path: str | os.PathLike[str], at_most: int = MOST_JSON) -> dict[str, Any]:
+def expect_few_values(content: bytes, most: int = MOST_JSON_VALUES) -> None:
+    """Before JSON becomes values, each of which takes some ninety bytes: `[]` has two in a file.
+
+    Raises:
+        ValueError: more values than that.
+    """
+    if sum(map(content.count, (b",", b"[", b"{"))) > most:
+        raise ValueError(f"more than {most:,} values")
+
+
+def read_json_object(
+    path: str | os.PathLike[str], at_most: int = MOST_JSON, most_values: int = MOST_JSON_VALUES
+) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Raises:
         FileNotFoundError, ValueError: as of `read_json`; or it holds something else.
     """
-    value = read_json(path, at_most)
+    value = read_json(path, at_most, most_values)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got a {type(value).__name__}")
     return value

@@ -92,10 +92,10 @@ class FolderLock:
 
     def _open(self) -> tuple[int, bool]:
         """A handle of the file, and whether it was made here."""
+        expect_plain(self.path)  # a link would have us write elsewhere
         try:
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
         except FileExistsError:
-            expect_plain(self.path)
             return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), False
 
     def _has_its_name(self, handle: int) -> bool:

@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from tricycle.files import expect_few_values
+
 LONGEST_HEADER = 100_000_000  # bytes, as the format's own readers have it
+LONGEST_WIDE_HEADER = 2**24  # where some characters are not ASCII's: each may then take four bytes
+MOST_VALUES = 2_200_000  # a header may hold the vocabulary of a model, as text
 MOST_AXES = 32
 ITEM_SIZES = {
     "F64": 8,
@@ -82,6 +86,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             raise ValueError(f"{path}: expected a safetensors file, got one of {size} bytes whose header is cut off")
         text = file.read(n_bytes)
     try:
+        expect_few_values(text, MOST_VALUES)
+        if len(text) > LONGEST_WIDE_HEADER and not text.isascii():
+            raise ValueError(f"more than {LONGEST_WIDE_HEADER:,} bytes that are not all ASCII")
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
         reason = str(error) or type(error).__name__

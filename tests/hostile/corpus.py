@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,14 +65,16 @@ def prepare() -> None:
     import_all()
 
 
-def tried_good(root: Path, name: str) -> Outcome:
-    """What comes of the good files of a kind."""
+def tried_with(root: Path, name: str, damage: Callable[[Path], object] = lambda folder: None) -> Outcome:
+    """What comes of the good files of a kind after something was done to their folder."""
     prepare()
     (kind,) = (kind for kind in KINDS if kind.name == name)
     folder = root / "case"
     shutil.copytree(root / "good" / kind.folder, folder, symlinks=True)
     try:
-        return attempt(kind.read, folder, 0, kind.network)
+        damage(folder)
+        size = max(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        return attempt(kind.read, folder, size, kind.network)
     finally:
         shutil.rmtree(folder)
 

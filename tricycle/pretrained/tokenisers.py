@@ -21,6 +21,7 @@ from tricycle.tokeniser import BPETokeniser, Tokeniser
 FORMAT = {"format": "tokenizers", "version": 1}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MOST_BYTES = 2**26  # of a file; the largest vocabularies take half of it
+MOST_VALUES = 2_200_000  # of its JSON; the largest have 1,900,000
 # Around the names of special tokens that stand in someone's message: characters that Unicode leaves to private use.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
@@ -476,7 +477,7 @@ def _byte_level_files(folder: Path, config: dict[str, Any], special: dict[str, s
 
 def _json_object(path: Path) -> dict[str, Any]:
     """What a file holds; nothing where there is no such file."""
-    return read_json_object(path, MOST_BYTES) if path.is_file() else {}
+    return read_json_object(path, MOST_BYTES, MOST_VALUES) if path.is_file() else {}
 
 
 def _read(path: Path) -> str:
@@ -527,6 +528,6 @@ def load_tokeniser(path: str | os.PathLike[str]) -> Tokeniser:
         ValueError: any other file.
     """
     try:
-        return tokeniser_from_dict(read_json(path, MOST_BYTES))
+        return tokeniser_from_dict(read_json(path, MOST_BYTES, MOST_VALUES))
     except ValueError as error:
         raise ValueError(f"{path}: expected a saved tokeniser: {str(error).removeprefix(f'{path}: ')}") from None
