@@ -189,11 +189,11 @@ def damaged_value(value: Any, rng: random.Random) -> Any:
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         places = _places(value, [])
         if not places:
-            return rng.choice(ODD_VALUES)
+            return copy.deepcopy(rng.choice(ODD_VALUES))
         holder, key = rng.choice(places)
         how = rng.randrange(8)
         if how < 5:
-            holder[key] = rng.choice(ODD_VALUES)
+            holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
         elif how == 5:
             del holder[key]
         elif how == 6 and isinstance(holder, dict):
@@ -428,7 +428,7 @@ def answer(content: bytes, rng: random.Random) -> bytes:
     length = rng.choice(
         [b"Content-Length: 0", b"Content-Length: -1", b"Content-Length: 9999999999", b"Content-Length: x"]
     )
-    packed = gzip.compress(bytes(5 * 10**7)) if rng.random() < 0.3 else body
+    packed = gzip.compress(bytes(5 * 10**7), mtime=0) if rng.random() < 0.3 else body
     return rng.choice(
         [
             head.replace(b"200 OK", status) + b"\r\n" + header + b"\r\n\r\n" + body,
