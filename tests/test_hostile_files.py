@@ -110,7 +110,7 @@ def test_the_same_seed_gives_the_same_damage():
     for name in ("x.json", "x.jsonl", "x.bin", "x.http"):
         results = [damaged(content, name, random.Random(seed)) for seed in [*range(200), *range(200)]]
         assert results[:200] == results[200:]
-        assert len({result for _, result in results}) > 100
+        assert len({result for _, result in results}) > 60
         assert {damage for damage, _ in results} >= {
             damage.__name__ for damage in FORMS[name.split(".")[1].replace("bin", "bytes")]
         }
