@@ -106,10 +106,17 @@ def memory_for(config: Any, source: Source, weights: str) -> int:
         if len(tensor.shape) > 0 and not (name.endswith("lm_head.weight") and getattr(config, "tied", False))
     ]
     kept = sum(int(_size(tensor.shape) * _bytes_a_number(tensor, weights)) for tensor in tensors)
-    if weights != "int8" or not tensors:
-        return kept
-    largest = max((_size(tensor.shape) for tensor in tensors if not tensor.blocks), default=0)
-    return max(kept, 5 * largest)  # of a matrix that becomes int8 there are the float32 numbers too, largest first
+    making = max((int(_size(tensor.shape) * _bytes_while_made(tensor, weights)) for tensor in tensors), default=0)
+    return max(kept, making)  # the largest is made first, when there is nothing else
+
+
+def _bytes_while_made(tensor: StoredTensor, weights: str) -> float:
+    """A number's, with the float32 numbers that blocks become when they are read, and that int8 is made of."""
+    bytes_kept = _bytes_a_number(tensor, weights)
+    if bytes_kept == Q8_0_BYTES:
+        return bytes_kept
+    read = 0 if tensor.kind in ("F32", "F16", "BF16") else 4
+    return bytes_kept + read + (4 if bytes_kept == 1 else 0)
 
 
 def _bytes_a_number(tensor: StoredTensor, weights: str) -> float:
