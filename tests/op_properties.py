@@ -1,4 +1,4 @@
-"""How to draw a call of each op of the registry: what the tests of test_properties.py run on.
+"""How to draw a call of each op of the registry, and of layers: what the tests of test_properties.py run on.
 
 Hypothesis draws what a call looks like (shapes with 0 and 1, options, axes); the values come from a seed, distinct and
 away from kinks and poles. Beside each stands the same call in PyTorch, on tensors of float64.
@@ -17,6 +17,7 @@ import tricycle.activation as activation
 import tricycle.attention as attention
 import tricycle.einsum as einsum
 import tricycle.functions as functions
+import tricycle.layers as layers
 import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
@@ -48,12 +49,15 @@ class Call(NamedTuple):
     leading: int | None = None
 
 
-PROPERTIES: dict[str, Callable[[Draw], Call]] = {}
+PROPERTIES: dict[str, Callable[[Draw], Call]] = {}  # of ops
+LAYERS: dict[str, Callable[[Draw], Call]] = {}
 
 
-def of(name: str) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
+def of(
+    name: str, table: dict[str, Callable[[Draw], Call]] = PROPERTIES
+) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
     def enter(draw_call: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
-        PROPERTIES[name] = draw_call
+        table[name] = draw_call
         return draw_call
 
     return enter
@@ -545,3 +549,89 @@ def _fold(draw):
         return image.permute(0, 2, 3, 1)
 
     return Call(lambda columns: convolution.fold(columns, sizes, kernel, stride, padding), (columns,), torch_op)
+
+
+# -------------------------------------------------------------------- layers
+def _with(layer: Any, *names: str) -> Callable[..., Tensor]:
+    """The layer as a function of its input and the parameters of these names."""
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        for name, parameter in zip(names, parameters):
+            setattr(layer, name, parameter)
+        return layer(x)
+
+    return run
+
+
+def _norm(centred: bool) -> Callable[[Draw], Call]:
+    def draw_call(draw: Draw) -> Call:
+        *lead, size = draw(ROWS)
+        size += 1
+        has_bias = centred and draw(st.booleans())
+        layer = layers.LayerNorm(size, has_bias) if centred else layers.RMSNorm(size)
+        x = normal(draw, *lead, size) * 2 + 1
+        parameters = [normal(draw, size) for _ in range(1 + has_bias)]
+
+        def torch_op(torch: Any, x: Any, gain: Any, bias: Any = 0) -> Any:
+            x = x - x.mean(-1, keepdim=True) if centred else x
+            return x / ((x * x).mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
+
+        run = _with(layer, "gain", "bias")
+        return Call(run, (x, *parameters), torch_op, narrow=False, leading=1)
+
+    return draw_call
+
+
+LAYERS |= {"LayerNorm": _norm(True), "RMSNorm": _norm(False)}
+
+
+@of("Embedding", LAYERS)
+def _embedding(draw):
+    n_ids, size = draw(SOME), draw(SOME)
+    ids = np.random.default_rng(draw(SEEDS)).integers(0, n_ids, draw(SHAPES))
+    run = _with(layers.Embedding(n_ids, size), "weights")
+    flat = lambda torch, ids, table: table[ids.reshape(-1)].reshape(*ids.shape, size)
+    return Call(run, (ids, signed(draw, (n_ids, size))), flat, narrow=False)
+
+
+@of("Dense", LAYERS)
+def _dense(draw):
+    from_size, to_size = draw(SOME), draw(SOME)
+    x = signed(draw, (*draw(hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4)), from_size))
+    run = _with(layers.Dense(from_size, to_size), "weights", "bias")
+    inputs = x, signed(draw, (from_size, to_size)), signed(draw, (to_size,))
+    return Call(run, inputs, lambda torch, x, w, b: x @ w + b, leading=2)
+
+
+@of("Conv2d", LAYERS)
+def _conv2d(draw):
+    kernel, stride, padding = _how(draw)
+    sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
+    from_size, to_size = draw(SOME), draw(SOME)
+    run = _with(convolution.Conv2d(from_size, to_size, kernel, stride, padding), "weights", "bias")
+    n_under = kernel[0] * kernel[1]
+    shapes = (draw(SMALL), *sizes, from_size), (n_under * from_size, to_size), (to_size,)
+
+    def torch_op(torch: Any, x: Any, w: Any, b: Any) -> Any:
+        w = w.reshape(*kernel, from_size, to_size).permute(3, 2, 0, 1).contiguous()
+        return torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), w, b, stride, padding).permute(0, 2, 3, 1)
+
+    return Call(run, tuple(signed(draw, shape) for shape in shapes), torch_op, narrow=False, leading=2)
+
+
+@of("ConvTranspose2d", LAYERS)
+def _conv_transpose2d(draw):
+    kernel, stride, padding = _how(draw)
+    sizes = tuple(draw(SOME) + 2 * p for p in padding)  # so that something is left
+    from_size, to_size = draw(SOME), draw(SOME)
+    layer = convolution.ConvTranspose2d(from_size, to_size, kernel, stride, padding)
+    n_under = kernel[0] * kernel[1]
+    shapes = (draw(SOME), *sizes, from_size), (from_size, n_under * to_size), (to_size,)
+
+    def torch_op(torch: Any, x: Any, w: Any, b: Any) -> Any:
+        w = w.reshape(from_size, *kernel, to_size).permute(0, 3, 1, 2).contiguous()
+        x = x.permute(0, 3, 1, 2)
+        return torch.nn.functional.conv_transpose2d(x, w, b, stride, padding).permute(0, 2, 3, 1)
+
+    run = _with(layer, "weights", "bias")
+    return Call(run, tuple(signed(draw, shape) for shape in shapes), torch_op, narrow=False)

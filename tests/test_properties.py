@@ -1,4 +1,4 @@
-"""Every op of the registry on calls that Hypothesis draws: any shape, memory layout, dtype and aliasing.
+"""Every op of the registry, and layers, on calls that Hypothesis draws: any shape, memory layout, dtype and aliasing.
 
 Two opinions: PyTorch in float64, and the plain kernels in float64 on fresh arrays, with finite differences where there
 is no PyTorch. The same cases come every time. A longer form, from a seed of one's own:
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from op_properties import PROPERTIES, Call
+from op_properties import LAYERS, PROPERTIES, Call
 from test_registry import import_all_modules
 
 from tricycle import ops
@@ -32,6 +32,7 @@ except ModuleNotFoundError:
     torch = None
 
 EXAMPLES, SEED = (int(os.environ.get(f"TRICYCLE_{name}", n)) for name, n in [("EXAMPLES", 300), ("SEED", 0)])
+EVERYTHING = PROPERTIES | LAYERS
 CASES: Counter[str] = Counter()  # how many were run, by op
 
 
@@ -270,7 +271,7 @@ def check_differences(call: Call) -> None:
 
 
 def run_property(name: str, data: Any) -> None:
-    call = PROPERTIES[name](data.draw)
+    call = EVERYTHING[name](data.draw)
     check(name, call, draw_how(data.draw, call))
     if torch is None:
         check_differences(call)
@@ -297,7 +298,7 @@ QUICK = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=EXAMPLES, derandomize=False)
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize("name", EVERYTHING)
 @QUICK
 @given(data=st.data())
 def test_any_call(name, data):
@@ -305,7 +306,7 @@ def test_any_call(name, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize("name", EVERYTHING)
 @seed(SEED)
 @LONG
 @given(data=st.data())
@@ -316,14 +317,14 @@ def test_any_call_at_length(name, data):
 @pytest.mark.slow
 def test_count():
     """Says how many cases were run before; seen with -s."""
-    print(f"\n{sum(CASES.values()):,} cases of {len(CASES)} ops, seed {SEED}")
+    print(f"\n{sum(CASES.values()):,} cases of {len(CASES)} ops and layers, seed {SEED}")
 
 
 @QUICK
 @given(data=st.data())
 def test_the_plain_kernels_and_finite_differences_agree(data):
     """The opinion that is asked for where there is no PyTorch."""
-    call = PROPERTIES[data.draw(st.sampled_from(sorted(PROPERTIES)))](data.draw)
+    call = EVERYTHING[data.draw(st.sampled_from(sorted(EVERYTHING)))](data.draw)
     check_differences(call)
 
 

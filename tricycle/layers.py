@@ -421,7 +421,7 @@ class LayerNorm(Layer):
         self.bias: Parameter | None = Parameter(np.zeros(size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand) -> Tensor:
-        """(..., size) to (..., size)."""
+        """(..., size) to (..., size), in the dtype of x."""
         x = as_tensor(x, self.gain)
         check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
         array, gain, centred = floating(x.array), self._gains(x), self._centred

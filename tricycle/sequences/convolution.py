@@ -6,6 +6,7 @@ the kernel's sizes, C channels, which come last as everywhere in Tricycle.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def _unfold(array: Array, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array
     batch, *steps, last = padded.strides
     strides = (batch, *(step * s for step, s in zip(steps, stride)), *steps, last)
     windows = xp.lib.stride_tricks.as_strided(padded, (n_items, *places, *kernel, channels), strides)
-    return windows.reshape(n_items, *places, -1)
+    return windows.reshape(n_items, *places, math.prod(kernel) * channels)
 
 
 def _fold(columns: Array, shape: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Array:

@@ -18,14 +18,14 @@ def layer_norm(x: Array, gain: Array, bias: Array | None, eps: float, centred: b
         eps: added to the variance (or mean square).
 
     Returns:
-        y: (..., C), and the mean and 1 / deviation of each row (..., 1), which the backward needs.
+        y: (..., C) in the dtype of x, and the mean and 1 / deviation of each row (..., 1), which the backward needs.
     """
     xp = array_module(x)
     mean = x.mean(axis=-1, keepdims=True) if centred else xp.zeros_like(x[..., :1])
     difference = x - mean
     scale = 1 / xp.sqrt((difference * difference).mean(axis=-1, keepdims=True) + eps)
     y = difference * scale * gain
-    return (y if bias is None else y + bias), mean, scale
+    return (y if bias is None else y + bias).astype(x.dtype, copy=False), mean, scale
 
 
 @kernel
