@@ -105,7 +105,7 @@ class Watched:
     def wait_for(self, phase: str, number: int) -> bool:
         """Wait until a phase begins for the so manieth time; False where the program ends before."""
         with self._changed:
-            self._changed.wait_for(lambda: self._over or len(self._begun[phase]) >= number, timeout=60)
+            self._changed.wait_for(lambda: self._over or len(self._begun[phase]) >= number, timeout=300)
             return len(self._begun[phase]) >= number
 
     def finish(self) -> Outcome:
@@ -153,6 +153,12 @@ def perform(trial: Trial, case: Case, whole: Path) -> Trial:
         trial.trouble += [f"left in the cache: {left}"] if left else []
     if not trial.trouble:
         case.forget()
+    answered = ", ".join(f"{answer:.2f} s" for answer in trial.answers)
+    print(
+        f"{trial.name}: {'; '.join(trial.trouble)[:1500] or 'equal'}; ended after {answered}",
+        file=sys.stderr,
+        flush=True,
+    )
     return trial
 
 
@@ -271,15 +277,20 @@ def table(trials: Sequence[Trial]) -> str:
 def large_text(folder: Path, generator: random.Random, n: int, n_jobs: int) -> list[Trial]:
     """How soon signals are answered while a text of 24 MB is learnt from and tokenised; nothing is compared."""
     bench = Bench(folder / "large")
-    case = bench.case("whole", "--vocab-size", "2000", "--steps", "4")
+    case = bench.case("whole", "--vocab-size", "2000")
     write_text(case.text, n_lines=530_000)
-    profile = profile_of(case)
-    trials = kills_by_phase(generator, profile, n, SIGNALS)
-    trials = [trial for trial in trials if trial.moments[0][0] in ("tokeniser training", "dataset building", "run")]
+    program = Watched(case, case.words)
+    program.wait_for("update", 1)
+    program.process.kill()
+    program.finish()
+    trials = []
+    for phase in ("tokeniser training", "dataset building"):
+        for number in SIGNALS:
+            name = f"{signal.Signals(number).name} in {phase} (24 MB of text)"
+            trials += [Trial(name, number, [random_moment(generator, program.profile, phase)]) for _ in range(n)]
 
     def one(pair: tuple[int, Trial]) -> Trial:
         i, trial = pair
-        trial.name += " (24 MB of text)"
         own = Case(folder / "large" / f"trial-{i}", case.text, case.flags)
         kill(trial, own, trial.moments[0])
         own.forget()
@@ -311,6 +322,7 @@ def main() -> int:
         trials += kills_by_phase(generator, profile, arguments.phases, [signal.SIGKILL, *SIGNALS])
         tried = try_all(bench, whole.run, trials, arguments.jobs)
         if arguments.large:
+            print(table(tried), flush=True)
             tried += large_text(Path(name), generator, arguments.large, arguments.jobs)
     print(table(tried))
     wrong = [trial for trial in tried if trial.trouble]
