@@ -669,3 +669,30 @@ def test_what_is_not_waited_for(tmp_path, monkeypatch, policy, number):
         train(new_state(CONFIG, TOKENS), new_run(tmp_path, on_full_disk=policy))
     assert caught.value.errno == number
     assert disk.left == 10**9 - 1
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_the_size_of_a_run_folder_is_bounded(tmp_path, monkeypatch, optimiser):
+    """At its largest moment, while a checkpoint is being written beside the last and the best."""
+    config = replace(CONFIG, embedding_dim=64, steps=60, eval_interval=2, sample_interval=3, optimiser=optimiser)
+    run, state = new_run(tmp_path), new_state(config, TOKENS)
+    TOKENISER.save(tmp_path / "tokeniser.json")
+    sizes, usual = [], os.replace
+
+    def measured(source, place):
+        sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+        usual(source, place)
+
+    monkeypatch.setattr(os, "replace", measured)
+    bound = full_disk.folder_bytes(state, TOKENISER)
+    assert train(state, run) is True
+    assert bound / 4 < max(sizes) < bound
+    longest = max(map(len, run.metrics.read_text().splitlines()))
+    assert longest < full_disk.LINE
+    assert full_disk.room_said(state, TOKENISER, tmp_path) in ("up to 1 MB", "up to 2 MB", "up to 3 MB")
+
+
+def test_too_small_a_disk_is_said_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(full_disk, "_free", lambda folder: 100_000)
+    state = new_state(replace(CONFIG, embedding_dim=64), TOKENS)
+    assert full_disk.room_said(state, TOKENISER, tmp_path).endswith(" MB, of which the disk has 0.1 MB free")

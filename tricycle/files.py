@@ -238,4 +238,4 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
-            raise
+            raise _named(error, os.fspath(folder)) from None

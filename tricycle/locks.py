@@ -66,7 +66,8 @@ class FolderLock:
         # first the name, while the lock is held, so that nobody else's is removed; Windows removes no open file
         with contextlib.suppress(OSError):
             self.path.unlink()
-        os.close(handle)
+        with contextlib.suppress(OSError):
+            os.close(handle)
         if os.name != "posix":
             with contextlib.suppress(OSError):
                 self.path.unlink()

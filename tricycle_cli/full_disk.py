@@ -1,7 +1,8 @@
-"""What a run does when its disk is full: it waits until there is room, or ends."""
+"""How much room a run needs, and what it does when its disk is full: it waits until there is room, or ends."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable
@@ -9,12 +10,41 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from tricycle.files import is_full
+from tricycle.tokeniser import Tokeniser
+from tricycle.training import TrainingState
 
 T = TypeVar("T")
 OnFullDisk = Literal["wait", "stop"]
 
 LOOK_SECONDS = 0.5  # how often it is looked whether there is more room, and whether the run is to stop
 LONGEST_SECONDS = 30.0  # to try again after; a share of a disk can have room that the disk's own figure does not show
+
+# The most bytes of a line of metrics and of a sample, of what a checkpoint says about a tensor and about itself, and of
+# the picture of the losses.
+LINE, SAMPLE, TENSOR, ABOUT, PICTURE = 160, 4000, 200, 20_000, 200_000
+
+
+def folder_bytes(state: TrainingState, tokeniser: Tokeniser) -> int:
+    """The most that a run folder takes, once the number of updates is known.
+
+    The last checkpoint, the best one and the one that is being written; with weights and two moments of each.
+    """
+    n_tensors = len(list(state.model.parameters()))
+    n_bytes = sum(parameter.array.nbytes for parameter in state.model.parameters())
+    text = len(json.dumps(json.dumps(tokeniser.to_dict())))
+    checkpoint = 3 * (n_bytes + n_tensors * TENSOR) + text + ABOUT
+    every = state.config.sample_interval
+    samples = SAMPLE * (state.total_steps // every + 3 if every else 3)
+    estimates = state.total_steps // state.config.eval_interval + 2
+    return 3 * checkpoint + 2 * text + LINE * (state.total_steps + estimates) + samples + PICTURE
+
+
+def room_said(state: TrainingState, tokeniser: Tokeniser, folder: Path) -> str:
+    """How much room a run takes, for people; and how much there is, where that is less."""
+    size, free = folder_bytes(state, tokeniser), _free(folder)
+    used = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    said = f"up to {size / 1e6:,.0f} MB" if size >= 1e6 else "less than 1 MB"
+    return said if free >= size - used else f"{said}, of which the disk has {free / 1e6:,.1f} MB free"
 
 
 def write_with_room(

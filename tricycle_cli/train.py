@@ -36,7 +36,7 @@ from tricycle.pretrained import Pretrained
 from tricycle.training import NonFiniteError, TrainingState, least_memory, new_state, resume_state
 from tricycle_cli import clock
 from tricycle_cli.flags import parse
-from tricycle_cli.full_disk import OnFullDisk
+from tricycle_cli.full_disk import OnFullDisk, room_said
 from tricycle_cli.init_from import check_shape, default_config, load_start, started_from
 from tricycle_cli.models import use_gpu
 from tricycle_cli.run import (
@@ -357,6 +357,7 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
         f"{len(corpus.train):,} training tokens, {len(held_out.tokens) - 1:,} held out ({len(held_out_bytes):,} bytes)"
     )
     print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
+    print(f"disk: the run folder may take {room_said(state, tokeniser, folder)}")
     run = Run(
         folder,
         tokeniser,

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from tricycle.files import naming
 from tricycle.locks import FolderLock
 from tricycle.pretrained.tokenisers import load_tokeniser
 from tricycle.tokeniser import BPETokeniser, Tokeniser
@@ -142,7 +143,7 @@ class Corpus:
         """
         for left_over in folder.glob(f"{_BUILDING}*"):
             shutil.rmtree(left_over, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=_BUILDING) as temporary:
+        with naming(folder), tempfile.TemporaryDirectory(dir=folder, prefix=_BUILDING) as temporary:
             self._write(Path(temporary), self._given or untrained.train(self._sample(), self._progress))
             hashes = json.dumps({name: file_sha256(Path(temporary, name)) for name in _FILES})
             Path(temporary, "hashes.json").write_text(hashes, encoding="utf-8")

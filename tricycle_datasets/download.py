@@ -13,6 +13,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from tricycle.files import naming
+
 _ATTEMPTS = 3  # to get on after a dropped connection, before giving up
 MOST_BYTES = 2**30  # of a file: a server that sends without end must not fill the disk
 
@@ -126,7 +128,8 @@ def _append(url: str, path: Path) -> None:
                         have += len(block)
                         if have > MOST_BYTES:
                             raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got more")
-                        file.write(block)
+                        with naming(path):  # a full disk does not say of which file it speaks
+                            file.write(block)
                         bar.update(len(block))
                 return
         except requests.RequestException as error:

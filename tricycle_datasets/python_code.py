@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from tricycle.files import naming
 from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import Corpus, Document, is_held_out
 
@@ -41,6 +42,8 @@ class PythonCode(Corpus):
 
         def documents() -> Iterator[Document]:
             for name in sorted(names):
-                yield (root / name).read_bytes(), is_held_out(name)
+                with naming(root / name):
+                    text = (root / name).read_bytes()
+                yield text, is_held_out(name)
 
         super().__init__("python_code", documents, vocab_size, tokeniser, split=split, progress=progress)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tricycle.files import naming
 from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import HELD_OUT_BYTES, Corpus, Document, hold_out_tail, is_held_out
 
@@ -46,7 +47,8 @@ class TextFiles(Corpus):
         def documents() -> Iterator[Document]:
             left = HELD_OUT_BYTES
             for path, name in files.items():
-                text = path.read_bytes()
+                with naming(path):
+                    text = path.read_bytes()
                 if not by_path:
                     yield from hold_out_tail(text)
                 else:

@@ -1,9 +1,9 @@
 """Long runs: memory, open files and the run folder stay as they are.
 
-python -m tests.chaos.long                5,000 steps with estimates, samples and checkpoints, and 500 generations
+python -m tests.chaos.long                5,000 steps with estimates, samples and checkpoints, and 1,200 generations
 python -m tests.chaos.long --steps 400 --generations 60
 
-The figures are a straight line's slope through what was measured after the first tenth.
+The figures are a straight line's slope through what was measured after the first fifth.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Measures:
         self.folder.append(0 if folder is None else size_of(folder) / 1e6)
 
     def slope(self, values: list[float] | list[int]) -> float:
-        """Of a line through the values after the first tenth, for a thousand steps."""
-        first = len(self.at) // 10
+        """Of a line through the values after the first fifth, for a thousand steps."""
+        first = len(self.at) // 5
         return float(np.polyfit(self.at[first:], values[first:], 1)[0]) * 1000
 
 
@@ -153,7 +153,7 @@ def generate_long(case: Case, n: int) -> Measures:
 def report(title: str, measures: Measures) -> bool:
     """Print what was measured; whether all is flat."""
     memory, objects = measures.slope(measures.memory), measures.slope(measures.objects)
-    files = sorted(set(measures.files[len(measures.files) // 10 :]))
+    files = sorted(set(measures.files[len(measures.files) // 5 :]))
     print(f"{title}: {measures.memory[0]:.1f} MB at the beginning, {measures.memory[-1]:.1f} MB at the end;", end=" ")
     print(f"{memory:+.3f} MB and {objects:+.0f} objects a thousand; {files} open files", flush=True)
     return memory < MOST_SLOPE and len(files) == 1
@@ -162,7 +162,7 @@ def report(title: str, measures: Measures) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--generations", type=int, default=510)
+    parser.add_argument("--generations", type=int, default=1200)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="long-"))
     try:
