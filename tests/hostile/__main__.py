@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -24,10 +25,11 @@ def main() -> int:
         good_files(root / "good")
         results = tried(root, arguments.seed, arguments.cases, arguments.kind, arguments.one)
         rows = []
-        for case, outcome in results:
-            rows.append((case, outcome))
-            if arguments.one is not None or not outcome.good:
-                print(f"{case}: {outcome.kind}: {outcome.said} ({outcome.seconds:.1f} s)", file=sys.stderr)
+        with contextlib.suppress(KeyboardInterrupt):  # then the table is of those that were tried
+            for case, outcome in results:
+                rows.append((case, outcome))
+                if arguments.one is not None or not outcome.good:
+                    print(f"{case}: {outcome.kind}: {outcome.said} ({outcome.seconds:.1f} s)", file=sys.stderr)
     print(table(rows))
     return 0 if all(outcome.good for _, outcome in rows) else 1
 

@@ -213,6 +213,8 @@ def _watch(folder: Path, network: bool, escapes: list[str]) -> None:
         if isinstance(path, int) or path is None:
             return True
         full = os.path.realpath(os.fsdecode(path))  # type: ignore[arg-type]
+        if "__pycache__" in full:  # what Python and Numba compile is kept beside the sources
+            return True
         return full.startswith(home + os.sep) or full == home or full == os.devnull
 
     def hook(event: str, args: tuple[object, ...]) -> None:
