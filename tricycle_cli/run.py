@@ -43,6 +43,7 @@ UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses ar
 SAMPLE_TOKENS = 160
 SAMPLING = Sampling(temperature=0.8, min_p=0.2, no_repeat_ngram_size=8)  # what suits small models
 LINES_GATHERED = 50
+LONGEST_LINE = 10_000  # characters of metrics: no run writes a tenth of it
 MOST_METRICS = 2**28  # bytes: a million updates have half of it
 NUMBERS = """
 loss learning_rate gradient_norm tokens_per_second held_out_loss bits_per_byte final_loss final_bits_per_byte best_step
@@ -174,7 +175,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if path.is_file():
         for text in read_file(path, MOST_METRICS).decode("utf-8", "replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
-                lines.append(json.loads(text))
+                lines.append(json.loads(text[:LONGEST_LINE]))
     return [line for line in lines if isinstance(line, dict) and _is_sound(line)]
 
 
