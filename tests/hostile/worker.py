@@ -29,7 +29,7 @@ PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
 # What a program must not do because of a file.
 FORBIDDEN = set(
     """
-    os.system subprocess.Popen os.exec os.fork os.forkpty os.posix_spawn os.spawn pty.spawn pickle.find_class
+    os.system subprocess.Popen os.exec os.fork os.forkpty os.posix_spawn os.spawn pty.spawn
     webbrowser.open os.kill
     """.split()
 )
@@ -227,6 +227,7 @@ def _watch(folder: Path, network: bool, escapes: list[str]) -> None:
         forbidden = event in FORBIDDEN or (event in SENDS and not network)
         if event in CHANGES:
             names = [os.fsdecode(path) for path in args if isinstance(path, (str, bytes, Path))]
+            names = [name for name in names if "__pycache__" not in name]
             # a link itself may be taken away, or another file may take its name
             forbidden = not all(inside(os.path.dirname(name) or ".") for name in names)
         if forbidden:
