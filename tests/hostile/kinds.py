@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import importlib
 import json
 import os
 import pickle
@@ -46,8 +46,6 @@ def program(name: str, *words: str) -> Callable[[], object]:
     """A program's `main` with these words."""
 
     def run() -> object:
-        import importlib
-
         return importlib.import_module(f"tricycle_cli.{name}").main(list(words))
 
     return run
@@ -308,15 +306,15 @@ def make_sentences(root: Path) -> None:
     (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
 
 
-@functools.cache
+IMPORTED = """
+tiktoken tokenizers jinja2.ext matplotlib.figure matplotlib.font_manager safetensors.numpy tyro pooch requests
+tricycle.pretrained.sentences tricycle_accelerators.cpu tricycle_accelerators.compiled.loops tricycle_cli.chat
+tricycle_cli.evaluate tricycle_cli.export tricycle_cli.generate tricycle_cli.train tricycle_datasets.text
+""".split()
+
+
 def import_all() -> None:
     """What the programs import when they need it, so that forked processes need not."""
-    import jinja2.ext  # noqa: F401
-    import matplotlib.figure
-    import matplotlib.font_manager  # noqa: F401
-    import safetensors.numpy  # noqa: F401
-    import tiktoken  # noqa: F401
-    import tokenizers  # noqa: F401
-    import tyro  # noqa: F401
-
-    import tricycle_datasets.text  # noqa: F401
+    for name in IMPORTED:
+        with contextlib.suppress(ModuleNotFoundError):  # some are extras
+            importlib.import_module(name)
