@@ -20,7 +20,10 @@ def loops() -> ModuleType:
 
 def _fits(*arrays: np.ndarray | None) -> bool:
     """Whether all are float32 in one piece, or None; in memory as it was compiled for: aligned, and not read-only."""
-    return all(a is None or (a.dtype == np.float32 and a.flags.carray) for a in arrays)
+    for array in arrays:
+        if array is not None and (array.dtype != np.float32 or not array.flags.carray):
+            return False
+    return True
 
 
 def normalise(
@@ -56,13 +59,11 @@ def turn(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> NotImplementedT
 def attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, cap: float | None, nothing: bool
 ) -> np.ndarray | NotImplementedType:
-    """BLAS multiplies; all between its two products is one call."""
-    keys = wide(keys)
-    if q.dtype != np.float32 or keys.dtype != np.float32 or cap is not None:
+    keys, values = wide(keys), wide(values)
+    if cap is not None or not keys.size or not _fits(q, keys, values):
         return NotImplemented
-    n_tokens, n_key_heads, head_size = keys.shape
-    products = keys.swapaxes(0, 1) @ q.reshape(n_key_heads, -1, head_size).swapaxes(1, 2)  # (K, S, H / K)
-    weights = np.empty((n_key_heads, products.shape[2], n_tokens), np.float32)
-    loops().shares(products, float(scale), nothing, weights)
-    mixed: np.ndarray = weights @ wide(values).swapaxes(0, 1)
-    return mixed.reshape(q.shape)
+    weights = np.empty((len(q), len(keys)), np.float32)
+    loops().attention_weights(q, keys, scale, nothing, weights)
+    mixed = np.empty_like(q)
+    loops().mix_values(weights, values, mixed)
+    return mixed

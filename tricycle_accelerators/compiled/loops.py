@@ -121,32 +121,63 @@ def _largest(x: np.ndarray) -> Any:
     return largest
 
 
-@_compiled("void(f4[:, :, ::1], f8, b1, f4[:, :, ::1])")
-def shares(products: np.ndarray, scale: float, nothing: bool, weights: np.ndarray) -> None:
-    """The softmax of scores (K, S, G) times the scale, as (K, G, S); with `nothing` softmax1."""
-    n_key_heads, n_heads, n_tokens = weights.shape
-    factor = np.float32(scale)
-    for k in range(n_key_heads):
-        for g in range(n_heads):
-            row = weights[k, g]
-            for s in range(n_tokens):
-                row[s] = products[k, s, g] * factor
-            largest = _largest(row)
-            if nothing:
-                largest = max(largest, np.float32(0))
-            bits = row.view(np.int32)
-            for s in range(n_tokens):
-                power, exponent = _exp_parts(row[s] - largest)
-                row[s] = power
-                bits[s] += exponent << 23
-            total = np.float32(0)
-            for s in range(n_tokens):
-                total += row[s]
-            if nothing:
-                total += np.float32(math.exp(-largest))
-            share = ONE / total
-            for s in range(n_tokens):
-                row[s] *= share
+@_compiled("void(f4[::1], b1)")
+def _softmax(row: np.ndarray, nothing: bool) -> None:
+    """In place; with `nothing` softmax1."""
+    largest = _largest(row)
+    if nothing:
+        largest = max(largest, np.float32(0))
+    bits = row.view(np.int32)
+    for s in range(len(row)):
+        power, exponent = _exp_parts(row[s] - largest)
+        row[s] = power
+        bits[s] += exponent << 23
+    total = np.float32(0)
+    for s in range(len(row)):
+        total += row[s]
+    if nothing:
+        total += np.float32(math.exp(-largest))
+    for s in range(len(row)):
+        row[s] /= total
+
+
+@_compiled("void(f4[:, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1])")
+def attention_weights(q: np.ndarray, keys: np.ndarray, scale: float, nothing: bool, weights: np.ndarray) -> None:
+    """Of queries (K G, D) for keys (S, K, D), as (K G, S). A key is read once for all queries that look at it."""
+    n_heads, size = q.shape
+    n_tokens, n_key_heads, _ = keys.shape
+    group = n_heads // n_key_heads
+    for s in range(n_tokens):
+        for k in range(n_key_heads):
+            for h in range(k * group, (k + 1) * group):
+                score = np.float32(0)
+                for d in range(size):
+                    score += q[h, d] * keys[s, k, d]
+                weights[h, s] = score * scale
+    for h in range(n_heads):
+        _softmax(weights[h], nothing)
+
+
+@_compiled("void(f4[:, ::1], f4[:, :, ::1], f4[:, ::1])")
+def mix_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> None:
+    """Weights (K G, S) times values (S, K, D), as (K G, D): four values at a time, so that sums are written seldom."""
+    n_heads, size = mixed.shape
+    n_tokens, n_key_heads, _ = values.shape
+    group = n_heads // n_key_heads
+    mixed[:] = 0
+    fours = n_tokens - n_tokens % 4
+    for s in range(0, fours, 4):
+        for k in range(n_key_heads):
+            a, b, c, d = values[s, k], values[s + 1, k], values[s + 2, k], values[s + 3, k]
+            for h in range(k * group, (k + 1) * group):
+                row = mixed[h]
+                of_a, of_b, of_c, of_d = weights[h, s], weights[h, s + 1], weights[h, s + 2], weights[h, s + 3]
+                for i in range(size):
+                    row[i] += of_a * a[i] + of_b * b[i] + of_c * c[i] + of_d * d[i]
+    for s in range(fours, n_tokens):
+        for h in range(n_heads):
+            for i in range(size):
+                mixed[h, i] += weights[h, s] * values[s, h // group, i]
 
 
 # -------------------------------------------------------------------- numbers as two of fewer bits

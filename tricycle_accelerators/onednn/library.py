@@ -389,6 +389,23 @@ def _run(
     _run_laid(describe, options, places, tuple([_layout(array) for array in arrays]), arrays)
 
 
+def shared_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Write a b into `out`, shared by OpenMP's threads: for who has asked `spinning.keep_up`. All as in `product`."""
+    spinning.watch_forks()
+    thread = _this_thread()
+    n_threads = threads.n_threads()
+    layouts = _layout(a), _layout(b), _layout(out)
+    primitive = thread.primitive(_matmul, (), (SOURCE, WEIGHTS, RESULT), *layouts, n_threads=n_threads)
+    set_threads = primitive.held.omp_set_num_threads
+    start = perf_counter()
+    set_threads(n_threads)
+    try:
+        primitive(thread.stream, (a, b, out))
+    finally:
+        set_threads(1)
+    spinning.keep_up.took(perf_counter() - start, a.nbytes + b.nbytes)
+
+
 def _layout(array: np.ndarray) -> Layout:
     return array.shape, array.strides, array.itemsize
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import NotImplementedType
 from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import pieces, spinning, threads
 from tricycle_accelerators.onednn import library
 
 FEW_ROWS = 16  # of float32: more are NumPy's, for each number of rows is a primitive that takes a millisecond to make
 SMALL_PRODUCT = 2**18  # multiplications below which a product of float32 is NumPy's
-TURNED = 3  # rows of which oneDNN makes products with a transposed matrix at the speed of memory
 
 
 def operand(x: np.ndarray, precision: str) -> np.ndarray | NotImplementedType:
@@ -82,20 +82,31 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
     n_columns = b.shape[1]
     if not 1 < n_rows <= FEW_ROWS or n_rows * n_inner * n_columns < SMALL_PRODUCT or not a.flags.c_contiguous:
         return NotImplemented
-    if not (b.flags.c_contiguous or (b.flags.f_contiguous and n_rows <= TURNED)):
+    if b.flags.c_contiguous:
+        result = np.empty((n_rows, n_columns), np.float32)
+        _share(lambda part: (a, b[:, part], result[:, part]), n_columns)
+    elif b.flags.f_contiguous:  # the other way round, for oneDNN copies the second factor where it is transposed
+        turned = np.empty((n_columns, n_rows), np.float32)
+        _share(lambda part: (b.T[part], a.T, turned[part]), n_columns)
+        result = np.ascontiguousarray(turned.T)
+    else:
         return NotImplemented
-    result = np.empty((n_rows, n_columns), np.float32)
-    n_parts = min(threads.n_threads(), -(-n_columns // 64))
-    step = -(-n_columns // n_parts // 16) * 16  # whole lines of a cache
-
-    def columns(start: int) -> None:
-        part = slice(start, start + step)
-        library.product(a, b[:, part], result[:, part])
-
-    threads.parallel(columns, range(0, n_columns, step))
     if bias is not None:
         result += bias
     return result
+
+
+def _share(operands: Callable[[slice], tuple[np.ndarray, np.ndarray, np.ndarray]], n_columns: int) -> None:
+    """A product for whoever is to share it: OpenMP's threads, while they keep up, or ours for some columns each."""
+    if spinning.keep_up:
+        library.shared_product(*operands(slice(None)))
+        return
+    n_parts = min(threads.n_threads(), -(-n_columns // 64))
+    step = -(-n_columns // n_parts // 16) * 16  # whole lines of a cache
+    threads.parallel(
+        lambda start: library.product(*operands(slice(start, start + step))),
+        range(0, n_columns, step),
+    )
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
