@@ -11,7 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from tricycle import kernels
-from tricycle_accelerators.compiled import generation
+from tricycle_accelerators.compiled import attention, generation
 
 
 @cache
@@ -27,6 +27,7 @@ def register(array: type) -> None:
     """Offer these versions, where Numba is installed."""
     if not available():
         return
+    kernels.attention.on(array)(attention.attention)
     kernels.normalise.on(array)(generation.normalise)
     kernels.gated_swish.on(array)(generation.gated_swish)
     kernels.turn.on(array)(generation.turn)

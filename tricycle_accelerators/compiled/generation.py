@@ -63,7 +63,7 @@ def attend_one(
     if cap is not None or not keys.size or not _fits(q, keys, values):
         return NotImplemented
     weights = np.empty((len(q), len(keys)), np.float32)
-    loops().attention_weights(q, keys, scale, nothing, weights)
+    loops().attention_weights(q, keys, float(scale), nothing, weights)
     mixed = np.empty_like(q)
     loops().mix_values(weights, values, mixed)
     return mixed

@@ -121,9 +121,9 @@ def _largest(x: np.ndarray) -> Any:
     return largest
 
 
-@_compiled("void(f4[::1], b1)")
-def _softmax(row: np.ndarray, nothing: bool) -> None:
-    """In place; with `nothing` softmax1."""
+@_compiled("f4(f4[::1], b1)")
+def _softmax(row: np.ndarray, nothing: bool) -> Any:
+    """In place; with `nothing` softmax1. Returns the log of the sum of exponentials."""
     largest = _largest(row)
     if nothing:
         largest = max(largest, np.float32(0))
@@ -137,8 +137,35 @@ def _softmax(row: np.ndarray, nothing: bool) -> None:
         total += row[s]
     if nothing:
         total += np.float32(math.exp(-largest))
+    share = ONE / total
     for s in range(len(row)):
-        row[s] /= total
+        row[s] *= share
+    return np.float32(largest + math.log(total))
+
+
+@_compiled("void(f4[:, ::1], f4[:, ::1], f8, i8, i8, b1)")
+def softmax_rows(
+    products: np.ndarray, log_totals: np.ndarray, scale: float, last: int, window: int, nothing: bool
+) -> None:
+    """Products of queries and keys (H T, S), head after head, to weights in place, and the logs of sums (H, T).
+
+    Args:
+        last: query t sees the keys up to t + last.
+        window: and of these the last so many; 0 for all.
+    """
+    n_heads, n_queries = log_totals.shape
+    n_keys = products.shape[1]
+    factor = np.float32(scale)
+    for h in range(n_heads):
+        for t in range(n_queries):
+            row = products[h * n_queries + t]
+            start = max(0, t + last + 1 - window) if window else 0
+            stop = min(n_keys, t + last + 1)
+            row[:start] = 0
+            row[stop:] = 0
+            for s in range(start, stop):
+                row[s] *= factor
+            log_totals[h, t] = _softmax(row[start:stop], nothing)
 
 
 @_compiled("void(f4[:, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1])")

@@ -32,7 +32,7 @@ import numpy as np
 from tricycle_accelerators import spinning, threads
 
 DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
-SPINS = "10000000"
+SPINS = "100000"  # a millisecond
 N_PRIMITIVES = 512  # kept by each thread
 CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
 TRAINING, BACKWARD = 64, 128  # dnnl_forward_training, dnnl_backward
@@ -166,7 +166,7 @@ def problem() -> str | None:
 
 @contextmanager
 def _patient_openmp() -> Iterator[None]:
-    """Have OpenMP, which reads this when it is loaded, spin for a tenth of a second before it sleeps, unless it is told
+    """Have OpenMP, which reads this when it is loaded, spin for a millisecond before it sleeps, unless it is told
     otherwise: a thread that sleeps between two products of a token wakes up too late for the next.
     """
     name = "GOMP_SPINCOUNT"
