@@ -20,7 +20,10 @@ import numpy as np
 
 from tricycle_accelerators import threads
 
-LATE, SLOW = 0.0004, 2e9  # seconds, and bytes a second of a matrix: a product that takes longer than both together is late
+LATE, SLOW = (
+    0.0004,
+    2e9,
+)  # seconds, and bytes a second of a matrix: a product that takes longer than both together is late
 FORGETS = 0.98  # of late products, with each that is not
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds
 

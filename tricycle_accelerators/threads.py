@@ -266,25 +266,7 @@ class _Helper:
 def _helpers() -> tuple[_Helper, ...]:
     """As many as there are threads beside the caller's, started when they are first needed."""
     _watch_forks()
-    helpers = tuple(_Helper() for _ in range(n_threads() - 1))
-    _tell_of_start(helpers)
-    return helpers
-
-
-_on_start: Callable[[list[int]], None] | None = None
-
-
-def on_start(call: Callable[[list[int]], None]) -> None:
-    """Have `call` told the system's numbers of the helper threads: now if they run, and whenever they start."""
-    global _on_start
-    _on_start = call
-    if _helpers.cache_info().currsize:
-        _tell_of_start(_helpers())
-
-
-def _tell_of_start(helpers: tuple[_Helper, ...]) -> None:
-    if _on_start is not None:
-        _on_start([helper.thread.native_id for helper in helpers if helper.thread.native_id is not None])
+    return tuple(_Helper() for _ in range(n_threads() - 1))
 
 
 @cache

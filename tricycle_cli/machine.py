@@ -97,7 +97,6 @@ def host_report() -> str:
     changes = [
         "freed memory stays with the process, in huge pages" if done.keeps_memory else "",
         "BLAS computes in one thread, and Tricycle's threads share its work" if done.holds_blas else "",
-        "helper threads stay on processors that no other program claimed" if done.pins_helpers else "",
     ]
     told = "; ".join(change for change in changes if change)
     if not told:
