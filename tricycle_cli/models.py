@@ -85,7 +85,7 @@ def load_model(
     if on_gpu:
         loaded.model.to_gpu()
     else:  # to make 16 bits of all weights for each token would cost more than it saves
-        loaded.model.use_precision("float32")
+        loaded.model.use_precision("bfloat16" if weights == "bfloat16" else "float32")
     return loaded
 
 

@@ -51,7 +51,8 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
             huggingface.co, such as "HuggingFaceTB/SmolLM2-135M".
         weights: how matrices and token embeddings are kept: "float32"; "int8", "bfloat16" or "float16", as
             `Layer.quantise` makes them; or "stored", as the files have them, if that is in 16 bits or in blocks of Q8_0
-            (which are also what "int8" takes), else in float32. What has fewer than 32 bits is frozen. Matrices lie as
+            (which are also what "int8" takes), else in float32. What has fewer than 32 bits is frozen. With "bfloat16"
+            texts of many tokens are read at that precision, their activations too (`use_precision`). Matrices lie as
             writing reads them fastest; before long training call `model.use_order("C")`.
 
     Raises:
@@ -60,7 +61,13 @@ def load(path_or_name: str | os.PathLike[str], weights: str = "float32") -> Pret
     """
     if weights not in KINDS_OF_WEIGHTS:
         raise ValueError(f"load: expected weights to be one of {', '.join(KINDS_OF_WEIGHTS)}, got {weights!r}")
-    path = _place_of(os.fspath(path_or_name))
+    loaded = _load(_place_of(os.fspath(path_or_name)), weights)
+    if weights == "bfloat16":
+        loaded.model.use_precision("bfloat16")
+    return loaded
+
+
+def _load(path: Path, weights: str) -> Pretrained:
     if _is_gguf(path):
         return _load_source(read_gguf(path), weights)
     checkpoint = _own_checkpoint(path)

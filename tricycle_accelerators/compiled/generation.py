@@ -18,18 +18,15 @@ def loops() -> ModuleType:
     return loops
 
 
-def _fits(*arrays: np.ndarray | None) -> bool:
-    """Whether all are float32 in one piece, or None; in memory as it was compiled for: aligned, and not read-only."""
-    for array in arrays:
-        if array is not None and (array.dtype != np.float32 or not array.flags.carray):
-            return False
-    return True
+def _fits(array: np.ndarray | None) -> bool:
+    """Whether it is float32 in one piece, or None; in memory as it was compiled for: aligned, and not read-only."""
+    return array is None or (array.dtype == np.float32 and array.flags.carray)
 
 
 def normalise(
     x: np.ndarray, gain: np.ndarray | None, bias: np.ndarray | None, eps: float, centred: bool
 ) -> np.ndarray | NotImplementedType:
-    if x.ndim != 2 or not x.size or gain is None or not _fits(x, gain, bias):
+    if x.ndim != 2 or not x.size or gain is None or not (_fits(x) and _fits(gain) and _fits(bias)):
         return NotImplemented
     y = np.empty_like(x)
     if not centred and bias is None:
@@ -50,7 +47,7 @@ def gated_swish(x: np.ndarray) -> np.ndarray | NotImplementedType:
 
 
 def turn(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> NotImplementedType | None:
-    if heads.dtype != np.float32 or heads.strides[2] != 4 or not heads.flags.behaved or not _fits(cos, sin):
+    if heads.dtype != np.float32 or heads.strides[2] != 4 or not heads.flags.behaved or not (_fits(cos) and _fits(sin)):
         return NotImplemented
     loops().turn(heads, cos, sin)
     return None
@@ -60,7 +57,7 @@ def attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, cap: float | None, nothing: bool
 ) -> np.ndarray | NotImplementedType:
     keys, values = wide(keys), wide(values)
-    if cap is not None or not keys.size or not _fits(q, keys, values):
+    if cap is not None or not keys.size or not (_fits(q) and _fits(keys) and _fits(values)):
         return NotImplemented
     weights = np.empty((len(q), len(keys)), np.float32)
     loops().attention_weights(q, keys, float(scale), nothing, weights)
