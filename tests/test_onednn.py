@@ -142,7 +142,7 @@ def test_a_few_rows_of_float32(n_rows, n_inner, n_columns, with_bias, transposed
     bias = rng.standard_normal(n_columns, np.float32) if with_bias else None
     expected = a.astype(np.float64) @ b + (0 if bias is None else bias)
     taken = matrices.matmul(a, b, bias)
-    assert (taken is NotImplemented) == (transposed and n_rows > matrices.TURNED)
+    assert taken is not NotImplemented
     for result in (kernels.matmul(a, b, bias), kernels.matmul(a[::-1], b, bias)[::-1]):
         assert result.dtype == np.float32
         np.testing.assert_allclose(result, expected, 1e-4, 1e-5 * np.sqrt(n_inner))
@@ -430,7 +430,7 @@ def test_without_it_nothing_of_it_is_asked(unusable):
 def test_it_is_asked_before_the_threads():
     offered = registered_by(cpu.register)
     for name, (version,) in registered_by(table.register).items():
-        assert offered[name][0] is version and len(offered[name]) == 2
+        assert offered[name][0] is version and offered[name][-1].__module__.startswith("tricycle_accelerators.cpu.")
 
 
 def test_other_systems_are_told(unusable, monkeypatch):

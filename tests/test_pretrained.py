@@ -59,6 +59,12 @@ def refuse(path: Path, message: str, kind: type[Exception] = ValueError) -> None
     assert len(str(caught.value)) < 700
 
 
+def same_logits(loaded, model) -> bool:
+    """To the last bit, once matrices lie in memory as in a model that was made: sums are made in that order."""
+    assert all(block.mlp.up.weights.array.flags.f_contiguous for block in loaded.blocks)
+    return np.array_equal(loaded.use_order("C")(TOKENS).array, model(TOKENS).array)
+
+
 # -------------------------------------------------------------------- what comes back
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_what_was_written_is_read(config: ModelConfig, tmp_path: Path) -> None:
@@ -71,7 +77,7 @@ def test_what_was_written_is_read(config: ModelConfig, tmp_path: Path) -> None:
         assert np.array_equal(array, state[name]), name
     assert ours.source.fields["model_type"] in ("llama", "gpt2")
     by_file = load(tmp_path / "model" / "model.safetensors")
-    assert np.array_equal(by_file.model(TOKENS).array, model(TOKENS).array)
+    assert same_logits(by_file.model, model)
 
 
 def test_settings(folder: Path) -> None:
@@ -118,13 +124,13 @@ def test_a_run_folder_and_a_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "last.safetensors", model, tokeniser)
     for path in (tmp_path, tmp_path / "last.safetensors"):
         ours = load(path)
-        assert np.array_equal(ours.model(TOKENS).array, model(TOKENS).array)
+        assert same_logits(ours.model, model)
         assert ours.tokeniser == tokeniser
         assert ours.generation.stop_tokens == (tokeniser.end_of_text,)
         assert ours.generation.do_sample and ours.source is None
     other = GPT(GPTConfig(**SIZES, seed=1)).eval()
     save_checkpoint(tmp_path / "best.safetensors", other)
-    assert np.array_equal(load(tmp_path).model(TOKENS).array, other(TOKENS).array)
+    assert same_logits(load(tmp_path).model, other)
     assert load(tmp_path).tokeniser is None
 
 

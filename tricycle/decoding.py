@@ -31,7 +31,7 @@ from tricycle.ops import check_range
 from tricycle.tensor import Tensor, no_grad
 
 FEW_ROWS = 16  # as many are multiplied at the speed at which weights are read: there is nothing to win by fewer bits
-SHORT = 2**15  # scores of a token: more are shared by threads
+SHORT = 2**19  # scores of a token: more are shared by threads
 WALKED = {
     *(GPT, TransformerBlock, GPT2TransformerBlock, MultiHeadSelfAttention, Attention, MLPBlock),
     *(Embedding, LayerNorm, RMSNorm, Dropout, TokenShift),

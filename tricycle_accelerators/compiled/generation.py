@@ -7,7 +7,7 @@ from types import ModuleType, NotImplementedType
 
 import numpy as np
 
-from tricycle.kernels.reference.widening import wide
+from tricycle.kernels.reference.widening import is_narrow
 
 
 @cache
@@ -56,11 +56,14 @@ def turn(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> NotImplementedT
 def attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, cap: float | None, nothing: bool
 ) -> np.ndarray | NotImplementedType:
-    keys, values = wide(keys), wide(values)
-    if cap is not None or not keys.size or not (_fits(q) and _fits(keys) and _fits(values)):
+    if cap is not None or not keys.size or not _fits(q):
         return NotImplemented
-    weights = np.empty((len(q), len(keys)), np.float32)
-    loops().attention_weights(q, keys, float(scale), nothing, weights)
     mixed = np.empty_like(q)
-    loops().mix_values(weights, values, mixed)
+    if _fits(keys) and _fits(values):
+        loops().attend(q, keys, values, float(scale), nothing, mixed)
+        return mixed
+    if not (is_narrow(keys) and keys.dtype == values.dtype and keys.flags.carray and values.flags.carray):
+        return NotImplemented
+    bits = keys.view(np.uint16), values.view(np.uint16)
+    loops().attend_16(q, *bits, keys.dtype != np.float16, float(scale), nothing, mixed)
     return mixed

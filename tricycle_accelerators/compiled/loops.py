@@ -24,6 +24,8 @@ FARTHEST = np.float32(87)  # e to this is near the ends of float32
 LARGEST = np.float32(32512)  # 127 * 256, of a row's numbers as whole steps
 OFFSET = np.float32(128 * 256 + 128 + 0.5)
 SMALLEST = np.float32(1e-30)
+AT_ONCE = 32  # keys or values of 16 bits that are float32 at a time
+HALF_TO_SINGLE = np.float32(2.0**112)  # a float16's exponent is 112 less than a float32's with the same bits
 
 
 def _compiled(signature: str, flags: set[str] = ANY_ORDER) -> Callable[[Callable[..., Any]], Any]:
@@ -168,8 +170,8 @@ def softmax_rows(
             log_totals[h, t] = _softmax(row[start:stop], nothing)
 
 
-@_compiled("void(f4[:, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1])")
-def attention_weights(q: np.ndarray, keys: np.ndarray, scale: float, nothing: bool, weights: np.ndarray) -> None:
+@_compiled("void(f4[:, ::1], f4[:, :, ::1], f4, f4[:, :])")
+def _scores(q: np.ndarray, keys: np.ndarray, scale: float, scores: np.ndarray) -> None:
     """Of queries (K G, D) for keys (S, K, D), as (K G, S). A key is read once for all queries that look at it."""
     n_heads, size = q.shape
     n_tokens, n_key_heads, _ = keys.shape
@@ -180,18 +182,15 @@ def attention_weights(q: np.ndarray, keys: np.ndarray, scale: float, nothing: bo
                 score = np.float32(0)
                 for d in range(size):
                     score += q[h, d] * keys[s, k, d]
-                weights[h, s] = score * scale
-    for h in range(n_heads):
-        _softmax(weights[h], nothing)
+                scores[h, s] = score * scale
 
 
-@_compiled("void(f4[:, ::1], f4[:, :, ::1], f4[:, ::1])")
-def mix_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> None:
-    """Weights (K G, S) times values (S, K, D), as (K G, D): four values at a time, so that sums are written seldom."""
+@_compiled("void(f4[:, :], f4[:, :, ::1], f4[:, ::1])")
+def _add_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> None:
+    """Weights (K G, S) times values (S, K, D), added to (K G, D): four at a time, for sums are slow to write."""
     n_heads, size = mixed.shape
     n_tokens, n_key_heads, _ = values.shape
     group = n_heads // n_key_heads
-    mixed[:] = 0
     fours = n_tokens - n_tokens % 4
     for s in range(0, fours, 4):
         for k in range(n_key_heads):
@@ -205,6 +204,62 @@ def mix_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> No
         for h in range(n_heads):
             for i in range(size):
                 mixed[h, i] += weights[h, s] * values[s, h // group, i]
+
+
+@_compiled("void(f4[:, ::1], f4[:, :, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1])")
+def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, nothing: bool, mixed: np.ndarray) -> None:
+    """What queries (K G, D) make of keys and values (S, K, D)."""
+    weights = np.empty((len(q), len(keys)), np.float32)
+    _scores(q, keys, scale, weights)
+    for h in range(len(q)):
+        _softmax(weights[h], nothing)
+    mixed[:] = 0
+    _add_values(weights, values, mixed)
+
+
+@_compiled("void(u2[:, :, ::1], b1, f4[:, :, ::1])")
+def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
+    """The bits of finite bfloat16 or float16 as float32. No loop reads what it wrote as another type: that is slow."""
+    source = numbers.reshape(-1)
+    floats = wide.reshape(-1)
+    bits = floats.view(np.uint32)
+    if is_bfloat16:
+        for i in range(len(bits)):
+            bits[i] = np.uint32(source[i]) << np.uint32(16)
+        return
+    for i in range(len(bits)):
+        bits[i] = (np.uint32(source[i]) & np.uint32(0x7FFF)) << np.uint32(13)
+    for i in range(len(bits)):
+        floats[i] *= HALF_TO_SINGLE
+    for i in range(len(bits)):
+        bits[i] |= (np.uint32(source[i]) & np.uint32(0x8000)) << np.uint32(16)
+
+
+@_compiled("void(f4[:, ::1], u2[:, :, ::1], u2[:, :, ::1], b1, f4, b1, f4[:, ::1])")
+def attend_16(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    is_bfloat16: bool,
+    scale: float,
+    nothing: bool,
+    mixed: np.ndarray,
+) -> None:
+    """The same with the bits of 16-bit keys and values, some of which are float32 at a time."""
+    n_tokens = len(keys)
+    weights = np.empty((len(q), n_tokens), np.float32)
+    some = np.empty((AT_ONCE, *keys.shape[1:]), np.float32)
+    for start in range(0, n_tokens, AT_ONCE):
+        stop = min(start + AT_ONCE, n_tokens)
+        _widen(keys[start:stop], is_bfloat16, some[: stop - start])
+        _scores(q, some[: stop - start], scale, weights[:, start:stop])
+    for h in range(len(q)):
+        _softmax(weights[h], nothing)
+    mixed[:] = 0
+    for start in range(0, n_tokens, AT_ONCE):
+        stop = min(start + AT_ONCE, n_tokens)
+        _widen(values[start:stop], is_bfloat16, some[: stop - start])
+        _add_values(weights[:, start:stop], some[: stop - start], mixed)
 
 
 # -------------------------------------------------------------------- numbers as two of fewer bits
