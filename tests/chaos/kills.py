@@ -200,7 +200,9 @@ def waiting_for_a_processor(process: subprocess.Popen[str]) -> float:
 
 def check_end(trial: Trial, outcome: Outcome) -> None:
     """What a program may do that gets a signal: end by it, or save and end well."""
-    allowed = {0, -trial.number} if trial.number != signal.SIGINT else {0, 130}
+    allowed = {0, -trial.number}
+    if trial.number == signal.SIGINT:  # the second may come when Python is about to end
+        allowed.add(130)
     if trial.number == signal.SIGKILL:
         allowed = {0, -signal.SIGKILL}
     if outcome.status not in allowed:
