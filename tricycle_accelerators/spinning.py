@@ -24,6 +24,7 @@ LATE, SLOW = (
     0.0004,
     2e9,
 )  # seconds, and bytes a second of a matrix: a product that takes longer than both together is late
+SHARED = 2**17  # bytes of a matrix from which on it takes longer to read than to share
 FORGETS = 0.98  # of late products, with each that is not
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds
 
@@ -99,11 +100,13 @@ def _blas() -> _Blas | None:
 def vector_product(a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
     """a b for one row a (1, K) and a matrix b (K, M) whose columns lie in one piece each, in BLAS's own threads.
 
+    BLAS adds up the terms of each column in the same order, whatever its threads.
+
     Returns:
         None where ours are to do it.
     """
     blas = _blas()
-    if blas is None or not keep_up:
+    if blas is None or b.nbytes < SHARED or not keep_up:
         return None
     with threads.turn, threads.blas_hold.lock:
         if threads.blas_hold.n_holders > threads.blas_hold.for_good:

@@ -48,6 +48,12 @@ def matmul(
     precision: str = "float32",
 ) -> np.ndarray | NotImplementedType:
     """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
+    if len(a) == 1 and out is None and dtype is None and a.dtype == b.dtype == np.float32 and b.flags.f_contiguous:
+        row = spinning.vector_product(a, b)  # most of all calls: nothing else is looked at
+        if row is not None:
+            if bias is not None:
+                row += bias
+            return row
     if is_narrow(a) or is_narrow(b):
         return NotImplemented
     n_rows, n_inner = a.shape
@@ -58,8 +64,8 @@ def matmul(
             return kernels.matmul.plain(a, b, bias, out, dtype)
     if n_rows <= FEW_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
         product = _few_rows(a, b, bias)
-    elif n_rows == 1 and out is None and b.flags.f_contiguous and b.size:
-        product = _one_row(a, b, bias)
+    elif n_rows == 1 and out is None and b.flags.f_contiguous:  # to the bit as BLAS's own threads, above
+        product = _by_columns(a, b, bias, None)
     elif n_rows <= SOME_ROWS < n_columns and out is None and b.flags.f_contiguous and b.size:
         product = _some_rows(a, b, bias)
     elif n_inner >= 2 * max(n_rows, n_columns) and out is None:
@@ -92,16 +98,6 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
 
     threads.parallel(work, range(n_parts))
     product: np.ndarray = np.add.reduce(sums) if n_parts > 1 else sums[0]
-    if bias is not None:
-        product += bias
-    return product
-
-
-def _one_row(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """Times a transposed b: BLAS adds up the terms of each column in the same order, whatever its threads."""
-    product = spinning.vector_product(a, b)
-    if product is None:
-        return _by_columns(a, b, bias, None)
     if bias is not None:
         product += bias
     return product

@@ -56,8 +56,10 @@ def matmul(
     precision: str = "float32",
 ) -> np.ndarray | NotImplementedType:
     """Threads take some rows or some columns of the result each."""
-    if library.is_float32(a) and library.is_float32(b):
-        return NotImplemented if out is not None or dtype is not None else _few_rows(a, b, bias)
+    if a.dtype == np.float32:
+        if len(a) == 1 or b.dtype != np.float32 or out is not None or dtype is not None:
+            return NotImplemented
+        return _few_rows(a, b, bias)
     if not a.dtype == b.dtype == library.bfloat16() or (out is not None and out.dtype != np.float32):
         return NotImplemented
     n_rows = len(a)
