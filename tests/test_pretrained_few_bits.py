@@ -82,11 +82,12 @@ def test_any_model_in_any_kind(weights: str, kind: str, name: str, tmp_path: Pat
     else:
         save_checkpoint(path, model)
     narrow = load(path, weights=weights).model
-    expected = new_model(name).quantise(weights)
+    expected = new_model(name).quantise(weights).use_precision("bfloat16" if weights == "bfloat16" else "float32")
     assert {p.dtype.itemsize for p in narrow.parameters() if p.requires_grad} <= {4}
     assert few_bits(narrow).keys() == few_bits(expected).keys()
     for parameter_name, array in expected.state_dict().items():
         np.testing.assert_array_equal(narrow.state_dict()[parameter_name], array, err_msg=parameter_name)
+    assert narrow.precision == expected.precision
     np.testing.assert_array_equal(logits(narrow), logits(expected.eval()))
     assert distance(logits(narrow), logits(model)) < 0.05
     assert len(list(generate(narrow, [1, 2, 3], 5, temperature=0))) == 5

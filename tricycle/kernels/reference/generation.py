@@ -37,6 +37,7 @@ def normalise(x: np.ndarray, gain: np.ndarray | None, bias: np.ndarray | None, e
 
 
 @kernel
+@widening(1)
 def gated_swish(x: np.ndarray) -> np.ndarray:
     """a b / (1 + exp(-b)) for rows (R, 2 C) of a and b side by side (SwiGLU, Shazeer 2020)."""
     half = x.shape[-1] // 2
@@ -65,6 +66,7 @@ def turn(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 
 @kernel
+@widening(1)
 def attend_one(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, cap: float | None, nothing: bool
 ) -> np.ndarray:
