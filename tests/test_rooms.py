@@ -26,7 +26,7 @@ kernels.reference.tables kernels.reference.attention kernels.reference.recurrenc
 kernels.reference kernels
 ops einsum __init__ gradcheck
 functions softmaxes.adaptive softmaxes.blocks softmaxes activation loss
-precision initialisers layers
+precision initialisers layers recompute
 attention.masks attention.attend attention.cache attention.rotary attention.shift attention
 configs.checked configs.model configs.training configs.presets configs
 blocks models encoder

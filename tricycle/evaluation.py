@@ -53,7 +53,7 @@ def evaluate(
             for row, (_, n_new) in zip(labels, batch):
                 row[: length - n_new] = IGNORED
             n_labels = sum(n_new for _, n_new in batch)
-            losses.append((loss_fn(model.place(labels), model(model.place(rows[:, :-1]))), n_labels))
+            losses.append((model.loss(model.place(rows[:, :-1]), model.place(labels), loss_fn), n_labels))
     count = sum(n_labels for _, n_labels in losses)
     return sum(float(loss) * n_labels for loss, n_labels in losses) / count, count
 

@@ -320,6 +320,12 @@ def _unpack(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _unpack(f"{name}.{key}", item)
 
 
+def generators_in(layer: Layer) -> list[np.random.Generator]:
+    """Those that a layer and all inside it draw from, each once."""
+    values = (value for part in layer.layers() for value in _items(vars(part).values()))
+    return list({id(value): value for value in values if isinstance(value, np.random.Generator)}.values())
+
+
 Generator = np.random.Generator | int | None
 
 

@@ -15,22 +15,34 @@ from numpy.typing import DTypeLike
 from tricycle.attention import Attention, KeyValueCache
 from tricycle.blocks import TransformerBlock, new_norm
 from tricycle.configs.model import EncoderConfig, ModelConfig
+from tricycle.devices import Array
 from tricycle.functions import linear, soft_cap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
+from tricycle.loss import CrossEntropy
 from tricycle.ops import as_tensor
+from tricycle.recompute import recompute
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Parameter, Tensor
+
+# The most logits that a loss holds at a time in host memory: 64 MB of them, and as much of their gradients.
+LOGITS_AT_ONCE = 2**24
 
 DRAWN = ("matrix", "embedding", "position", "head")  # roles of what does not start at 0 or 1
 
 
 class BlockStack(Layer):
-    """What all models have that are one stack of blocks: a config that says what they are now."""
+    """What all models have that are one stack of blocks: a config that says what they are now.
+
+    Attributes:
+        recompute: blocks forget what they computed until the backward pass computes it again, which takes less memory
+            and more time; the gradients are the same.
+    """
 
     config: ModelConfig
     generator: np.random.Generator
     blocks: list[TransformerBlock]
+    recompute: bool = False
 
     def use_precision(self, precision: str) -> Self:
         """As of every layer; it stands in the config, too."""
@@ -104,6 +116,11 @@ class GPT(BlockStack):
         Raises:
             ValueError: too many tokens or none, ids outside the vocabulary, not one cache for each block.
         """
+        x = self.hidden(tokens, caches)
+        return self.logits(x[..., -1:, :] if last else x)
+
+    def hidden(self, tokens: Operand, caches: list[KeyValueCache] | None = None) -> Tensor:
+        """What the head makes logits of, but for the last norm: (B, T, C), or (T, C). Takes what `forward` takes."""
         tokens = as_tensor(tokens)
         if caches and len(caches) != len(self.blocks):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
@@ -111,9 +128,30 @@ class GPT(BlockStack):
         self._check(tokens, seen)
         x = self.dropout(to_compute_dtype(self._embed(tokens, seen), self.precision))
         for i, block in enumerate(self.blocks):
-            x = block(x, caches[i] if caches else None)
-        x = x[..., -1:, :] if last else x
-        return self._logits(x if self.norm is None else self.norm(x))
+            if self.recompute and not caches:
+                x = recompute(block, x)
+            else:
+                x = block(x, caches[i] if caches else None)
+        return x
+
+    def loss(
+        self, tokens: Operand, labels: Operand, loss_fn: CrossEntropy | None = None, scale: Array | float = 1.0
+    ) -> Tensor:
+        """`loss_fn(labels, self(tokens), scale)`, but in host memory without ever holding all logits where these are
+        many: their gradients are made in the forward pass, some rows at a time (`CrossEntropy.of_head`).
+
+        Args:
+            tokens: as of `forward`. labels: as many. loss_fn: `CrossEntropy()` unless given.
+        """
+        loss_fn = loss_fn or CrossEntropy()
+        tokens = as_tensor(tokens)
+        n_rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        own_forward = type(self).forward is not GPT.forward or "forward" in vars(self)  # a subclass's, or a probe's
+        if tokens.size <= n_rows or tokens.on_gpu or own_forward:
+            return loss_fn(labels, self(tokens), scale)
+        head = [self.token_embedding if self.head is None else self.head, self.norm, self.head_projection]
+        parameters = {id(p): p for layer in head if layer is not None for p in layer.parameters()}
+        return loss_fn.of_head(labels, self.hidden(tokens), self.logits, parameters.values(), n_rows, scale)
 
     def _check(self, tokens: Tensor, seen: int) -> None:
         window = self.config.context_window
@@ -136,8 +174,9 @@ class GPT(BlockStack):
             x = x + self.position_embedding.weights[first : first + tokens.shape[-1]]
         return x
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, V)."""
+    def logits(self, x: Tensor) -> Tensor:
+        """Of hidden states (..., C) those of the next token, (..., V): the last norm, and the head."""
+        x = x if self.norm is None else self.norm(x)
         if self.head_projection is not None:
             x = self.head_projection(x)
         if self.head is None:

@@ -24,7 +24,7 @@ from tricycle.devices import Array, array_module, side_by_side
 
 BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
 # backward(grad, wanted, *saved): from the gradient of the output, an array, to those of the inputs, one for each;
-# anything, such as None, in the place of an input that does not want one (`wanted` says which do).
+# None where nothing flows; anything in the place of an input that does not want one (`wanted` says which do).
 Backward: TypeAlias = Callable[..., Sequence[Any]]
 Operand: TypeAlias = "Tensor | Array | int | float | Sequence[Any]"
 Axis: TypeAlias = int | tuple[int, ...] | None
@@ -62,6 +62,16 @@ def no_grad() -> Iterator[None]:
     """
     with _inside(_Block(remembers=False)):
         yield
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Within this block (and this thread) results can be differentiated, whatever blocks stand around it."""
+    token = _blocks.set(())
+    try:
+        yield
+    finally:
+        _blocks.reset(token)
 
 
 @contextmanager
@@ -301,30 +311,9 @@ class Tensor:
                 "backward: this Tensor does not require a gradient, nor does anything it was made from "
                 "(a gradient is a constant: there are no gradients of gradients)"
             )
-        order = topological_order(self)
         sums = _GradientSums()
-        sums.add(self, self.xp.ones_like(self.array))
-        while order:  # popped, so that a node's array can go as soon as nothing needs it
-            node = order.pop()
-            grad = sums.take(node)
-            args = node.args
-            if not args:
-                if grad is not None:
-                    _accumulate(node, grad, sums)
-                continue
-            if grad is not None:
-                if node._made != _n_changes:
-                    _check_unchanged(node)
-                wanted = [arg.requires_grad for arg in args]
-                gradients = node._backward(grad, wanted, *node._saved)  # type: ignore[misc]
-                for arg, wants, gradient in zip(args, wanted, gradients, strict=True):
-                    if wants:
-                        sums.add(arg, gradient)
-            if not retain_graph:
-                node.args = ()
-                node._backward = None
-                node._saved = ()
-                node._made = -1
+        for leaf, grad in _walk_back(self, self.xp.ones_like(self.array), sums, retain_graph):
+            _accumulate(leaf, grad, sums)
 
     if TYPE_CHECKING:  # ops.py and einsum.py attach these: here stand only their types
 
@@ -507,6 +496,52 @@ def _layout(prefix: str, array: np.ndarray, suffix: str) -> str:
     if "\n" not in joined and len(joined) <= np.get_printoptions()["linewidth"]:
         text = joined
     return prefix + text + suffix
+
+
+def _walk_back(
+    root: Tensor, root_grad: Array, sums: _GradientSums, retain_graph: bool = False
+) -> Iterator[tuple[Tensor, Array]]:
+    """The chain rule from a result to all inputs behind it: each with its whole gradient, which may share memory."""
+    order = topological_order(root)
+    sums.add(root, root_grad)
+    while order:  # popped, so that a node's array can go as soon as nothing needs it
+        node = order.pop()
+        grad = sums.take(node)
+        args = node.args
+        if not args:
+            if grad is not None:
+                yield node, grad
+            continue
+        if grad is not None:
+            if node._made != _n_changes:
+                _check_unchanged(node)
+            wanted = [arg.requires_grad for arg in args]
+            gradients = node._backward(grad, wanted, *node._saved)  # type: ignore[misc]
+            for arg, wants, gradient in zip(args, wanted, gradients, strict=True):
+                if wants and gradient is not None:
+                    sums.add(arg, gradient)
+        if not retain_graph:
+            node.args = ()
+            node._backward = None
+            node._saved = ()
+            node._made = -1
+
+
+def gradients_of(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
+    """The gradients of some inputs behind a result, from that of the result. No Tensor's `grad` changes.
+
+    For operations whose gradient is a backward pass of its own. The graph is freed on the way.
+
+    Args:
+        inputs: Tensors that no operation made.
+
+    Returns:
+        for each its gradient, which may share memory with others; None where none flows to it.
+    """
+    if not result.requires_grad:
+        return [None for _ in inputs]
+    arrived = {id(leaf): array for leaf, array in _walk_back(result, grad, _GradientSums())}
+    return [arrived.get(id(tensor)) for tensor in inputs]
 
 
 def topological_order(root: Tensor) -> list[Tensor]:

@@ -26,7 +26,7 @@ from tricycle.dataset import CausalLMDataset
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, least_numbers
+from tricycle.models import GPT, LOGITS_AT_ONCE, least_numbers
 from tricycle.optimisers import AdamW, Muon, Optimiser, gradient_norm
 from tricycle.scheduler import SCHEDULES
 from tricycle.tensor import Tensor, topological_order
@@ -71,10 +71,12 @@ class Gradients(NamedTuple):
 
 
 def labelled(model: Layer, loss_fn: CrossEntropy) -> LossOf:
-    """The loss of batches that are pairs of inputs and labels, which are whole numbers."""
+    """The loss of batches that are pairs of inputs and labels, which are whole numbers; a GPT's by `GPT.loss`."""
 
     def loss_of(batch: Any, factor: Any) -> Tensor:
         inputs, labels = batch
+        if isinstance(model, GPT):
+            return model.loss(model.place(inputs), model.place(labels), loss_fn, factor)
         return loss_fn(model.place(labels), model(model.place(inputs)), factor)
 
     return loss_of
@@ -373,9 +375,10 @@ def least_memory(config: GPTConfig) -> int:
     n_numbers = least_numbers(config)
     n_moments = 1 if config.optimiser == "muon" else 2
     n_tokens = config.batch_size * config.context_window
-    layer = 4 * config.embedding_dim + config.mlp_width
+    layer = config.embedding_dim if config.recompute else 4 * config.embedding_dim + config.mlp_width
     activation = 2 if config.precision in ("bfloat16", "float16") else 4
-    a_pass = n_tokens * (config.n_layers * layer + config.vocab_size) * activation
+    logits = min(n_tokens * config.vocab_size, LOGITS_AT_ONCE)
+    a_pass = (n_tokens * config.n_layers * layer + logits) * activation
     tokens = 2 * 8 * n_tokens * config.accumulation_steps
     return (2 + n_moments) * 4 * n_numbers + a_pass + tokens
 
@@ -397,6 +400,7 @@ def new_optimiser(config: GPTConfig) -> Optimiser:
 def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT | None = None) -> TrainingState:
     """A fresh optimiser and dataset (and model, unless given) for a config and a run of training tokens."""
     model = model or GPT(config)
+    model.recompute = config.recompute
     if on_gpu:
         model.to_gpu()
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)

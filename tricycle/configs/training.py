@@ -40,6 +40,7 @@ class TrainingConfig(Checked):
     beta1: float = 0.9  # how much of the mean gradient AdamW keeps a step
     beta2: float = 0.95  # how much of the mean squared gradient AdamW keeps a step
     max_gradient_norm: float = 1.0  # gradients are scaled down to this common norm; 0 leaves them
+    recompute: bool = False  # compute each block again in the backward pass: less memory, more time, the same gradients
     eval_interval: int = 500  # updates between estimates of the held-out loss, with a checkpoint before each
     eval_batches: int = 20  # batches of held-out text in such an estimate; the one at the end reads all of it
     sample_interval: int = 2000  # updates between samples of generated text; 0 for none

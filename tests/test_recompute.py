@@ -1,0 +1,353 @@
+"""Recomputation changes no bit of a training, and takes less memory; the loss in pieces is the loss."""
+
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tricycle import models, no_grad, to_tensor
+from tricycle.configs import DebugConfig, EncoderConfig, GPTConfig
+from tricycle.encoder import TextEncoder
+from tricycle.evaluation import evaluate
+from tricycle.functions import linear, soft_cap
+from tricycle.gradcheck import gradcheck
+from tricycle.layers import Dense, Dropout, Layer
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.recompute import recompute
+from tricycle.tensor import gradients_of, watch_arrays
+from tricycle.training import gradients, labelled, least_memory, new_state, resume_state, train_step
+
+CONFIG = DebugConfig(vocab_size=97, n_layers=3, dropout=0.3, seed=5)
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 97, (2, 4, 16))
+
+
+def grads_of(model, batch=TOKENS, loss_fn=None) -> tuple[bytes, dict[str, np.ndarray]]:
+    model.zero_grad()
+    result = gradients(model, labelled(model, loss_fn or CrossEntropy()), [tuple(batch)])
+    grads = {name: p.grad.array for name, p in model.named_parameters() if p.grad is not None}
+    return np.float64(result.loss).tobytes(), grads
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+# -------------------------------------------------------------------- recomputation
+MODELS = {
+    "gpt": {},
+    "untied": {"tied": False, "norm_placement": "both", "logit_cap": 5.0, "score_cap": 9.0},
+    "parallel": {"parallel": True, "shared_norm": True, "positions": "rotary"},
+    "llama": {"norm": "rms_norm", "activation": "swish", "gated": True, "positions": "rotary", "n_key_heads": 1},
+    "shift": {"token_shift": True, "qk_norm": True, "norm_placement": "after", "positions": "rotary"},
+    "adaptive": {"softmax": "adaptive"},
+    "blocks": {"softmax": "blocks"},
+    "bfloat16": {"precision": "bfloat16"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:precision bfloat16")
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_gradients_are_the_same_bit_by_bit(changes):
+    results = []
+    for again in (False, True):
+        model = GPT(replace(CONFIG, **changes))
+        model.recompute = again
+        first = grads_of(model)
+        second = grads_of(model)  # the generator has gone on as far
+        assert not same(first[1], second[1])
+        results.append((first, second, model.generator.bit_generator.state))
+    for plain, other in zip(results[0][:2], results[1][:2]):
+        assert plain[0] == other[0]
+        assert same(plain[1], other[1])
+    assert results[0][2] == results[1][2]
+
+
+def test_runs_are_the_same_and_resume(tmp_path):
+    config = replace(CONFIG, steps=6, batch_size=2, accumulation_steps=2, warmup_steps=2)
+    tokens = RNG.integers(0, 97, 500)
+    plain, again = new_state(config, tokens), new_state(replace(config, recompute=True), tokens)
+    assert again.model.recompute and not plain.model.recompute
+    for step in range(6):
+        assert train_step(plain) == train_step(again)
+        if step == 2:
+            again.save(tmp_path / "last.safetensors", None)
+            again = resume_state(tmp_path / "last.safetensors", tokens)
+            assert again.model.recompute
+    weights, others = plain.model.state_dict(), again.model.state_dict()
+    assert same(weights, others)
+
+
+def test_an_encoder_with_its_mask():
+    config = EncoderConfig(vocab_size=50, context_window=8, embedding_dim=8, n_heads=2, n_layers=2, dropout=0.2)
+    mask = np.arange(8) < np.array([[8], [5]])
+    tokens = to_tensor(RNG.integers(0, 50, (2, 8)), dtype=int)
+    results = []
+    for again in (False, True):
+        model = TextEncoder(config)
+        model.recompute = again
+        model(tokens, mask).sum().backward()
+        results.append({name: p.grad.array for name, p in model.named_parameters() if p.grad is not None})
+    assert results[0]
+    assert same(*results)
+
+
+def test_frozen_weights_and_adapters_behind_them():
+    results = []
+    for again in (False, True):
+        model = GPT(CONFIG)
+        model.freeze()
+        for block in model.blocks[1:]:
+            block.mlp.unfreeze()
+        model.recompute = again
+        results.append(grads_of(model)[1])
+    assert len(results[0]) == 8
+    assert same(*results)
+
+
+class Noisy(Layer):
+    """Dropout twice, and a product that a setting may change."""
+
+    def __init__(self):
+        self.inner = [Dense(6, 6, generator=1), Dropout(0.5, 2)]
+        self.outer = Dropout(0.5, 3)
+        self.n_calls = 0
+
+    def forward(self, x):
+        self.n_calls += 1
+        return self.outer(x * x + self.inner[1](self.inner[0](x)))
+
+
+def test_what_happens_in_between_makes_no_difference():
+    """Neither what others draw before the backward pass, nor evaluation."""
+    x = RNG.standard_normal((3, 6))
+    results = []
+    for again in (False, True):
+        layer = Noisy()
+        inputs = to_tensor(x)
+        loss = (recompute(layer, inputs) if again else layer(inputs)).sum()
+        layer.inner[1].generator.random(7)
+        layer.eval()
+        with no_grad():
+            loss.backward()
+        assert not layer.training
+        state = layer.inner[1].generator.bit_generator.state
+        results.append((inputs.grad.array.tobytes(), layer.inner[0].weights.grad.array.tobytes(), state))
+    assert results[0] == results[1]
+
+
+def test_a_graph_that_is_kept_and_one_that_is_freed():
+    layer, x = Noisy(), to_tensor(RNG.standard_normal((3, 6)))
+    y = recompute(layer, x)
+    y.backward(retain_graph=True)
+    once = x.grad.array.copy()
+    y.backward()
+    assert (x.grad.array == 2 * once).all()
+    with pytest.raises(RuntimeError, match="freed by an earlier backward"):
+        y.backward()
+    assert layer.n_calls == 3
+
+
+def test_weights_that_changed_since_are_refused():
+    layer, x = Noisy(), to_tensor(RNG.standard_normal((3, 6)))
+    y = recompute(layer, x)
+    layer.load_state_dict({name: 2 * array for name, array in layer.state_dict().items()})
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        y.backward()
+
+
+def test_without_gradients_nothing_is_computed_twice():
+    layer = Noisy()
+    with no_grad():
+        assert not recompute(layer, to_tensor(np.ones((2, 6)))).requires_grad
+    layer.freeze()
+    assert not recompute(layer, to_tensor(np.ones((2, 6)), requires_grad=False)).requires_grad
+    assert layer.n_calls == 2
+
+
+def test_it_takes_less_memory():
+    config = replace(CONFIG, n_layers=8, embedding_dim=64, context_window=64)
+    peaks = []
+    for again in (False, True):
+        model = GPT(config)
+        model.recompute = again
+        batch = RNG.integers(0, 97, (2, 8, 64))
+        grads_of(model, batch)
+        model.zero_grad()
+        tracemalloc.start()
+        grads_of(model, batch)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 0.5 * peaks[0]
+    assert least_memory(replace(config, recompute=True)) < least_memory(config)
+
+
+def test_gradients_of_inputs_that_nothing_flows_to():
+    x, y = to_tensor([1.0, 2.0]), to_tensor([3.0])
+    (of_x, of_y) = gradients_of((x * x).sum(), np.float32(1), [x, y])
+    assert of_x.tolist() == [2, 4]
+    assert of_y is None
+    assert x.grad is None
+    assert gradients_of(x.detach(), np.ones(2), [x]) == [None]
+
+
+# -------------------------------------------------------------------- the loss in pieces
+LABELS = np.array([[1, 4, 0], [3, 3, 6]])
+LOSSES = {
+    "plain": CrossEntropy(),
+    "smooth": CrossEntropy(label_smoothing=0.2),
+    "masked": CrossEntropy(ignore_index=3),
+    "both": CrossEntropy(ignore_index=0, label_smoothing=0.1),
+}
+
+
+def tied(table):
+    return lambda x: soft_cap(linear(x, table.transpose()), 2.0)
+
+
+def whole_and_pieces(loss_fn, hidden, table, bias, n_rows, scale=1.0):
+    """Two heads: a tied one with a cap, and one of its own with a bias."""
+    heads = [(tied(table), [table]), (lambda x: linear(x, table.transpose(), bias), [table, bias])]
+    for head, parameters in heads:
+        yield (
+            lambda head=head: loss_fn(LABELS, head(hidden), scale),
+            lambda head=head, parameters=parameters: loss_fn.of_head(LABELS, hidden, head, parameters, n_rows, scale),
+            [hidden, *parameters],
+        )
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 4, 100])
+@pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES)
+def test_pieces_are_the_whole(loss_fn, n_rows):
+    arrays = [RNG.standard_normal(shape) for shape in ((2, 3, 5), (7, 5), 7)]
+    tensors = [to_tensor(array, dtype=np.float64) for array in arrays]
+    for whole, pieces, inputs in whole_and_pieces(loss_fn, *tensors, n_rows, scale=0.7):
+        results = []
+        for make in (whole, pieces):
+            loss = make()
+            (3 * loss).backward()
+            results.append((loss.array, *(tensor.grad.array for tensor in inputs)))
+            for tensor in inputs:
+                tensor.zero_grad()
+        for expected, got in zip(*results):
+            assert expected.dtype == got.dtype
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-14)
+        with no_grad():
+            np.testing.assert_allclose(pieces().array, whole().array, rtol=1e-13)
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES)
+def test_gradients_against_differences(loss_fn):
+    hidden, table = RNG.standard_normal((2, 3, 5)), RNG.standard_normal((7, 5))
+    gradcheck(lambda x, w: loss_fn.of_head(LABELS, x, tied(w), [w], 2), hidden, table)
+
+
+def test_rows_that_do_not_count_are_left_out():
+    seen = []
+
+    def head(x):
+        seen.append(len(x))
+        return linear(x, table)
+
+    table = to_tensor(RNG.standard_normal((5, 7)))
+    labels = np.full(50, -100)
+    labels[[3, 4, 5, 20, 30]] = 2
+    hidden = to_tensor(RNG.standard_normal((50, 5)))
+    loss = CrossEntropy(-100).of_head(labels, hidden, head, [table], 3)
+    loss.backward()
+    assert seen == [2, 3]
+    assert np.flatnonzero(hidden.grad.array.any(axis=1)).tolist() == [3, 4, 5, 20, 30]
+
+
+def test_only_what_wants_a_gradient_gets_one():
+    hidden, table = to_tensor(np.ones((6, 5))), to_tensor(np.ones((5, 7)), requires_grad=False)
+    CrossEntropy().of_head(LABELS.ravel(), hidden, lambda x: linear(x, table), [table], 4).backward()
+    assert hidden.grad is not None and table.grad is None
+    table = to_tensor(np.ones((5, 7)))
+    CrossEntropy().of_head(LABELS.ravel(), hidden.detach(), lambda x: linear(x, table), [table], 4).backward()
+    assert table.grad is not None
+
+
+def test_the_graph_of_pieces_can_be_kept():
+    hidden, table = (to_tensor(RNG.standard_normal(shape)) for shape in ((6, 5), (5, 7)))
+    with watch_arrays():
+        loss = CrossEntropy().of_head(LABELS.ravel(), hidden, lambda x: linear(x, table), [table], 4)
+    loss.backward(retain_graph=True)
+    once = table.grad.array.copy()
+    loss.backward()
+    np.testing.assert_allclose(table.grad.array, 2 * once, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("labels", "n_rows", "message"),
+    [
+        (np.zeros(5, int), 2, r"expected labels of shape \(6,\) for hidden states of shape \(6, 5\), got \(5,\)"),
+        (np.zeros(6), 2, r"expected whole numbers \(dtype=int\) as labels"),
+        (np.full(6, 7), 2, "labels"),
+        (np.full(6, -1), 2, "labels"),
+        (np.full(6, 9), 2, "at least one label to count"),
+        (np.zeros(6, int), 0, "expected n_rows to be a whole number above 0, got 0"),
+    ],
+)
+def test_mistakes_are_named(labels, n_rows, message):
+    table = to_tensor(np.ones((5, 7)))
+    with pytest.raises(ValueError, match=message):
+        CrossEntropy(9).of_head(to_tensor(labels, dtype=labels.dtype), np.ones((6, 5)), table.__rmatmul__, [], n_rows)
+
+
+# -------------------------------------------------------------------- of a model
+@pytest.mark.filterwarnings("ignore:precision bfloat16")
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_a_model_with_many_logits(changes, monkeypatch):
+    loss_fn = CrossEntropy(ignore_index=11)
+    model = GPT(replace(CONFIG, dropout=0.0, **changes))
+    for p in model.parameters():
+        p.array[...] += RNG.normal(0, 0.05, p.shape)
+    (whole, expected) = grads_of(model, TOKENS, loss_fn)
+    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 97 * 13)
+    monkeypatch.setattr(GPT, "forward", None)  # and so the logits never exist whole
+    whole_loss, loss = np.frombuffer(whole), np.frombuffer(grads_of(model, TOKENS, loss_fn)[0])
+    tolerance = 2e-2 if model.precision == "bfloat16" else 1e-5
+    np.testing.assert_allclose(loss, whole_loss, rtol=tolerance)
+    for name, p in model.named_parameters():
+        largest = abs(expected[name]).max()
+        np.testing.assert_allclose(p.grad.array, expected[name], rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+def test_a_tall_vocabulary_takes_less_memory(monkeypatch):
+    config = GPTConfig(vocab_size=20_000, context_window=64, embedding_dim=16, n_heads=2, n_layers=1)
+    model = GPT(config)
+    batch = RNG.integers(0, 20_000, (2, 8, 64))
+    peaks = []
+    for at_once in (2**30, 2**20):
+        monkeypatch.setattr(models, "LOGITS_AT_ONCE", at_once)
+        tracemalloc.start()
+        grads_of(model, batch)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[0] > 2 * 4 * 512 * 20_000  # logits, and their gradients
+    assert peaks[1] < 0.4 * peaks[0]
+
+
+def test_held_out_text_too(monkeypatch):
+    model = GPT(replace(CONFIG, context_window=16))
+    tokens = RNG.integers(0, 97, 200)
+    expected = evaluate(model, tokens, 4)
+    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 97 * 5)
+    got = evaluate(model, tokens, 4)
+    assert got == (pytest.approx(expected[0], rel=1e-6), expected[1])
+
+
+def test_a_forward_of_ones_own_is_called(monkeypatch):
+    """A subclass's, or that of somebody who listens."""
+
+    class Doubled(GPT):
+        def forward(self, tokens, caches=None, last=False):
+            return 2 * super().forward(tokens, caches, last)
+
+    model = Doubled(replace(CONFIG, dropout=0.0))
+    expected = model.loss(TOKENS[0], to_tensor(TOKENS[1], dtype=int)).item()
+    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 97)
+    assert model.loss(TOKENS[0], to_tensor(TOKENS[1], dtype=int)).item() == expected
