@@ -94,6 +94,7 @@ SWITCHES = (
     "parallel",
     "shared_norm",
     "head_bias",
+    "recompute",
 )
 THREE_WAYS = ("qkv_bias", "output_bias", "mlp_bias")  # also None: as bias is
 
