@@ -29,7 +29,7 @@ functions softmaxes.adaptive softmaxes.blocks softmaxes activation loss
 precision initialisers layers recompute
 attention.masks attention.attend attention.cache attention.rotary attention.shift attention
 configs.checked configs.model configs.training configs.presets configs
-blocks models encoder
+blocks models lora encoder
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
 optimisers scheduler files locks memory safetensors_file tokeniser
@@ -42,6 +42,7 @@ pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretr
 pretrained.families.bert pretrained.families
 pretrained.quantised pretrained.gguf_file pretrained.gguf_names pretrained.gguf_fields pretrained.gguf
 pretrained.packaged pretrained.hub pretrained.export pretrained.gguf_writer pretrained pretrained.sentences
+pretrained.adapters
 __main__
 """.split()
 

@@ -59,6 +59,9 @@ def _problem(value: Any, wanted: Any) -> str | None:
         choices = get_args(wanted)
         return None if isinstance(value, str) and value in choices else f"one of {', '.join(choices)}"
     if get_origin(wanted) is tuple:
+        kind = get_args(wanted)[0]
+        if kind is str:
+            return None if isinstance(value, tuple) and all(isinstance(item, str) for item in value) else "names"
         whole = isinstance(value, tuple) and not any(_problem(item, int) for item in value)
         return None if whole else "whole numbers"
     if wanted is bool:

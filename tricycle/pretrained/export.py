@@ -18,6 +18,7 @@ import numpy as np
 from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.encoder import TextEncoder
 from tricycle.files import atomic_write
+from tricycle.lora import AdaptedDense
 from tricycle.models import GPT, BlockStack
 from tricycle.pretrained.families import ALL
 from tricycle.pretrained.families.bert import empty_encoder
@@ -123,6 +124,8 @@ def export_folder(
     """
     if not isinstance(model, (GPT, TextEncoder)):
         raise ValueError(f"export: expected a GPT or a TextEncoder, got {type(model).__name__}")
+    if any(isinstance(layer, AdaptedDense) for layer in model.layers()):
+        raise ValueError("export: expected a model without an adapter on it: merge() it, or take_off()")
     if dtype not in KINDS:
         raise ValueError(f"export: expected dtype to be one of {', '.join(KINDS)}, got {dtype!r}")
     n_known = model.config.vocab_size

@@ -150,7 +150,7 @@ class Layout:
         if piece.columns.stop - piece.columns.start < ours.shape[-1]:
             ours = ours[..., piece.columns]
         if self.is_woven(name):
-            ours, theirs = self._by_head(ours, theirs)
+            ours, theirs = self.by_head(ours, theirs)
         elif self.is_transposed(name):
             ours = ours.T
         if not theirs.size:
@@ -159,7 +159,7 @@ class Layout:
         for start in range(0, len(theirs), n_rows):
             yield ours[start : start + n_rows], theirs[start : start + n_rows]
 
-    def _by_head(self, ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def by_head(self, ours: np.ndarray, theirs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Views (H, 3, D, ...) of (..., 3 H D) and (H 3 D, ...)."""
         n_heads = self.config.n_heads
         theirs = theirs.reshape(n_heads, 3, -1, *theirs.shape[1:])

@@ -1,0 +1,333 @@
+"""LoRA: a model is taught by small matrices beside its own, which stay as they are.
+
+A layer x W + b becomes x W + b + s (x A) B, where A is (in, R) and B is (R, out) with a small rank R. Only A and B
+learn, so gradients, moments and files are small, and W may be kept in few bits. B begins as zeros: the model begins as
+it was.
+
+One matrix of ours may stand for several of other people's, side by side: queries, keys and values have their own A and
+B there. So a layer has one A or several, each for some columns of the result, and adds just what theirs would.
+
+Sources: Hu et al. 2021, "LoRA"; rank-stabilised: Kalajdzievski 2023; few bits below: Dettmers et al. 2023, "QLoRA".
+
+Shapes: N rows, R ranks of all parts together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle import kernels
+from tricycle.configs.checked import Checked, Rule
+from tricycle.devices import Array, array_module
+from tricycle.functions import linear
+from tricycle.kernels import FewBits
+from tricycle.layers import Dense, Dropout, Layer
+from tricycle.ops import Wanted, as_tensor, check_width, floating
+from tricycle.tensor import Operand, Parameter, Tensor, record
+
+ALL_LINEAR = "all-linear"
+
+RULES: list[Rule] = [
+    ("rank", lambda v: v >= 1, "at least 1"),
+    ("alpha", lambda v: 0 < v < math.inf, "above 0"),
+    ("dropout", lambda v: 0 <= v < 1, "from 0 to below 1"),
+    ("targets", bool, "at least one name"),
+]
+
+
+@dataclass(frozen=True)
+class LoRAConfig(Checked):
+    """How an adapter is made.
+
+    Attributes:
+        rank: r, the width of A and B between each other.
+        alpha: what A and B give is multiplied by alpha / r.
+        targets: which matrices get one: the ends of their names as other people call them, such as "q_proj", or
+            "all-linear" for all in the blocks.
+        dropout: probability of dropping an element of what A gets.
+        rank_stabilised: multiply by alpha / sqrt(r) instead, which lets high ranks learn as fast as low ones.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    dropout: float = 0.0
+    rank_stabilised: bool = False
+
+    def __post_init__(self) -> None:
+        self._check(RULES)
+
+
+class Part(NamedTuple):
+    """One pair of A and B.
+
+    Attributes:
+        name: of the layer that it belongs to, as other people call it.
+        start, stop: the columns of the result that it adds to.
+        rank: r.
+        scale: what it gives is multiplied by this.
+    """
+
+    name: str
+    start: int
+    stop: int
+    rank: int
+    scale: float
+
+
+class LowRank(Layer):
+    """The small matrices of one layer: A of all parts side by side, and B of each.
+
+    Args:
+        from_size, to_size: of the layer.
+        parts: in the order of their columns.
+        dropout: as of `LoRAConfig`.
+        generator: draws A, and what is dropped.
+    """
+
+    def __init__(
+        self, from_size: int, to_size: int, parts: Sequence[Part], dropout: float, generator: np.random.Generator
+    ) -> None:
+        self.to_size = to_size
+        self.parts = tuple(parts)
+        bound = 1 / math.sqrt(from_size)  # as a linear layer of PyTorch begins, for others begin so
+        n_ranks = sum(part.rank for part in self.parts)
+        self.down = Parameter(generator.uniform(-bound, bound, (from_size, n_ranks)).astype(np.float32), "matrix")
+        self.ups = [Parameter(np.zeros((p.rank, p.stop - p.start), np.float32), "matrix") for p in self.parts]
+        self.dropout = Dropout(dropout, generator)
+
+    def ranks(self) -> Iterator[tuple[Part, slice, Tensor]]:
+        """Each part, its columns of A, and its B."""
+        start = 0
+        for part, up in zip(self.parts, self.ups):
+            yield part, slice(start, start + part.rank), up
+            start += part.rank
+
+    def matrix(self) -> np.ndarray:
+        """What it adds to a layer's matrix, (in, out)."""
+        total = np.zeros((self.down.shape[0], self.to_size), np.float32)
+        for part, ranks, up in self.ranks():
+            total[:, part.start : part.stop] = part.scale * (self.down.numpy()[:, ranks] @ up.numpy())
+        return total
+
+
+class AdaptedDense(Dense):
+    """A layer whose matrix and bias are those of another one and stay as they are, with small matrices beside them.
+
+    Args:
+        base: the other one.
+        low_rank: the small matrices, which learn.
+    """
+
+    def __init__(self, base: Dense, low_rank: LowRank) -> None:
+        self.from_size = base.from_size
+        self.to_size = base.to_size
+        self.weights = base.weights
+        self.bias = base.bias
+        self.low_rank = low_rank
+        self.precision = base.precision
+        self.training = base.training
+
+    def forward(self, x: Operand) -> Tensor:
+        """(..., from_size) to (..., to_size).
+
+        Raises:
+            ValueError: the matrix or the bias is to learn.
+        """
+        x = as_tensor(x, self.weights)
+        if self.weights.requires_grad or (self.bias is not None and self.bias.requires_grad):
+            raise ValueError("AdaptedDense: expected a frozen matrix with small ones beside it; freeze() or merge()")
+        low_rank = self.low_rank
+        if low_rank.training and low_rank.dropout.probability:
+            delta = low_rank_linear(low_rank.dropout(x), None, low_rank, self.precision)
+            return linear(x, self.weights, self.bias, "dense", self.precision) + delta
+        return low_rank_linear(x, self, low_rank, self.precision)
+
+
+def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, precision: str) -> Tensor:
+    """x W + b + s (x A) B as one node of the graph, with gradients for x, A and B.
+
+    Args:
+        x: (..., in).
+        base: holds W and b; without, they are left out.
+
+    Returns:
+        (..., out), in the dtype of x W.
+    """
+    from_size = low_rank.down.shape[0]
+    to_size = low_rank.to_size
+    check_width(f"Dense(from_size={from_size})", x, from_size)
+    parts = [(part, ranks, up.array) for part, ranks, up in low_rank.ranks()]
+    rows = floating(x.array).reshape(math.prod(x.shape[:-1]), from_size)
+    down = low_rank.down.array
+    hidden = _product(rows, down, precision)  # (N, R)
+    for part, ranks, _ in parts:
+        hidden[:, ranks] *= part.scale
+    y = _base_product(x, base, (len(rows), to_size), precision)
+    for part, ranks, up in parts:
+        _add(y[:, part.start : part.stop], _product(hidden[:, ranks], up, precision))
+
+    def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
+        dy = grad.reshape(len(rows), to_size)
+        dhidden = x.xp.empty_like(hidden)
+        dups = []
+        for part, ranks, up in parts:
+            dpart = dy[:, part.start : part.stop]
+            dhidden[:, ranks] = _product(dpart, up.T, precision)
+            dhidden[:, ranks] *= part.scale
+            dups.append(_product(hidden[:, ranks].T, dpart, precision))
+        ddown = _product(rows.T, dhidden, precision)
+        if not wanted[0]:
+            return [None, ddown, *dups]
+        dx = _base_gradient(dy, base, rows, precision)
+        _add(dx, _product(dhidden, down.T, precision))
+        return [dx.reshape(x.shape), ddown, *dups]
+
+    args = (x, low_rank.down, *low_rank.ups)
+    return record(y.reshape(*x.shape[:-1], to_size), args, backward, "dense")
+
+
+def _product(a: Array, b: Array, precision: str) -> Array:
+    """a b in float32 (or wider), from operands of that precision."""
+    a, b = kernels.operand(a, precision), kernels.operand(b, precision)
+    return kernels.matmul(a, b, None, None, None, precision)
+
+
+def _add(total: Array, more: Array) -> None:
+    """In place; sums are rounded to the dtype that is there."""
+    if total.dtype == more.dtype:
+        total += more
+    else:
+        total[...] = total.astype(more.dtype) + more
+
+
+def _base_product(x: Tensor, base: Dense | None, shape: tuple[int, int], precision: str) -> Array:
+    """x W + b, a new array (N, out)."""
+    if base is None:
+        return x.xp.zeros(shape, floating(x.array).dtype)
+    bias = None if base.bias is None else base.bias.array
+    plain = Tensor(x.array, False)
+    y = linear(plain, base.weights, None if bias is None else Tensor(bias, False), "dense", precision)
+    return y.array.reshape(shape)
+
+
+def _base_gradient(dy: Array, base: Dense | None, rows: Array, precision: str) -> Array:
+    """dy Wᵀ, a new array like the rows."""
+    if base is None:
+        return array_module(rows).zeros_like(rows)
+    matrix: Any = base.weights.array
+    if isinstance(matrix, FewBits):
+        return kernels.few_bits_matmul(dy, matrix.T)
+    kept = rows.dtype if rows.dtype.itemsize == 2 else None
+    a, b = kernels.operand(dy, precision), kernels.operand(matrix, precision)
+    return kernels.matmul(a, b.T, None, None, kept, precision)
+
+
+# -------------------------------------------------------------------- on a model
+class _Held:
+    """What a Layer has hold of without being made of it."""
+
+    def __init__(self, model: Layer) -> None:
+        self.model = model
+
+
+class Adapter(Layer):
+    """The small matrices of a whole model. It is a layer that is made of these alone: they are its parameters.
+
+    While it is on a model the model computes with it and everything else is frozen. Several adapters may be made for a
+    model, and one at a time be on.
+
+    Args:
+        model: its layers keep their matrices.
+        low_ranks: by the names of layers, which are Dense.
+        config: how it was made.
+
+    Attributes:
+        is_on: whether the model computes with it.
+        base_name: where the model comes from, for who reads the adapter's files.
+
+    Raises:
+        ValueError: a name of no Dense layer.
+    """
+
+    def __init__(self, model: Layer, low_ranks: Mapping[str, LowRank], config: LoRAConfig, base_name: str = "") -> None:
+        self.low_ranks = dict(low_ranks)
+        self.config = config
+        self.base_name = base_name
+        self.is_on = False
+        self._held = _Held(model)
+        layers = dict(model.named_layers())
+        for name in self.low_ranks:
+            if not isinstance(layers.get(name), Dense):
+                raise ValueError(f"Adapter: expected the name of a Dense layer, got {name!r}")
+
+    @property
+    def model(self) -> Any:
+        return self._held.model
+
+    def put_on(self) -> Adapter:
+        """Let the model compute with it; returns self.
+
+        Raises:
+            ValueError: there is another one on the model.
+        """
+        if self.is_on:
+            return self
+        if any(isinstance(layer, AdaptedDense) for layer in self.model.layers()):
+            raise ValueError("Adapter.put_on: expected a model without an adapter on it: take_off() the other first")
+        self.model.freeze()
+        layers = dict(self.model.named_layers())
+        for name, low_rank in self.low_ranks.items():
+            base: Any = layers[name]
+            (low_rank.train if base.training else low_rank.eval)()
+            for parameter in low_rank.parameters():
+                parameter.requires_grad = True
+                if base.weights.on_gpu:
+                    parameter.to_gpu(base.weights.array.device.id)
+            _replace(layers, name, AdaptedDense(base, low_rank))
+        self.is_on = True
+        return self
+
+    def take_off(self) -> Adapter:
+        """Let the model compute as before, still frozen; returns self, which can be put on again."""
+        layers = dict(self.model.named_layers())
+        for name in self.low_ranks if self.is_on else ():
+            _replace(layers, name, _plain(layers[name]))
+        self.is_on = False
+        return self
+
+    def merge(self) -> Any:
+        """Add what it says to the model's own matrices for good, and take it off; returns the model.
+
+        The matrices that it changes have 32 bits afterwards, for fewer would round the change away.
+        """
+        self.put_on()
+        self.take_off()
+        layers = dict(self.model.named_layers())
+        for name, low_rank in self.low_ranks.items():
+            base: Any = layers[name]
+            merged = base.weights.numpy() + low_rank.matrix()
+            if isinstance(base.weights.array, FewBits):
+                base.weights.array = merged
+            else:
+                base.weights.array[...] = base.weights.xp.asarray(merged)
+        return self.model
+
+
+def _replace(layers: Mapping[str, Layer], name: str, layer: Layer) -> None:
+    """Put another layer where the one of that name is."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(layers[parent], attribute, layer)
+
+
+def _plain(adapted: Any) -> Dense:
+    """The layer that an adapted one was made of."""
+    plain = Dense.__new__(Dense)
+    for name in ("from_size", "to_size", "weights", "bias", "precision", "training"):
+        setattr(plain, name, getattr(adapted, name))
+    return plain

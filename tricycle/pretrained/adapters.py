@@ -1,0 +1,379 @@
+"""Adapters in the form of the library `peft`: adapter_config.json and adapter_model.safetensors.
+
+    loaded = load("smollm2")
+    adapter = new_adapter(loaded, LoRAConfig(rank=8))       # and train the model, or
+    adapter = load_adapter(loaded, "folder")
+    save_adapter(adapter, "folder")
+
+The tensors have the names that Hugging Face's model of that family gives its layers. A model of Tricycle's own that no
+family there can express has its own names, and nobody but Tricycle reads its adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.files import atomic_write, read_json_object
+from tricycle.layers import Dense
+from tricycle.lora import ALL_LINEAR, Adapter, LoRAConfig, LowRank, Part
+from tricycle.pretrained import Pretrained
+from tricycle.pretrained.export import family_of_config
+from tricycle.pretrained.families import family_of
+from tricycle.pretrained.families.family import Family, Layout
+from tricycle.pretrained.source import StoredTensor
+from tricycle.pretrained.tensor_files import read_tensors, write_tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+# Of adapter_config.json: what changes how an adapter computes, and what it must be to be read here.
+MUST_BE: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "use_qalora": (False, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base's own matrices
+}
+MOST_NAMED = 4
+
+
+class Place(NamedTuple):
+    """Where an adapter can stand: a layer as other people call it.
+
+    Attributes:
+        name: theirs.
+        layer: ours, which it is a part of.
+        start, stop: its columns of ours.
+    """
+
+    name: str
+    layer: str
+    start: int
+    stop: int
+
+
+# -------------------------------------------------------------------- places
+class Places:
+    """The layers of a model that adapters can stand on, by other people's names.
+
+    Args:
+        loaded: the model; where its files say what family it is, their names are used, else those of the family of
+            `transformers` that computes the same, else our own.
+    """
+
+    def __init__(self, loaded: Pretrained) -> None:
+        self.model = loaded.model
+        self.family = _family(loaded)
+        self.layout = None if self.family is None else Layout(self.family, loaded.model)
+        self.all = list(self._places())
+
+    def _places(self) -> Iterable[Place]:
+        for name, layer in self.model.named_layers():
+            if isinstance(layer, Dense):
+                yield from self._places_in(name, layer)
+
+    def _places_in(self, name: str, layer: Dense) -> Iterable[Place]:
+        try:
+            pieces = [] if self.layout is None else self.layout.pieces(f"{name}.weights")
+        except KeyError:  # the family has no name for it
+            pieces = []
+        if not pieces:
+            return [Place(name, name, 0, layer.to_size)]
+        return [Place(p.name.removesuffix(".weight"), name, p.columns.start, p.columns.stop) for p in pieces]
+
+    def chosen(self, targets: Iterable[str]) -> list[Place]:
+        """Those that names mean, which are whole names or their ends.
+
+        Raises:
+            ValueError: a name that means none.
+        """
+        chosen: set[str] = set()
+        for target in targets:
+            if target == ALL_LINEAR:
+                meant = [place.name for place in self.all if place.layer.startswith("blocks.")]
+            else:
+                meant = [place.name for place in self.all if f".{place.name}".endswith(f".{target}")]
+            if not meant:
+                known = sorted({place.name.rpartition(".")[2] for place in self.all})
+                raise ValueError(f"expected targets among {ALL_LINEAR}, {', '.join(known)}, got {target!r}")
+            chosen.update(meant)
+        return [place for place in self.all if place.name in chosen]
+
+    def to_theirs(self, place: Place, up: np.ndarray) -> np.ndarray:
+        """A matrix B of ours (r, out) as theirs (out, r)."""
+        if self.layout is None or not self.layout.is_woven(place.layer + ".weights"):
+            return up.T
+        theirs = np.empty(up.shape[::-1], up.dtype)
+        ours, views = self.layout.by_head(up, theirs)
+        views[...] = ours
+        return theirs
+
+    def to_ours(self, place: Place, theirs: np.ndarray) -> np.ndarray:
+        """The way back."""
+        if self.layout is None or not self.layout.is_woven(place.layer + ".weights"):
+            return theirs.T
+        up = np.empty(theirs.shape[::-1], np.float32)
+        views, parts = self.layout.by_head(up, theirs)
+        views[...] = parts
+        return up
+
+
+def _family(loaded: Pretrained) -> Family | None:
+    if loaded.source is not None:
+        return family_of(loaded.source)
+    try:
+        return family_of_config(loaded.model.config)[0]
+    except ValueError:
+        return None
+
+
+# -------------------------------------------------------------------- new ones
+def new_adapter(loaded: Pretrained, config: LoRAConfig | None = None, seed: int = 0, base_name: str = "") -> Adapter:
+    """A fresh adapter, on the model, which computes as before until it has learnt something.
+
+    Args:
+        seed: decides A.
+        base_name: what the files are to say about where the model comes from.
+
+    Raises:
+        ValueError: targets that the model has not got; or there is an adapter on it.
+    """
+    config = config or LoRAConfig()
+    scale = _scale(config.alpha, config.rank, config.rank_stabilised)
+    try:
+        places = Places(loaded).chosen(config.targets)
+    except ValueError as error:
+        raise ValueError(f"new_adapter: {error}") from None
+    parts = [(place, Part(place.name, place.start, place.stop, config.rank, scale)) for place in places]
+    return Adapter(loaded.model, _low_ranks(loaded.model, parts, config, seed), config, base_name).put_on()
+
+
+def _scale(alpha: float, rank: int, rank_stabilised: bool) -> float:
+    return alpha / (math.sqrt(rank) if rank_stabilised else rank)
+
+
+def _low_ranks(model: Any, parts: list[tuple[Place, Part]], config: LoRAConfig, seed: int) -> dict[str, LowRank]:
+    """By our layers' names. Dropout is drawn by the model's own generator, which checkpoints keep."""
+    by_layer: dict[str, list[Part]] = {}
+    for place, part in parts:
+        by_layer.setdefault(place.layer, []).append(part)
+    layers = dict(model.named_layers())
+    generator = np.random.default_rng(seed)
+    low_ranks = {}
+    for name, own in by_layer.items():
+        own.sort(key=lambda part: part.start)
+        base = layers[name]
+        low_ranks[name] = LowRank(base.from_size, base.to_size, own, config.dropout, generator)
+        low_ranks[name].dropout.generator = model.generator
+    return low_ranks
+
+
+# -------------------------------------------------------------------- writing
+def save_adapter(adapter: Adapter, loaded: Pretrained, folder: str | os.PathLike[str]) -> None:
+    """Write its two files, each whole or not at all.
+
+    Raises:
+        ValueError: a number that is not finite; nothing is written then.
+    """
+    folder = Path(folder)
+    places = Places(loaded)
+    tensors = _tensors(adapter, places)
+    for name, array in tensors.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"save_adapter: expected finite numbers, {name} has NaN or infinity")
+    with atomic_write(folder / WEIGHTS) as file:
+        write_tensors(file, {name: array.shape for name, array in tensors.items()}, tensors.items(), "F32")
+    with atomic_write(folder / CONFIG, text=True) as file:
+        json.dump(_fields(adapter, places), file, indent=2)
+        file.write("\n")
+
+
+def _tensors(adapter: Adapter, places: Places) -> dict[str, np.ndarray]:
+    by_name = {place.name: place for place in places.all}
+    tensors = {}
+    for low_rank in adapter.low_ranks.values():
+        for part, ranks, up in low_rank.ranks():
+            name = f"{PREFIX}{part.name}"
+            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(low_rank.down.numpy()[:, ranks].T)
+            theirs = places.to_theirs(by_name[part.name], up.numpy())
+            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(theirs)
+    return tensors
+
+
+def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
+    """Of adapter_config.json."""
+    config = adapter.config
+    parts = [part for low_rank in adapter.low_ranks.values() for part in low_rank.parts]
+    alphas = {p.name: p.scale * (math.sqrt(p.rank) if config.rank_stabilised else p.rank) for p in parts}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base_name or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": _target_modules(parts, places),
+        "use_rslora": config.rank_stabilised,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": places.family is not None and places.family.in_out,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "inference_mode": True,
+        "rank_pattern": {part.name: part.rank for part in parts if part.rank != config.rank},
+        "alpha_pattern": {name: a for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-6)},
+    }
+
+
+def _target_modules(parts: list[Part], places: Places) -> list[str]:
+    """The shortest names that mean these and no others."""
+    names = {part.name for part in parts}
+    ends = sorted({name.rpartition(".")[2] for name in names})
+    meant = {place.name for place in places.all if place.name.rpartition(".")[2] in ends}
+    return ends if meant == names else sorted(names)
+
+
+# -------------------------------------------------------------------- reading
+def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
+    """An adapter from files in PEFT's form, on the model. Nothing in them is executed.
+
+    Args:
+        folder: of the two files, or a run folder that holds one called adapter.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ValueError: one line about what is wrong: a kind that is not known here, tensors that do not fit the model, or
+            an adapter that is on it already.
+    """
+    folder = adapter_folder(Path(folder))
+    fields = read_json_object(folder / CONFIG)
+    tensors, _ = read_tensors(folder / WEIGHTS)
+    places = Places(loaded)
+    try:
+        config = _config_of(fields)
+        pairs = _pairs(tensors)
+        parts = _parts(pairs, places, config, fields)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    low_ranks = _low_ranks(loaded.model, parts, config, 0)
+    by_name = {place.name: place for place in places.all}
+    for low_rank in low_ranks.values():
+        for part, ranks, up in low_rank.ranks():
+            down, theirs = (np.asarray(tensor.read(), np.float32) for tensor in pairs[part.name])
+            if not (np.isfinite(down).all() and np.isfinite(theirs).all()):
+                raise ValueError(f"{folder}: {part.name}: expected finite numbers, got NaN or infinity")
+            low_rank.down.array[:, ranks] = down.T
+            up.array[...] = places.to_ours(by_name[part.name], theirs)
+    name = fields.get("base_model_name_or_path")
+    return Adapter(loaded.model, low_ranks, config, name if isinstance(name, str) else "").put_on()
+
+
+def adapter_folder(folder: Path) -> Path:
+    """Where the files lie: in a folder, or in the one called adapter in it.
+
+    Raises:
+        FileNotFoundError: in neither.
+    """
+    for place in (folder, folder / "adapter"):
+        if (place / CONFIG).is_file() and (place / WEIGHTS).is_file():
+            return place
+    raise FileNotFoundError(f"{folder}: expected an adapter, a folder with {CONFIG} and {WEIGHTS}")
+
+
+def _config_of(fields: Mapping[str, Any]) -> LoRAConfig:
+    """
+    Raises:
+        ValueError: a kind of adapter that is not known here, or a field that is none.
+    """
+    for name, allowed in MUST_BE.items():
+        if name in fields and not any(fields[name] == value and type(fields[name]) is type(value) for value in allowed):
+            raise ValueError(f"{CONFIG}: expected {name} to be {allowed[0]!r}, got {fields[name]!r:.60}")
+    if "peft_type" not in fields:
+        raise ValueError(f"{CONFIG}: expected peft_type to be 'LORA', it is not there")
+    targets = fields.get("target_modules")
+    names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+    dropout = fields.get("lora_dropout", 0.0)
+    values = {"rank": fields.get("r", 8), "alpha": fields.get("lora_alpha", 8), "dropout": dropout}
+    stabilised = fields.get("use_rslora", False)
+    return LoRAConfig(**values, rank_stabilised=stabilised, targets=tuple(names) or (ALL_LINEAR,))
+
+
+def _pairs(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+    """A and B by the names of their layers.
+
+    Raises:
+        ValueError: a tensor of another name, or one of the two alone.
+    """
+    halves: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        match = TENSOR.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{WEIGHTS}: expected tensors {PREFIX}*.lora_A.weight and lora_B.weight, got {name:.120}")
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    for name, both in halves.items():
+        if len(both) < 2:
+            raise ValueError(f"{WEIGHTS}: expected A and B of {name}, got {'A' if 'A' in both else 'B'} alone")
+    if not halves:
+        raise ValueError(f"{WEIGHTS}: expected tensors, got none")
+    return {name: (both["A"], both["B"]) for name, both in halves.items()}
+
+
+def _parts(
+    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]], places: Places, config: LoRAConfig, fields: dict[str, Any]
+) -> list[tuple[Place, Part]]:
+    """
+    Raises:
+        ValueError: layers that the model has not got, or of other sizes: it is another model's adapter.
+    """
+    by_name = {place.name: place for place in places.all}
+    strange = [name for name in pairs if name not in by_name]
+    if strange:
+        some = ", ".join(strange[:MOST_NAMED]) + (
+            f" and {len(strange) - MOST_NAMED} more" if strange[MOST_NAMED:] else ""
+        )
+        raise ValueError(f"expected an adapter of this model, got one for layers that it has not got: {some}")
+    layers = dict(places.model.named_layers())
+    parts = []
+    for name, (down, up) in pairs.items():
+        place = by_name[name]
+        size = layers[place.layer].from_size
+        rank = down.shape[0] if len(down.shape) == 2 else 0
+        wanted = (rank, size), (place.stop - place.start, rank)
+        if rank < 1 or (down.shape, up.shape) != wanted:
+            shapes = f"(r, {size}) and ({place.stop - place.start}, r)"
+            raise ValueError(
+                f"expected an adapter of this model, {name} of shapes {shapes}, got {down.shape} and {up.shape}"
+            )
+        alpha = _of_pattern(fields.get("alpha_pattern"), name, config.alpha)
+        parts.append((place, Part(name, place.start, place.stop, rank, _scale(alpha, rank, config.rank_stabilised))))
+    return parts
+
+
+def _of_pattern(patterns: Any, name: str, otherwise: float) -> float:
+    """What a layer has of its own. Patterns are names or their ends here: a stranger's regular expressions may take for
+    ever.
+
+    Raises:
+        ValueError: one that is more than a name, or stands for no number.
+    """
+    for pattern, value in (patterns or {}).items() if isinstance(patterns, dict) else ():
+        if not re.fullmatch(r"[\w.]+", pattern) or type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{CONFIG}: expected names and numbers as alpha_pattern, got {pattern!r:.60}: {value!r:.60}"
+            )
+        if f".{name}".endswith(f".{pattern}"):
+            return float(value)
+    return otherwise
