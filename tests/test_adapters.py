@@ -12,9 +12,7 @@ import pytest
 from transformers_families import FAMILIES, VOCABULARY, Family, difference, enliven
 
 from tricycle.decoding import next_logits
-from tricycle.gradcheck import gradcheck
-from tricycle.layers import Dense
-from tricycle.lora import AdaptedDense, LoRAConfig, LowRank, Part, low_rank_linear
+from tricycle.lora import AdaptedDense, LoRAConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -22,7 +20,7 @@ from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.settings import GenerationSettings
-from tricycle.tensor import Tensor, to_tensor
+from tricycle.tensor import Tensor
 from tricycle.training import apply, gradients, labelled
 
 torch = pytest.importorskip("torch")
@@ -73,54 +71,6 @@ def enliven_adapter(adapter: Any) -> None:
     for low_rank in adapter.low_ranks.values():
         for up in low_rank.ups:
             up.array[...] = generator.normal(0, 0.2, up.shape)
-
-
-# -------------------------------------------------------------------- the op
-@pytest.mark.parametrize("with_base", [True, False])
-def test_the_gradients_of_the_small_matrices_and_what_stands_before(with_base):
-    rng = np.random.default_rng(0)
-    parts = [Part("q", 0, 3, 2, 0.5), Part("v", 5, 7, 1, 2.0)]
-    low_rank = LowRank(4, 7, parts, 0.0, rng)
-    base = AdaptedDense(Dense(4, 7, generator=1).freeze(), low_rank) if with_base else None
-    for tensor in (low_rank.down, *low_rank.ups, *([] if base is None else [base.weights, base.bias])):
-        tensor.array = rng.normal(size=tensor.shape)
-
-    def run(x, down, *ups):
-        low_rank.down, low_rank.ups = down, list(ups)
-        return low_rank_linear(x, base, low_rank, "float32")
-
-    x = rng.normal(size=(2, 3, 4))
-    down, *ups = (tensor.array for tensor in (low_rank.down, *low_rank.ups))
-    wanted = 0 if base is None else x @ base.weights.array + base.bias.array
-    wanted = wanted + np.concatenate(
-        [0.5 * x @ down[:, :2] @ ups[0], np.zeros((2, 3, 2)), 2 * x @ down[:, 2:] @ ups[1]], axis=2
-    )
-    np.testing.assert_allclose(run(x_tensor(x), *map(x_tensor, (down, *ups))).array, wanted, rtol=1e-5, atol=1e-6)
-
-
-def x_tensor(array):
-    return to_tensor(array, dtype=np.float64)
-
-
-def test_gradients_by_differences():
-    rng = np.random.default_rng(0)
-    low_rank = LowRank(4, 7, [Part("q", 0, 3, 2, 0.5), Part("v", 5, 7, 1, 2.0)], 0.0, rng)
-    base = AdaptedDense(Dense(4, 7, generator=1).freeze(), low_rank)
-    base.weights.array = rng.normal(size=(4, 7))
-
-    def run(x, down, up, other):
-        low_rank.down, low_rank.ups = down, [up, other]
-        return base(x)
-
-    gradcheck(run, rng.normal(size=(5, 4)), rng.normal(size=(4, 3)), rng.normal(size=(2, 3)), rng.normal(size=(1, 2)))
-
-
-def test_a_base_that_is_to_learn_is_refused(tmp_path):
-    loaded = both("Llama", tmp_path)[1]
-    new_adapter(loaded)
-    loaded.model.unfreeze()
-    with pytest.raises(ValueError, match="expected a frozen matrix"):
-        loaded.model(some_tokens())
 
 
 # -------------------------------------------------------------------- files, both ways
