@@ -149,8 +149,8 @@ def installs(line: str) -> None:
     words = shlex.split(line)
     assert words[:3] == ["pip", "install", "-e"]
     assert len(words) == 4
-    extra = re.fullmatch(r"\.(?:\[(\w+)\])?", words[3])[1]
-    assert extra is None or extra in EXTRAS
+    extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[3])[1]
+    assert extras is None or set(extras.split(",")) <= set(EXTRAS)
 
 
 def default_run(request, line: str) -> None:
