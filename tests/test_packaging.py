@@ -33,7 +33,7 @@ ENVIRONMENTS = {
 
 
 def for_conda(requirement: str) -> str:
-    name, versions = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(.*)", requirement).groups()
+    name, versions = re.fullmatch(r"([\w-]+)(?:\[\w+\])?([^;]*)(?:;.*)?", requirement).groups()
     name = "cupy" if name.startswith("cupy-cuda") else ON_CONDA.get(name, name)
     return name + versions
 

@@ -13,7 +13,15 @@ from imports import ROOT, SHIPPED, STUDIES, file_of, imported, imports_of, modul
 
 LIBRARY = [path for path in SHIPPED if name_of(path).startswith("tricycle/")]
 EVERY_FILE = [*SHIPPED, *STUDIES]
-OUTSIDE = ("tricycle_accelerators", "tricycle_cli", "tricycle_lab", "tricycle_datasets", "experiments", "benchmarks")
+OUTSIDE = (
+    "tricycle_accelerators",
+    "tricycle_cli",
+    "tricycle_lab",
+    "tricycle_datasets",
+    "tricycle_mpi",
+    "experiments",
+    "benchmarks",
+)
 
 # Each file of tricycle/ imports only from files before it. A package's name stands for its __init__.py.
 # docs/architecture.md says what each is for, in the same order.
@@ -32,7 +40,7 @@ configs.checked configs.model configs.training configs.presets configs
 blocks models lora encoder
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
-optimisers scheduler files locks memory safetensors_file tokeniser
+optimisers scheduler processes files locks memory safetensors_file tokeniser
 pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
 pretrained.ggml_tokens
 dataset checkpoint training decoding sampling generate likeliest evaluation

@@ -12,13 +12,20 @@ import numpy as np
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import check_range
+from tricycle.processes import ALONE, Processes
 from tricycle.tensor import Tensor
 
 IGNORED = -1  # the label of tokens that an earlier window has predicted
 
 
 def evaluate(
-    model: GPT, tokens: Any, batch_size: int, n_batches: int = 0, stride: int = 0, window: int = 0
+    model: GPT,
+    tokens: Any,
+    batch_size: int,
+    n_batches: int = 0,
+    stride: int = 0,
+    window: int = 0,
+    processes: Processes = ALONE,
 ) -> tuple[float, int]:
     """The loss on a run of tokens, each predicted once (the first one is only read).
 
@@ -28,6 +35,7 @@ def evaluate(
         stride: how far windows move on; a smaller one than the context window gives each token more context
             and costs more. 0 for a window.
         window: how many tokens are seen at once; 0 for the model's context window.
+        processes: those that share out the batches; all get the whole result, and the same as one alone.
 
     Returns:
         the mean loss in nats a token, and how many tokens were predicted.
@@ -44,8 +52,9 @@ def evaluate(
         windows = [windows[i] for i in chosen]
     loss_fn = CrossEntropy(ignore_index=IGNORED)
     losses: list[tuple[Tensor, int]] = []  # read at the end: until then a GPU need not be waited for
+    firsts = range(0, len(windows), batch_size)
     with model.evaluating():
-        for first in range(0, len(windows), batch_size):
+        for first in firsts[processes.rank :: processes.size]:
             batch = windows[first : first + batch_size]
             rows = np.stack([np.asarray(tokens[start : start + length + 1], np.int64) for start, _ in batch])
             check_range("evaluate: tokens", rows, model.config.vocab_size)  # on a GPU nobody would notice
@@ -54,8 +63,10 @@ def evaluate(
                 row[: length - n_new] = IGNORED
             n_labels = sum(n_new for _, n_new in batch)
             losses.append((model.loss(model.place(rows[:, :-1]), model.place(labels), loss_fn), n_labels))
-    count = sum(n_labels for _, n_labels in losses)
-    return sum(float(loss) * n_labels for loss, n_labels in losses) / count, count
+    parts = processes.gather([(float(loss), n_labels) for loss, n_labels in losses])
+    in_order = [parts[i % processes.size][i // processes.size] for i in range(len(firsts))]
+    count = sum(n_labels for _, n_labels in in_order)
+    return sum(loss * n_labels for loss, n_labels in in_order) / count, count
 
 
 def _windows(n_pairs: int, length: int, stride: int) -> Iterator[tuple[int, int]]:

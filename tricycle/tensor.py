@@ -289,7 +289,12 @@ class Tensor:
         Tensor.__init__(self, **state)
 
     # ---------------------------------------------------------------- differentiation
-    def backward(self, retain_graph: bool = False, create_graph: bool = False) -> None:
+    def backward(
+        self,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        on_input: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """Add the gradient of this Tensor (of its sum, if it has many elements) to every input behind it.
 
         The graph is freed on the way, so that memory falls as the pass goes on. Gradients are constants: nothing can be
@@ -298,6 +303,7 @@ class Tensor:
         Args:
             retain_graph: keep the graph, so that `backward` can run over it again.
             create_graph: refused: there are no gradients of gradients.
+            on_input: called with each input whose gradient is complete, while the pass goes on.
 
         Raises:
             RuntimeError: nothing behind this Tensor requires a gradient; the graph was freed by an earlier `backward`;
@@ -314,6 +320,8 @@ class Tensor:
         sums = _GradientSums()
         for leaf, grad in _walk_back(self, self.xp.ones_like(self.array), sums, retain_graph):
             _accumulate(leaf, grad, sums)
+            if on_input is not None:
+                on_input(leaf)
 
     if TYPE_CHECKING:  # ops.py and einsum.py attach these: here stand only their types
 

@@ -12,7 +12,8 @@ state in, state out; the model sees none of it. Loops with their folders and clo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,9 @@ from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, LOGITS_AT_ONCE, least_numbers
 from tricycle.optimisers import AdamW, Muon, Optimiser, gradient_norm
+from tricycle.processes import ALONE, Draws, GradientSum, Processes
 from tricycle.scheduler import SCHEDULES
-from tricycle.tensor import Tensor, topological_order
+from tricycle.tensor import Tensor, no_grad, topological_order
 from tricycle.tokeniser import Tokeniser
 
 # How many updates a run is taken to have at least while its number of updates is not known, because it is limited in
@@ -58,11 +60,13 @@ class Gradients(NamedTuple):
         loss: the mean over its labels: a number, or of a model on a GPU a 0-d array there, which nobody has read.
         n_labels: how many labels counted; 1 where nobody said.
         parameters: each with the gradient of that loss as its `grad`, if it has one.
+        pending: with several processes, the sum over all of them that has begun; `mean_over_processes` waits for it.
     """
 
     loss: Any
     n_labels: Any
     parameters: list[Tensor]
+    pending: GradientSum | None = None
 
     @property
     def loss_sum(self) -> Any:
@@ -102,36 +106,62 @@ def gradients(
     batches: Sequence[Any],
     n_labels: Sequence[Any] | None = None,
     scale: Array | None = None,
+    processes: Processes = ALONE,
 ) -> Gradients:
     """Forward and backward passes over batches, one after another: as one over all of them at once.
 
-    Each label counts as much as any other, in whichever batch it stands. Gradients are added to those that are there.
+    Each label counts as much as any other, in whichever batch it stands, and of whichever process. Gradients are added
+    to those that are there (to rank 0's; with several processes all have the same).
 
     Args:
         batches: what `loss_of` takes, one or more.
         n_labels: of how many labels each batch's loss is the mean, as `count_labels` says; needed for several batches.
         scale: the losses are multiplied by it, and so the gradients are; a 0-d array on the model's device.
+        processes: those that do this together, each with batches of its own. During the last backward pass the sum of
+            their gradients begins; `mean_over_processes` must follow.
 
     Raises:
         ValueError: no batch, several and no number of labels for each, or no label at all.
-        NonFiniteError: a loss is NaN or infinite; there are no gradients then. (On a GPU nobody has looked.)
+        NonFiniteError: a loss is NaN or infinite; there are no gradients then. (On a GPU nobody has looked, and with
+            several processes `mean_over_processes` raises it.)
     """
-    counts = _counts(batches, n_labels)
-    total = sum(counts)
+    counts, total, pending = _begin(model, batches, n_labels, processes)
     mean: Any = 0.0
-    for batch, count in zip(batches, counts):
+    for index, (batch, count) in enumerate(zip(batches, counts)):
         if isinstance(count, int) and count == 0:
             continue  # a mean over nothing, which would count nothing
         share = count / total
         loss = loss_of(batch, share if scale is None else share * scale)
-        mean = mean + _value(loss, model)
-        loss.backward()
+        mean = mean + _value(loss, model, pending)
+        if pending is not None and pending.problem:
+            break
+        is_last = index == len(batches) - 1
+        loss.backward(on_input=pending.is_complete if pending is not None and is_last else None)
     if scale is not None:
         mean = mean / scale
-    return Gradients(mean, total, list(model.parameters()))
+    return Gradients(mean, total, list(model.parameters()), pending)
 
 
-def _counts(batches: Sequence[Any], n_labels: Sequence[Any] | None) -> list[Any]:
+def _begin(
+    model: Layer, batches: Sequence[Any], n_labels: Sequence[Any] | None, processes: Processes
+) -> tuple[list[Any], Any, GradientSum | None]:
+    """How many labels of each batch count, of all batches of all processes, and where gradients are summed.
+
+    Raises:
+        ValueError: as of `gradients`.
+    """
+    counts = _counts(batches, n_labels, may_be_none=processes.size > 1)
+    total = sum(counts)
+    pending = None
+    if processes.size > 1:
+        total = int(processes.sum([float(total)])[0])
+        pending = processes.gradient_sum(model)
+    if isinstance(total, int) and total == 0:
+        raise ValueError("gradients: expected at least one label to count, got none")
+    return counts, total, pending
+
+
+def _counts(batches: Sequence[Any], n_labels: Sequence[Any] | None, may_be_none: bool) -> list[Any]:
     """How many labels of each batch count.
 
     Raises:
@@ -139,28 +169,27 @@ def _counts(batches: Sequence[Any], n_labels: Sequence[Any] | None) -> list[Any]
     """
     if n_labels is None and len(batches) == 1:
         return [1]
-    if not batches or n_labels is None or len(n_labels) != len(batches):
+    if not (batches or may_be_none) or n_labels is None or len(n_labels) != len(batches):
         got = f"{len(batches)} and {'none' if n_labels is None else len(n_labels)}"
         raise ValueError(f"gradients: expected a batch or more, and n_labels for each of several, got {got}")
-    counts = [_number(count) for count in n_labels]
-    if all(isinstance(count, int) and count == 0 for count in counts):
-        raise ValueError("gradients: expected at least one label to count, got none")
-    return counts
+    return [_number(count) for count in n_labels]
 
 
-def _value(loss: Tensor, model: Layer) -> Any:
+def _value(loss: Tensor, model: Layer, pending: GradientSum | None) -> Any:
     """A loss as a number; on a GPU as it is.
 
     Raises:
-        NonFiniteError: it is NaN or infinite.
+        NonFiniteError: it is NaN or infinite. With several processes that is noted, for all to raise it together.
     """
     if loss.on_gpu:
         return loss.array
     value = float(loss)
     if not math.isfinite(value):
-        bad_name = _first_bad(loss, model)
+        problem = f"the loss is {value}; the first bad tensor is {_first_bad(loss, model)}"
         model.zero_grad()
-        raise NonFiniteError(f"the loss is {value}; the first bad tensor is {bad_name}")
+        if pending is None:
+            raise NonFiniteError(problem)
+        pending.problem = problem
     return value
 
 
@@ -184,12 +213,20 @@ def _all_finite(tensor: Tensor) -> bool:
 
 # -------------------------------------------------------------------- the second verb
 def mean_over_processes(grads: Gradients) -> Gradients:
-    """The gradients of all processes together. There is one process, so these are its own.
+    """The gradients of all processes together; of one process they are its own.
 
-    With several, loss sums and numbers of labels are added up, and each gradient becomes the mean of all processes'
-    gradients, weighed by their numbers of labels.
+    Loss sums and numbers of labels are added up, and each gradient becomes the mean of all processes' gradients,
+    weighed by their numbers of labels. (`gradients` has weighed them already: here is waited for their sum.)
+
+    Raises:
+        NonFiniteError: the loss of a process is NaN or infinite; there are no gradients then, in any of them.
     """
-    return grads
+    if grads.pending is None:
+        return grads
+    loss, problems = grads.pending.finish(grads.loss)
+    if problems:
+        raise NonFiniteError("; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
+    return grads._replace(loss=loss, pending=None)
 
 
 # -------------------------------------------------------------------- the third verb
@@ -292,6 +329,8 @@ class TrainingState:
         samples_size: bytes of samples that the run had written when it was saved; -1 where nobody counted.
         n_skips: how many of the latest updates were left out because something was not finite.
         n_rollbacks: how often training went back to a checkpoint because something was not finite.
+        processes: those that train together: the batches of an update are shared out among them.
+        draws: what one batch takes of the model's generator; None until it is needed and measured.
     """
 
     config: GPTConfig
@@ -307,6 +346,8 @@ class TrainingState:
     samples_size: int = -1
     n_skips: int = 0
     n_rollbacks: int = 0
+    processes: Processes = ALONE
+    draws: Draws | None = None
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
     LATER = ("samples_size", "n_skips", "n_rollbacks")  # the same, which older checkpoints lack
@@ -397,7 +438,9 @@ def new_optimiser(config: GPTConfig) -> Optimiser:
     return AdamW(config.max_learning_rate, betas, weight_decay=config.weight_decay)
 
 
-def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT | None = None) -> TrainingState:
+def new_state(
+    config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT | None = None, processes: Processes = ALONE
+) -> TrainingState:
     """A fresh optimiser and dataset (and model, unless given) for a config and a run of training tokens."""
     model = model or GPT(config)
     model.recompute = config.recompute
@@ -405,6 +448,7 @@ def new_state(config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT |
         model.to_gpu()
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)
     state = TrainingState(config, model, new_optimiser(config), dataset.batch().shuffle().to_tensor())
+    state.processes = processes
     if not config.minutes or 0 < config.steps <= LEAST_STEPS:
         state.total_steps = config.steps
     return state
@@ -433,13 +477,13 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
         NonFiniteError: a loss or a gradient is NaN or infinite; the weights are as before. (On a GPU they are too, but
             `read_steps` says so.)
     """
-    config, model, optimiser = state.config, state.model, state.optimiser
-    batches = [next(state.dataset) for _ in range(config.accumulation_steps)]
-    n_labels = [count_labels(labels) for _, labels in batches]
+    config, model, optimiser, processes = state.config, state.model, state.optimiser, state.processes
     loss_scaling = _loss_scaling(state)
     scale = None if loss_scaling is None else loss_scaling[0]
     try:
-        grads = gradients(model, labelled(model, CrossEntropy()), batches, n_labels, scale)
+        with _own_batches(state) as batches:
+            n_labels = [count_labels(labels) for _, labels in batches]
+            grads = gradients(model, labelled(model, CrossEntropy()), batches, n_labels, scale, processes)
         grads = mean_over_processes(grads)
         optimiser.learning_rate = state.learning_rate(state.step + 1)
         norm = apply(model, optimiser, grads, config.max_gradient_norm, loss_scaling)
@@ -447,6 +491,34 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
         raise NonFiniteError(f"step {state.step + 1}: {error}") from None
     state.step += 1
     return grads.loss, norm
+
+
+@contextmanager
+def _own_batches(state: TrainingState) -> Iterator[list[tuple[Any, Any]]]:
+    """The batches of an update that are this process's own, dropout masks included.
+
+    Afterwards the dataset and the model's generator stand where they would if all had been computed here.
+    """
+    dataset, processes, n_batches = state.dataset, state.processes, state.config.accumulation_steps
+    own = processes.share(n_batches)
+    start, size = dataset.position, state.config.batch_size
+    dataset.position = start + own.start * size
+    batches = [next(dataset) for _ in own]
+    dataset.position = start + n_batches * size
+    if processes.size == 1 or not state.config.dropout:
+        yield batches
+        return
+    generator = state.model.generator
+    before = generator.bit_generator.state
+    if state.draws is None:
+        with no_grad():
+            state.model(state.model.place(batches[0][0]))
+        state.draws = Draws.between(before, generator.bit_generator.state)
+    state.draws.skip(generator, before, own.start)
+    try:
+        yield batches
+    finally:
+        state.draws.skip(generator, before, n_batches)
 
 
 def _loss_scaling(state: TrainingState) -> Array | None:

@@ -1,0 +1,253 @@
+"""Several processes, played by threads: buckets, weights of labels, and dropout masks of other ranks."""
+
+import threading
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.evaluation import evaluate
+from tricycle.layers import Dense
+from tricycle.processes import ALONE, Draws, Processes
+from tricycle.tensor import Tensor
+from tricycle.training import NonFiniteError, gradients, mean_over_processes, new_state, train_step
+
+CONFIG = GPTConfig.from_dict(DebugConfig().to_dict())
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 3000)
+
+
+class Table:
+    """Where threads that play processes meet."""
+
+    def __init__(self, size: int) -> None:
+        self.values = [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+
+class Player(Processes):
+    """One of them."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        super().__init__()
+        self.table, self.rank, self.size = table, rank, len(table.values)
+        self.n_sums = 0
+
+    def gather(self, value):
+        self.table.values[self.rank] = value
+        self.table.barrier.wait()
+        values = list(self.table.values)
+        self.table.barrier.wait()
+        return values
+
+    def agree(self, value):
+        return self.gather(value)[0]
+
+    def sum(self, numbers):
+        return np.sum(self.gather(numbers), axis=0).tolist()
+
+    def start_sum(self, array):
+        self.n_sums += 1
+        total = np.sum(self.gather(array.copy()), axis=0)
+        array[...] = total
+        return self
+
+    def poke(self):
+        pass
+
+    wait = poke
+
+
+def play(size, act):
+    """What a function of a process returns in each of so many, in threads; the first error is raised."""
+    table, results, errors = Table(size), [None] * size, []
+
+    def run(rank):
+        try:
+            results[rank] = act(Player(table, rank))
+        except Exception as error:
+            errors.append(error)
+            table.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return results
+
+
+def trained(processes, config, n_steps=3, bucket_bytes=10_000):
+    """Losses and norms of some updates, in float64, and what stands at the end."""
+    processes.bucket_bytes = bucket_bytes
+    state = new_state(config, TOKENS, processes=processes)
+    for parameter in state.model.parameters():
+        parameter.array = parameter.array.astype(np.float64)
+    results = [train_step(state) for _ in range(n_steps)]
+    weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
+    return np.array(results), weights, state
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_several_train_as_one(size, optimiser):
+    config = replace(CONFIG, batch_size=2, accumulation_steps=4, dropout=0.1, optimiser=optimiser)
+    results, weights, state = trained(Processes(), config)
+    for others, other_weights, other in play(size, lambda processes: trained(processes, config)):
+        np.testing.assert_allclose(others, results, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(other_weights, weights, rtol=0, atol=1e-8 if optimiser == "adamw" else 1e-4)
+        assert other.dataset.state() == state.dataset.state()
+        np.testing.assert_array_equal(*(each.model.generator.random(3) for each in (other, deepcopy(state))))
+
+
+def test_dropout_masks_are_those_of_the_batches_not_of_the_ranks():
+    config = replace(CONFIG, batch_size=2, accumulation_steps=2, dropout=0.3, context_window=7, embedding_dim=24)
+    one, *_ = trained(Processes(), config)
+    two, *_ = play(2, lambda processes: trained(processes, config))[0]
+    np.testing.assert_allclose(two, one, atol=1e-10)
+    other, *_ = trained(Processes(), replace(config, dropout=0.0))
+    assert np.abs(other - one).max() > 1e-3
+
+
+def test_the_same_again_bit_for_bit():
+    config = replace(CONFIG, batch_size=2, accumulation_steps=3)
+    first, second = (play(3, lambda processes: trained(processes, config)) for _ in range(2))
+    for (results, weights, _), (others, other_weights, _) in zip(first, [second[1], second[2], second[0]]):
+        assert results.tobytes() == others.tobytes()
+        assert weights.tobytes() == other_weights.tobytes()
+
+
+def test_sums_begin_while_the_backward_pass_goes_on():
+    config = replace(CONFIG, batch_size=2, accumulation_steps=2)
+
+    def act(processes):
+        processes.bucket_bytes = 1
+        state = new_state(config, TOKENS, processes=processes)
+        seen = []
+        usual = processes.start_sum
+        blocks = {id(p) for p in state.model.blocks[0].parameters()}
+        waiting = lambda: sum(p.grad is None for p in state.model.parameters() if id(p) in blocks)
+        processes.start_sum = lambda array: (seen.append(waiting()), usual(array))[1]
+        train_step(state)
+        return seen, len(list(state.model.parameters()))
+
+    for seen, n_parameters in play(2, act):
+        assert len(seen) == n_parameters  # a bucket each
+        assert seen[0] > 0  # none of the first block's gradients was there yet
+        assert seen[-1] == 0
+
+
+def squares(layer):
+    """Sums of squares: the factor is as of the mean over rows."""
+    return lambda x, factor: (layer(x) * layer(x)).sum() * (factor / len(x))
+
+
+def test_labels_weigh_the_same_in_whichever_process():
+    rng = np.random.default_rng(1)
+    batches = [rng.standard_normal((n, 3)) for n in (1, 5, 2)]
+
+    def act(processes):
+        layer = Dense(3, 2, generator=0)
+        own = batches if processes.size == 1 else [batches[i] for i in ([0, 2], [1], [])[processes.rank]]
+        grads = gradients(layer, squares(layer), own, [len(batch) for batch in own], processes=processes)
+        grads = mean_over_processes(grads)
+        return float(grads.loss), grads.n_labels, layer.weights.grad.array.copy()
+
+    loss, n_labels, grad = act(ALONE)
+    for other in play(3, act):
+        assert other[1] == n_labels == 8
+        np.testing.assert_allclose(other[0], loss, rtol=1e-6)
+        np.testing.assert_allclose(other[2], grad, rtol=1e-5)
+
+
+def test_parameters_without_gradients_stay_so():
+    def act(processes):
+        layer = Dense(2, 2, generator=0)
+        layer.unused = Tensor(np.ones(3, np.float32))
+        layer.frozen = Tensor(np.ones(3, np.float32), requires_grad=False)
+        layer.weights.grad = Tensor(np.ones((2, 2), np.float32))  # of before: counts once
+        grads = gradients(layer, squares(layer), [np.zeros((1, 2))], [1], processes=processes)
+        mean_over_processes(grads)
+        assert layer.unused.grad is None and layer.frozen.grad is None
+        return layer.weights.grad.array.copy()
+
+    for grad in play(2, act):
+        np.testing.assert_array_equal(grad, np.ones((2, 2)))
+
+
+def test_what_is_not_finite_in_one_is_so_in_all():
+    def act(processes):
+        layer = Dense(2, 2, generator=0)
+        x = np.full((1, 2), np.nan if processes.rank == 1 else 1.0)
+        with pytest.raises(NonFiniteError, match=r"^rank 1: the loss is nan; the first bad tensor is the result of"):
+            mean_over_processes(gradients(layer, squares(layer), [x], [1], processes=processes))
+        return layer.weights.grad
+
+    assert play(2, act) == [None, None]
+
+
+def test_no_labels_at_all():
+    def act(processes):
+        with pytest.raises(ValueError, match="at least one label to count, got none"):
+            gradients(Dense(2, 2), lambda x, factor: None, [1], [0], processes=processes)
+
+    play(2, act)
+
+
+def test_held_out_estimates_are_shared_out():
+    def act(processes):
+        state = new_state(CONFIG, TOKENS, processes=processes)
+        n_calls = []
+        usual = state.model.forward
+        state.model.forward = lambda *args: (n_calls.append(1), usual(*args))[1]
+        return evaluate(state.model, TOKENS[:1000], 2, 9, processes=processes), len(n_calls)
+
+    whole, n_batches = act(ALONE)
+    results = play(4, act)
+    assert all(result == whole for result, _ in results)  # bit for bit
+    assert [n for _, n in results] == [3, 2, 2, 2] and n_batches == 9
+
+
+# -------------------------------------------------------------------- shares and draws
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("n_items", [0, 1, 4, 12])
+def test_shares_are_all_there_is_once(n_items, size):
+    players = [Player(Table(size), rank) for rank in range(size)]
+    shares = [player.share(n_items) for player in players]
+    assert [item for share in shares for item in share] == list(range(n_items))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("already", [0, 1])
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 1000])
+def test_draws_are_passed_over(n, already):
+    generator = np.random.default_rng(5)
+    generator.random(already, np.float32)
+    before = generator.bit_generator.state
+    generator.random(n, np.float32)
+    draws = Draws.between(before, generator.bit_generator.state)
+    for _ in range(2):
+        generator.random(n, np.float32)
+    wanted = generator.random(9, np.float32)
+    draws.skip(generator, before, 3)
+    np.testing.assert_array_equal(generator.random(9, np.float32), wanted)
+
+
+def test_draws_of_64_bits_and_of_other_generators():
+    generator = np.random.default_rng(5)
+    before = generator.bit_generator.state
+    generator.integers(2**63, size=3)
+    assert Draws.between(before, generator.bit_generator.state) == (3, False)
+    other = np.random.Generator(np.random.MT19937(0)).bit_generator.state
+    with pytest.raises(ValueError, match="expected a PCG64 generator, got MT19937"):
+        Draws.between(other, other)
+
+
+def test_alone():
+    assert ALONE.size == 1 and ALONE.is_first and list(ALONE.share(3)) == [0, 1, 2]
+    assert ALONE.agree("x") == "x" and ALONE.gather(1) == [1] and ALONE.sum([1.0, 2.0]) == [1.0, 2.0]
+    assert ALONE.any(True) is True and ALONE.any(False) is False
+    with pytest.raises(NotImplementedError, match="Processes defines no start_sum"):
+        ALONE.start_sum(np.zeros(1))
