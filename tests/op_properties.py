@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from samples import torch_recurrence
 
 import tricycle.activation as activation
 import tricycle.attention as attention
@@ -286,8 +287,8 @@ def _matmul(draw):
     return Call(einsum.matmul, inputs, lambda torch, x, y: x @ y)
 
 
-def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
-    """Terms, output and shapes, with repeats and "..." that broadcasts."""
+def draw_terms(draw: Draw) -> tuple[list[str], list[tuple[int, ...]]]:
+    """The terms of an einsum and shapes of inputs that fit them: repeats, "..." that broadcasts, sizes from 0."""
     sizes = {letter: draw(st.integers(0 if letter == "d" else 1, 3)) for letter in "abcd"}
     hidden = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
     terms, shapes = [], []
@@ -299,6 +300,12 @@ def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
             letters, shape = f"{letters[:before]}...{letters[before:]}", [*shape[:before], *own, *shape[before:]]
         terms.append(letters)
         shapes.append(tuple(shape))
+    return terms, shapes
+
+
+def _subscripts(draw: Draw) -> tuple[list[str], str, list[tuple[int, ...]]]:
+    """Terms, output and shapes."""
+    terms, shapes = draw_terms(draw)
     present = sorted(set("".join(terms)) - {"."})
     output = draw(st.permutations(present))[: draw(st.integers(0, len(present)))]
     if any("..." in term for term in terms):
@@ -484,19 +491,6 @@ def _rotary(draw):
 
 
 # -------------------------------------------------------------------- recurrence
-def torch_recurrence(torch: Any, cell: str, active: np.ndarray | None, x: Any, initial: Any, *weights: Any) -> Any:
-    """PyTorch's cells, one step after another."""
-    name = {"tanh": "rnn_tanh_cell", "relu": "rnn_relu_cell", "gru": "gru_cell", "lstm": "lstm_cell"}[cell]
-    weights = [w.mT if w.ndim == 2 else w for w in weights]
-    states = [initial]
-    for t in range(len(x)):
-        before = states[-1]
-        after = getattr(torch, name)(x[t], tuple(before) if cell == "lstm" else before[0], *weights)
-        after = torch.stack(after) if cell == "lstm" else after[None]
-        states.append(after if active is None else torch.where(torch.tensor(active[t]), after, before))
-    return torch.stack(states, 1)
-
-
 @of("recurrence")
 def _recurrence(draw):
     cell = draw(st.sampled_from(list(recurrent.CELLS)))

@@ -591,7 +591,7 @@ for _fraction in (0.25, 0.5, 0.75):
 
 
 # -------------------------------------------------------------------- recurrence
-def _torch_recurrence(torch, cell, active, x, initial, *weights):
+def torch_recurrence(torch, cell, active, x, initial, *weights):
     """PyTorch's cells, one step after another."""
     name = {"tanh": "rnn_tanh_cell", "relu": "rnn_relu_cell", "gru": "gru_cell", "lstm": "lstm_cell"}[cell]
     weights = [w.mT if w.ndim == 2 else w for w in weights]
@@ -616,7 +616,7 @@ for _cell, _kind in recurrent.CELLS.items():
             ),
             *(normal(*shape) for shape in [(_steps, _items, _channels), (_kind.n_states, _items, _size)]),
             *(normal(*shape) for shape in [*_shapes, *_biases]),
-            torch=lambda torch, *xs, c=_cell, a=_active: _torch_recurrence(torch, c, a, *xs),
+            torch=lambda torch, *xs, c=_cell, a=_active: torch_recurrence(torch, c, a, *xs),
         )
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from op_properties import draw_terms
 
 from tricycle import to_tensor
 from tricycle.einsum import Einsum, contract, matmul
@@ -14,19 +15,7 @@ from tricycle.gradcheck import gradcheck
 @st.composite
 def contractions(draw):
     """Subscripts and the shapes of inputs that fit them: repeats, '...' that broadcasts, sizes from 0."""
-    sizes = {letter: draw(st.integers(1, 3)) for letter in "abcd"}
-    if draw(st.integers(0, 9)) == 0:
-        sizes["d"] = 0
-    hidden = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
-    inputs, shapes = [], []
-    for _ in range(draw(st.integers(1, 3))):
-        letters = draw(st.text("abcd", max_size=3))
-        before, shape = draw(st.integers(0, len(letters))), [sizes[c] for c in letters]
-        if draw(st.booleans()):
-            own = [draw(st.sampled_from([1, n])) for n in hidden[draw(st.integers(0, len(hidden))) :]]
-            letters, shape = f"{letters[:before]}...{letters[before:]}", [*shape[:before], *own, *shape[before:]]
-        inputs.append(letters)
-        shapes.append(tuple(shape))
+    inputs, shapes = draw_terms(draw)
     left = ",".join(inputs)
     if draw(st.booleans()):
         return left, shapes

@@ -5,32 +5,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import test_training
+from test_training import TOKENISER, TOKENS
 
 from tricycle import training
 from tricycle.checkpoint import NotFiniteError, load_checkpoint
-from tricycle.configs import DebugConfig
 from tricycle.evaluation import HeldOut
-from tricycle.tokeniser import BPETokeniser
 from tricycle.training import NonFiniteError, new_state, resume_state
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, read_metrics, train
 
-TOKENISER = BPETokeniser(257)
-TOKENS = TOKENISER.encode("the cat sat on the mat and the dog sat on the log. " * 40)
-CONFIG = DebugConfig(
-    vocab_size=257,
-    context_window=8,
-    embedding_dim=8,
-    n_layers=1,
-    batch_size=2,
-    steps=20,
-    warmup_steps=2,
-    dropout=0.2,
-    eval_interval=5,
-    eval_batches=3,
-    sample_interval=10,
-    seed=3,
-)
+CONFIG = replace(test_training.CONFIG, accumulation_steps=1, sample_interval=10)
 BAD_STEP = 8
 POLICIES = ["stop", "skip", "rollback"]
 WEIGHT = "blocks.0.mlp.up.weights"
