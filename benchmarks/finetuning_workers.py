@@ -1,0 +1,113 @@
+"""The sides of `benchmarks.finetuning`, each in a process of its own.
+
+A worker loads the model, makes what learns, and then makes a step of training when it is asked. It imports its own
+library and no other, for its memory is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.generation_workers import peak_memory_mb
+
+RANK, ALPHA, RATE = 16, 32, 1e-4
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+IGNORED = -100  # the label of what does not count, in PyTorch's words
+
+Step = Callable[[], float]
+
+
+def batches(n_vocab: int, n_rows: int, n_tokens: int):
+    """The same random tokens for every side, as inputs and labels."""
+    generator = np.random.default_rng(0)
+    while True:
+        tokens = generator.integers(0, n_vocab, (n_rows, n_tokens + 1))
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def tricycle_step(folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool) -> Step:
+    from tricycle.loss import CrossEntropy
+    from tricycle.optimisers import AdamW
+    from tricycle.pretrained import load
+    from tricycle.training import labelled, train_on_batch
+    from tricycle_accelerators.host import tune_host
+
+    tune_host()
+    model = load(folder).model
+    model.use_precision(precision)
+    model.recompute = recompute
+    if what == "lora":
+        from tricycle.lora import LoRAConfig, new_adapter
+
+        new_adapter(model, LoRAConfig(rank=RANK, alpha=ALPHA)).put_on()
+    else:
+        model.unfreeze()
+    model.train()
+    optimiser = AdamW(RATE, weight_decay=0.0)
+    loss_of = labelled(model, CrossEntropy(ignore_index=IGNORED))
+    data = batches(model.config.vocab_size, *shape)
+    return lambda: train_on_batch(model, optimiser, loss_of, next(data))
+
+
+def torch_step(folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool) -> Step:
+    """`transformers` and `peft`, eagerly, as their guides have it: autocast for bfloat16, a fused AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.config.use_cache = False
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if what == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEAR))
+    model.train()
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.AdamW(learning, lr=RATE, weight_decay=0.0, fused=True)
+    data = batches(model.config.vocab_size, *shape)
+
+    def step() -> float:
+        inputs, labels = (torch.from_numpy(ids.copy()) for ids in next(data))
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = model(input_ids=inputs, labels=labels, shift_labels=labels).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+STEPS: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": torch_step}
+
+
+def main() -> None:
+    side, folder, what, precision, n_rows, n_tokens, *flags = sys.argv[1:]
+    step = STEPS[side](Path(folder), what, precision, (int(n_rows), int(n_tokens)), "recompute" in flags)
+    losses = []
+
+    def timed() -> float:
+        start = time.perf_counter()
+        losses.append(float(step()))
+        return time.perf_counter() - start
+
+    answers: dict[str, Callable[[], Any]] = {"step": timed, "memory": peak_memory_mb, "losses": lambda: losses}
+    for line in sys.stdin:
+        print(json.dumps(answers[line.strip()]()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
