@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.generation_workers import peak_memory_mb
 
 RANK, ALPHA, RATE = 16, 32, 1e-4
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LINEAR = "all-linear"  # all but the head
 IGNORED = -100  # the label of what does not count, in PyTorch's words
 
 Step = Callable[[], float]
@@ -38,16 +38,16 @@ def tricycle_step(folder: Path, what: str, precision: str, shape: tuple[int, int
     from tricycle.optimisers import AdamW
     from tricycle.pretrained import load
     from tricycle.training import labelled, train_on_batch
-    from tricycle_accelerators.host import tune_host
 
-    tune_host()
-    model = load(folder).model
+    loaded = load(folder)
+    model = loaded.model
     model.use_precision(precision)
     model.recompute = recompute
     if what == "lora":
-        from tricycle.lora import LoRAConfig, new_adapter
+        from tricycle.lora import LoRAConfig
+        from tricycle.pretrained.adapters import new_adapter
 
-        new_adapter(model, LoRAConfig(rank=RANK, alpha=ALPHA)).put_on()
+        new_adapter(loaded, LoRAConfig(rank=RANK, alpha=ALPHA))
     else:
         model.unfreeze()
     model.train()
@@ -96,6 +96,10 @@ STEPS: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": tor
 
 def main() -> None:
     side, folder, what, precision, n_rows, n_tokens, *flags = sys.argv[1:]
+    if side == "tricycle":  # as our programs do
+        from tricycle_accelerators.host import tune_host
+
+        tune_host()
     step = STEPS[side](Path(folder), what, precision, (int(n_rows), int(n_tokens)), "recompute" in flags)
     losses = []
 
