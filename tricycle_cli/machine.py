@@ -28,6 +28,7 @@ PINS = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "BLIS_ARCH_TYPE", "NPY_D
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 OPTIONAL = """
     threadpoolctl tiktoken tqdm tyro safetensors matplotlib pooch requests datasets ml_dtypes onednn-cpu-gomp
+    numba
 """.split()
 WIDTH, INDENT = 110, 12
 
@@ -161,6 +162,8 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
         found.append(f"unset {name}: {threads.n_threads()} of {cores} logical cores are in use")
     if not installed("threadpoolctl"):
         found.append("pip install threadpoolctl: Tricycle can then share all of its work between the cores")
+    if not installed("numba"):
+        found.append("pip install 'tricycle-gpt[numba]': models write faster with what Numba compiles")
     if shown and problem:
         found.append(f"use {', '.join(shown)}: {problem}")
     if problem is None:
