@@ -59,6 +59,8 @@ class Arguments:
     temperature is 0"""
     softmax: str | None = None
     """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    adapter: Path | None = None
+    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"
     """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
     blocks of 8 (Q8_0) as the files have them"""
@@ -179,7 +181,9 @@ def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-    loaded = load_model(arguments.source, None, arguments.softmax, arguments.device, arguments.weights)
+    loaded = load_model(
+        arguments.source, None, arguments.softmax, arguments.device, arguments.weights, arguments.adapter
+    )
     sampling = arguments.sampling.of(loaded, SAMPLING)
     conversation = Conversation(
         loaded,

@@ -43,6 +43,8 @@ class Arguments:
     """a tokeniser file, for a model that carries none"""
     json: bool = False
     """print the numbers as JSON, with all their digits"""
+    adapter: Path | None = None
+    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"
     """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
     blocks of 8 (Q8_0) as the files have them"""
@@ -72,7 +74,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments.files:
         raise ValueError("expected at least one file, got none")
     texts = {str(path): read_file(path) for path in arguments.files}
-    loaded = load_model(arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights)
+    loaded = load_model(
+        arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights, arguments.adapter
+    )
     window = _window(arguments.window, loaded.model.config.context_window)
     batch_size = arguments.batch_size or max(1, MOST_LOGITS // (window * loaded.model.config.vocab_size))
     stride = arguments.stride or max(1, window // 2)

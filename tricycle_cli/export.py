@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from tricycle.files import read_json_object
+from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.export import export_folder
 from tricycle_cli.flags import parse
 from tricycle_cli.models import load_model
@@ -32,6 +33,9 @@ class Arguments:
     """of the weights in the GGUF file"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
+    adapter: Path | None = None
+    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them: what is written has them
+    added to its own"""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -41,6 +45,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if arguments.gguf is not None and arguments.gguf.exists():
         raise FileExistsError(f"{arguments.gguf}: expected a file that is not there yet")
     loaded = load_model(arguments.source, arguments.tokeniser, device="cpu")
+    if arguments.adapter is not None:
+        load_adapter(loaded, arguments.adapter).merge()
     if arguments.folder is not None:
         card = measured(Path(arguments.source))
         generation = loaded.generation if loaded.source is not None else None

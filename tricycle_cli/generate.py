@@ -44,6 +44,8 @@ class Arguments:
     """a tokeniser file, for a model that carries none"""
     softmax: str | None = None
     """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    adapter: Path | None = None
+    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"
     """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
     blocks of 8 (Q8_0) as the files have them"""
@@ -53,7 +55,9 @@ class Arguments:
 
 def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
-    loaded = load_model(arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights)
+    loaded = load_model(
+        arguments.source, arguments.tokeniser, arguments.softmax, arguments.device, arguments.weights, arguments.adapter
+    )
     tokeniser = loaded.tokeniser
     sampling = arguments.sampling.of(loaded)
     if not arguments.stop:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tricycle import devices
 from tricycle.models import GPT
 from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
+from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
 from tricycle.sampling import Sampling
@@ -49,6 +50,7 @@ def load_model(
     softmax: str | None = None,
     device: str = "auto",
     weights: str = "float32",
+    adapter: Path | None = None,
 ) -> Pretrained:
     """A decoder with its tokeniser, where it is to compute.
 
@@ -57,6 +59,7 @@ def load_model(
         tokeniser: a file that its `save` wrote, which counts instead of the model's own.
         softmax: how attention weighs keys, if in another way than it was trained with.
         weights: as of `tricycle.pretrained.load`; those of fewer than 32 bits are for CPUs.
+        adapter: a folder of one in PEFT's form, which the model is to compute with.
 
     Raises:
         FileNotFoundError, ValueError: one line about what is wrong.
@@ -80,6 +83,8 @@ def load_model(
     if n_vocab > known:
         raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {n_vocab}")
     on_gpu = use_gpu(device if weights == "float32" else "cpu")
+    if adapter is not None:
+        load_adapter(loaded, adapter)
     if softmax is not None:
         loaded.model.use_softmax(softmax, loaded.model.config.softmax_blocks)
     if on_gpu:
