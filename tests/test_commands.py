@@ -96,7 +96,10 @@ def test_overview():
         out = good(call(*words))
         assert all(re.search(rf"^  {name} +{re.escape(said)}$", out, re.MULTILINE) for name, said in COMMANDS.items())
     assert good(call("--version")) == f"tricycle {tricycle.__version__}\n"
-    refused(call("trian"), "expected a command, one of train, generate, chat, evaluate, export, machine, got 'trian'")
+    refused(
+        call("trian"),
+        "expected a command, one of train, finetune, generate, chat, evaluate, export, machine, got 'trian'",
+    )
     assert call("trian").returncode == 2
 
 

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from tricycle.attention import Attention, KeyValueCache
 from tricycle.blocks import TransformerBlock, new_norm
 from tricycle.configs.model import EncoderConfig, ModelConfig
-from tricycle.devices import Array
+from tricycle.devices import Array, array_module
 from tricycle.functions import linear, soft_cap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
@@ -103,55 +103,73 @@ class GPT(BlockStack):
             initialise(self)
         self.use_precision(config.precision)
 
-    def forward(self, tokens: Operand, caches: list[KeyValueCache] | None = None, last: bool = False) -> Tensor:
+    def forward(
+        self,
+        tokens: Operand,
+        caches: list[KeyValueCache] | None = None,
+        last: bool = False,
+        documents: Array | None = None,
+    ) -> Tensor:
         """
         Args:
             tokens: whole numbers (B, T), or (T,) for one sequence, T at most the context window.
             caches: from `new_caches`, for generation: tokens seen before are remembered there.
             last: the logits after the last token alone, as if T were 1: they are a large part of reading a prompt.
+            documents: whole numbers (B, T) that say which of several texts side by side a token belongs to: it sees no
+                other, and its position is that in its own.
 
         Returns:
             logits (B, T, V), or (T, V).
 
         Raises:
-            ValueError: too many tokens or none, ids outside the vocabulary, not one cache for each block.
+            ValueError: too many tokens or none, ids outside the vocabulary, not one cache for each block; several texts
+                in a model that cannot keep them apart (`packs`).
         """
-        x = self.hidden(tokens, caches)
+        x = self.hidden(tokens, caches, documents)
         return self.logits(x[..., -1:, :] if last else x)
 
-    def hidden(self, tokens: Operand, caches: list[KeyValueCache] | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Operand, caches: list[KeyValueCache] | None = None, documents: Array | None = None
+    ) -> Tensor:
         """What the head makes logits of, but for the last norm: (B, T, C), or (T, C). Takes what `forward` takes."""
         tokens = as_tensor(tokens)
         if caches and len(caches) != len(self.blocks):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
         seen = caches[0].length if caches else 0
         self._check(tokens, seen)
-        x = self.dropout(to_compute_dtype(self._embed(tokens, seen), self.precision))
+        mask = None if documents is None else self._same_document(tokens, documents)
+        x = self.dropout(to_compute_dtype(self._embed(tokens, seen, documents), self.precision))
         for i, block in enumerate(self.blocks):
             if self.recompute and not caches:
-                x = recompute(block, x)
+                x = recompute(block, x, None, mask)
             else:
-                x = block(x, caches[i] if caches else None)
+                x = block(x, caches[i] if caches else None, mask)
         return x
 
     def loss(
-        self, tokens: Operand, labels: Operand, loss_fn: CrossEntropy | None = None, scale: Array | float = 1.0
+        self,
+        tokens: Operand,
+        labels: Operand,
+        loss_fn: CrossEntropy | None = None,
+        scale: Array | float = 1.0,
+        documents: Array | None = None,
     ) -> Tensor:
         """`loss_fn(labels, self(tokens), scale)`, but in host memory without ever holding all logits where these are
         many: their gradients are made in the forward pass, some rows at a time (`CrossEntropy.of_head`).
 
         Args:
-            tokens: as of `forward`. labels: as many. loss_fn: `CrossEntropy()` unless given.
+            tokens, documents: as of `forward`. labels: as many. loss_fn: `CrossEntropy()` unless given.
         """
         loss_fn = loss_fn or CrossEntropy()
         tokens = as_tensor(tokens)
         n_rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
         own_forward = type(self).forward is not GPT.forward or "forward" in vars(self)  # a subclass's, or a probe's
         if tokens.size <= n_rows or tokens.on_gpu or own_forward:
-            return loss_fn(labels, self(tokens), scale)
+            return loss_fn(labels, self(tokens) if documents is None else self(tokens, documents=documents), scale)
         head = [self.token_embedding if self.head is None else self.head, self.norm, self.head_projection]
         parameters = {id(p): p for layer in head if layer is not None for p in layer.parameters()}
-        return loss_fn.of_head(labels, self.hidden(tokens), self.logits, parameters.values(), n_rows, scale)
+        hidden = self.hidden(tokens, None, documents)
+        return loss_fn.of_head(labels, hidden, self.logits, parameters.values(), n_rows, scale)
 
     def _check(self, tokens: Tensor, seen: int) -> None:
         window = self.config.context_window
@@ -162,7 +180,23 @@ class GPT(BlockStack):
                 f"got {tokens.shape}{earlier}"
             )
 
-    def _embed(self, tokens: Tensor, seen: int) -> Tensor:
+    @property
+    def packs(self) -> bool:
+        """Whether several texts side by side can be kept apart: not where tokens mix with the one before, or where keys
+        are weighed by their places."""
+        return all(_keeps_apart(block.attention) for block in self.blocks)
+
+    def _same_document(self, tokens: Tensor, documents: Array) -> Array:
+        """Which tokens may see which, (B, T, T)."""
+        if documents.shape != tokens.shape or documents.dtype.kind not in "iu":
+            got = f"{documents.dtype} of {documents.shape}"
+            raise ValueError(f"GPT: expected documents as whole numbers of shape {tokens.shape}, got {got}")
+        if not self.packs:
+            raise ValueError("GPT: expected one text a row, for in this model tokens reach across their ends")
+        rows = documents.reshape(-1, documents.shape[-1])
+        return rows[:, :, None] == rows[:, None, :]
+
+    def _embed(self, tokens: Tensor, seen: int, documents: Array | None = None) -> Tensor:
         """(B, T) to (B, T, C)."""
         x = self.token_embedding(tokens)
         if self.config.embedding_scale != 1:
@@ -171,7 +205,10 @@ class GPT(BlockStack):
             x = self.embedding_projection(x)
         if self.position_embedding is not None:
             first = seen + self.config.position_offset
-            x = x + self.position_embedding.weights[first : first + tokens.shape[-1]]
+            if documents is None:
+                x = x + self.position_embedding.weights[first : first + tokens.shape[-1]]
+            else:
+                x = x + self.position_embedding(self.place(first + places_in(documents)))
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -192,6 +229,22 @@ class GPT(BlockStack):
         """
         windows = [_seen_by(block.attention) for block in self.blocks]
         return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
+
+
+def places_in(documents: Array) -> Array:
+    """The place of each token in its own text, from 0: (B, T) of the texts' numbers, each of which stands together."""
+    xp = array_module(documents)
+    places = xp.arange(documents.shape[-1]) + xp.zeros_like(documents)
+    begins = xp.ones(documents.shape, bool)
+    begins[..., 1:] = documents[..., 1:] != documents[..., :-1]
+    starts = xp.where(begins, places, 0)
+    return places - xp.maximum.accumulate(starts, axis=-1)
+
+
+def _keeps_apart(attention: Any) -> bool:
+    """Whether a mask is all that a layer needs so that texts side by side do not meet."""
+    inner = getattr(attention, "attention", None)
+    return isinstance(inner, Attention) and inner.softmax.fused and attention.shift is None
 
 
 def _seen_by(attention: Any) -> int | None:

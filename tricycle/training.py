@@ -359,11 +359,20 @@ class TrainingState:
         """
         progress = {name: getattr(self, name) for name in (*self.PROGRESS, *self.LATER)}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
-        save_checkpoint(path, self.model, tokeniser, self.optimiser, self.dataset, progress)
+        save_checkpoint(path, self.kept(), tokeniser, self.optimiser, self.dataset, progress)
+
+    def kept(self) -> Any:
+        """What a checkpoint holds the parameters of: the model, or that part of it which learns."""
+        return self.model
+
+    @property
+    def n_tokens(self) -> int:
+        """That an update reads."""
+        return self.config.batch_size * self.config.context_window * self.config.accumulation_steps
 
     def first_bad(self) -> str:
         """The name of the first weight or moment that is not finite; "" where all are."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.kept().named_parameters():
             arrays = {"parameter": parameter.array, **self.optimiser.memory_of(parameter)[1]}
             for kind, array in arrays.items():
                 if not np.isfinite(devices.to_cpu(array)).all():
@@ -377,7 +386,7 @@ class TrainingState:
             ValueError: something is missing, does not fit, or is not finite.
         """
         path = checkpoint.path
-        progress = checkpoint.restore(self.model, self.optimiser, self.dataset)
+        progress = checkpoint.restore(self.kept(), self.optimiser, self.dataset)
         self.loss_scaling = np.array(progress.get("loss_scaling", self.loss_scaling), np.float32)
         for name in (*self.PROGRESS, *self.LATER):
             value = progress.get(name, getattr(self, name) if name in self.LATER else None)

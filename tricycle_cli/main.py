@@ -10,6 +10,7 @@ from tricycle_cli.flags import fail, run_main
 
 COMMANDS = {
     "train": "train a GPT on text, from the first token to samples",
+    "finetune": "teach a model that somebody has trained, by LoRA or all its weights",
     "generate": "continue a text with a model",
     "chat": "talk with a model",
     "evaluate": "how well a model predicts texts, in bits a byte",
@@ -56,6 +57,10 @@ def _function_of(command: str) -> Callable[[], int | None]:
         from tricycle_cli.train import main as train
 
         return train
+    if command == "finetune":
+        from tricycle_cli.finetune import main as finetune
+
+        return finetune
     if command == "generate":
         from tricycle_cli.generate import main as generate
 

@@ -112,6 +112,8 @@ def load_file(source: str, weights: str = "float32") -> Pretrained:
         raise ValueError(f"{path}: expected a folder, or a file that ends in {', '.join((*MODELS, *PICKLES))}")
     if (path / "data.json").is_file() and not any((path / name).is_file() for name in OWN_CHECKPOINTS):
         raise FileNotFoundError(f"{path}: expected a run folder with {' or '.join(OWN_CHECKPOINTS)}")
+    if (path / "adapter" / "adapter_config.json").is_file():
+        raise ValueError(f"{path}: expected a model, it holds an adapter: name its model, and this with --adapter")
     return load(source, weights)
 
 

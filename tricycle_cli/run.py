@@ -69,6 +69,8 @@ class Run:
         spent: seconds that preparing took; they count towards `minutes`.
         on_full_disk: "wait" until there is room, or "stop" with an error; what was saved is whole either way.
         held_out_bytes: the held-out text itself.
+        update: makes one update, as `train_step` does.
+        measure: estimates the held-out loss and keeps the best checkpoint, in place of `estimate`.
     """
 
     folder: Path
@@ -82,6 +84,8 @@ class Run:
     held_out_bytes: bytes = b""
     show_progress: bool = True
     on_full_disk: OnFullDisk = "stop"
+    update: Callable[[Any], tuple[Any, Any]] = train_step
+    measure: Callable[[Any, Any], float] | None = None
     _log: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -306,7 +310,7 @@ class _Updates:
         if not self.waiting:
             self._started = clock.awake_seconds()
         try:
-            self.waiting.append(train_step(self.state))
+            self.waiting.append(self.run.update(self.state))
         except NonFiniteError as error:
             self.state.step += 1
             self._bad[self.state.step] = str(error).removeprefix(f"step {self.state.step}: ")
@@ -330,7 +334,7 @@ class _Updates:
         seconds = clock.without_standstill(taken, self._times)
         state.seconds += seconds * n_results
         self._times += [seconds] * n_results
-        speed = config.batch_size * config.context_window * config.accumulation_steps / seconds
+        speed = state.n_tokens / seconds
         rates, self.waiting, self._rates, self._bad = self._rates, [], [], {}
         for step, (loss, norm), rate in zip(range(state.step + 1 - n_results, state.step + 1), results, rates):
             if step in bad:
@@ -382,7 +386,7 @@ def _pause(state: TrainingState, run: Run) -> bool:
     try:
         with run.interruptible():
             if _evaluation_is_due(state):
-                estimate(state, run)
+                (run.measure or estimate)(state, run)
             if _sample_is_due(state):
                 show_sample(state, run)
     except Interrupted:

@@ -208,22 +208,54 @@ class PretrainedTokeniser:
         """
         if allowed_special:
             return self.encode(self.render(messages, add_generation_prompt, **variables), add_special_tokens=False)
-        names = [str(self.backend.id_to_token(token)) for token in self.special_ids]
-        names.sort(key=len, reverse=True)
-        marked = [_marked(message, names) for message in messages]
+        marked = [_marked(message, self._special_names) for message in messages]
         text = self.render(marked, add_generation_prompt, **variables)
         if _OPEN not in text:
             return self.encode(text, add_special_tokens=False)
         return self._encode_marked(text)
 
-    def _encode_marked(self, text: str) -> list[int]:
-        """Of a text in which marks stand around names that are to be read as text."""
+    def chat_parts(self, messages: Messages, **variables: Any) -> list[tuple[list[int], bool]]:
+        """The ids of a conversation up to its last answer, in parts, and whether each is an answer.
+
+        An answer is what the model would write: it begins after what `chat` gives for the messages before it, and ends
+        with what the template writes behind it. Names of special tokens in messages are just text.
+
+        Raises:
+            ValueError: as of `render`; or the template writes a message in another way once there are later ones.
+        """
+        marked = [_marked(message, self._special_names) for message in messages]
+        parts: list[tuple[list[int], bool]] = []
+        done = ""
+        for i, message in enumerate(marked):
+            if message.get("role") != "assistant":
+                continue
+            before = self.render(marked[:i], True, **variables)
+            after = self.render(marked[: i + 1], False, **variables)
+            if not before.startswith(done) or not after.startswith(before):
+                raise ValueError("expected a chat template that only adds to what it wrote, this one changes it")
+            parts.append((self._encode_marked(before[len(done) :], bool(done)), False))
+            parts.append((self._encode_marked(after[len(before) :], True), True))
+            done = after
+        return parts
+
+    @property
+    def _special_names(self) -> list[str]:
+        """The longest first."""
+        names = [str(self.backend.id_to_token(token)) for token in self.special_ids]
+        return sorted(names, key=len, reverse=True)
+
+    def _encode_marked(self, text: str, goes_on: bool = False) -> list[int]:
+        """Of a text in which marks stand around names that are to be read as text.
+
+        Args:
+            goes_on: whether there is a text before it.
+        """
         ids: list[int] = []
         for i, part in enumerate(text.replace(_CLOSE, _OPEN).split(_OPEN)):
             # after a line break, for some tokenisers put a space before a text that begins
             line_break = self.encode("\n", False, i % 2 == 0)
             after_it = self.encode("\n" + part, False, i % 2 == 0)
-            joined = after_it[: len(line_break)] == line_break and i > 0
+            joined = after_it[: len(line_break)] == line_break and (i > 0 or goes_on)
             ids += after_it[len(line_break) :] if joined else self.encode(part, False, i % 2 == 0)
         return ids
 

@@ -1,0 +1,294 @@
+"""The command `tricycle finetune`, in this process, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from tiny_models import tiny_tokeniser, write_folder
+
+from tricycle.checkpoint import load_checkpoint
+from tricycle.generate import generate
+from tricycle.pretrained import load
+from tricycle.pretrained.adapters import load_adapter
+from tricycle_cli import tuning
+from tricycle_cli.evaluate import main as evaluate
+from tricycle_cli.export import main as export
+from tricycle_cli.finetune import main as finetune
+from tricycle_cli.generate import main as generate_main
+from tricycle_cli.run import read_metrics
+from tricycle_datasets.examples import Reader, load_examples, read_records
+
+WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny", context_window=100)
+
+
+def lines(path: Path, values: list) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    return path
+
+
+def conversations(n: int = 60) -> list:
+    """Each answer says a word as often as the length of the question."""
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"{(word := WORDS[rng.integers(15)])} {WORDS[rng.integers(15)]}"},
+                {"role": "assistant", "content": " ".join([word] * rng.integers(1, 8))},
+            ]
+        }
+        for _ in range(n)
+    ]
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    return lines(tmp_path / "chat.jsonl", conversations())
+
+
+QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4".split()
+
+
+def tune(theirs: Path, data: Path, folder: Path, *words: str) -> int:
+    return finetune([str(theirs), "--data", str(data), "--run-folder", str(folder), *QUICK, *words])
+
+
+# -------------------------------------------------------------------- whole runs
+def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert tune(theirs, data, run, "--steps", "40", "--eval-interval", "20") == 0
+    out = capsys.readouterr().out
+    assert "before: held-out loss" in out
+    assert f"--adapter {(run / 'adapter').as_posix()}" in out
+    losses = [line["held_out_loss"] for line in read_metrics(run / "metrics.jsonl") if "held_out_loss" in line]
+    before = json.loads((run / "data.json").read_text())["before"]["loss"]
+    assert losses[-1] < before - 1
+    assert (run / "loss.png").stat().st_size > 1000
+    samples = (run / "samples.txt").read_text(encoding="utf-8")
+    prompts = {kind: samples.split(f"--- {kind}\n")[1:] for kind in ("before", "after")}
+    assert [len(part) for part in prompts.values()] == [3, 3]
+    assert [part.split("\n")[0] for part in prompts["before"]] == [part.split("\n")[0] for part in prompts["after"]]
+    loaded = load(theirs)
+    load_adapter(loaded, run)
+    ids = loaded.tokeniser.encode("the quick")
+    wanted = loaded.tokeniser.decode(list(generate(loaded.model, ids, 6, temperature=0)))
+    generate_main([str(theirs), "the quick", "--length", "6", "--temperature", "0", "--adapter", str(run)])
+    assert capsys.readouterr().out.startswith(f"the quick{wanted}"[:12])
+    export([str(theirs), str(tmp_path / "whole"), "--adapter", str(run / "adapter")])
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox")
+    capsys.readouterr()
+    evaluate([str(tmp_path / "whole"), str(text), "--json"])
+    whole = json.loads(capsys.readouterr().out)["total"]["loss"]
+    evaluate([str(theirs), str(text), "--json", "--adapter", str(run)])
+    assert json.loads(capsys.readouterr().out)["total"]["loss"] == pytest.approx(whole, rel=1e-5)
+    with pytest.raises(ValueError, match="it holds an adapter: name its model, and this with --adapter"):
+        generate_main([str(run), "the"])
+
+
+@pytest.mark.parametrize("method", ["lora", "all"])
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, theirs, data, tmp_path, monkeypatch):
+    words = ["--method", method, "--lora-dropout", "0.2", "--accumulation-steps", "2"]
+    tune(theirs, data, tmp_path / "whole", *words)
+    step = tuning.tune_step
+    n_calls = []
+
+    def breaking(state):
+        n_calls.append(1)
+        if len(n_calls) == 7:
+            raise OSError("the power is gone")
+        return step(state)
+
+    monkeypatch.setattr("tricycle_cli.finetune.tune_step", breaking)
+    with pytest.raises(OSError, match=r"the power is gone.*continue with"):
+        tune(theirs, data, tmp_path / "cut", *words)
+    monkeypatch.setattr("tricycle_cli.finetune.tune_step", step)
+    finetune(["--resume", str(tmp_path / "cut")])
+    for name in ("last", "best"):
+        ours, theirs_ = (load_checkpoint(tmp_path / run / f"{name}.safetensors") for run in ("whole", "cut"))
+        assert ours.tensors.keys() == theirs_.tensors.keys()
+        for key, array in ours.tensors.items():
+            np.testing.assert_array_equal(array, theirs_.tensors[key], err_msg=key)
+    timeless = [
+        [
+            {k: v for k, v in line.items() if k != "tokens_per_second"}
+            for line in read_metrics(tmp_path / run / "metrics.jsonl")
+        ]
+        for run in ("whole", "cut")
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_all_weights_are_a_checkpoint(theirs, data, tmp_path):
+    tune(theirs, data, tmp_path / "run", "--method", "all", "--learning-rate", "0.003")
+    loaded = load(tmp_path / "run")
+    assert loaded.model.config.context_window == 100
+    assert loaded.tokeniser.chat_template
+    base = load(theirs).model.state_dict()
+    assert all(np.abs(array - base[name]).max() > 0 for name, array in loaded.model.state_dict().items())
+
+
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_few_bits_below(weights, theirs, data, tmp_path):
+    tune(theirs, data, tmp_path / "run", "--weights", weights)
+    losses = [
+        line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
+    ]
+    assert losses[-1] < json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
+
+
+def test_it_ends_where_it_grows_no_better(theirs, data, tmp_path, capsys):
+    words = ["--steps", "60", "--eval-interval", "1", "--patience", "2", "--learning-rate", "3"]
+    tune(theirs, data, tmp_path / "run", *words)
+    assert "training ends here (--patience 2)" in capsys.readouterr().out
+    progress = load_checkpoint(tmp_path / "run" / "last.safetensors").about["progress"]
+    assert progress["step"] == progress["total_steps"] < 60
+    assert progress["n_worse"] == 2
+
+
+@pytest.mark.parametrize("shape", ["text", "pair", "plain"])
+def test_other_shapes(shape, theirs, tmp_path):
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(WORDS, rng.integers(4, 60))) for _ in range(30)]
+    if shape == "text":
+        path = lines(tmp_path / "data.jsonl", [{"text": text} for text in texts])
+    elif shape == "pair":
+        path = lines(tmp_path / "data.jsonl", [{"prompt": text[:8], "completion": text[8:]} for text in texts])
+    else:
+        path = tmp_path / "folder"
+        path.mkdir()
+        (path / "a.txt").write_text(" ".join(texts))
+    tune(theirs, path, tmp_path / "run")
+    losses = [
+        line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
+    ]
+    assert losses[-1] < json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
+
+
+# -------------------------------------------------------------------- what counts
+def test_only_answers_count_up_to_their_end():
+    tokeniser = tiny_tokeniser()
+    messages = [
+        {"role": "user", "content": "small birds <|im_end|>"},
+        {"role": "assistant", "content": "sing of rain"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "\nfox"},
+    ]
+    parts = tokeniser.chat_parts(messages)
+    assert [is_answer for _, is_answer in parts] == [False, True, False, True]
+    joined = [token for ids, _ in parts for token in ids]
+    assert tokeniser.decode(joined) == tokeniser.render(messages, False)
+    assert joined[: len(parts[0][0])] == tokeniser.chat(messages[:1], allowed_special=False)
+    assert joined.count(tokeniser.eos) == 5  # the name in the first message is text
+    example = Reader(tokeniser, 200).examples(record("messages", messages))[0]
+    counted = tokeniser.decode(example.ids[example.counts])
+    assert counted == "sing of rain<|im_end|>\nfox<|im_end|>"
+    pair = Reader(tokeniser, 200).examples(record("pair", ["small ", "birds"]))[0]
+    assert tokeniser.decode(pair.ids[pair.counts]) == "birds<|im_end|>"
+
+
+def record(kind, value):
+    from tricycle_datasets.examples import Record
+
+    return Record("here", kind, value)
+
+
+def test_plain_chatml_is_as_the_template_writes_it():
+    tokeniser = tiny_tokeniser()
+    messages = conversations(1)[0]["messages"]
+    joined = [token for ids, _ in tokeniser.chat_parts(messages) for token in ids]
+    assert joined == tokeniser.chat(messages, add_generation_prompt=False)
+
+
+def test_what_is_cut_off_is_counted():
+    tokeniser = tiny_tokeniser()
+    reader = Reader(tokeniser, 30)
+    long = "the quick brown fox " * 20
+    pair = reader.examples(record("pair", [long, "rain"]))[0]
+    assert len(pair.ids) == 31
+    assert tokeniser.decode(pair.ids[pair.counts]) == "rain<|im_end|>"
+    assert (reader.n_cut, reader.n_left_out) == (1, 0)
+    assert reader.n_cut_tokens == len(tokeniser.encode(long)) + len(tokeniser.encode("rain")) + 1 - 31
+    asked = [{"role": "user", "content": long}, {"role": "assistant", "content": "rain"}]
+    assert reader.examples(record("messages", asked)) == []
+    assert (reader.n_cut, reader.n_left_out) == (2, 1)
+    windows = reader.examples(record("text", long))
+    assert sum(example.n_labels for example in windows) == len(reader.text_ids(long)) - 1
+
+
+def test_equal_records_are_held_out_together(tmp_path):
+    values = [{"text": f"{WORDS[i % 15]} {i % 25}"} for i in range(100)]
+    examples = load_examples(read_records([lines(tmp_path / "a.jsonl", values)]), Reader(tiny_tokeniser(), 50))
+    held = {example.ids.tobytes() for example in examples.held_out}
+    assert held
+    assert not held & {example.ids.tobytes() for example in examples.train}
+    assert len(examples.train) + len(examples.held_out) == 100
+
+
+# -------------------------------------------------------------------- bad input
+GOOD = {"prompt": "small", "completion": "birds"}
+BAD = {
+    "empty": ("", "expected a text file, got an empty one"),
+    "blank": ("\n \n", "expected a line of JSON or more, got none"),
+    "no JSON": (json.dumps(GOOD) + "\n{oops}\n", "line 2: expected an object of JSON, got b'{oops}'"),
+    "no UTF-8": ('{"text": "\xff"}\n', "line 1: expected an object of JSON"),
+    "a list": ("[1]\n", 'line 1: expected an object with "text"'),
+    "other names": ('{"question": "a"}\n', "got 'question'"),
+    "no role": ('{"messages": [{"content": "a"}]}\n', "line 1: expected message 1 to have a role"),
+    "no content": ('{"messages": [{"role": "user"}]}\n', "expected message 1 to have a text as its content, got None"),
+    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', 'of the role "assistant" to learn from'),
+    "a number": ('{"text": 3}\n', "expected text to be a text of a character or more, got 3"),
+    "long": (json.dumps({"prompt": "a", "completion": "fox " * 200}), "expected answers of at most 100 tokens"),
+    "one": (json.dumps(GOOD), "expected enough to learn from and to hold out, got 0 and 1 examples"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_refused_before_any_work(name, theirs, tmp_path):
+    content, message = BAD[name]
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError) as error:
+        tune(theirs, path, tmp_path / "run")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_other_bad_input(theirs, data, tmp_path):
+    run = tmp_path / "run"
+    silent = write_folder(tmp_path / "silent", chat_template=None)
+    with pytest.raises(ValueError, match="line 1: expected a model with a chat template for messages"):
+        tune(silent, data, run)
+    with pytest.raises(ValueError, match=r"expected targets among all-linear.*got 'c_attn'"):
+        tune(theirs, data, run, "--targets", "c_attn")
+    with pytest.raises(ValueError, match="expected --context-window from 2 to 100"):
+        tune(theirs, data, run, "--context-window", "101")
+    with pytest.raises(ValueError, match="expected --weights float32 with --method all"):
+        tune(theirs, data, run, "--method", "all", "--weights", "int8")
+    with pytest.raises(ValueError, match="expected a file or a folder, but there is none"):
+        tune(theirs, tmp_path / "nothing", run)
+    with pytest.raises(FileNotFoundError, match="expected a run folder of `tricycle finetune`"):
+        finetune(["--resume", str(tmp_path)])
+    other = write_folder(tmp_path / "other", n_layers=1)
+    tune(theirs, data, run)
+    with pytest.raises(ValueError, match="holds a run already"):
+        tune(theirs, data, run)
+    with pytest.raises(ValueError, match="expected an adapter of this model"):
+        generate_main([str(other), "the", "--adapter", str(run)])
+    lines(data, conversations(30))
+    with pytest.raises(ValueError, match="the data that it was trained on, which have changed since"):
+        finetune(["--resume", str(run)])
+    shutil.rmtree(run)

@@ -1,0 +1,128 @@
+"""Texts side by side in rows: as if each stood alone, every label worth the same."""
+
+import numpy as np
+import pytest
+
+from tricycle.configs import ModelConfig
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT, places_in
+from tricycle.packing import IGNORED, Example, PackedDataset, packed
+from tricycle.training import gradients
+
+SIZES = {"vocab_size": 30, "context_window": 40, "embedding_dim": 16, "n_heads": 2, "n_layers": 2, "dropout": 0.0}
+MODELS = {
+    "learned": ModelConfig(**SIZES),
+    "rotary": ModelConfig(**SIZES, positions="rotary", norm="rms_norm", n_key_heads=1, window=6),
+    "shared norm": ModelConfig(**SIZES, parallel=True, softmax="softmax1"),
+}
+
+
+def some_examples(lengths, seed=0) -> list[Example]:
+    """Texts of which the second half counts."""
+    rng = np.random.default_rng(seed)
+    return [Example(rng.integers(0, 30, n), np.arange(n) >= n // 2) for n in lengths]
+
+
+def loss_of(model: GPT):
+    def of(batch, factor):
+        return model.loss(batch.tokens, batch.labels, CrossEntropy(IGNORED), factor, batch.documents)
+
+    return of
+
+
+def lively(config: ModelConfig) -> GPT:
+    model = GPT(config)
+    rng = np.random.default_rng(2)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.array[...] = rng.normal(0, 0.3, parameter.shape)
+    return model
+
+
+# -------------------------------------------------------------------- rows
+def test_rows_hold_all_and_are_full():
+    lengths = np.random.default_rng(0).integers(1, 50, 300).tolist()
+    rows = packed(lengths, 60)
+    assert sorted(item for row in rows for item in row) == list(range(300))
+    assert all(sum(lengths[item] for item in row) <= 60 for row in rows)
+    assert len(rows) <= 1.05 * sum(lengths) / 60 + 1
+    assert packed([5, 5, 3, 2], 7) == [[0, 3], [1], [2]] or len(packed([5, 5, 3, 2], 7)) == 3
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="expected lengths from 1 to 7, got 2 to 8"):
+        packed([8, 2], 7)
+    with pytest.raises(ValueError, match="got no examples"):
+        PackedDataset([], 2, 8)
+    with pytest.raises(ValueError, match="none in example 1"):
+        PackedDataset([*some_examples([4]), Example(np.arange(3), np.array([True, False, False]))], 2, 8)
+    model = GPT(ModelConfig(**SIZES, token_shift=True))
+    assert not model.packs
+    with pytest.raises(ValueError, match="expected one text a row"):
+        model(np.zeros((1, 4), int), documents=np.zeros((1, 4), int))
+    with pytest.raises(ValueError, match=r"expected documents as whole numbers of shape \(1, 4\)"):
+        GPT(MODELS["learned"])(np.zeros((1, 4), int), documents=np.zeros((1, 3), int))
+
+
+def test_places():
+    np.testing.assert_array_equal(
+        places_in(np.array([[0, 0, 1, 1, 1, -1], [3, 0, 0, 0, 0, 0]])),
+        [
+            [0, 1, 0, 1, 2, 0],
+            [0, 0, 1, 2, 3, 4],
+        ],
+    )
+
+
+def test_batches_go_on_where_they_stood():
+    examples = some_examples([5, 9, 3, 12, 7, 2, 6])
+    first = PackedDataset(examples, 2, 12, seed=3)
+    [next(first) for _ in range(5)]
+    second = PackedDataset(examples, 2, 12, seed=3)
+    second.load_state(first.state())
+    for _ in range(5):
+        for ours, theirs in zip(next(first), next(second)):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+# -------------------------------------------------------------------- side by side
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_side_by_side_is_as_alone(name, recompute):
+    """Logits, loss and gradients."""
+    examples = some_examples([9, 4, 17, 2, 6, 30, 3])
+    model = lively(MODELS[name])
+    model.recompute = recompute
+    dataset = PackedDataset(examples, 2, 40)
+    batches = [dataset.together([row]) for row in range(dataset.n_items)]
+    assert any(batch.documents is not None for batch in batches)
+    packed_loss = gradients(model, loss_of(model), batches, [batch.n_labels for batch in batches]).loss
+    got = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    alone = PackedDataset(examples, 1, 40, side_by_side=False)
+    batches = [alone.together([row]) for row in range(alone.n_items)]
+    assert all(batch.documents is None for batch in batches)
+    loss = gradients(model, loss_of(model), batches, [batch.n_labels for batch in batches]).loss
+    assert packed_loss == pytest.approx(loss, rel=1e-5)
+    for parameter_name, parameter in model.named_parameters():
+        np.testing.assert_allclose(got[parameter_name], parameter.grad.numpy(), rtol=2e-3, atol=2e-6)
+
+
+def test_tokens_are_weighed_and_not_batches():
+    """Answers of 1 and of 29 tokens in two batches: as the mean over all 30, by hand."""
+    model = lively(MODELS["rotary"])
+    rng = np.random.default_rng(1)
+    counts = [np.arange(30) >= 29, np.arange(30) >= 1]
+    examples = [Example(rng.integers(0, 30, 30), count) for count in counts]
+    dataset = PackedDataset(examples, 1, 29)
+    batches = [dataset.together([row]) for row in (0, 1)]
+    got = gradients(model, loss_of(model), batches, [batch.n_labels for batch in batches]).loss
+    model.zero_grad()
+    total = 0.0
+    for ids, count in examples:
+        logits = model(ids[None, :-1]).numpy()[0].astype(np.float64)
+        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        total -= sum(logits[i, ids[i + 1]] for i in range(29) if count[i + 1])
+    assert got == pytest.approx(total / 30, rel=1e-5)
+    means = [gradients(model, loss_of(model), [batch]).loss for batch in batches]
+    assert abs(np.mean(means) - got) > 1e-2  # as the mean of batches would be

@@ -1,0 +1,423 @@
+"""Teach a model that somebody has trained: LoRA, or all its weights.
+
+The data are files or folders: plain text, or lines of JSON (.jsonl) with "text", with "prompt" and "completion", or
+with "messages", of which only the answers count. The result is an adapter of a few small files, for `--adapter` of the
+other commands and for PEFT, or with `--method all` a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tricycle.checkpoint import load_checkpoint
+from tricycle.configs import GPTConfig
+from tricycle.configs.model import model_fields
+from tricycle.evaluation import HeldOut
+from tricycle.files import read_json_object
+from tricycle.locks import FolderLock
+from tricycle.lora import ALL_LINEAR, Adapter, LoRAConfig
+from tricycle.packing import PackedDataset
+from tricycle.pretrained import Pretrained
+from tricycle.pretrained.adapters import new_adapter
+from tricycle.training import new_optimiser
+from tricycle_cli import clock
+from tricycle_cli.flags import parse
+from tricycle_cli.full_disk import OnFullDisk
+from tricycle_cli.init_from import started_from
+from tricycle_cli.models import Device, Weights, load_model
+from tricycle_cli.run import OnNaN, Run, read_metrics, train
+from tricycle_cli.signals import Interrupted, Signals, leave_by
+from tricycle_cli.streams import patient_streams
+from tricycle_cli.train import begin_folder, holds_a_run, say, saying_what_is_saved
+from tricycle_cli.tuning import ADAPTER, HeldOutRows, TuningState, measurer, tune_step, write_samples
+from tricycle_datasets.examples import Examples, Reader, load_examples, read_records
+from tricycle_lab.plot import plot_losses
+
+DESCRIPTION = __doc__ or ""
+LONGEST_WINDOW = 512  # unless a longer one is asked for: memory grows with it
+RATES = {"lora": 2e-4, "all": 2e-5}  # what a whole model knows is soon forgotten
+ESTIMATES = 10  # in a run, unless --eval-interval says otherwise
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to teach, and what with."""
+
+    model: tyro.conf.Positional[str] = ""
+    """a model, as `tricycle generate` takes it"""
+    data: tuple[Path, ...] = ()
+    """files or folders: plain text, or .jsonl"""
+    held_out: tuple[Path, ...] = ()
+    """files or folders of which nothing is learnt; without, a twentieth of the data"""
+    run_folder: Path | None = None
+    """where the run leaves its files; without it a new folder in runs/"""
+    method: Literal["lora", "all"] = "lora"
+    """small matrices beside the model's own, or all of its weights"""
+    rank: int = 16
+    """LoRA: the width of the small matrices"""
+    alpha: float = 32.0
+    """LoRA: what they give is multiplied by alpha / rank"""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """LoRA: which matrices get them: ends of names, such as q_proj v_proj; or all-linear"""
+    lora_dropout: float = 0.0
+    """LoRA: probability of dropping an element of what they get"""
+    rank_stabilised: bool = False
+    """LoRA: multiply by alpha / sqrt(rank) instead"""
+    weights: Weights = "float32"
+    """LoRA: how many bits the model's own weights have, which stay as they are"""
+    context_window: int = 0
+    """tokens that are read at once; 0 for the model's, but at most 512"""
+    cut_answers: bool = False
+    """cut answers that are longer than that, where otherwise they are refused"""
+    pack: bool = True
+    """put several short texts side by side, where none sees another"""
+    epochs: float = 2.0
+    """how often all is read"""
+    steps: int = 0
+    """updates to make, in place of --epochs"""
+    batch_size: int = 4
+    """rows in one forward and backward pass"""
+    accumulation_steps: int = 1
+    """passes whose gradients make one update"""
+    learning_rate: float = 0.0
+    """after the warm-up; 0 for 2e-4 with LoRA and 2e-5 for all weights"""
+    warmup_steps: int = 10
+    """updates over which the learning rate rises; at most a tenth of all"""
+    weight_decay: float = 0.0
+    """decoupled decay of the matrices (AdamW)"""
+    max_gradient_norm: float = 1.0
+    """gradients are scaled down to this common norm; 0 leaves them"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """of matrix products"""
+    recompute: bool = False
+    """compute each block again in the backward pass: less memory, more time, the same gradients"""
+    eval_interval: int = 0
+    """updates between estimates of the held-out loss, with a checkpoint before each; 0 for a tenth of all"""
+    eval_batches: int = 20
+    """batches of what is held out in an estimate"""
+    patience: int = 3
+    """end after so many estimates that were not better; 0 for never"""
+    prompts: tuple[str, ...] = ()
+    """what samples before and after begin with; without, three of what is held out"""
+    sample_tokens: int = 60
+    """the most tokens of a sample; 0 for no samples"""
+    seed: int = 0
+    """decides the small matrices and the order of what is read"""
+    on_nan: OnNaN = "skip"
+    """where a loss or a gradient is NaN or infinite: "stop", "skip" that update, or "rollback" """
+    device: Device = "cpu"
+    """where to compute"""
+    on_full_disk: OnFullDisk = "wait"
+    """what to do when the disk is full: wait until there is room, or stop"""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN-FOLDER")] = None
+    """go on with a run where its last checkpoint stands; all settings are the run's own"""
+
+
+# -------------------------------------------------------------------- the command
+def main(args: Sequence[str] | None = None) -> int:
+    arguments = parse(Arguments, args=args, description=DESCRIPTION)
+    with patient_streams(), Signals() as signals:
+        try:
+            return _start_or_resume(arguments, signals)
+        except Interrupted as error:
+            if error.number != signal.SIGINT:
+                sys.stdout.flush()
+                leave_by(error.number)
+            raise
+
+
+def _start_or_resume(arguments: Arguments, signals: Signals) -> int:
+    if arguments.resume is not None:
+        folder = arguments.resume
+        with FolderLock(folder):
+            return _tune(folder, read_arguments(folder), signals)
+    if not arguments.model or not arguments.data:
+        raise ValueError("expected a model and --data, or --resume with a run folder")
+    if arguments.method == "all" and arguments.weights != "float32":
+        raise ValueError(f"expected --weights float32 with --method all, got {arguments.weights}")
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = arguments.run_folder or Path("runs") / f"{Path(arguments.model).stem}-finetuned-{stamp}"
+    with FolderLock(folder):
+        if holds_a_run(folder):
+            raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
+        for left_over in ("config.json", "samples.txt"):  # of a run that was hardly begun
+            (folder / left_over).unlink(missing_ok=True)
+        return _tune(folder, arguments, signals)
+
+
+def _tune(folder: Path, arguments: Arguments, signals: Signals) -> int:
+    """All of a sitting.
+
+    Raises:
+        Interrupted: a signal came before training, or after it; what there was to save is saved.
+    """
+    try:
+        state, run, description = prepare(folder, arguments, signals)
+        with saying_what_is_saved(run):
+            with signals.finishing():
+                finished = train(state, run)
+            if finished:
+                signals.check()
+                report(state, run, arguments, description)
+                return 0
+        print(f"stopped after step {state.step}; everything is saved. Continue with\n  {resuming(folder)}")
+    except Interrupted:
+        if (folder / "config.json").exists():
+            print(f"interrupted. Continue with\n  {resuming(folder)}", flush=True)
+        raise
+    return 0
+
+
+def command(name: str) -> str:
+    program = sys.argv[0].removesuffix(" finetune")
+    return f"{program} {name}" if program != sys.argv[0] else f"tricycle {name}"
+
+
+def resuming(folder: Path) -> str:
+    return f"{command('finetune')} --resume {shlex.quote(folder.as_posix())}"
+
+
+def read_arguments(folder: Path) -> Arguments:
+    """The flags that a run was started with.
+
+    Raises:
+        FileNotFoundError, ValueError: it is no run of this command.
+    """
+    path = folder / "data.json"
+    if not path.is_file() or not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder}: expected a run folder of `tricycle finetune`, with config.json and data.json"
+        )
+    stated = read_json_object(path).get("arguments")
+    if not isinstance(stated, dict):
+        raise ValueError(f"{path}: expected a run of `tricycle finetune`, it has no arguments")
+    fields = {field.name: field for field in dataclasses.fields(Arguments)}
+    if set(stated) - set(fields):
+        raise ValueError(
+            f"{path}: expected arguments of `tricycle finetune`, got {', '.join(set(stated) - set(fields))}"
+        )
+    paths = {name: tuple(Path(part) for part in stated.get(name, ())) for name in ("data", "held_out")}
+    texts = {name: tuple(stated.get(name, ())) for name in ("targets", "prompts")}
+    return Arguments(**{**stated, **paths, **texts, "run_folder": folder})
+
+
+def _as_json(arguments: Arguments) -> dict[str, Any]:
+    """The flags, for `read_arguments`; paths are whole, for a run may be resumed from elsewhere."""
+    values = dataclasses.asdict(arguments)
+    for name in ("data", "held_out"):
+        values[name] = [str(path.resolve()) for path in values[name]]
+    if Path(arguments.model).exists():
+        values["model"] = str(Path(arguments.model).resolve())
+    return {name: value for name, value in values.items() if name not in ("run_folder", "resume")}
+
+
+# -------------------------------------------------------------------- before training
+def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[TuningState, Run, dict[str, Any]]:
+    """The data in tokens, the model, and the first files of the folder.
+
+    Raises:
+        ValueError: one line about what is wrong, before anything is written.
+    """
+    started = clock.awake_seconds()
+    adapter_config = None
+    if arguments.method == "lora":
+        adapter_config = LoRAConfig(
+            arguments.rank,
+            arguments.alpha,
+            arguments.targets,
+            arguments.lora_dropout,
+            rank_stabilised=arguments.rank_stabilised,
+        )
+    records = read_records(arguments.data)
+    held_out = read_records(arguments.held_out) if arguments.held_out else ()
+    loaded = load_model(arguments.model, None, None, arguments.device, arguments.weights)
+    longest = loaded.model.config.context_window
+    window = arguments.context_window or min(longest, LONGEST_WINDOW)
+    if not 2 <= window <= longest:
+        raise ValueError(f"expected --context-window from 2 to {longest}, as the model has it, got {window}")
+    reader = Reader(loaded.tokeniser, window, arguments.cut_answers)
+    examples = load_examples(records, reader, held_out)
+    side_by_side = arguments.pack and loaded.model.packs
+    dataset = PackedDataset(examples.train, arguments.batch_size, window, arguments.seed, side_by_side)
+    rows = PackedDataset(examples.held_out, arguments.batch_size, window, arguments.seed, side_by_side)
+    config = config_of(arguments, loaded, dataset)
+    held = HeldOutRows.of(rows, arguments.eval_batches * arguments.batch_size, loaded.tokeniser)
+    adapter = None
+    if adapter_config is not None:
+        adapter = new_adapter(loaded, adapter_config, arguments.seed, arguments.model)
+        loaded.model.use_precision(config.precision)
+    else:
+        loaded.model = started_from(loaded.model, config)
+    state = new_state(config, loaded, adapter, dataset, arguments.patience)
+    run = Run(
+        folder,
+        loaded.tokeniser,
+        HeldOut(range(2), held.n_bytes),
+        say=say,
+        stop=signals,
+        interruptible=signals.interruptible,
+        on_nan=arguments.on_nan,
+        on_full_disk=arguments.on_full_disk,
+        update=tune_step,
+        measure=measurer(held),
+        spent=clock.awake_seconds() - started,
+    )
+    say_what_there_is(examples, dataset, state, arguments)
+    description = begin_or_go_on(state, run, arguments, examples, held)
+    return state, run, description
+
+
+def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
+    """The model's shape, and how it is trained."""
+    an_epoch = dataset.n_items / (arguments.batch_size * arguments.accumulation_steps)
+    if not 0 <= arguments.epochs < math.inf or arguments.steps < 0 or arguments.learning_rate < 0:
+        raise ValueError("expected --epochs, --steps and --learning-rate of 0 or more")
+    steps = arguments.steps or max(1, math.ceil(an_epoch * arguments.epochs))
+    rate = arguments.learning_rate or RATES[arguments.method]
+    own: dict[str, Any] = model_fields(loaded.model.config.to_dict())
+    own |= {"precision": arguments.precision, "seed": arguments.seed}
+    names = ("batch_size", "accumulation_steps", "warmup_steps", "weight_decay", "max_gradient_norm", "recompute")
+    own |= {name: getattr(arguments, name) for name in names}
+    return GPTConfig.from_dict(
+        {
+            **own,
+            "optimiser": "adamw",
+            "steps": steps,
+            "minutes": 0.0,
+            "max_learning_rate": rate,
+            "min_learning_rate": 0.0,
+            "beta2": 0.999,
+            "eval_interval": arguments.eval_interval or max(1, steps // ESTIMATES),
+            "eval_batches": arguments.eval_batches,
+            "sample_interval": 0,
+        }
+    )
+
+
+def new_state(
+    config: GPTConfig, loaded: Pretrained, adapter: Adapter | None, dataset: PackedDataset, patience: int
+) -> TuningState:
+    loaded.model.recompute = config.recompute
+    loaded.model.train()
+    steps_on: Any = dataset
+    state = TuningState(config, loaded.model, new_optimiser(config), steps_on)
+    state.adapter, state.loaded, state.patience = adapter, loaded, patience
+    state.total_steps = config.steps
+    return state
+
+
+def say_what_there_is(examples: Examples, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
+    reader = examples.reader
+    print(
+        f"data: {examples.n_records:,} records; {len(examples.train):,} examples to learn from, "
+        f"{dataset.n_tokens:,} tokens of which {dataset.n_labels:,} count, in {dataset.n_items:,} rows of at most "
+        f"{dataset.window:,}; {len(examples.held_out):,} examples held out"
+    )
+    if reader.n_cut or reader.n_left_out:
+        print(
+            f"cut off: {reader.n_cut_tokens:,} tokens of {reader.n_cut:,} examples (--context-window "
+            f"{dataset.window:,}); left out: {reader.n_left_out:,} with nothing left to learn"
+        )
+    n_learning = sum(parameter.size for parameter in state.kept().parameters())
+    n_all = sum(parameter.size for name, parameter in state.model.named_parameters() if ".low_rank." not in name)
+    print(f"model: {n_all:,} parameters; {n_learning:,} learn ({arguments.method}), for {state.total_steps:,} updates")
+
+
+def begin_or_go_on(
+    state: TuningState, run: Run, arguments: Arguments, examples: Examples, held: HeldOutRows
+) -> dict[str, Any]:
+    """Go on from the last checkpoint; or measure and sample the model as it is, and write the folder's first files.
+
+    Returns:
+        what data.json says.
+
+    Raises:
+        ValueError: the data have changed since the run began.
+    """
+    if (run.folder / "data.json").is_file() and run.last.exists():
+        description = read_json_object(run.folder / "data.json")
+        if description.get("corpus") != examples.digest:
+            raise ValueError(f"{run.folder}: expected the data that it was trained on, which have changed since")
+        checkpoint = load_checkpoint(run.last)
+        if checkpoint.config != state.config:
+            raise ValueError(f"{run.last}: expected a checkpoint of this run's settings, got another's")
+        state.read(checkpoint)
+        state.take_up(checkpoint)
+        print(f"run folder: {run.folder}, going on after step {state.step}")
+        return description
+    print(f"run folder: {run.folder}")
+    loss, n_labels = held.loss(state.model)
+    bits = held.bits_per_byte(loss, n_labels)
+    print(f"before: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte ({n_labels:,} tokens)")
+    prompts = _prompts(arguments, examples)
+    if prompts and state.loaded is not None:
+        write_samples(state.loaded, run, "before", prompts, arguments.sample_tokens)
+    description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest}
+    description |= {"arguments": _as_json(arguments), "before": {"loss": loss, "bits_per_byte": bits}}
+    description["prompts"] = [[text, ids] for text, ids in prompts]
+    begin_folder(run.folder, state.config, description, run.tokeniser)
+    return description
+
+
+def _prompts(arguments: Arguments, examples: Examples) -> list[tuple[str, list[int]]]:
+    if not arguments.sample_tokens:
+        return []
+    if not arguments.prompts:
+        return examples.prompts[:3]
+    tokeniser = examples.reader.tokeniser
+    if examples.kinds == {"messages"}:
+        return [(text, tokeniser.chat([{"role": "user", "content": text}])) for text in arguments.prompts]
+    return [(text, examples.reader.prompt_ids(text)) for text in arguments.prompts]
+
+
+# -------------------------------------------------------------------- after training
+def report(state: TuningState, run: Run, arguments: Arguments, description: dict[str, Any]) -> None:
+    """The final figures, the loss curve, samples, and how to go on."""
+    if state.evaluated_step != state.step and run.measure is not None:
+        run.measure(state, run)
+    checkpoint = load_checkpoint(run.best)
+    state.read(checkpoint)
+    best_step = checkpoint.about["progress"]["step"]
+    before = description.get("before", {})
+    after = state.best_loss
+    lines = [line for line in read_metrics(run.metrics) if "bits_per_byte" in line]
+    best = next((line for line in lines if line["step"] == best_step), {})
+    bits = best.get("bits_per_byte", math.nan)
+    if arguments.sample_tokens and state.loaded is not None:
+        prompts = [(text, ids) for text, ids in description.get("prompts", [])]
+        write_samples(state.loaded, run, "after", prompts, arguments.sample_tokens)
+    picture = run.folder / "loss.png"
+    metrics = read_metrics(run.metrics)
+    bits_per_nat = bits / after if after else 0.0
+    title = f"{sum(parameter.size for parameter in state.kept().parameters()):,} parameters learn"
+    run.write(lambda: plot_losses(metrics, picture, bits_per_nat, {}, title))
+    print(f"\n{state.total_steps} updates, {state.seconds / 60:.1f} minutes of training; the best: step {best_step}")
+    print(
+        f"held-out loss: {before.get('loss', math.nan):.4f} before, {after:.4f} after (nats a token); "
+        f"{before.get('bits_per_byte', math.nan):.3f} before, {bits:.3f} after (bits a byte)"
+    )
+    print(f"loss curve: {picture}; samples: {run.samples}")
+    _say_how_to_go_on(run.folder, arguments, state.loaded)
+
+
+def _say_how_to_go_on(folder: Path, arguments: Arguments, loaded: Pretrained | None) -> None:
+    talks = loaded is not None and bool(loaded.tokeniser.chat_template)
+    verb = command("chat" if talks else "generate")
+    if arguments.method == "all":
+        print(f"{'talk' if talks else 'generate'} with\n  {verb} {shlex.quote(folder.as_posix())}")
+        return
+    adapter = shlex.quote((folder / ADAPTER).as_posix())
+    model = shlex.quote(arguments.model)
+    print(f"{'talk' if talks else 'generate'} with\n  {verb} {model} --adapter {adapter}")
+    print(f"write a whole model with\n  {command('export')} {model} FOLDER --adapter {adapter}")

@@ -1,0 +1,218 @@
+"""Fine-tuning as a run: what an update is, how the held-out loss is measured, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricycle.checkpoint import Checkpoint, load_checkpoint
+from tricycle.files import append
+from tricycle.generate import generate
+from tricycle.layers import Layer
+from tricycle.lora import Adapter
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.packing import IGNORED, Batch, PackedDataset
+from tricycle.pretrained import Pretrained
+from tricycle.pretrained.adapters import save_adapter
+from tricycle.sampling import Sampling
+from tricycle.tensor import Tensor
+from tricycle.training import (
+    LossOf,
+    NonFiniteError,
+    TrainingState,
+    apply,
+    gradients,
+    mean_over_processes,
+)
+from tricycle_cli.models import stop_tokens
+from tricycle_cli.run import Run
+
+ADAPTER = "adapter"  # the folder in a run's folder
+
+
+class _Learning(Layer):
+    """The part of a model that learns, as `save_checkpoint` takes a model."""
+
+    def __init__(self, adapter: Adapter, config: Any, generator: np.random.Generator) -> None:
+        self.config = config
+        self.generator = generator
+        self.low_ranks = adapter.low_ranks
+
+
+@dataclass
+class TuningState(TrainingState):
+    """As of training; with an adapter, a checkpoint holds that alone.
+
+    Attributes:
+        adapter: what learns; None for the whole model.
+        loaded: the model that the adapter is on.
+        n_worse: estimates since the best.
+        patience: after so many it ends; 0 for never.
+    """
+
+    adapter: Adapter | None = None
+    loaded: Pretrained | None = None
+    n_worse: int = 0
+    patience: int = 0
+
+    LATER = (*TrainingState.LATER, "n_worse")  # type: ignore[assignment]
+
+    def kept(self) -> Any:
+        if self.adapter is None:
+            return self.model
+        return _Learning(self.adapter, self.config, self.model.generator)
+
+    @property
+    def n_tokens(self) -> int:
+        dataset: Any = self.dataset
+        rows = self.config.batch_size * self.config.accumulation_steps
+        return int(dataset.n_tokens / dataset.n_items * rows)
+
+    def save(self, path: Path, tokeniser: Any) -> None:
+        super().save(path, tokeniser if self.adapter is None else None)
+        if self.adapter is not None and self.loaded is not None and path.stem == "best":
+            save_adapter(self.adapter, self.loaded, path.parent / ADAPTER)
+
+    def read(self, checkpoint: Checkpoint) -> None:
+        """Take the weights of a checkpoint, in place.
+
+        Raises:
+            ValueError: they are not those of this model or adapter.
+        """
+        prefix = "model."
+        tensors = checkpoint.tensors.items()
+        try:
+            self.kept().load_state_dict({k.removeprefix(prefix): v for k, v in tensors if k.startswith(prefix)})
+        except ValueError as error:
+            raise ValueError(f"{checkpoint.path}: {error}") from None
+        self.model.generator.bit_generator.state = checkpoint.about["generator"]
+
+    def go_back(self, path: Path) -> None:
+        checkpoint = load_checkpoint(path)
+        self.read(checkpoint)
+        self.model.zero_grad()
+        self.take_up(checkpoint)
+
+
+# -------------------------------------------------------------------- an update
+def loss_of_batches(model: GPT) -> LossOf:
+    """The mean loss over what counts in a batch."""
+    loss_fn = CrossEntropy(ignore_index=IGNORED)
+
+    def loss_of(batch: Batch, factor: Any) -> Tensor:
+        return model.loss(model.place(batch.tokens), model.place(batch.labels), loss_fn, factor, batch.documents)
+
+    return loss_of
+
+
+def tune_step(state: TuningState) -> tuple[Any, Any]:
+    """One update: the three verbs. Every token that counts weighs as much as any other of all its batches.
+
+    Returns, raises: as of `training.train_step`.
+    """
+    config, model = state.config, state.model
+    batches: list[Any] = [next(state.dataset) for _ in range(config.accumulation_steps)]
+    try:
+        grads = gradients(model, loss_of_batches(model), batches, [batch.n_labels for batch in batches])
+        grads = mean_over_processes(grads)
+        state.optimiser.learning_rate = state.learning_rate(state.step + 1)
+        norm = apply(model, state.optimiser, grads, config.max_gradient_norm)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"step {state.step + 1}: {error}") from None
+    state.step += 1
+    return grads.loss, norm
+
+
+# -------------------------------------------------------------------- what is held out
+@dataclass
+class HeldOutRows:
+    """Rows of which nothing is learnt.
+
+    Attributes:
+        n_rows: the first so many are looked at.
+        n_bytes: that the tokens which count in these stand for.
+    """
+
+    dataset: PackedDataset
+    n_rows: int
+    n_bytes: int = 0
+
+    @classmethod
+    def of(cls, dataset: PackedDataset, n_rows: int, tokeniser: Any) -> HeldOutRows:
+        rows = dataset.rows[:n_rows]
+        ids = [dataset.examples[item].ids[1:][dataset.examples[item].counts[1:]] for row in rows for item in row]
+        n_bytes = sum(len(tokeniser.decode(part).encode("utf-8")) for part in ids)
+        return cls(dataset, len(rows), n_bytes)
+
+    def loss(self, model: GPT) -> tuple[float, int]:
+        """Nats a token, and how many count."""
+        size = self.dataset.batch_size or 1
+        loss_of = loss_of_batches(model)
+        total, count = 0.0, 0
+        with model.evaluating(), np.errstate(all="ignore"):
+            for first in range(0, self.n_rows, size):
+                batch = self.dataset.together(range(first, min(first + size, self.n_rows)))
+                total += float(loss_of(batch, 1.0)) * batch.n_labels
+                count += batch.n_labels
+        return total / count, count
+
+    def bits_per_byte(self, nats_per_token: float, n_labels: int) -> float:
+        return nats_per_token * n_labels / math.log(2) / max(1, self.n_bytes)
+
+
+def measurer(held_out: HeldOutRows) -> Any:
+    """What a run calls to estimate the held-out loss: keeps the best checkpoint, and ends what grows no better."""
+
+    def measure(state: TuningState, run: Run) -> float:
+        loss, n_labels = held_out.loss(state.model)
+        bits = held_out.bits_per_byte(loss, n_labels)
+        state.evaluated_step = state.step
+        if math.isfinite(loss):
+            run.record(step=state.step, held_out_loss=loss, bits_per_byte=bits)
+        else:
+            run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
+        is_best = loss < state.best_loss
+        state.n_worse = 0 if is_best else state.n_worse + 1
+        said = "the best so far" if is_best else f"not better for {state.n_worse} estimates"
+        run.say(f"step {state.step}: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte: {said}")
+        if is_best or not run.best.exists():
+            state.best_loss = loss if is_best else state.best_loss
+            run.save(state, run.best)
+        if state.patience and state.n_worse >= state.patience and state.step < state.total_steps:
+            run.say(f"step {state.step}: it grows no better: training ends here (--patience {state.patience})")
+            state.total_steps = state.step
+        run.flush()
+        return loss
+
+    return measure
+
+
+# -------------------------------------------------------------------- samples
+def write_samples(
+    loaded: Pretrained, run: Run, title: str, prompts: Sequence[tuple[str, list[int]]], n_tokens: int
+) -> None:
+    """The likeliest continuation of each prompt, printed and added to samples.txt."""
+    window = loaded.model.config.context_window
+    stops = stop_tokens(loaded)
+    if loaded.tokeniser.chat_template:
+        try:
+            end = loaded.tokeniser.end_of_answer()
+            stops = stops if end is None else [*stops, end]
+        except ValueError:  # a template may refuse such a short conversation
+            pass
+    sampling = replace(Sampling(temperature=0.0), stop_tokens=stops, n_vocab=loaded.tokeniser.n_vocab)
+    lines = []
+    for prompt, ids in prompts:
+        known = ids[-max(1, window - n_tokens) :]
+        with loaded.model.evaluating():
+            drawn = [token for token in generate(loaded.model, known, n_tokens, sampling) if token not in stops]
+        lines.append(f"--- {title}\n>>> {prompt}\n{loaded.tokeniser.decode(drawn)}\n")
+    text = "".join(lines)
+    run.write(lambda: append(run.samples, text))
+    run.say(text.rstrip("\n"))

@@ -1,0 +1,321 @@
+"""Examples to fine-tune a model on: texts, prompts with what is to follow them, and conversations.
+
+A folder or a file: what ends in .jsonl has an object a line, with "text", with "prompt" and "completion", or with
+"messages", each of which has a "role" and a "content"; anything else is plain text, a document a file. Of a prompt with
+its completion only the latter counts, and of a conversation only the answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.files import read_file
+from tricycle.packing import Example
+from tricycle_datasets.text import text_files
+
+SHAPES = '"text", "prompt" and "completion", or "messages"'
+HELD_OUT_SHARE = 20  # one in so many
+LONGEST_SAID = 60  # characters of what came
+OPENING = 24  # tokens of a text that a sample goes on from
+
+
+class Record(NamedTuple):
+    """One text, pair or conversation as it was written.
+
+    Attributes:
+        where: file and line, for messages.
+        kind: "text", "pair" or "messages".
+        value: a text; a pair of them; or a list of messages.
+    """
+
+    where: str
+    kind: str
+    value: Any
+
+    @property
+    def number(self) -> int:
+        """One that depends on its content alone: equal records are held out together, or not at all."""
+        content = json.dumps([self.kind, self.value], sort_keys=True)
+        return int(hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest(), 16)
+
+
+# -------------------------------------------------------------------- reading
+def read_records(paths: Sequence[str | os.PathLike[str]]) -> list[Record]:
+    """What files and folders hold.
+
+    Raises:
+        ValueError: one line that names the file, and the line of it, where something is wrong: no text, no JSON, or
+            another shape.
+    """
+    records = [record for root in paths for path, _ in text_files(Path(root)) for record in _records_of(path)]
+    if not records:
+        raise ValueError(f"expected examples, found none in {', '.join(map(str, paths))}")
+    return records
+
+
+def _records_of(path: Path) -> Iterator[Record]:
+    content = read_file(path)
+    if path.suffix != ".jsonl":
+        yield Record(str(path), "text", content.decode("utf-8", "replace"))
+        return
+    n_records = 0
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            n_records += 1
+            yield _record(f"{path}: line {number}", line)
+    if not n_records:
+        raise ValueError(f"{path}: expected a line of JSON or more, got none")
+
+
+def _record(where: str, line: bytes) -> Record:
+    """
+    Raises:
+        ValueError: as of `read_records`.
+    """
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected an object of JSON, got {_short(line)}: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object with {SHAPES}, got {_short(value)}")
+    if "messages" in value:
+        return Record(where, "messages", _messages(where, value["messages"]))
+    if "prompt" in value and "completion" in value:
+        pair = [_text(where, name, value[name]) for name in ("prompt", "completion")]
+        return Record(where, "pair", pair)
+    if "text" in value:
+        return Record(where, "text", _text(where, "text", value["text"]))
+    raise ValueError(f"{where}: expected an object with {SHAPES}, got {', '.join(map(repr, value))[:LONGEST_SAID]}")
+
+
+def _text(where: str, name: str, value: Any) -> str:
+    if not isinstance(value, str) or (not value and name != "prompt"):
+        least = "" if name == "prompt" else " of a character or more"
+        raise ValueError(f"{where}: expected {name} to be a text{least}, got {_short(value)}")
+    return value
+
+
+def _messages(where: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: expected messages to be a list of them, got {_short(value)}")
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{where}: expected message {number} to have a role, got {_short(message)}")
+        if not isinstance(message.get("content"), str):
+            got = _short(message.get("content"))
+            raise ValueError(f"{where}: expected message {number} to have a text as its content, got {got}")
+    if not any(message["role"] == "assistant" for message in value):
+        raise ValueError(f'{where}: expected a message of the role "assistant" to learn from, got none')
+    return value
+
+
+def _short(value: Any) -> str:
+    said = repr(value)
+    return said if len(said) <= LONGEST_SAID else f"{said[:LONGEST_SAID]}..."
+
+
+# -------------------------------------------------------------------- in tokens
+@dataclass
+class Reader:
+    """Makes examples of records, none longer than a window, and counts what it had to leave out.
+
+    Attributes:
+        tokeniser: the model's.
+        window: tokens that are read at once; an example has one more.
+        cut_answers: cut answers that are longer than that, where otherwise they are refused.
+        n_cut: examples that lost something. n_cut_tokens: what they lost.
+        n_left_out: examples of which nothing was left that counts.
+    """
+
+    tokeniser: Any
+    window: int
+    cut_answers: bool = False
+    n_cut: int = 0
+    n_cut_tokens: int = 0
+    n_left_out: int = 0
+
+    def examples(self, record: Record) -> list[Example]:
+        """Of one record: several of a long text, one or none of anything else.
+
+        Raises:
+            ValueError: an answer that is longer than the window; or a conversation that the model's template does not
+                take, or for which it has none.
+        """
+        if record.kind == "text":
+            return list(self.windows(self.text_ids(record.value)))
+        example = self._pair(record) if record.kind == "pair" else self._conversation(record)
+        n_over = len(example.ids) - 1 - self.window
+        if n_over > 0:
+            # of a pair the beginning of the prompt is missed least; a conversation is cut where it would go on
+            cut = slice(n_over, None) if record.kind == "pair" and not self.cut_answers else slice(0, self.window + 1)
+            example = Example(example.ids[cut], example.counts[cut].copy())
+            self.n_cut += 1
+            self.n_cut_tokens += n_over
+        if example.n_labels == 0:
+            self.n_left_out += 1
+            return []
+        return [example]
+
+    def text_ids(self, text: str) -> np.ndarray:
+        """A text between what begins texts and what ends them."""
+        start = self.tokeniser.start_of_text
+        before = [] if start is None else [start]
+        ids = [*before, *self.tokeniser.encode_plain(text), self.tokeniser.end_of_text]
+        return np.array(ids, np.int64)
+
+    def windows(self, ids: np.ndarray) -> Iterator[Example]:
+        """Of a text of any length, each of whose tokens but the first is predicted once."""
+        for start in range(0, len(ids) - 1, self.window):
+            piece = ids[start : start + self.window + 1]
+            yield Example(piece, np.ones(len(piece), bool))
+
+    def _pair(self, record: Record) -> Example:
+        prompt, completion = record.value
+        before = self.prompt_ids(prompt)
+        answer = [*map(int, self.tokeniser.encode_plain(completion)), self.tokeniser.end_of_text]
+        return self._joined(record, [(before, False), (answer, True)])
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """As the model will read it when it is used."""
+        ids = [int(token) for token in self.tokeniser.encode(prompt)] if prompt else []
+        return ids or [self.tokeniser.new_text]
+
+    def _conversation(self, record: Record) -> Example:
+        self.expect_template(record.where)
+        try:
+            parts = self.tokeniser.chat_parts(record.value)
+        except ValueError as error:
+            raise ValueError(f"{record.where}: {error}") from None
+        return self._joined(record, parts)
+
+    def expect_template(self, where: str) -> None:
+        """
+        Raises:
+            ValueError: the model has none.
+        """
+        if not self.tokeniser.chat_template:
+            raise ValueError(f"{where}: expected a model with a chat template for messages, this one has none")
+
+    def _joined(self, record: Record, parts: list[tuple[list[int], bool]]) -> Example:
+        longest = max(len(ids) for ids, is_answer in parts if is_answer)
+        if longest > self.window and not self.cut_answers:
+            advice = "--cut-answers cuts such answers"
+            raise ValueError(
+                f"{record.where}: expected answers of at most {self.window} tokens (--context-window), got one of "
+                f"{longest}; {advice}"
+            )
+        counts = [self._counted(ids) if is_answer else np.zeros(len(ids), bool) for ids, is_answer in parts]
+        ids = np.array([token for ids, _ in parts for token in ids], np.int64)
+        return Example(ids, np.concatenate(counts))
+
+    def _counted(self, answer: list[int]) -> np.ndarray:
+        """Up to the special token that ends it: what a template writes behind, the model need not."""
+        special: frozenset[int] = getattr(self.tokeniser, "special_ids", frozenset())
+        ends = [i for i, token in enumerate(answer) if token in special]
+        last = ends[-1] if ends else len(answer) - 1
+        return np.arange(len(answer)) <= last
+
+
+# -------------------------------------------------------------------- all of them
+@dataclass
+class Examples:
+    """What is learnt from, and what is held out.
+
+    Attributes:
+        prompts: of held-out records, as a text and as the model reads them.
+        reader: has counted what was cut off.
+        digest: changes where a record does.
+    """
+
+    train: list[Example]
+    held_out: list[Example]
+    prompts: list[tuple[str, list[int]]]
+    reader: Reader
+    digest: str = ""
+    n_records: int = 0
+    kinds: set[str] = field(default_factory=set)
+
+
+def load_examples(records: Sequence[Record], reader: Reader, held_out: Sequence[Record] = ()) -> Examples:
+    """Examples of records.
+
+    Args:
+        held_out: of these nothing is learnt. Without, one record in twenty is held out, chosen by its content; of fewer
+            than twenty plain texts the last twentieth of each.
+
+    Raises:
+        ValueError: as of `Reader.examples`; or too little to learn from and hold out.
+    """
+    digest = hashlib.sha256(str([record.number for record in (*records, *held_out)]).encode()).hexdigest()
+    kinds = {record.kind for record in records}
+    if held_out:
+        learnt, held = list(records), list(held_out)
+    elif kinds == {"text"} and len(records) < HELD_OUT_SHARE:
+        train, rest = _cut_texts(records, reader)
+        return Examples(train, rest, _openings(rest, reader), reader, digest, len(records), kinds)
+    else:
+        learnt, held = _split(records)
+    train = [example for record in learnt for example in reader.examples(record)]
+    rest = [example for record in held for example in reader.examples(record)]
+    if not train or not rest:
+        raise ValueError(
+            f"expected enough to learn from and to hold out, got {len(train)} and {len(rest)} examples of "
+            f"{len(records) + len(held_out)} records"
+        )
+    prompts = [_prompt(record, reader) for record in held[:HELD_OUT_SHARE]]
+    return Examples(train, rest, prompts, reader, digest, len(records) + len(held_out), kinds)
+
+
+def _split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    numbers = [record.number for record in records]
+    held = [number % HELD_OUT_SHARE == 0 for number in numbers]
+    if not any(held) or all(held):
+        held = [number == min(numbers) for number in numbers]
+    return [r for r, out in zip(records, held) if not out], [r for r, out in zip(records, held) if out]
+
+
+def _cut_texts(records: Sequence[Record], reader: Reader) -> tuple[list[Example], list[Example]]:
+    """Of each text the last part is held out.
+
+    Raises:
+        ValueError: they are all too short for that.
+    """
+    train: list[Example] = []
+    held: list[Example] = []
+    for record in records:
+        ids = reader.text_ids(record.value)
+        cut = len(ids) - max(1, len(ids) // HELD_OUT_SHARE)
+        if cut < 2:
+            continue
+        train += reader.windows(ids[:cut])
+        held += reader.windows(ids[cut - 1 :])
+    if not train:
+        raise ValueError(f"expected a text of at least three tokens, got none in {records[0].where}")
+    return train, held
+
+
+def _openings(examples: Sequence[Example], reader: Reader) -> list[tuple[str, list[int]]]:
+    """How texts begin."""
+    openings = [[int(token) for token in example.ids[:OPENING]] for example in examples[:HELD_OUT_SHARE]]
+    return [(reader.tokeniser.decode(ids), ids) for ids in openings]
+
+
+def _prompt(record: Record, reader: Reader) -> tuple[str, list[int]]:
+    """What a record asks."""
+    if record.kind == "text":
+        ids = [int(token) for token in reader.text_ids(record.value)[:OPENING]]
+        return reader.tokeniser.decode(ids), ids
+    if record.kind == "pair":
+        return record.value[0], reader.prompt_ids(record.value[0])
+    first = next(i for i, message in enumerate(record.value) if message["role"] == "assistant")
+    asked = record.value[:first]
+    ids = reader.tokeniser.chat(asked, allowed_special=False)
+    return (asked[-1]["content"] if asked else ""), ids
