@@ -69,7 +69,7 @@ class Run:
         spent: seconds that preparing took; they count towards `minutes`.
         on_full_disk: "wait" until there is room, or "stop" with an error; what was saved is whole either way.
         held_out_bytes: the held-out text itself.
-        update: makes one update, as `train_step` does.
+        update: makes one update, in place of `train_step`.
         measure: estimates the held-out loss and keeps the best checkpoint, in place of `estimate`.
     """
 
@@ -84,7 +84,7 @@ class Run:
     held_out_bytes: bytes = b""
     show_progress: bool = True
     on_full_disk: OnFullDisk = "stop"
-    update: Callable[[Any], tuple[Any, Any]] = train_step
+    update: Callable[[Any], tuple[Any, Any]] | None = None
     measure: Callable[[Any, Any], float] | None = None
     _log: list[dict[str, Any]] = field(default_factory=list)
 
@@ -310,7 +310,7 @@ class _Updates:
         if not self.waiting:
             self._started = clock.awake_seconds()
         try:
-            self.waiting.append(self.run.update(self.state))
+            self.waiting.append((self.run.update or train_step)(self.state))
         except NonFiniteError as error:
             self.state.step += 1
             self._bad[self.state.step] = str(error).removeprefix(f"step {self.state.step}: ")
