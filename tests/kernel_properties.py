@@ -74,6 +74,18 @@ def _gelu_backward(draw):
     return Arguments([rng.standard_normal(shape), *known])
 
 
+@of("swiglu")
+def _swiglu(draw):
+    shape = any_shape(draw)
+    return Arguments([generator(draw).standard_normal((*shape[:-1], 2 * shape[-1] if shape else 2))])
+
+
+@of("swiglu_backward")
+def _swiglu_backward(draw):
+    shape, rng = (*any_shape(draw), draw(LENGTHS)), generator(draw)
+    return Arguments([rng.standard_normal(shape), rng.standard_normal((*shape[:-1], 2 * shape[-1]))])
+
+
 @of("multiply")
 def _multiply(draw):
     shape, rng = any_shape(draw), generator(draw)

@@ -129,6 +129,11 @@ CASES = {
     "softmax1": (_rows, [(shape,) for shape in ROWS]),
     "softmax_backward": (_softmax_backward, [(shape,) for shape in ROWS]),
     "log_softmax": (_rows, [(shape,) for shape in ROWS]),
+    "swiglu": (_rows, [((*shape, 2 * n),) for shape in ((), (3,), (2, 0), (2, 5), (700,)) for n in (1, 17, 500)]),
+    "swiglu_backward": (
+        lambda rng, shape, n: (rng.standard_normal((*shape, n)), 9 * rng.standard_normal((*shape, 2 * n))),
+        [(shape, n) for shape in ((), (3,), (2, 0), (2, 5), (700,)) for n in (1, 17, 500)],
+    ),
     "gelu": (_rows, [(shape,) for shape in ANY]),
     "gelu_with_slope": (_rows, [(shape,) for shape in ANY]),
     "gelu_backward": (_gelu_backward, [(shape, knows) for shape in ANY for knows in ("x", "slope")]),

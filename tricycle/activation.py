@@ -97,6 +97,10 @@ class Gated(Op):
             raise ValueError(f"{type(self).__name__}: expected a last axis of even length, got shape {x.shape}")
         half = x.shape[-1] // 2
         array = floating(x.array)
+        if type(self.activation) is Swish:
+            return record(
+                kernels.swiglu(array), (x,), lambda grad, wanted: (kernels.swiglu_backward(grad, array),), self.name
+            )
         value = array[..., :half]
         opened = self.activation(Tensor(array[..., half:], x.requires_grad))
 

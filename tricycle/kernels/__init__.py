@@ -23,6 +23,8 @@ from tricycle.kernels.reference.elementwise import (
     relu_squared,
     rotate,
     sigmoid,
+    swiglu,
+    swiglu_backward,
 )
 from tricycle.kernels.reference.few_bits import FewBits, few_bits_matmul
 from tricycle.kernels.reference.generation import attend_one, gated_swish, normalise, turn
@@ -70,6 +72,8 @@ __all__ = [
     "gelu_backward",
     "relu_squared",
     "sigmoid",
+    "swiglu",
+    "swiglu_backward",
     "multiply",
     "operand",
     "operand_and_sums",

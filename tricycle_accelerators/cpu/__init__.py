@@ -44,6 +44,8 @@ def register(array: type) -> None:
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
     kernels.gelu_backward.on(array)(elementwise.gelu_backward)
     kernels.relu_squared.on(array)(elementwise.relu_squared)
+    kernels.swiglu.on(array)(elementwise.swiglu)
+    kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
     kernels.multiply.on(array)(elementwise.multiply)
     kernels.rotate.on(array)(elementwise.rotate)
 

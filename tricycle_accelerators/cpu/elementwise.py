@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import NotImplementedType
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels.reference.elementwise import SQRT_2_OVER_PI
-from tricycle.kernels.reference.widening import is_narrow, widening
+from tricycle.kernels.reference.widening import is_narrow, wide, widening
 from tricycle_accelerators import pieces, threads
+
+FARTHEST = 87  # e to this is near the end of float32
 
 
 @widening(1)
@@ -70,6 +73,58 @@ def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     threads.parallel(work, pieces.cut(flat.size))
     return y.reshape(x.shape), slope.reshape(x.shape)
+
+
+@widening(1)
+def swiglu(x: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    rows = _rows(x)
+    y = np.empty((len(rows), half), x.dtype)
+
+    def work(piece: slice) -> None:
+        b = rows[piece, half:]
+        out = _sigmoid(b, y[piece])
+        out *= b
+        out *= rows[piece, :half]
+
+    threads.parallel(work, pieces.cut(*y.shape))
+    return y.reshape(*x.shape[:-1], half)
+
+
+@widening(1)
+def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
+    half = x.shape[-1] // 2
+    rows, slopes = _rows(wide(x)), _rows(grad)
+    dx = np.empty(rows.shape, grad.dtype)
+
+    def work(piece: slice) -> None:
+        a, b, dy = rows[piece, :half], rows[piece, half:], slopes[piece]
+        to_a, to_b = dx[piece, :half], dx[piece, half:]
+        gate = _sigmoid(b, np.empty(b.shape, b.dtype))
+        np.multiply(dy, gate, out=to_a)
+        np.subtract(1, gate, out=gate)
+        gate *= b
+        gate += 1
+        np.multiply(to_a, a, out=to_b)
+        to_b *= gate
+        to_a *= b
+
+    threads.parallel(work, pieces.cut(*slopes.shape))
+    return dx.reshape(x.shape)
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    """As (N, C), each row in one piece."""
+    return np.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)), into `out`; of numbers so small that exp(-x) would overflow, that of FARTHEST."""
+    np.negative(x, out=out)
+    np.minimum(out, FARTHEST, out=out)
+    np.exp(out, out=out)
+    out += 1
+    return np.divide(1, out, out=out)
 
 
 def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedType:

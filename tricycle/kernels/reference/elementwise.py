@@ -8,7 +8,7 @@ import numpy as np
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.reference.widening import widening
+from tricycle.kernels.reference.widening import wide, widening
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
@@ -42,6 +42,29 @@ def gelu_with_slope(x: Array) -> tuple[Array, Array | None]:
     t = xp.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x**3))
     slope = SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x**2)
     return 0.5 * x * (1 + t), 0.5 * (1 + t + x * (1 - t * t) * slope)
+
+
+@kernel
+@widening(1)
+def swiglu(x: Array) -> Array:
+    """a b sigmoid(b) for [a, b] = x along the last axis (Shazeer 2020)."""
+    half = x.shape[-1] // 2
+    b = x[..., half:]
+    return x[..., :half] * (b * sigmoid(b))
+
+
+@kernel
+@widening(1)
+def swiglu_backward(grad: Array, x: Array) -> Array:
+    """The gradient of x, given that of swiglu(x). The sigmoids are found again, and need no memory."""
+    x = wide(x)
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    gate = sigmoid(b)
+    dx = array_module(x).empty(x.shape, grad.dtype)
+    dx[..., :half] = grad * (b * gate)
+    dx[..., half:] = grad * a * gate * (1 + b * (1 - gate))
+    return dx
 
 
 @kernel
