@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tricycle import kernels
-from tricycle_accelerators.compiled import generation
+from tricycle_accelerators.compiled import generation, optimisers
 from tricycle_accelerators.compiled.generation import loops
 
 pytest.importorskip("numba")
@@ -25,6 +25,23 @@ def test_they_are_asked():
     assert generation.attend_one(normal(4, 8), normal(5, 2, 8), normal(5, 2, 8), 0.3, None, False) is not NotImplemented
     assert generation.turn(normal(2, 4, 8), normal(2, 4), normal(2, 4)) is None
     assert generation.normalise(normal(2, 8).astype(np.float64), None, None, 1e-5, False) is NotImplemented
+
+
+@pytest.mark.parametrize("factor", [None, 0.3, 0.0, np.float32(np.nan)])
+def test_adamw(factor):
+    """Large enough to be asked, and not a multiple of anything."""
+    arrays = [normal(70_001, seed=i) for i in range(3)]
+    arrays.append(np.abs(normal(70_001, seed=4)) * 1e-3)
+    arrays[1][:5] = 0
+    arrays[3][:5] = 0
+    expected = [a.astype(np.float64) for a in arrays]
+    numbers = 7, 0.01, (0.9, 0.99), 1e-8, 0.1, factor
+    assert optimisers.adamw(*arrays, *numbers) is None
+    kernels.adamw.plain(*expected, *numbers)
+    for mine, theirs in zip(arrays, expected):
+        np.testing.assert_allclose(mine, theirs, 1e-5, 1e-6)
+    assert optimisers.adamw(*(a[:100] for a in arrays), *numbers) is NotImplemented
+    assert optimisers.adamw(*(a[::-1] for a in arrays), *numbers) is NotImplemented
 
 
 @pytest.mark.parametrize("name", ["gated_swish", "attend_one"])

@@ -1,8 +1,9 @@
 """Versions for NumPy arrays that Numba compiles (https://numba.pydata.org): many small steps in one call.
 
-They are for what a token asks for between its products, where each call of NumPy costs more than what it computes. It
-comes with `pip install 'tricycle-gpt[numba]'`. Compiling takes some seconds once; what comes of it is kept beside the
-files, or in the user's cache where these cannot be written to. Nothing is imported or compiled before the first call.
+They are for what a token asks for between its products, where each call of NumPy costs more than what it computes; and
+for AdamW, whose many small steps NumPy takes one after another. It comes with `pip install 'tricycle-gpt[numba]'`.
+Compiling takes some seconds once; what comes of it is kept beside the files, or in the user's cache where these cannot
+be written to. Nothing is imported or compiled before the first call.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from tricycle import kernels
-from tricycle_accelerators.compiled import attention, generation
+from tricycle_accelerators.compiled import attention, generation, optimisers
 
 
 @cache
@@ -32,3 +33,4 @@ def register(array: type) -> None:
     kernels.gated_swish.on(array)(generation.gated_swish)
     kernels.turn.on(array)(generation.turn)
     kernels.attend_one.on(array)(generation.attend_one)
+    kernels.adamw.on(array)(optimisers.adamw)

@@ -334,3 +334,19 @@ def split_bfloat16(x: np.ndarray, halves: np.ndarray) -> bool:
         for j in range(size):
             halves[n_rows + i, j] = np.uint16(_rounded(rest_bits[j]))
     return True
+
+
+# -------------------------------------------------------------------- training
+@_compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: np.ndarray) -> None:
+    """In place on weights and both moments, each of which is read and written once.
+
+    Args:
+        numbers: what the gradient is multiplied by; beta1, 1 - beta1, beta2, 1 - beta2, eps, the rate, what is kept.
+    """
+    share, beta1, rest1, beta2, rest2, eps, rate, kept = numbers
+    for i in range(len(w)):
+        slope = share * g[i]
+        m[i] = beta1 * m[i] + rest1 * slope
+        v[i] = beta2 * v[i] + rest2 * (slope * slope)
+        w[i] = kept * w[i] - rate * m[i] / (np.sqrt(v[i]) + eps)
