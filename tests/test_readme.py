@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -293,6 +294,26 @@ def command(request, line: str) -> None:
         assert (place / "my-model.gguf").is_file()
 
 
+def finetune(request, line: str) -> None:
+    """With a tiny model in place of SmolLM2."""
+    pytest.importorskip("jinja2")
+    from tiny_models import write_folder
+
+    folder = request.getfixturevalue("place")
+    if not (folder / "tiny").exists():
+        write_folder(folder / "tiny", context_window=100)
+    asked, answer = ({"role": role, "content": "the small birds"} for role in ("user", "assistant"))
+    lines = [json.dumps({"messages": [asked, answer | {"content": f"sing {i}"}]}) for i in range(30)]
+    (folder / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    words = ["tiny" if word == "smollm2" else word for word in shlex.split(line)[1:]]
+    if words[0] == "finetune":
+        assert "held-out loss" in good(call("-m", "tricycle", *words, "--steps", "2", folder=folder))
+        return
+    if not (folder / "runs" / "mine").exists():
+        finetune(request, next(line for line in LINES if "finetune" in line))
+    good(call("-m", "tricycle", *words, "--length", "3", folder=folder))
+
+
 COMMANDS = [
     "tricycle evaluate runs/my-run my_notes/one.md",
     "tricycle train --init-from runs/my-run --data text --files my_notes/ --steps 20",
@@ -304,6 +325,8 @@ LINES = {
         talk_to_smollm2
     ),
     **dict.fromkeys(COMMANDS, command),
+    "tricycle finetune smollm2 --data chats.jsonl --run-folder runs/mine": finetune,
+    "tricycle chat smollm2 --adapter runs/mine": finetune,
     "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,
     'pip install -e ".[bf16]" && python train_smol_gpt.py --precision bfloat16': bfloat16_run,
     "pip install -e . && python train_smol_gpt.py": default_run,
