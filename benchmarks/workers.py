@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,15 +42,27 @@ class Worker:
 
     Args:
         python: the interpreter, if it is not this one.
+        starter: the program that starts the interpreter, with its words; as mpiexec.
+        settings: environment variables.
     """
 
-    def __init__(self, side: str, threads: int, module: str, *words: str, python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        side: str,
+        threads: int,
+        module: str,
+        *words: str,
+        python: str = sys.executable,
+        starter: Sequence[str] = (),
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in PINS}
+        environment.update(settings or {})
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[name] = str(threads)
         self.side = side
         self.process = subprocess.Popen(
-            [python, "-m", module, *words],
+            [*starter, python, "-m", module, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -103,7 +115,9 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
     return lambda: train_on_batch(model, optimiser, loss_of, next(data))
 
 
-def torch_step(config: GPTConfig, precision: str = "float32", compiled: bool = False):
+def torch_step(
+    config: GPTConfig, precision: str = "float32", compiled: bool = False, wrap: Callable = lambda model: model
+):
     """The same model in PyTorch: scaled_dot_product_attention, fused AdamW, and autocast for other precisions."""
     import torch
     from torch import nn
@@ -146,6 +160,7 @@ def torch_step(config: GPTConfig, precision: str = "float32", compiled: bool = F
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     if compiled:
         model = torch.compile(model)
+    model = wrap(model)
     data = batches(config)
 
     def step() -> float:
