@@ -66,7 +66,7 @@ class Costs(NamedTuple):
     Attributes:
         share: of a step, what it would not take without sums.
         hidden: of the time that sums would take after the backward pass, what a step with overlap does not take; None
-            where that time is less than a hundredth of a step, which is noise.
+            where that time is less than a twentieth of a step: noise.
     """
 
     share: float
@@ -76,7 +76,7 @@ class Costs(NamedTuple):
 def costs_of(overlapped: float, late: float, silent: float) -> Costs:
     """From the seconds of a step with sums that overlap the backward pass, with sums after it, and without."""
     whole = late - silent
-    return Costs((overlapped - silent) / overlapped, (late - overlapped) / whole if whole > 0.01 * late else None)
+    return Costs((overlapped - silent) / overlapped, (late - overlapped) / whole if whole > 0.05 * late else None)
 
 
 def report(shape: str, n_ranks: int, answers: dict[str, list[Any]], sums: float) -> str:

@@ -6,6 +6,9 @@ from tricycle.configs import GPTConfig
 
 SHAPES = {
     "tiny": GPTConfig(vocab_size=256, context_window=32, embedding_dim=32, n_heads=2, n_layers=2, batch_size=2),
+    "XS": GPTConfig(
+        vocab_size=1024, context_window=64, embedding_dim=256, n_heads=4, n_layers=4, batch_size=4, tied=False
+    ),
     "S": GPTConfig(
         vocab_size=1024, context_window=256, embedding_dim=384, n_heads=6, n_layers=6, batch_size=16, tied=False
     ),
