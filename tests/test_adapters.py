@@ -176,6 +176,26 @@ def test_few_bits_stay_and_gradients_flow_through_them(kind, tmp_path):
     assert loaded.model.blocks[0].attention.qkv.weights.array.dtype.itemsize < 4
 
 
+def test_blocks_that_are_computed_again_give_the_same_gradients(tmp_path):
+    loaded = both("Llama", tmp_path)[1]
+    adapter = new_adapter(loaded, LoRAConfig(rank=2, dropout=0.3))
+    enliven_adapter(adapter)
+    tokens = some_tokens()
+    results = []
+    for recompute in (False, True):
+        loaded.model.train()
+        loaded.model.recompute = recompute
+        loaded.model.generator = np.random.default_rng(3)
+        for low_rank in adapter.low_ranks.values():
+            low_rank.dropout.generator = loaded.model.generator
+        gradients(loaded.model, labelled(loaded.model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
+        results.append({name: p.grad.numpy().copy() for name, p in adapter.named_parameters()})
+        loaded.model.zero_grad()
+    for name, grad in results[0].items():
+        assert np.abs(grad).max() > 0
+        np.testing.assert_array_equal(grad, results[1][name])
+
+
 # -------------------------------------------------------------------- twenty updates
 def their_step(model: Any, optimiser: Any, tokens: np.ndarray) -> float:
     logits = model(torch.tensor(tokens[:, :-1])).logits

@@ -288,6 +288,12 @@ def test_other_bad_input(theirs, data, tmp_path):
         tune(theirs, data, run)
     with pytest.raises(ValueError, match="expected an adapter of this model"):
         generate_main([str(other), "the", "--adapter", str(run)])
+    about = json.loads((run / "data.json").read_text())
+    for broken in ({"rank": "many"}, {"data": [3]}, {"spoon": 1}):
+        (run / "data.json").write_text(json.dumps({**about, "arguments": {**about["arguments"], **broken}}))
+        with pytest.raises(ValueError, match=r"data\.json: expected"):
+            finetune(["--resume", str(run)])
+    (run / "data.json").write_text(json.dumps(about))
     lines(data, conversations(30))
     with pytest.raises(ValueError, match="the data that it was trained on, which have changed since"):
         finetune(["--resume", str(run)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 import shlex
 import signal
 import sys
@@ -200,13 +201,20 @@ def read_arguments(folder: Path) -> Arguments:
             f"{folder}: expected a run folder of `tricycle finetune`, with config.json and data.json"
         )
     stated = read_json_object(path).get("arguments")
-    if not isinstance(stated, dict):
-        raise ValueError(f"{path}: expected a run of `tricycle finetune`, it has no arguments")
-    fields = {field.name: field for field in dataclasses.fields(Arguments)}
-    if set(stated) - set(fields):
-        raise ValueError(
-            f"{path}: expected arguments of `tricycle finetune`, got {', '.join(set(stated) - set(fields))}"
-        )
+    usual = Arguments()
+    known = {field.name for field in dataclasses.fields(Arguments)} - {"run_folder", "resume"}
+    if not isinstance(stated, dict) or set(stated) - known or stated.get("method") not in tuple(RATES):
+        raise ValueError(f"{path}: expected the arguments of a run of `tricycle finetune`, it has no such")
+    for name, value in stated.items():
+        default = getattr(usual, name)
+        if isinstance(default, tuple):
+            fits = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        elif isinstance(default, float):
+            fits = type(value) in (int, float)
+        else:
+            fits = type(value) is type(default)
+        if not fits:
+            raise ValueError(f"{path}: expected {name} to be like {default!r}, got {reprlib.repr(value)}")
     paths = {name: tuple(Path(part) for part in stated.get(name, ())) for name in ("data", "held_out")}
     texts = {name: tuple(stated.get(name, ())) for name in ("targets", "prompts")}
     return Arguments(**{**stated, **paths, **texts, "run_folder": folder})
@@ -395,8 +403,7 @@ def report(state: TuningState, run: Run, arguments: Arguments, description: dict
     best = next((line for line in lines if line["step"] == best_step), {})
     bits = best.get("bits_per_byte", math.nan)
     if arguments.sample_tokens and state.loaded is not None:
-        prompts = [(text, ids) for text, ids in description.get("prompts", [])]
-        write_samples(state.loaded, run, "after", prompts, arguments.sample_tokens)
+        write_samples(state.loaded, run, "after", _read_prompts(run, description), arguments.sample_tokens)
     picture = run.folder / "loss.png"
     metrics = read_metrics(run.metrics)
     bits_per_nat = bits / after if after else 0.0
@@ -409,6 +416,23 @@ def report(state: TuningState, run: Run, arguments: Arguments, description: dict
     )
     print(f"loss curve: {picture}; samples: {run.samples}")
     _say_how_to_go_on(run.folder, arguments, state.loaded)
+
+
+def _read_prompts(run: Run, description: dict[str, Any]) -> list[tuple[str, list[int]]]:
+    """Those of the samples before.
+
+    Raises:
+        ValueError: data.json does not say them as a run writes it.
+    """
+    prompts = []
+    for pair in description.get("prompts", []):
+        sound = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
+        if not sound or not all(type(token) is int for token in pair[1]):
+            raise ValueError(
+                f"{run.folder / 'data.json'}: expected prompts of a text and ids, got {reprlib.repr(pair)}"
+            )
+        prompts.append((pair[0], pair[1]))
+    return prompts
 
 
 def _say_how_to_go_on(folder: Path, arguments: Arguments, loaded: Pretrained | None) -> None:
