@@ -13,6 +13,7 @@ from tricycle.evaluation import evaluate
 from tricycle.functions import linear, soft_cap
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense, Dropout, Layer
+from tricycle.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.recompute import recompute
@@ -105,6 +106,30 @@ def test_frozen_weights_and_adapters_behind_them():
         results.append(grads_of(model)[1])
     assert len(results[0]) == 8
     assert same(*results)
+
+
+def test_adapters_with_dropout_on_texts_side_by_side(monkeypatch):
+    """As fine-tuning has them: recomputed, and with the loss in pieces, whose sums are rounded otherwise."""
+    documents = np.repeat([[0, 1, 2], [0, 0, 1]], [5, 5, 6], axis=1)
+    tokens = RNG.integers(0, 97, (2, 16))
+    labels = to_tensor(np.where(RNG.random((2, 16)) < 0.5, -100, np.roll(tokens, -1, 1)), dtype=int)
+    results = []
+    for again, at_once in ((False, 2**24), (True, 2**24), (True, 97 * 3)):
+        monkeypatch.setattr(models, "LOGITS_AT_ONCE", at_once)
+        model = GPT(replace(CONFIG, positions="rotary"))
+        model.recompute = again
+        part = Part("up", 0, 128, 4, 2.0)
+        low_ranks = {}
+        for i, block in enumerate(model.blocks):
+            low_rank = low_ranks[f"blocks.{i}.mlp.up"] = LowRank(32, block.mlp.up.to_size, [part], 0.5, model.generator)
+            low_rank.ups[0].array[...] = np.random.default_rng(i).standard_normal((4, 128))
+        adapter = Adapter(model, low_ranks, LoRAConfig()).put_on()
+        model.loss(tokens, labels, CrossEntropy(-100), 1.0, documents).backward()
+        results.append({name: p.grad.array for name, p in adapter.named_parameters()})
+    assert len(results[0]) == 6 and all(array.any() for array in results[0].values())
+    assert same(results[0], results[1])
+    for name, array in results[0].items():
+        np.testing.assert_allclose(results[2][name], array, 1e-4, 1e-5 * abs(array).max(), err_msg=name)
 
 
 class Noisy(Layer):
