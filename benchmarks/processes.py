@@ -87,10 +87,12 @@ def report(shape: str, n_ranks: int, answers: dict[str, list[Any]], sums: float)
     lines = [
         f"shape {shape}: {n_ranks} x {config.batch_size} x {config.context_window} tokens a step, float32, medians of "
         f"{len(answers[OURS])} steps, {STEPS_A_TURN} in a turn",
-        f"{'':<22}{'tokens/s':>10}{'ranks / it':>12}{'ms a step':>11}",
+        f"{'':<22}{'tokens/s':>10}{'ranks / it':>12}{'ms a step':>11}{'least':>9}",
     ]
     for name, each in seconds.items():
-        lines.append(f"{name:<22}{n_tokens / each:>10,.0f}{each / seconds[OURS]:>12.2f}{1e3 * each:>11.1f}")
+        least = min(step["seconds"] for step in answers[name])
+        ratios = f"{n_tokens / each:>10,.0f}{each / seconds[OURS]:>12.2f}"
+        lines.append(f"{name:<22}{ratios}{1e3 * each:>11.1f}{1e3 * least:>9.1f}")
     costs = costs_of(seconds[OURS], seconds[LATE], seconds[SILENT])
     waited = statistics.median(each["waited"] for each in answers[OURS])
     hidden = "too little to tell" if costs.hidden is None else f"{costs.hidden:.0%}"

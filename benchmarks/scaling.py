@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -123,24 +122,22 @@ def least_tokens(flops: float, bandwidth: float) -> float:
 
 
 # -------------------------------------------------------------------- measuring
-def median_parts(steps: Sequence[Any]) -> Parts:
-    """From what steps without sums said of themselves."""
-    compute = statistics.median(step["backward"] for step in steps)
-    update = statistics.median(step["seconds"] - step["backward"] for step in steps)
-    moments = zip(*([moment for moment, _ in step["sent"]] for step in steps))
-    sizes = [n_bytes for _, n_bytes in steps[0]["sent"]]
-    sent = [(min(statistics.median(each), compute), n_bytes) for each, n_bytes in zip(moments, sizes)]
-    return Parts(tuple(sent), compute, update)
+def quickest_parts(steps: Sequence[Any]) -> Parts:
+    """From what steps without sums said of themselves: of the quickest, which others disturbed least."""
+    step = min(steps, key=lambda step: step["seconds"])
+    compute = step["backward"]
+    sent = tuple((min(moment, compute), n_bytes) for moment, n_bytes in step["sent"])
+    return Parts(sent, compute, step["seconds"] - compute)
 
 
 def measure(worker: Worker, n_steps: int) -> Parts:
     """The parts of a step of these ranks, while all of them compute."""
     steps = [worker.ask('{"do": "step", "summing": false}') for _ in range(n_steps + 1)]
-    return median_parts(steps[1:])
+    return quickest_parts(steps[1:])
 
 
 class Checked(NamedTuple):
-    """A prediction beside what was measured, seconds a step."""
+    """A prediction beside what was measured: seconds of the quickest step."""
 
     n: int
     overlap: bool
@@ -173,10 +170,10 @@ def check(shape: str, counts: Sequence[int], n_steps: int) -> list[Checked]:
             for overlap, times in slow.items():
                 times.append(worker.ask(words % (*cost, str(overlap).lower()))["seconds"])
         end(worker)
-        parts = median_parts(silent)
+        parts = quickest_parts(silent)
         for overlap, times in slow.items():
             predicted = step_seconds(parts, [cost] if n > 1 else None, overlap=overlap)
-            rows.append(Checked(n, overlap, predicted, statistics.median(times)))
+            rows.append(Checked(n, overlap, predicted, min(times)))
     return rows
 
 
@@ -210,14 +207,18 @@ def efficiencies(parts: Parts, n_batches: int) -> dict[str, Efficiency]:
     }
 
 
-def table(parts: Parts, n_batches: int) -> str:
-    """Up to how many ranks each link pays."""
+def table(parts: Parts, n_batches: int, n_tokens: int) -> str:
+    """Up to how many ranks each link pays, and how many tokens a rank needs for a ring to be hidden."""
     lines = [f"{'ranks with an efficiency of ' + format(PAYS, '.0%'):<36}" + "".join(f"{name:>12}" for name in LINKS)]
     for kind, efficiency in efficiencies(parts, n_batches).items():
         for overlap in (True, False):
             name = f"{kind} scaling, {'overlapped' if overlap else 'sums after backward'}"
             most = [pays_until(efficiency, link, overlap) for link in LINKS.values()]
             lines.append(f"{name:<36}" + "".join(f"{n:>12}" if n < COUNTS[-1] else f"{f'{n}+':>12}" for n in most))
+    n_parameters = sum(n_bytes for _, n_bytes in parts.sent) / 4
+    flops = 6 * n_parameters * n_tokens / parts.compute
+    tokens = [least_tokens(flops, link.bandwidth) for link in LINKS.values()]
+    lines.append(f"{'tokens a rank, to hide a ring':<36}" + "".join(f"{n:>12,.0f}" for n in tokens))
     return "\n".join(lines)
 
 
@@ -254,13 +255,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="S", help="model and a rank's batch")
     parser.add_argument("--threads", type=int, default=1, help="of the rank that is measured")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the quickest counts")
     parser.add_argument("--batches", type=int, default=512, help="of all ranks together, for strong scaling")
     parser.add_argument("--faster", type=float, nargs="+", default=[1, 30], help="ranks so many times as fast, too")
     parser.add_argument("--check", choices=SHAPES, help="compare with ranks here, on this shape")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4], help="of ranks, to compare with")
     parser.add_argument("--out", type=Path, help="draw efficiencies to this PNG file")
     arguments = parser.parse_args()
+    config = SHAPES[arguments.shape]
     worker = ranks_worker(arguments.shape, 1, arguments.threads)
     parts = measure(worker, arguments.steps)
     end(worker)
@@ -272,10 +274,10 @@ def main() -> None:
     )
     for factor in arguments.faster:
         print(f"\nranks {factor:g} times as fast; strong scaling of {arguments.batches} batches")
-        print(table(parts.faster(factor), arguments.batches))
+        print(table(parts.faster(factor), arguments.batches, config.batch_size * config.context_window))
     if arguments.check:
         print(f"\n{'ranks':>5}{'overlap':>9}{'predicted ms':>14}{'measured ms':>13}{'error':>8}")
-        for row in check(arguments.check, arguments.counts, arguments.steps):
+        for row in check(arguments.check, arguments.counts, 4 * arguments.steps):
             times = f"{1e3 * row.predicted:>14.0f}{1e3 * row.measured:>13.0f}"
             print(f"{row.n:>5}{'yes' if row.overlap else 'no':>9}{times}{row.error:>+8.0%}")
     if arguments.out:

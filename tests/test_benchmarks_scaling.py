@@ -126,9 +126,9 @@ def test_how_many_tokens_hide_a_ring():
     assert 4 * n_parameters * n_tokens / flops == pytest.approx(ring(10**6, Link(0, bandwidth)).seconds(4e7), rel=1e-5)
 
 
-def test_parts_are_medians():
-    steps = [{"seconds": 3 + i, "backward": 2 + i / 2, "sent": [[1 + i, 8], [1.9, 4]]} for i in range(3)]
-    assert scaling.median_parts(steps) == Parts(((2, 8), (1.9, 4)), 2.5, 1.5)
+def test_parts_are_of_the_quickest_step():
+    steps = [{"seconds": 3 + i, "backward": 2 + i / 2, "sent": [[1 + i, 8], [2.1, 4]]} for i in (2, 0, 1)]
+    assert scaling.quickest_parts(steps) == Parts(((1, 8), (2, 4)), 2, 1)
 
 
 # -------------------------------------------------------------------- slowed links, and what they cost
