@@ -40,7 +40,7 @@ configs.checked configs.model configs.training configs.presets configs
 blocks models lora encoder
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
-optimisers scheduler processes files locks memory safetensors_file tokeniser
+processes shards optimisers scheduler files locks memory safetensors_file tokeniser
 pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
 pretrained.ggml_tokens
 dataset packing checkpoint training decoding sampling generate likeliest evaluation

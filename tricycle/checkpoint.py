@@ -23,7 +23,7 @@ from tricycle.dataset import CausalLMDataset
 from tricycle.files import atomic_write, naming
 from tricycle.memory import check_memory
 from tricycle.models import GPT, least_numbers
-from tricycle.optimisers import Optimiser
+from tricycle.optimisers import Memory, Optimiser
 from tricycle.safetensors_file import Place, read_places, write_header
 from tricycle.tokeniser import Tokeniser
 
@@ -58,12 +58,14 @@ def save_checkpoint(
     optimiser: Optimiser | None = None,
     dataset: CausalLMDataset | None = None,
     progress: dict[str, Any] | None = None,
+    memory: Memory | None = None,
 ) -> None:
     """Write a checkpoint. A file of that name is replaced only by a whole one.
 
     Args:
         tokeniser: goes along, so that the model can be used without its run.
         optimiser, dataset, progress: what training needs to go on as if it had not stopped.
+        memory: what the optimiser remembers, where several processes share it out.
 
     Raises:
         NotFiniteError: a weight or a moment is not finite; nothing is written then.
@@ -81,7 +83,7 @@ def save_checkpoint(
     if optimiser is not None:
         n_updates: dict[str, int] = {}
         for name, parameter in model.named_parameters():
-            n_updates[name], moments = optimiser.memory_of(parameter)
+            n_updates[name], moments = optimiser.memory_of(parameter) if memory is None else memory[parameter]
             for moment, array in moments.items():
                 key = f"optimiser.{moment}.{name}"
                 tensors[key] = devices.to_cpu(array)

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 from tricycle import devices, kernels
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
+from tricycle.shards import Shards
 from tricycle.tensor import Tensor, changed_in_place
 
 Schedule = Callable[[int], float]
 Predicate = Callable[[Tensor], bool]
 State = dict[str, Array]
+Memory = dict[Tensor, tuple[int, State]]  # of each parameter how many updates it had, and its state
 
 DECAYING = ("matrix", "embedding", "head")
 
@@ -265,7 +267,8 @@ class Optimiser:
         self.n_steps = 0
         self._step_is_open = False
         # how many updates each parameter had, and its state (a Tensor is a key by identity)
-        self._memory: dict[Tensor, tuple[int, State]] = {}
+        self._memory: Memory = {}
+        self.shards: Shards | None = None  # where several processes share the state out
 
     def step(self) -> None:
         """Open a step: count it and set the learning rate of the schedule. `update` opens one if none is open."""
@@ -294,12 +297,50 @@ class Optimiser:
             factor = float(factor)
         if not isinstance(factor, float) or factor > 0:
             chosen = [(name, p) for name, p in named_parameters if p.grad is not None and p.requires_grad]
-            rules = [self.rule_of(parameter, name) for name, parameter in chosen]
-            updates = [self._update_of(p, rule, factor, n_skipped) for (_, p), rule in zip(chosen, rules)]
+            own = [(name, p) for name, p in chosen if self.owns(p)]
+            rules = [self.rule_of(parameter, name) for name, parameter in own]
+            updates = [self._update_of(p, rule, factor, n_skipped) for (_, p), rule in zip(own, rules)]
             _make([update for update, rule in zip(updates, rules) if not rule.on_one_thread])
             _make_together([update for update, rule in zip(updates, rules) if rule.on_one_thread])
+            if self.shards is not None:
+                self._take_over([p for _, p in chosen], self.shards)
             changed_in_place(parameter for _, parameter in chosen)
         self._step_is_open = False
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether the state of a parameter is kept here."""
+        return self.shards is None or self.shards.is_own(parameter)
+
+    def _take_over(self, parameters: list[Tensor], shards: Shards) -> None:
+        """The weights that other processes have updated, which are counted here too."""
+        for parameter in parameters:
+            if not shards.is_own(parameter):
+                self._memory[parameter] = self._memory.get(parameter, (0, {}))[0] + 1, {}
+        shards.spread([parameter.array for parameter in parameters], [shards.owner_of[p] for p in parameters])
+
+    def whole_memory(self, model: Layer) -> Memory | None:
+        """What is remembered of all parameters of a model, where processes share it out: all call this, and rank 0
+        gets it. None where nothing is shared out.
+        """
+        if self.shards is None:
+            return None
+        memory: Memory = {}
+        for parameter in model.parameters():
+            n_updates, state = (
+                self._memory.get(parameter, (0, {})) if not self.owns(parameter) else self.memory_of(parameter)
+            )
+            if not state:
+                names = self.rule_of(parameter).state_names
+                state = {name: parameter.xp.zeros_like(parameter.array) for name in names}
+            self.shards.spread(list(state.values()), [self.shards.owner_of[parameter]] * len(state))
+            if self.shards.processes.is_first:
+                memory[parameter] = n_updates, state
+        return memory
+
+    @property
+    def n_bytes(self) -> int:
+        """How much memory the state takes here."""
+        return sum(array.nbytes for _, state in self._memory.values() for array in state.values())
 
     def rule_of(self, parameter: Tensor, name: str = "a parameter") -> Rule:
         """The rule of the first group that takes a parameter.
@@ -352,7 +393,7 @@ class Optimiser:
                 kind = type(self).__name__
                 raise ValueError(f"{kind}: expected {name} moments of shape {parameter.shape}, got {got}")
             needed[name] = state[name]
-        self._memory[parameter] = n_updates, needed
+        self._memory[parameter] = n_updates, needed if self.owns(parameter) else {}
 
 
 def _checked_groups(kind: str, groups: Any) -> list[tuple[Predicate, Rule]]:

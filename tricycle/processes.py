@@ -5,8 +5,8 @@ of all processes' gradients is the gradient of all batches, and with it each mak
 over all processes before, so that the sum is the mean.
 
 `Processes` is what training needs to know and ask of the others. The one here is alone: it computes nothing and imports
-nothing. Who knows a way to reach others makes a subclass with five methods: `agree`, `gather`, `sum`, `start_sum` and
-`answer`.
+nothing. Who knows a way to reach others makes a subclass with six methods: `agree`, `gather`, `sum`, `start_sum`,
+`start_broadcast` and `answer`.
 
 Gradients travel in flat buckets. The backward pass ends at the first layers, so the gradients of the last ones are
 complete first, and their sum over processes goes on while the rest is computed (Li et al. 2020, "PyTorch Distributed").
@@ -102,6 +102,10 @@ class Processes:
         All of them get the same bits, and the same again when it is done again.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no start_sum")
+
+    def start_broadcast(self, array: Array, rank: int) -> Pending:
+        """Begin to give all processes what the array of one of them holds, in place."""
+        raise NotImplementedError(f"{type(self).__name__} defines no start_broadcast")
 
     def answer(self) -> None:
         """Let the others know that this process is at work; called now and then in work that takes minutes."""

@@ -28,9 +28,10 @@ from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, LOGITS_AT_ONCE, least_numbers
-from tricycle.optimisers import AdamW, Muon, Optimiser, gradient_norm
+from tricycle.optimisers import AdamW, Memory, Muon, Optimiser, gradient_norm
 from tricycle.processes import ALONE, Draws, GradientSum, Processes
 from tricycle.scheduler import SCHEDULES
+from tricycle.shards import Shards
 from tricycle.tensor import Tensor, no_grad, topological_order
 from tricycle.tokeniser import Tokeniser
 
@@ -352,14 +353,17 @@ class TrainingState:
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
     LATER = ("samples_size", "n_skips", "n_rollbacks")  # the same, which older checkpoints lack
 
-    def save(self, path: Path, tokeniser: Tokeniser | None) -> None:
+    def save(self, path: Path, tokeniser: Tokeniser | None, memory: Memory | None = None) -> None:
         """
+        Args:
+            memory: what the optimiser remembers, where its state is shared out.
+
         Raises:
             NotFiniteError: a weight or a moment is not finite; nothing is written then.
         """
         progress = {name: getattr(self, name) for name in (*self.PROGRESS, *self.LATER)}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
-        save_checkpoint(path, self.kept(), tokeniser, self.optimiser, self.dataset, progress)
+        save_checkpoint(path, self.kept(), tokeniser, self.optimiser, self.dataset, progress, memory)
 
     def kept(self) -> Any:
         """What a checkpoint holds the parameters of: the model, or that part of it which learns."""
@@ -373,7 +377,9 @@ class TrainingState:
     def first_bad(self) -> str:
         """The name of the first weight or moment that is not finite; "" where all are."""
         for name, parameter in self.kept().named_parameters():
-            arrays = {"parameter": parameter.array, **self.optimiser.memory_of(parameter)[1]}
+            arrays = {"parameter": parameter.array}
+            if self.optimiser.owns(parameter):
+                arrays |= self.optimiser.memory_of(parameter)[1]
             for kind, array in arrays.items():
                 if not np.isfinite(devices.to_cpu(array)).all():
                     return f"the {kind} {name}" if kind == "parameter" else f"the {kind} of {name}"
@@ -400,7 +406,7 @@ class TrainingState:
         Raises:
             ValueError: as of `take_up`.
         """
-        checkpoint = load_checkpoint(path)
+        checkpoint = _load(path, self.processes)
         model = checkpoint.model()
         self.model.load_state_dict(model.state_dict())
         self.model.generator.bit_generator.state = model.generator.bit_generator.state
@@ -448,9 +454,19 @@ def new_optimiser(config: GPTConfig) -> Optimiser:
 
 
 def new_state(
-    config: GPTConfig, tokens: Any, on_gpu: bool = False, model: GPT | None = None, processes: Processes = ALONE
+    config: GPTConfig,
+    tokens: Any,
+    on_gpu: bool = False,
+    model: GPT | None = None,
+    processes: Processes = ALONE,
+    shard_optimiser: bool = False,
 ) -> TrainingState:
-    """A fresh optimiser and dataset (and model, unless given) for a config and a run of training tokens."""
+    """A fresh optimiser and dataset (and model, unless given) for a config and a run of training tokens.
+
+    Args:
+        processes: those that train together; all make the same state.
+        shard_optimiser: what the optimiser remembers of a parameter, one of them alone keeps.
+    """
     model = model or GPT(config)
     model.recompute = config.recompute
     if on_gpu:
@@ -458,19 +474,33 @@ def new_state(
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)
     state = TrainingState(config, model, new_optimiser(config), dataset.batch().shuffle().to_tensor())
     state.processes = processes
+    if shard_optimiser and processes.size > 1:
+        state.optimiser.shards = Shards(processes, model)
     if not config.minutes or 0 < config.steps <= LEAST_STEPS:
         state.total_steps = config.steps
     return state
 
 
-def resume_state(path: Path, tokens: Any, on_gpu: bool = False) -> TrainingState:
-    """The state that a checkpoint was saved from.
+def _load(path: Path, processes: Processes) -> Checkpoint:
+    """A checkpoint that rank 0 reads, for all."""
+    checkpoint: Any = load_checkpoint(path) if processes.is_first else None
+    return processes.agree(checkpoint)
+
+
+def resume_state(
+    path: Path, tokens: Any, on_gpu: bool = False, processes: Processes = ALONE, shard_optimiser: bool = False
+) -> TrainingState:
+    """The state that a checkpoint was saved from, by however many processes.
+
+    Args:
+        path: only rank 0 needs to see it.
+        shard_optimiser: as of `new_state`.
 
     Raises:
         ValueError: the checkpoint is damaged, or was made with other tokens.
     """
-    checkpoint = load_checkpoint(path)
-    state = new_state(checkpoint.config, tokens, on_gpu, checkpoint.model())
+    checkpoint = _load(path, processes)
+    state = new_state(checkpoint.config, tokens, on_gpu, checkpoint.model(), processes, shard_optimiser)
     state.take_up(checkpoint)
     return state
 

@@ -25,6 +25,7 @@ from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import append, atomic_write, expect_plain, read_file
 from tricycle.generate import generate
 from tricycle.models import least_numbers
+from tricycle.processes import ALONE, Processes
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LEAST_STEPS, NonFiniteError, TrainingState, look_at_steps, train_step
@@ -71,6 +72,7 @@ class Run:
         held_out_bytes: the held-out text itself.
         update: makes one update, in place of `train_step`.
         measure: estimates the held-out loss and keeps the best checkpoint, in place of `estimate`.
+        processes: those that train together. All make a run alike; rank 0 alone speaks and writes.
     """
 
     folder: Path
@@ -86,6 +88,7 @@ class Run:
     on_full_disk: OnFullDisk = "stop"
     update: Callable[[Any], tuple[Any, Any]] | None = None
     measure: Callable[[Any, Any], float] | None = None
+    processes: Processes = ALONE
     _log: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,13 +101,27 @@ class Run:
         Raises:
             OSError: of the disk.
         """
-        return write_with_room(writing, self.folder, self.on_full_disk, self.say, self.stop)
+        return write_with_room(writing, self.folder, self.on_full_disk, self.say, self._stop_waiting)
+
+    def _stop_waiting(self) -> bool:
+        self.processes.answer()  # the others wait, too
+        return self.stop()
+
+    def must_stop(self) -> bool:
+        """Whether any of the processes is to stop; all ask, and all get the same answer."""
+        return self.processes.any(self.stop())
+
+    def has(self, path: Path) -> bool:
+        """Whether a file is there, as rank 0 sees it."""
+        return self.processes.agree(path.exists())
 
     def record(self, **values: Any) -> None:
         """Add a line to metrics.jsonl; a few are gathered before they are written.
 
         What is NaN or infinite is null there: JSON has no words for it.
         """
+        if not self.processes.is_first:
+            return
         self._log.append({name: _as_json(value) for name, value in values.items()})
         if len(self._log) >= LINES_GATHERED:
             self.flush()
@@ -135,15 +152,23 @@ class Run:
             NonFiniteError: a weight or a moment is not finite; nothing is saved then.
         """
         self.flush()
-        state.samples_size = self.samples.stat().st_size if self.samples.exists() else 0
-        try:
-            self.write(lambda: state.save(path, self.tokeniser))
-        except NotFiniteError as error:
+        problem = ""
+        memory = state.optimiser.whole_memory(state.model)
+        if self.processes.is_first:
+            state.samples_size = self.samples.stat().st_size if self.samples.exists() else 0
+            try:
+                self.write(lambda: state.save(path, self.tokeniser, memory))
+            except NotFiniteError as error:
+                problem = str(error)
+        problem = self.processes.agree(problem)
+        if problem:
             state.step -= 1  # the update that made it so counts as the one that met it
-            raise NonFiniteError(f"step {state.step + 1}: {error}") from None
+            raise NonFiniteError(f"step {state.step + 1}: {problem}")
 
     def forget_after(self, state: TrainingState) -> None:
         """Drop what a resumed run will write again: later updates, and estimates and samples from this step on."""
+        if not self.processes.is_first:
+            return
         kept = [line for line in read_metrics(self.metrics) if _is_past(line, state)]
         text = "".join(json.dumps(line) + "\n" for line in kept)
 
@@ -207,7 +232,7 @@ def train(state: TrainingState, run: Run) -> bool:
             try:
                 return _train(state, run)
             except NonFiniteError as error:
-                if run.on_nan == "rollback" and run.last.exists():
+                if run.on_nan == "rollback" and run.has(run.last):
                     _go_back(state, run, error)
                     visits[state.step] = visits.get(state.step, 0) + 1
                     if visits[state.step] <= MOST_ROLLBACKS:
@@ -255,7 +280,7 @@ def _train(state: TrainingState, run: Run) -> bool:
     from tqdm import tqdm
 
     run.forget_after(state)
-    if not run.last.exists():
+    if not run.has(run.last):
         run.save(state, run.last)  # a folder that cannot be written says so now, not after hours
     if not _pause(state, run):  # where the run was left before what was due
         return False
@@ -271,7 +296,7 @@ def _train(state: TrainingState, run: Run) -> bool:
     ) as bar:
         while not state.total_steps or state.step < state.total_steps:
             updates.make()
-            stopping = updates.limit > 1 and run.stop()
+            stopping = updates.limit > 1 and run.must_stop()
             if stopping or updates.must_be_read():
                 said = updates.read()
                 bar.total = state.total_steps or None
@@ -279,7 +304,7 @@ def _train(state: TrainingState, run: Run) -> bool:
             bar.update()
             if updates.waiting:
                 continue
-            if (stopping or run.stop()) and state.step != state.total_steps:
+            if (stopping or run.must_stop()) and state.step != state.total_steps:
                 run.save(state, run.last)
                 return False
             if not _pause(state, run):
@@ -343,7 +368,9 @@ class _Updates:
             state.n_skips = 0
             self.run.record(step=step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
         if config.minutes and len(self._times) > UNTIMED_STEPS:
-            self._plan()
+            if self.run.processes.is_first:
+                self._plan()
+            state.total_steps = self.run.processes.agree(state.total_steps)
         return f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s"
 
     def _leave_out(self, step: int, reason: str) -> None:
@@ -353,7 +380,8 @@ class _Updates:
             NonFiniteError: nothing may be left out, or it would not help.
         """
         self.state.n_skips += 1
-        if self.run.on_nan == "skip" and self.state.n_skips <= MOST_SKIPS and not self.state.first_bad():
+        all_fine = not self.run.processes.any(bool(self.state.first_bad()))
+        if self.run.on_nan == "skip" and self.state.n_skips <= MOST_SKIPS and all_fine:
             self.run.record_bad_step(step, reason, "skip")
             return
         if self.run.on_nan == "skip" and self.state.n_skips > MOST_SKIPS:
@@ -426,7 +454,9 @@ def estimate(state: TrainingState, run: Run) -> float:
     The first is the best whatever it is, so that there is one.
     """
     config = state.config
-    loss, n_tokens = evaluate(state.model, run.held_out.tokens, config.batch_size, config.eval_batches)
+    loss, n_tokens = evaluate(
+        state.model, run.held_out.tokens, config.batch_size, config.eval_batches, processes=run.processes
+    )
     bits = run.held_out.bits_per_byte(loss)
     state.evaluated_step = state.step
     if math.isfinite(loss):
@@ -434,7 +464,7 @@ def estimate(state: TrainingState, run: Run) -> float:
     else:
         run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
     run.say(f"step {state.step}: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte ({n_tokens:,} tokens)")
-    if loss < state.best_loss or not run.best.exists():
+    if loss < state.best_loss or not run.has(run.best):
         state.best_loss = min(loss, state.best_loss) if math.isfinite(loss) else state.best_loss
         run.save(state, run.best)
     run.flush()
@@ -442,7 +472,9 @@ def estimate(state: TrainingState, run: Run) -> float:
 
 
 def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
-    """Print some generated text and add it to samples.txt."""
+    """Print some generated text and add it to samples.txt; rank 0 does."""
+    if not run.processes.is_first:
+        return ""
     end = run.tokeniser.end_of_text
     ids = list(run.tokeniser.encode(prompt))[-state.config.context_window :] or [end]
     seed = (state.config.seed, state.step)

@@ -18,10 +18,10 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from tricycle.files import atomic_write, read_json_object
 from tricycle.locks import FolderLock
 from tricycle.memory import check_memory, gigabytes
 from tricycle.pretrained import Pretrained
+from tricycle.processes import ALONE, Processes
 from tricycle.training import NonFiniteError, TrainingState, least_memory, new_state, resume_state
 from tricycle_cli import clock
 from tricycle_cli.flags import parse
@@ -51,6 +52,7 @@ from tricycle_cli.run import (
 )
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
+from tricycle_cli.together import by_the_first, check_batches, check_same, common_facts, parsed, together
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 from tricycle_lab.plot import plot_losses
 
@@ -94,6 +96,8 @@ class Arguments:
     """where to compute; "auto" takes a GPU if there is one"""
     on_full_disk: OnFullDisk = "wait"
     """what to do when the disk is full: wait until there is room, or stop; what was saved is whole either way"""
+    shard_optimiser: bool = False
+    """with mpiexec: what the optimiser remembers of a parameter is kept by one rank alone, which saves memory"""
     config: GPTConfig = field(default_factory=GPTConfig)
 
 
@@ -109,59 +113,111 @@ class ResumeArguments:
     """what to do when the disk is full: wait until there is room, or stop; what was saved is whole either way"""
     on_nan: OnNaN | None = None
     """what is done from now on where a loss or a gradient is NaN or infinite: "stop", "skip" or "rollback" """
+    shard_optimiser: bool = False
+    """with mpiexec: what the optimiser remembers of a parameter is kept by one rank alone, which saves memory"""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    with patient_streams(), Signals() as signals:
+    with patient_streams(), Signals() as signals, together() as processes:
         try:
-            return start_or_resume(sys.argv[1:] if args is None else args, signals)
+            return start_or_resume(sys.argv[1:] if args is None else args, signals, processes)
         except Interrupted as error:
-            if error.number != signal.SIGINT:
+            if error.number != signal.SIGINT and processes.size == 1:
                 sys.stdout.flush()
                 leave_by(error.number)
             raise
 
 
-def start_or_resume(args: Sequence[str], signals: Signals) -> int:
+def start_or_resume(args: Sequence[str], signals: Signals, processes: Processes = ALONE) -> int:
     """Do what the command line says.
 
     Raises:
         Interrupted: a signal came where nothing had to be saved first.
+        ValueError: processes that are not alike.
     """
     started = clock.awake_seconds()
+    check_same(processes, {"command line": " ".join(args), **common_facts()} if processes.size > 1 else {})
     if any(word.split("=")[0] == "--resume" for word in args):
-        resumed = parse(ResumeArguments, args=args, description="Resume a run.")
-        read_run(resumed.resume)  # says what is wrong with it before anything is written
-        with FolderLock(resumed.resume):
-            config, description = read_run(resumed.resume)
-            start = None
-            if description.get("init_from") and not (resumed.resume / "last.safetensors").exists():
-                start = load_start(description["init_from"])
-            description["on_nan"] = resumed.on_nan or description.get("on_nan", "skip")
-            on_gpu = use_gpu(resumed.device)
-            sitting = Sitting(resumed.resume, config, description, on_gpu, resumed.on_full_disk, started, signals)
-            return train_and_report(sitting, start)
-    arguments, start = parse_arguments(args)
+        resumed = parsed(processes, lambda: parse(ResumeArguments, args=args, description="Resume a run."))
+        return resume(resumed, Setting(signals, processes, started))
+    arguments, start = parsed(processes, lambda: parse_arguments(args))
     if not arguments.files and any(word.split("=")[0] == "--files" for word in args):
         raise ValueError("expected files or folders after --files, got none")
+    return begin(arguments, start, Setting(signals, processes, started))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a start of the program has around it.
+
+    Attributes:
+        started: when, as `clock.awake_seconds` tells it.
+    """
+
+    signals: Signals
+    processes: Processes
+    started: float
+
+
+def resume(resumed: ResumeArguments, setting: Setting) -> int:
+    """Go on with a run."""
+    folder, processes = resumed.resume, setting.processes
+    by_the_first(processes, lambda: read_run(folder))  # says what is wrong with it before anything is written
+    with lock_of(folder, processes):
+        config, description = by_the_first(processes, lambda: read_run(folder))
+        check_batches(processes, config.accumulation_steps, config.batch_size)
+        start = None
+        has_last = by_the_first(processes, (folder / "last.safetensors").exists)
+        if description.get("init_from") and not has_last:
+            start = load_start(description["init_from"])
+        description["on_nan"] = resumed.on_nan or description.get("on_nan", "skip")
+        choices = Choices(use_gpu(resumed.device), resumed.on_full_disk, resumed.shard_optimiser)
+        return train_and_report(Sitting(folder, config, description, choices, setting), start)
+
+
+def begin(arguments: Arguments, start: Pretrained | None, setting: Setting) -> int:
+    """Begin a run. An update has the batches of all processes."""
+    processes = setting.processes
     on_gpu = use_gpu(arguments.device)
     description = description_of(arguments)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     name = arguments.preset if start is None else Path(arguments.init_from or "").stem
     folder = arguments.run_folder or Path("runs") / f"{name}-{arguments.data}-{stamp}"
-    with FolderLock(folder):
-        if holds_a_run(folder):
-            raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
-        (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
-        on_full_disk = arguments.on_full_disk
-        sitting = Sitting(folder, arguments.config, description, on_gpu, on_full_disk, started, signals)
-        return train_and_report(sitting, start)
+    folder = processes.agree(folder)
+    config = replace(arguments.config, accumulation_steps=processes.size * arguments.config.accumulation_steps)
+    with lock_of(folder, processes):
+        by_the_first(processes, lambda: clear_folder(folder))
+        choices = Choices(on_gpu, arguments.on_full_disk, arguments.shard_optimiser)
+        return train_and_report(Sitting(folder, config, description, choices, setting), start)
+
+
+def lock_of(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Any]:
+    """The lock of a run folder, which rank 0 takes for all."""
+    return FolderLock(folder) if processes.is_first else contextlib.nullcontext()
+
+
+def clear_folder(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: the folder holds a run.
+    """
+    if holds_a_run(folder):
+        raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
+    (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
 
 
 def holds_a_run(folder: Path) -> bool:
     """Whether there is something to go on with. A folder that has not got so far is begun anew."""
     begun = (folder / "config.json").exists() and (folder / "data.json").exists()
     return begun or (folder / "last.safetensors").exists()
+
+
+class Choices(NamedTuple):
+    """What a start may choose anew, whatever the run."""
+
+    on_gpu: bool
+    on_full_disk: OnFullDisk
+    shard_optimiser: bool
 
 
 @dataclass(frozen=True)
@@ -171,21 +227,30 @@ class Sitting:
     Attributes:
         folder: the run folder.
         description: what data.json says.
-        started: when, as `clock.awake_seconds` tells it.
     """
 
     folder: Path
     config: GPTConfig
     description: dict[str, Any]
-    on_gpu: bool
-    on_full_disk: OnFullDisk
-    started: float
-    signals: Signals
+    choices: Choices
+    setting: Setting
 
     @property
     def last(self) -> Path:
         """The checkpoint to go on from, if it is there."""
         return self.folder / "last.safetensors"
+
+    @property
+    def signals(self) -> Signals:
+        return self.setting.signals
+
+    @property
+    def processes(self) -> Processes:
+        return self.setting.processes
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.choices.on_gpu
 
 
 def description_of(arguments: Arguments) -> dict[str, Any]:
@@ -290,7 +355,7 @@ def train_and_report(sitting: Sitting, start: Pretrained | None = None) -> int:
                 return 0
         print(f"stopped after step {state.step}; everything is saved. Continue with")
     except Interrupted:
-        if (folder / "config.json").exists():
+        if sitting.processes.is_first and (folder / "config.json").exists():
             print(f"interrupted. Continue with\n  {resuming(folder)}", flush=True)
         raise
     print(f"  {resuming(folder)}")
@@ -323,54 +388,80 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
         ValueError: the folder's files contradict each other or the text.
     """
     check_training_memory(sitting.config, sitting.on_gpu)
-    folder, config, description, last = sitting.folder, sitting.config, sitting.description, sitting.last
+    folder, config, description = sitting.folder, sitting.config, sitting.description
+    processes, last = sitting.processes, sitting.last
     print(f"data: {description['data']} (text is tokenised once and cached)")
-    tokeniser = None
-    if last.exists():
-        checkpoint = load_checkpoint(last)
-        tokeniser = checkpoint.tokeniser()
-        if tokeniser is None:
-            raise ValueError(f"{last}: expected a checkpoint with its tokeniser, it has none")
-        if checkpoint.config != config:
-            raise ValueError(f"{folder / 'config.json'}: expected the config of its checkpoint, got another")
-    elif start is not None:
-        tokeniser = start.tokeniser
-    elif description.get("tokeniser") == "gpt2":
-        tokeniser = gpt2_tokeniser()
-    corpus = load_corpus(description, config.vocab_size, tokeniser)
+    has_last = by_the_first(processes, last.exists)
+    corpus = load_corpus(description, config.vocab_size, first_tokeniser(sitting, start, has_last))
     tokeniser = corpus.tokeniser
-    if last.exists() and description.get("corpus", corpus.digest) != corpus.digest:
+    check_same(processes, {"text": corpus.digest, "config": config.to_dict()})
+    if has_last and description.get("corpus", corpus.digest) != corpus.digest:
         advice = f"--init-from {shlex.quote(last.as_posix())} begins a new run with its weights"
         raise ValueError(f"{folder}: expected the text that it was trained on, which has changed since; {advice}")
     description["corpus"] = corpus.digest
-    begin_folder(folder, config, description, tokeniser)
+    by_the_first(processes, lambda: begin_folder(folder, config, description, tokeniser))
     held_out_bytes = corpus.validation_bytes
     # the end of some other text stands before the first token, so that it too is predicted
     held_out = HeldOut(np.concatenate([[tokeniser.end_of_text], corpus.validation]), len(held_out_bytes))
-    if last.exists():
-        state = resume_state(last, corpus.train, sitting.on_gpu)
+    shard = sitting.choices.shard_optimiser
+    if has_last:
+        state = resume_state(last, corpus.train, sitting.on_gpu, processes, shard)
     else:
         model = None if start is None else started_from(start.model, config)
-        state = new_state(config, corpus.train, sitting.on_gpu, model)
-    print(
-        f"model: {state.model.n_parameters:,} parameters on the {'GPU' if sitting.on_gpu else 'CPU'}; "
-        f"{len(corpus.train):,} training tokens, {len(held_out.tokens) - 1:,} held out ({len(held_out_bytes):,} bytes)"
-    )
-    print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
-    print(f"disk: the run folder may take {room_said(state, tokeniser, folder)}")
+        state = new_state(config, corpus.train, sitting.on_gpu, model, processes, shard)
+    if processes.is_first:
+        introduce(state, held_out, sitting, tokeniser)
     run = Run(
         folder,
         tokeniser,
         held_out,
         say=say,
         stop=sitting.signals,
-        interruptible=sitting.signals.interruptible,
+        # several processes leave together, between two updates
+        interruptible=sitting.signals.interruptible if processes.size == 1 else contextlib.nullcontext,
         on_nan=description["on_nan"],
-        spent=clock.awake_seconds() - sitting.started,
+        spent=clock.awake_seconds() - sitting.setting.started,
         held_out_bytes=held_out_bytes,
-        on_full_disk=sitting.on_full_disk,
+        show_progress=processes.is_first,
+        on_full_disk=sitting.choices.on_full_disk,
+        processes=processes,
     )
     return state, run
+
+
+def first_tokeniser(sitting: Sitting, start: Pretrained | None, has_last: bool) -> Any:
+    """The tokeniser of a run that has one before its text is read; else None.
+
+    Raises:
+        ValueError: the last checkpoint contradicts the folder.
+    """
+    if has_last:
+        checkpoint = by_the_first(sitting.processes, lambda: load_checkpoint(sitting.last))
+        tokeniser = checkpoint.tokeniser()
+        if tokeniser is None:
+            raise ValueError(f"{sitting.last}: expected a checkpoint with its tokeniser, it has none")
+        if checkpoint.config != sitting.config:
+            path = sitting.folder / "config.json"
+            raise ValueError(f"{path}: expected the config of its checkpoint, got another")
+        return tokeniser
+    if start is not None:
+        return start.tokeniser
+    return gpt2_tokeniser() if sitting.description.get("tokeniser") == "gpt2" else None
+
+
+def introduce(state: TrainingState, held_out: HeldOut, sitting: Sitting, tokeniser: Any) -> None:
+    """Say what is going to be trained, on what, and where it is left."""
+    folder, processes = sitting.folder, sitting.processes
+    print(
+        f"model: {state.model.n_parameters:,} parameters on the {'GPU' if sitting.on_gpu else 'CPU'}; "
+        f"{len(state.dataset.tokens):,} training tokens, {len(held_out.tokens) - 1:,} held out "
+        f"({held_out.n_bytes:,} bytes)"
+    )
+    if processes.size > 1:
+        n_batches, size = state.config.accumulation_steps, state.config.batch_size
+        print(f"{processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
+    print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
+    print(f"disk: the run folder may take {room_said(state, tokeniser, folder)}")
 
 
 def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], tokeniser: Any) -> None:
@@ -427,14 +518,17 @@ def report(state: TrainingState, run: Run, on_gpu: bool, data: str) -> None:
     config = state.config
     if state.evaluated_step != state.step:
         estimate(state, run)
-    checkpoint = load_checkpoint(run.best)
+    checkpoint = by_the_first(run.processes, lambda: load_checkpoint(run.best))
     best_step = checkpoint.about["progress"]["step"]
     model = checkpoint.model()
     if on_gpu:
         model.to_gpu()
     stride = max(1, config.context_window // FINAL_OVERLAP)
     print("measuring the best checkpoint on all held-out text ...")
-    loss, n_tokens = evaluate(model, run.held_out.tokens, config.batch_size, stride=stride)
+    tokens = run.held_out.tokens
+    loss, n_tokens = evaluate(model, tokens, config.batch_size, stride=stride, processes=run.processes)
+    if not run.processes.is_first:
+        return
     bits = run.held_out.bits_per_byte(loss)
     run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
     run.flush()

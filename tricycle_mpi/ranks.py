@@ -105,10 +105,17 @@ class Ranks(Processes):
         self.wait(self._talk.Iallreduce(self.mpi.IN_PLACE, array))
         return array.tolist()
 
-    def start_sum(self, array: Array) -> PendingSum:
+    def start_sum(self, array: Array) -> PendingArray:
         host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
         request = self._gradients.Iallreduce(self.mpi.IN_PLACE, host)
-        return PendingSum(self, request, array, host)
+        return PendingArray(self, request, array, host)
+
+    def start_broadcast(self, array: Array, rank: int) -> PendingArray:
+        host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
+        if not (host.flags.c_contiguous or host.flags.f_contiguous):
+            host = host.copy()
+        request = self._gradients.Ibcast(host.reshape(-1, order="A"), rank)
+        return PendingArray(self, request, array, host)
 
     def answer(self) -> None:
         self._roll_call.answer()
@@ -133,13 +140,28 @@ class Ranks(Processes):
                 self._roll_call.call(request, now - started)
                 asked = time.monotonic()
 
+    def failures_of_others(self, own: str, seconds: float) -> dict[int, str]:
+        """What others say who fail at the same time; empty but for rank 0, which speaks for all that say the same.
+
+        Higher ranks come back later, so that each may be ended by another one before it says the same again.
+
+        Args:
+            own: why this process fails.
+            seconds: that rank 0 waits.
+        """
+        if not self.is_first:
+            self._roll_call.talk.isend(own, 0, RollCall.FAILED)
+            time.sleep(seconds * (2 + min(self.rank, 8)))
+            return {}
+        return self._roll_call.failures(seconds)
+
     def abort(self) -> None:
         """End all processes, at once."""
         self.mpi.COMM_WORLD.Abort(1)
 
 
-class PendingSum:
-    """A sum of gradients that MPI has begun."""
+class PendingArray:
+    """What MPI has begun to do with an array; on a GPU, with its copy in host memory."""
 
     def __init__(self, ranks: Ranks, request: Any, array: Array, host: np.ndarray) -> None:
         self.ranks, self.request, self.array, self.host = ranks, request, array, host
@@ -159,7 +181,7 @@ class RollCall:
     Who does not answer computes without end, is stopped, or has lost its machine.
     """
 
-    ASK, REPLY = 1, 2
+    ASK, REPLY, FAILED = 1, 2, 3
 
     def __init__(self, mpi: Any, ranks: Ranks) -> None:
         self.mpi, self.ranks = mpi, ranks
@@ -175,6 +197,18 @@ class RollCall:
             status = self.mpi.Status()
             self.talk.recv(tag=self.ASK, status=status)
             self.talk.isend(self.ranks.doing, status.Get_source(), self.REPLY)
+
+    def failures(self, seconds: float) -> dict[int, str]:
+        """By rank, why others fail that say so within some seconds."""
+        said: dict[int, str] = {}
+        until = time.monotonic() + seconds
+        while len(said) < self.ranks.size - 1 and time.monotonic() < until:
+            while self.talk.Iprobe(tag=self.FAILED):
+                status = self.mpi.Status()
+                reason = self.talk.recv(tag=self.FAILED, status=status)
+                said[status.Get_source()] = reason
+            time.sleep(LONGEST_NAP)
+        return said
 
     def call(self, request: Any, waited: float) -> None:
         """Ask all others, and wait some seconds for what they say.

@@ -1,0 +1,195 @@
+"""A program in several processes: who they are, what they must have in common, and how they end together."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tricycle.processes import ALONE, Processes
+from tricycle_cli.flags import on_one_line
+from tricycle_mpi.launch import launched
+
+T = TypeVar("T")
+# So long rank 0 waits, when it fails, for others that fail too; they speak later, if they still can.
+TOGETHER_SECONDS = 0.3
+OWN_CODE = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets tricycle_mpi".split()
+
+
+@contextlib.contextmanager
+def together() -> Iterator[Processes]:
+    """Within this block, the processes that were started with this one, or nobody else.
+
+    Only rank 0 prints. An error in any of them ends all, at once and with one message that says which.
+
+    Raises:
+        ImportError: there are others, and nothing to reach them by.
+    """
+    there = launched()
+    if there.size == 1:
+        yield ALONE
+        return
+    try:
+        from tricycle_mpi.ranks import join
+
+        processes = join()
+    except (ImportError, RuntimeError, ValueError):
+        if there.rank:
+            raise SystemExit(1) from None  # rank 0 says it
+        raise
+    with _silent_but_for_the_first(processes):
+        try:
+            share_threads(processes)
+            yield processes
+        except SystemExit:  # all of them leave so
+            raise
+        except BaseException as error:
+            _end_all(processes, error)
+
+
+@contextlib.contextmanager
+def _silent_but_for_the_first(processes: Processes) -> Iterator[None]:
+    if processes.is_first:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def _end_all(processes: Any, error: BaseException) -> None:
+    """Say once what happened, and where, and end every process."""
+    message = on_one_line(str(error) or type(error).__name__)
+    if isinstance(error, KeyboardInterrupt):
+        message = f"interrupted ({message})"
+    others = processes.failures_of_others(message, TOGETHER_SECONDS)
+    all_say_so = len(others) == processes.size - 1 and set(others.values()) == {message}
+    where = "" if all_say_so else f"rank {processes.rank} of {processes.size} on {socket.gethostname()}: "
+    if os.environ.get("TRICYCLE_TRACEBACK"):
+        traceback.print_exception(error)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        print(f"{Path(sys.argv[0]).name}: {where}{message}", file=sys.stderr, flush=True)
+    processes.abort()
+    time.sleep(60)  # MPI ends this process
+
+
+# -------------------------------------------------------------------- one after another
+def by_the_first(processes: Processes, work: Callable[[], T]) -> T:
+    """What rank 0 returns from some work that it does alone, for all."""
+    result: Any = work() if processes.is_first else None
+    return processes.agree(result)
+
+
+def parsed(processes: Processes, parse: Callable[[], T]) -> T:
+    """A command line, which rank 0 reads first; where it leaves the program, so do all."""
+    code: Any = None
+    result = None
+    if processes.is_first:
+        try:
+            result = parse()
+        except SystemExit as leaving:
+            code = leaving.code or 0
+    code = processes.agree(code)
+    if code is not None:
+        raise SystemExit(code)
+    return parse() if result is None else result
+
+
+# -------------------------------------------------------------------- what they have in common
+def check_same(processes: Processes, facts: dict[str, Any]) -> None:
+    """Refuse to train with ranks that are not alike: their weights would drift apart.
+
+    Raises:
+        ValueError: names every rank and fact that differs from rank 0's.
+    """
+    if processes.size == 1:
+        return
+    everybody = processes.gather((socket.gethostname(), facts))
+    wanted = everybody[0][1]
+    problems = [
+        f"rank {rank} on {host} has another {name} than rank 0: {own.get(name)!r:.80}, not {wanted.get(name)!r:.80}"
+        for rank, (host, own) in enumerate(everybody)
+        for name in wanted
+        if own.get(name) != wanted.get(name)
+    ]
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def common_facts() -> dict[str, Any]:
+    """What all ranks must have in common, whatever they do: code, libraries and the number of threads."""
+    return {
+        "version of Tricycle's code": code_digest(),
+        "version of Python or NumPy": f"{platform.python_version()} and {np.__version__}",
+        "number of threads (TRICYCLE_NUM_THREADS sets it)": n_threads(),
+    }
+
+
+def code_digest() -> str:
+    """A few letters that stand for the text of all of Tricycle's modules."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parents[1]
+    for package in OWN_CODE:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def check_batches(processes: Processes, n_batches: int, batch_size: int) -> None:
+    """
+    Raises:
+        ValueError: an update has fewer batches than there are ranks.
+    """
+    size = processes.size
+    each = f"an update of this run has {n_batches} batches of {batch_size} sequences"
+    if n_batches < size:
+        raise ValueError(f"expected at most {n_batches} ranks, for {each}, got {size}")
+    if n_batches % size:
+        most, fewest = -(-n_batches // size), n_batches // size
+        print(f"note: {each}, which {size} ranks do not divide: some compute {most}, and the others, {fewest}, wait")
+
+
+# -------------------------------------------------------------------- threads
+def n_threads() -> int:
+    """How many threads this process computes with."""
+    try:
+        from tricycle_accelerators import threads
+    except ModuleNotFoundError:
+        return 1
+    return threads.n_threads()
+
+
+def share_threads(processes: Processes) -> None:
+    """Share the processors of a machine out among its ranks, unless somebody has said how many threads there are."""
+    if processes.size == 1 or os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
+        return
+    own = _processors()
+    everybody = processes.gather((socket.gethostname(), sorted(own)))
+    here = [set(processors) for host, processors in everybody if host == socket.gethostname()]
+    n_sharing = sum(bool(own & processors) for processors in here)
+    fewest = min(processes.gather(max(1, len(own) // n_sharing)))
+    os.environ["TRICYCLE_NUM_THREADS"] = str(fewest)
+    with contextlib.suppress(ModuleNotFoundError):
+        from tricycle_accelerators import threads
+
+        threads.n_threads.cache_clear()
+    bound = n_sharing == 1 and len(own) < (os.cpu_count() or 1) // len(here)
+    hint = " (mpiexec binds each to so many; --bind-to none, or OMP_NUM_THREADS, may give it more)" if bound else ""
+    print(f"{processes.size} ranks with {fewest} thread{'s' if fewest > 1 else ''} each{hint}")
+
+
+def _processors() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
