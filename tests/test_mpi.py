@@ -1,16 +1,20 @@
 """Two ranks, started by mpiexec. Left out without mpi4py and an mpiexec."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from chaos.runs import PROGRAM, write_text
 from imports import ROOT
 
+from tricycle.checkpoint import load_checkpoint
 from tricycle_mpi.launch import VARIABLES, Launched, launched
 
 MPIEXEC = next(
@@ -150,3 +154,207 @@ def test_alone_nothing_of_mpi_is_imported():
     program += "print([name for name in sys.modules if name.startswith(('mpi4py', 'tricycle_mpi.ranks'))])"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+# -------------------------------------------------------------------- the program
+WORDS = "--preset debug --steps 8 --eval-interval 4 --sample-interval 4 --dropout 0.1 --data text".split()
+
+
+def program(prelude=""):
+    """The training program, after some lines that change what it uses. `rank` is there."""
+    return PROGRAM.format(
+        root=str(ROOT), prelude=f"from tricycle_mpi.launch import launched\nrank = launched().rank\n{prelude}"
+    )
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mpi")
+    write_text(folder / "text.txt")
+    return folder
+
+
+def train(bench, n, name, *words, prelude="", **more):
+    """A run of n ranks; n = 0 for one that mpiexec does not start. Returns how it ended and all that it said."""
+    if "--resume" not in words:
+        words = [*WORDS, "--files", str(bench / "text.txt"), "--run-folder", str(bench / name), *words]
+    more = {"TRICYCLE_CACHE": str(bench / "cache"), "TRICYCLE_TUNE_HOST": "0", **more}
+    launcher = [MPIEXEC, "-n", str(n)] if n else []
+    command = [*launcher, sys.executable, "-c", program(prelude), *words]
+    run = subprocess.run(
+        command, cwd=ROOT, env=mpi_environment(**more), capture_output=True, encoding="utf-8", timeout=TIMEOUT
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line[name] for line in lines for name in ("loss", "held_out_loss", "final_loss") if name in line]
+
+
+def weights(folder):
+    tensors = load_checkpoint(folder / "last.safetensors").tensors
+    return {name: array.tobytes() for name, array in tensors.items()}
+
+
+@needs_mpi
+@pytest.mark.parametrize("flags", [[], ["--shard-optimiser"], ["--shard-optimiser", "--optimiser", "muon"]])
+def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
+    name = "-".join(flags).replace("--", "") or "plain"
+    status, said = train(bench, 2, name, *flags)
+    assert status == 0, said
+    one = f"{name}-one"
+    status, said = train(bench, 0, one, "--accumulation-steps", "2", *[flag for flag in flags if "shard" not in flag])
+    assert status == 0, said
+    files, others = (sorted(path.name for path in (bench / each).iterdir()) for each in (name, one))
+    assert files == others
+    assert losses(bench / name) == pytest.approx(losses(bench / one), abs=1e-5)
+    for file in ("config.json", "data.json", "tokeniser.json", "samples.txt"):
+        assert (bench / name / file).read_bytes() == (bench / one / file).read_bytes()
+    if flags[:1] == ["--shard-optimiser"]:
+        return
+    status, said = train(bench, 2, "again", *flags)
+    assert status == 0, said
+    assert weights(bench / "again") == weights(bench / name)
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
+    """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
+    assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
+    step = "from tricycle_cli import run\nusual = run.train_step\ndef step(state):\n    run.Run.must_stop = "
+    step += "lambda self: state.step == %d\n    return usual(state)\nrun.train_step = step"
+    status, said = train(bench, 3, "parts", "--steps", "12", "--shard-optimiser", prelude=step % 3)
+    assert status == 0 and "stopped after step 3; everything is saved" in said, said
+    status, said = train(bench, 0, "", "--resume", str(bench / "parts"), prelude=step % 6)
+    assert status == 0 and "stopped after step 6" in said, said
+    status, said = train(bench, 2, "", "--resume", str(bench / "parts"), "--shard-optimiser", prelude=step % 9)
+    assert status == 0 and "3 batches of 4 sequences, which 2 ranks do not divide" in said, said
+    status, said = train(bench, 3, "", "--resume", str(bench / "parts"))
+    assert status == 0, said
+    assert losses(bench / "parts") == pytest.approx(losses(bench / "whole"), abs=1e-5)
+    status, said = train(bench, 4, "", "--resume", str(bench / "parts"))
+    assert status and "expected at most 3 ranks, for an update of this run has 3 batches of 4 sequences, got 4" in said
+
+
+AT_STEP_6 = """
+from tricycle_cli import run
+usual = run.train_step
+def step(state):
+    if state.step == 5 and rank == 1:
+        import os, signal, time
+        {act}
+    return usual(state)
+run.train_step = step
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("raise ValueError('odd')", "rank 1 of 2 on "),
+        pytest.param("raise MemoryError('no room')", "rank 1 of 2 on ", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "signal", marks=pytest.mark.slow),
+        pytest.param("time.sleep(60)", "no answer from rank 1: rank 0 waited", marks=pytest.mark.slow),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "no answer from rank 1: rank 0 waited"),
+    ],
+    ids=["error", "memory", "killed", "silent", "stopped"],
+)
+def test_when_one_rank_fails_all_end_and_the_run_goes_on(bench, act, words, request):
+    name = f"ends-{request.node.callspec.id}"
+    started = time.monotonic()
+    status, said = train(bench, 2, name, prelude=AT_STEP_6.format(act=act), TRICYCLE_MPI_TIMEOUT="1.5")
+    assert status != 0 and words in said, said
+    assert said.count("train_smol_gpt.py: ") == ("signal" not in words), said  # one message
+    assert time.monotonic() - started < 20
+    status, said = train(bench, 2, name, "--resume", str(bench / name))
+    assert status == 0 and "going on after step 4" in said, said
+    if not (bench / "unharmed").exists():
+        assert train(bench, 2, "unharmed")[0] == 0
+    assert weights(bench / name) == weights(bench / "unharmed")
+
+
+NAN = """
+from tricycle import training
+usual = training.labelled
+n = [0]
+def labelled(model, loss_fn):
+    n[0] += 1
+    loss_of = usual(model, loss_fn)
+    bad = rank == 1 and n[0] in (6, 7)
+    return lambda batch, factor: loss_of(batch, factor * float("nan")) if bad else loss_of(batch, factor)
+training.labelled = labelled
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_nan_in_one_rank(bench, policy):
+    status, said = train(bench, 2, f"nan-{policy}", "--on-nan", policy, prelude=NAN)
+    assert "step 6: rank 1: the loss is nan; the first bad tensor is" in said
+    assert (status != 0) == (policy == "stop"), said
+    said_why = {
+        "stop": "the run ends",
+        "skip": "its update is left out",
+        "rollback": "back to the checkpoint of step 4",
+    }
+    assert said_why[policy] in said
+    if policy == "stop":
+        assert said.count("train_smol_gpt.py: ") == 1 and "rank 0 of 2" not in said
+    else:
+        assert losses(bench / f"nan-{policy}")[-1] < 6
+
+
+@needs_mpi
+def test_a_signal_in_one_rank_stops_all_of_them(bench):
+    act = "os.kill(os.getpid(), signal.SIGTERM)"
+    status, said = train(bench, 2, "signal", prelude=AT_STEP_6.format(act=act))
+    assert status == 0 and "stopped after step 6; everything is saved" in said, said
+    assert load_checkpoint(bench / "signal" / "last.safetensors").about["progress"]["step"] == 6
+
+
+@needs_mpi
+def test_ranks_that_are_not_alike(bench):
+    threads = "import os\nos.environ['TRICYCLE_NUM_THREADS'] = str(rank + 1)"
+    code = "import tricycle_cli.together as t\nif rank: t.code_digest = lambda: 'x'"
+    text = "import tricycle_datasets.corpus as t\nif rank: t._digest = lambda folder: 'x'"
+    several = {
+        threads: "another number of threads (TRICYCLE_NUM_THREADS sets it) than rank 0: 2, not 1",
+        code: "another version of Tricycle's code than rank 0: 'x', not",
+        "if rank: sys.argv += ['--seed', '7']": "another command line than rank 0: ['--seed', '7'], not []",
+        text: "another text than rank 0: 'x', not",
+    }
+    for prelude, words in several.items():
+        status, said = train(bench, 2, "unlike", prelude=prelude)
+        assert status and "rank 1 on " in said and words in said, said
+        assert said.count("train_smol_gpt.py: ") == 1 and "rank 0 of 2" not in said, said
+    assert not (bench / "unlike" / "last.safetensors").exists()
+
+
+@needs_mpi
+def test_a_wrong_flag_is_said_once(bench):
+    status, said = train(bench, 2, "wrong", "--bogus", "1")
+    assert status and said.count("bogus") == 1, said
+
+
+def test_mpiexec_without_mpi4py(bench):
+    """Rank 0 says it, the others nothing."""
+    hide = "sys.modules['mpi4py'] = None"
+    status, said = train(bench, 0, "lacking", prelude=hide, PMI_RANK="0", PMI_SIZE="4")
+    assert status == 1
+    assert "4 processes were started together, which takes mpi4py" in said and "pip install 'tricycle-gpt[mpi]'" in said
+    assert train(bench, 0, "lacking", prelude=hide, PMI_RANK="1", PMI_SIZE="4") == (1, "")
+
+
+def test_a_time_that_is_none(monkeypatch):
+    pytest.importorskip("mpi4py")
+    from tricycle_mpi.ranks import SECONDS, TIMEOUT, seconds_asked_for
+
+    monkeypatch.delenv(TIMEOUT, raising=False)
+    assert seconds_asked_for() == SECONDS
+    for said in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv(TIMEOUT, said)
+        with pytest.raises(ValueError, match=f"{TIMEOUT}: expected a number of seconds above 0, got '{said}'"):
+            seconds_asked_for()

@@ -38,9 +38,13 @@ class Signals:
     The first signal counts. After it Ctrl-C leaves at once, and others are let pass: a closed terminal sends more than
     one. What the process was told to ignore, as `nohup` does with SIGHUP, stays ignored. Outside the main thread
     nothing is changed.
+
+    Attributes:
+        says_so: when a signal is remembered, that is said.
     """
 
     def __init__(self) -> None:
+        self.says_so = True
         self.number = 0  # of the first that came
         self._finishing = 0  # blocks of work that is finished first
         self._before: dict[int, Any] = {}
@@ -66,7 +70,7 @@ class Signals:
         self.number = self.number or number
         if self._finishing and first:
             with contextlib.suppress(OSError):  # no print: the signal may have come in the middle of one
-                os.write(2, STOPPING)
+                os.write(2, STOPPING if self.says_so else b"")
         elif first or number == signal.SIGINT:
             raise Interrupted(number)
 

@@ -6,8 +6,11 @@ import contextlib
 import hashlib
 import os
 import platform
+import reprlib
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +26,8 @@ from tricycle_mpi.launch import launched
 T = TypeVar("T")
 # So long rank 0 waits, when it fails, for others that fail too; they speak later, if they still can.
 TOGETHER_SECONDS = 0.3
+# A signal may be the launcher's, which ends all ranks where one has failed; then there is nothing to say in the others.
+SIGNAL_SECONDS = 2.0
 OWN_CODE = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets tricycle_mpi".split()
 
 
@@ -69,8 +74,11 @@ def _silent_but_for_the_first(processes: Processes) -> Iterator[None]:
 def _end_all(processes: Any, error: BaseException) -> None:
     """Say once what happened, and where, and end every process."""
     message = on_one_line(str(error) or type(error).__name__)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, where another rank was faster
     if isinstance(error, KeyboardInterrupt):
         message = f"interrupted ({message})"
+        time.sleep(SIGNAL_SECONDS)
     others = processes.failures_of_others(message, TOGETHER_SECONDS)
     all_say_so = len(others) == processes.size - 1 and set(others.values()) == {message}
     where = "" if all_say_so else f"rank {processes.rank} of {processes.size} on {socket.gethostname()}: "
@@ -117,13 +125,23 @@ def check_same(processes: Processes, facts: dict[str, Any]) -> None:
     everybody = processes.gather((socket.gethostname(), facts))
     wanted = everybody[0][1]
     problems = [
-        f"rank {rank} on {host} has another {name} than rank 0: {own.get(name)!r:.80}, not {wanted.get(name)!r:.80}"
+        f"rank {rank} on {host} has another {name} than rank 0: {_difference(own.get(name), fact)}"
         for rank, (host, own) in enumerate(everybody)
-        for name in wanted
-        if own.get(name) != wanted.get(name)
+        for name, fact in wanted.items()
+        if own.get(name) != fact
     ]
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _difference(own: Any, wanted: Any) -> str:
+    """In what two facts differ; of lists and dicts only what does."""
+    if isinstance(own, dict) and isinstance(wanted, dict):
+        names = [name for name in {**own, **wanted} if own.get(name) != wanted.get(name)]
+        own, wanted = ({name: fact.get(name) for name in names} for fact in (own, wanted))
+    if isinstance(own, list) and isinstance(wanted, list):
+        own, wanted = [each for each in own if each not in wanted], [each for each in wanted if each not in own]
+    return f"{reprlib.repr(own)}, not {reprlib.repr(wanted)}"
 
 
 def common_facts() -> dict[str, Any]:

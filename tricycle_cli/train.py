@@ -119,6 +119,7 @@ class ResumeArguments:
 
 def main(args: Sequence[str] | None = None) -> int:
     with patient_streams(), Signals() as signals, together() as processes:
+        signals.says_so = processes.size == 1
         try:
             return start_or_resume(sys.argv[1:] if args is None else args, signals, processes)
         except Interrupted as error:
@@ -136,7 +137,7 @@ def start_or_resume(args: Sequence[str], signals: Signals, processes: Processes 
         ValueError: processes that are not alike.
     """
     started = clock.awake_seconds()
-    check_same(processes, {"command line": " ".join(args), **common_facts()} if processes.size > 1 else {})
+    check_same(processes, {"command line": list(args), **common_facts()} if processes.size > 1 else {})
     if any(word.split("=")[0] == "--resume" for word in args):
         resumed = parsed(processes, lambda: parse(ResumeArguments, args=args, description="Resume a run."))
         return resume(resumed, Setting(signals, processes, started))

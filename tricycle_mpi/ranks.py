@@ -38,6 +38,7 @@ def join(seconds: float | None = None) -> Ranks:
         RuntimeError: MPI knows of other numbers than the launcher, which belongs to another MPI then.
     """
     there = launched()
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # there may be fewer processors than ranks
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

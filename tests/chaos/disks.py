@@ -581,8 +581,8 @@ def _run(case: Case, words: Sequence[str], disk: Disk | None) -> int:
     if disk is not None:
         usual = TrainingState.save
 
-        def save(state: TrainingState, path: Path, tokeniser: Any) -> None:
-            usual(state, path, tokeniser)
+        def save(state: TrainingState, path: Path, tokeniser: Any, *memory: Any) -> None:
+            usual(state, path, tokeniser, *memory)
             if path.name == "last.safetensors":
                 disk.mark("saved", state.step)
 

@@ -97,11 +97,11 @@ def watch_training(path: str, every: int) -> None:
             Path(path).write_text(json.dumps([vars(measures), largest[0]]), encoding="utf-8")
         return result
 
-    def save(state: TrainingState, place: Path, tokeniser: object) -> None:
+    def save(state: TrainingState, place: Path, tokeniser: object, *memory: object) -> None:
         folder[:] = [place.parent]
         sync, os.fsync = os.fsync, lambda handle: (sync(handle), largest.__setitem__(0, _larger(largest[0], folder[0])))
         try:
-            usual_save(state, place, tokeniser)  # type: ignore[arg-type]
+            usual_save(state, place, tokeniser, *memory)  # type: ignore[arg-type]
         finally:
             os.fsync = sync
 
