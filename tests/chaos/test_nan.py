@@ -203,7 +203,7 @@ def test_a_spike_ends_nothing(tmp_path, monkeypatch, saved):
 def test_a_held_out_loss_that_is_not_finite_is_said(tmp_path, monkeypatch, saved):
     usual = running.evaluate
     losses = iter([np.nan, np.inf])
-    monkeypatch.setattr(running, "evaluate", lambda *args: (next(losses, usual(*args)[0]), 99))
+    monkeypatch.setattr(running, "evaluate", lambda *args, **more: (next(losses, usual(*args)[0]), 99))
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
     said = [line for line in read_metrics(run.metrics) if "not_finite" in line]
