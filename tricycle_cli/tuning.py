@@ -74,7 +74,7 @@ class TuningState(TrainingState):
         rows = self.config.batch_size * self.config.accumulation_steps
         return int(dataset.n_tokens / dataset.n_items * rows)
 
-    def save(self, path: Path, tokeniser: Any) -> None:
+    def save(self, path: Path, tokeniser: Any, memory: Any = None) -> None:
         super().save(path, tokeniser if self.adapter is None else None)
         if self.adapter is not None and self.loaded is not None and path.stem == "best":
             save_adapter(self.adapter, self.loaded, path.parent / ADAPTER)
