@@ -58,6 +58,10 @@ class Player(Processes):
 
     wait = poke
 
+    def start_broadcast(self, array, rank):
+        array[...] = self.gather(array.copy())[rank]
+        return self
+
 
 def play(size, act):
     """What a function of a process returns in each of so many, in threads; the first error is raised."""

@@ -73,7 +73,7 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Whether it is so in any of the processes."""
-        return self.sum([float(flag)])[0] > 0
+        return self.sum([float(bool(flag))])[0] > 0
 
     def gradient_sum(self, model: Layer) -> GradientSum:
         """Where the gradients of a model are summed in the next update."""
