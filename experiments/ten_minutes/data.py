@@ -15,7 +15,7 @@ from tricycle_datasets.corpus import Corpus, Document, is_held_out
 from tricycle_datasets.download import fetch
 from tricycle_datasets.python_code import SKIPPED_FOLDERS, PythonCode
 from tricycle_datasets.shakespeare import SHA256, URL, Shakespeare
-from tricycle_datasets.text import TextFiles, _text_files
+from tricycle_datasets.text import TextFiles, text_files
 
 Files = Iterable[str | os.PathLike[str]]
 
@@ -88,7 +88,7 @@ def text_documents(paths: Files) -> Iterator[Document]:
     """Without the files that `TextFiles` holds out; without the last tenth of each where it holds that out instead."""
     files: dict[Path, str] = {}
     for root in map(Path, paths):
-        for path, name in _text_files(root):
+        for path, name in text_files(root):
             files.setdefault(path.resolve(), name)
     by_path = len({is_held_out(name) for name in files.values()}) == 2
     kept = {path: name for path, name in files.items() if not (by_path and is_held_out(name))}
