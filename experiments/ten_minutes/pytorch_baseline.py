@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -211,6 +211,9 @@ class Scored:
 
         logits = self.trainer.model(torch.from_numpy(np.asarray(tokens.array, np.int64)))
         return to_tensor(logits.float().numpy())
+
+    def loss(self, tokens: Tensor, labels: Tensor, loss_fn: Callable[..., Tensor]) -> Tensor:
+        return loss_fn(labels, self(tokens))
 
 
 def measure(settings: Settings, started: float) -> dict[str, Any]:

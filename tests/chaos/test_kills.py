@@ -73,7 +73,7 @@ def test_every_signal_in_every_phase(bench, profile, whole, phase):
 
 
 # -------------------------------------------------------------------- nobody there any more
-def test_a_terminal_that_is_closed(bench, whole):
+def test_a_terminal_that_is_closed(bench, profile, whole):
     """The run gets SIGHUP, and can print nothing any more; it is saved, and goes on elsewhere."""
     import fcntl
     import pty
