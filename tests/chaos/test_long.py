@@ -1,5 +1,6 @@
 """Long runs leave nothing behind: a short one here, and python -m tests.chaos.long for the figures."""
 
+import os
 import sys
 
 import pytest
@@ -28,6 +29,7 @@ def test_a_run_of_some_length(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 def test_a_long_run(tmp_path):
     case = Bench(tmp_path).case("long")
     measures, _ = train_long(case, 5000)
