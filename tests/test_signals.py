@@ -105,3 +105,20 @@ def test_outside_the_main_thread_nothing_changes():
     thread.start()
     thread.join()
     assert seen == [(False, before)]
+
+
+def test_what_c_code_makes_of_a_signal_is_a_signal():
+    """Matplotlib says "Invalid bounding box" where one came while it asked for a number."""
+
+    def send_and_fail() -> None:
+        try:
+            send(signal.SIGHUP)
+        except Interrupted:
+            raise ValueError("Invalid bounding box") from None
+
+    with Signals() as signals:
+        with pytest.raises(Interrupted) as caught, signals.heard():
+            send_and_fail()
+        assert caught.value.number == signal.SIGHUP
+        with pytest.raises(OSError, match="full"), signals.heard():  # what goes wrong after it is told
+            raise OSError("full")

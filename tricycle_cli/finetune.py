@@ -164,14 +164,15 @@ def _tune(folder: Path, arguments: Arguments, signals: Signals) -> int:
         Interrupted: a signal came before training, or after it; what there was to save is saved.
     """
     try:
-        state, run, description = prepare(folder, arguments, signals)
-        with saying_what_is_saved(run):
-            with signals.finishing():
-                finished = train(state, run)
-            if finished:
-                signals.check()
-                report(state, run, arguments, description)
-                return 0
+        with signals.heard():
+            state, run, description = prepare(folder, arguments, signals)
+            with saying_what_is_saved(run):
+                with signals.finishing():
+                    finished = train(state, run)
+                if finished:
+                    signals.check()
+                    report(state, run, arguments, description)
+                    return 0
         print(f"stopped after step {state.step}; everything is saved. Continue with\n  {resuming(folder)}")
     except Interrupted:
         if (folder / "config.json").exists():

@@ -47,6 +47,7 @@ class Signals:
         self.says_so = True
         self.number = 0  # of the first that came
         self._finishing = 0  # blocks of work that is finished first
+        self._raised = False  # an `Interrupted` that nobody has caught yet
         self._before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
@@ -72,7 +73,26 @@ class Signals:
             with contextlib.suppress(OSError):  # no print: the signal may have come in the middle of one
                 os.write(2, STOPPING if self.says_so else b"")
         elif first or number == signal.SIGINT:
+            self._raised = True
             raise Interrupted(number)
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Within this block an `Interrupted` arrives as such: C code that calls Python may make another error of it.
+
+        Raises:
+            Interrupted: a signal came where it is answered at once.
+        """
+        try:
+            yield
+        except Interrupted:
+            self._raised = False
+            raise
+        except Exception as error:
+            if not self._raised:
+                raise
+            self._raised = False
+            raise Interrupted(self.number) from error
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
@@ -93,7 +113,8 @@ class Signals:
         finishing, self._finishing = self._finishing, 0
         try:
             self.check()
-            yield
+            with self.heard():
+                yield
         finally:
             self._finishing = finishing
 

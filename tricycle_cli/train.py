@@ -346,14 +346,15 @@ def train_and_report(sitting: Sitting, start: Pretrained | None = None) -> int:
     """
     folder = sitting.folder
     try:
-        state, run = prepare(sitting, start)
-        with saying_what_is_saved(run):
-            with sitting.signals.finishing():
-                finished = train(state, run)
-            if finished:
-                sitting.signals.check()
-                report(state, run, sitting.on_gpu, sitting.description["data"])
-                return 0
+        with sitting.signals.heard():
+            state, run = prepare(sitting, start)
+            with saying_what_is_saved(run):
+                with sitting.signals.finishing():
+                    finished = train(state, run)
+                if finished:
+                    sitting.signals.check()
+                    report(state, run, sitting.on_gpu, sitting.description["data"])
+                    return 0
         print(f"stopped after step {state.step}; everything is saved. Continue with")
     except Interrupted:
         if sitting.processes.is_first and (folder / "config.json").exists():
