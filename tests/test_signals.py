@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -122,3 +123,16 @@ def test_what_c_code_makes_of_a_signal_is_a_signal():
         assert caught.value.number == signal.SIGHUP
         with pytest.raises(OSError, match="full"), signals.heard():  # what goes wrong after it is told
             raise OSError("full")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_where_no_error_can_be_raised_comes_again(number):
+    class Dying:
+        def __del__(self) -> None:
+            send(number)
+
+    with Signals() as signals:
+        with pytest.raises(Interrupted):
+            Dying()
+            time.sleep(10)
+        assert signals.number == number

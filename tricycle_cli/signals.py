@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 # Ctrl-C; what systems and schedulers end a program by; a terminal or a connection that is closed; Ctrl-Break.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
+AGAIN = 0.02  # seconds after which a signal is sent once more that came where Python tells nobody of errors
 STOPPING = b"\nstopping after this step (Ctrl-C again to leave at once)\n"
 
 
@@ -49,6 +51,7 @@ class Signals:
         self._finishing = 0  # blocks of work that is finished first
         self._raised = False  # an `Interrupted` that nobody has caught yet
         self._before: dict[int, Any] = {}
+        self._hook: Callable[[Any], Any] | None = None
 
     def __call__(self) -> bool:
         return self.number != 0
@@ -59,12 +62,15 @@ class Signals:
                 number = getattr(signal, name, None)
                 if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._answer)
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._send_again
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._hook is not None:
+            self._hook, sys.unraisablehook = None, self._hook
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
         first = not self.number
@@ -75,6 +81,14 @@ class Signals:
         elif first or number == signal.SIGINT:
             self._raised = True
             raise Interrupted(number)
+
+    def _send_again(self, lost: Any) -> None:
+        """An error that Python can raise nowhere, as in a `__del__`: if a signal made it, that comes once more."""
+        if isinstance(lost.exc_value, Interrupted):
+            self.number, self._raised = 0, False
+            threading.Timer(AGAIN, os.kill, (os.getpid(), lost.exc_value.number)).start()
+        elif self._hook is not None:
+            self._hook(lost)
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:

@@ -149,7 +149,8 @@ def perform(trial: Trial, case: Case, whole: Path) -> Trial:
         trial.trouble.append(f"what went on ended with status {done.status}: {' '.join(done.said)[-400:]}")
     else:
         trial.trouble += differences(case.run, whole)
-        left = [path.name for path in (case.folder / "cache").rglob(".*")]
+        # what a killed process held until its work was done is nobody's, and is taken over
+        left = [path.name for path in (case.folder / "cache").rglob(".*") if path.name != ".lock"]
         trial.trouble += [f"left in the cache: {left}"] if left else []
     if not trial.trouble:
         case.forget()
