@@ -70,7 +70,8 @@ class Signals:
             signal.signal(number, handler)
         self._before = {}
         if self._hook is not None:
-            self._hook, sys.unraisablehook = None, self._hook
+            sys.unraisablehook = self._hook
+            self._hook = None
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
         first = not self.number
