@@ -592,6 +592,63 @@ def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
     assert calls == [[1, 4], [5], [9], [1, 1, 1, 1]]
 
 
+def test_a_listener_gets_the_logits_of_each_token(model):
+    told = []
+    batch = Batch(model)
+    batch.add([3], 4, Sampling(temperature=0))
+    number = batch.add([1, 2], 5, Sampling(temperature=0), listener=lambda *token: told.append(token))
+    drawn = []
+    while len(batch):
+        drawn += [token for which, token in batch.step() if which == number]
+    assert [token for token, _ in told] == drawn
+    text = [1, 2]
+    for token, logits in told:
+        np.testing.assert_allclose(logits, Reader(model).logits(text), rtol=1e-5, atol=1e-5)
+        text.append(token)
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
+def test_a_fork_goes_on_by_itself(changes):
+    model = new_model(context_window=30, **changes)
+    reader = Reader(model)
+    reader.logits([1, 2, 3, 4, 5, 6])
+    forked = reader.fork(4)
+    assert forked.tokens in ([1, 2, 3, 4], [])  # a shift cannot be undone
+    assert forked.tokens or "token_shift" in changes
+    assert reader.fork(6).tokens == reader.fork(99).tokens == reader.tokens
+    np.testing.assert_allclose(forked.logits([1, 2, 3, 4, 9]), Reader(model).logits([1, 2, 3, 4, 9]), atol=1e-5)
+    assert reader.tokens == [1, 2, 3, 4, 5, 6]
+    wanted = Reader(model).logits([1, 2, 3, 4, 5, 6, 7])
+    np.testing.assert_allclose(reader.logits([1, 2, 3, 4, 5, 6, 7]), wanted, atol=1e-5)
+
+
+def test_penalties_and_biases():
+    logits = np.array([1.0, 2.0, 3.0, 4.0, 5.0], np.float32)
+    seen = [4, 4, 3, 3, 3, 2]  # two of the prompt
+
+    def shifted(**settings):
+        way = Sampling(temperature=0, **settings)
+        return way._allowed(logits, seen, (), 2).tolist()
+
+    assert shifted(presence_penalty=1.5) == [1, 2, 1.5, 2.5, 5]
+    assert shifted(frequency_penalty=1) == [1, 2, 2, 1, 5]
+    assert shifted(frequency_penalty=-1, presence_penalty=0.5) == [1, 2, 3.5, 6.5, 5]
+    assert shifted(logit_bias=((0, 100), (4, -100), (99, 1))) == [101, 2, 3, 4, -95]
+    for wrong in ({"presence_penalty": np.nan}, {"logit_bias": ((-1, 1),)}, {"logit_bias": ((1, np.inf),)}):
+        with pytest.raises(ValueError, match=f"expected {next(iter(wrong))}"):
+            Sampling(**wrong)
+
+
+def test_a_penalty_counts_what_was_drawn_and_not_the_prompt(model):
+    prompt = [*generate(model, [1, 2], 10, temperature=0)]
+    plain = [*generate(model, prompt, 20, temperature=0)]
+    penalised = [*generate(model, prompt, 20, Sampling(temperature=0, presence_penalty=1e6))]
+    assert penalised[0] == plain[0]
+    assert len(set(penalised)) == min(20, model.config.vocab_size)
+    assert penalised == generate_batch(model, [prompt], 20, Sampling(temperature=0, presence_penalty=1e6))[0]
+    assert penalised == [*generate(model, prompt, 20, Sampling(temperature=0, presence_penalty=1e6), lookahead=4)]
+
+
 # -------------------------------------------------------------------- guesses
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("lookahead", [1, 3, 30])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -15,6 +15,7 @@ from tricycle.sampling import Sampling
 
 MANY_ROWS = 1024  # tokens that several texts read at once: more would be no faster, and take memory
 PAST_WINDOW = ("reread", "refuse")
+Listener = Callable[[int, np.ndarray], None]
 GUESSED_FROM = 3  # so many tokens must have been written before in this order
 # What logits may be off by where several tokens were read at once, and not one after the other, of the largest. The
 # most that was measured is 2e-6, with float32; with weights of 8 or 16 bits nothing where oneDNN multiplies.
@@ -53,6 +54,19 @@ class Reader:
         self.tokens: list[int] = []
         self._caches = self.model.new_caches(self._dtype)
         self._rough: list[int] = []  # sizes of the pieces in which the last tokens would have been read without guesses
+
+    def fork(self, length: int) -> Reader:
+        """Another reader that has read the first so many tokens; this one stays as it is.
+
+        It has read nothing where what is remembered cannot be cut there, or is the result of guesses.
+        """
+        other = Reader(self.model, self._dtype)
+        length = min(length, len(self.tokens))
+        if length and not self.is_rough and self._can_crop(length):
+            other._caches = [cache.select(np.array([0])) for cache in self._caches]
+            other._crop(length)
+            other.tokens = self.tokens[:length]
+        return other
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits (V,) after a text of one token or more, in host memory; dropout is off."""
@@ -287,15 +301,20 @@ class Batch:
         *,
         reader: Reader | None = None,
         past_window: str = "reread",
+        listener: Listener | None = None,
     ) -> int:
         """Begin a text at the next step; returns its number, 0 for the first that was ever added.
 
-        Args: as of `generate`; each text that is at work has a reader of its own.
+        Args:
+            prompt, n_tokens, sampling, reader, past_window: as of `generate`; each text has a reader of its own.
+            listener: called with each token of this text and the logits (V,) that it was drawn from, as the model gave
+                them.
 
         Raises:
             ValueError: as of `generate`.
         """
         writer = _Writer(self.model, prompt, n_tokens, sampling or Sampling(), reader, past_window)
+        writer.listener = listener
         number = self._n_added
         self._n_added += 1
         if not writer.done:
@@ -360,7 +379,10 @@ class _Writer:
     Attributes:
         tokens: of the prompt, and those drawn. done: whether that is all.
         rereads: whether it goes on when the context window is full.
+        listener: as of `Batch.add`.
     """
+
+    listener: Listener | None = None
 
     def __init__(
         self,
@@ -425,22 +447,24 @@ class _Writer:
             logits: (G + 1, V).
         """
         for row, guessed in zip(logits, [*guess, None]):
-            token = self._draw_surely(row)
+            token, row = self._draw_surely(row)
             self.tokens.append(token)
+            if self.listener is not None:
+                self.listener(token, row)
             self.done = len(self.tokens) == self._most or self.sampling.ends_with(token)
             has_read_on = len(self.reader.tokens) > len(self.tokens) - 1 - self._first  # not if it had to read again
             yield token
             if self.done or token != guessed or not has_read_on:
                 return
 
-    def _draw_surely(self, row: np.ndarray) -> int:
-        """The token that is drawn where nothing is guessed."""
+    def _draw_surely(self, row: np.ndarray) -> tuple[int, np.ndarray]:
+        """The token that is drawn where nothing is guessed, and its logits."""
         if self.reader.is_rough:
-            token = self.sampling.draw_if_sure(row, self._generator, self.tokens, DOUBT)
+            token = self.sampling.draw_if_sure(row, self._generator, self.tokens, DOUBT, self.n_prompt)
             if token is not None:
-                return token
+                return token, row
             row = self.reader.read_again(self.seen())
-        return self.sampling.draw(row, self._generator, self.tokens)
+        return self.sampling.draw(row, self._generator, self.tokens, n_prompt=self.n_prompt), row
 
 
 def check_prompt(tokens: list[int], n_tokens: int, n_vocab: int | None, model: GPT) -> None:

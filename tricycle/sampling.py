@@ -15,7 +15,8 @@ import numpy as np
 class Sampling:
     """How the tokens of a text are drawn, and which of them end it.
 
-    What follows happens in this order: repetition_penalty, no_repeat_ngram_size, temperature, top_k, top_p and min_p.
+    What follows happens in this order: repetition_penalty, presence_penalty, frequency_penalty and logit_bias,
+    no_repeat_ngram_size, temperature, top_k, top_p and min_p.
 
     Args:
         temperature: divides the logits; 0 takes the largest.
@@ -24,6 +25,10 @@ class Sampling:
         min_p: draw among those at least this many times as probable as the largest (Nguyen et al. 2024).
         repetition_penalty: logits of tokens that the text has already are divided by this, or multiplied where they are
             below 0 (Keskar et al. 2019, section 4.1); 1 leaves them.
+        presence_penalty: taken off the logits of tokens that were drawn for this text already, the prompt's left out; a
+            negative one is a reward.
+        frequency_penalty: the same, once for each time that a token was drawn.
+        logit_bias: pairs of a token and what is added to its logit.
         no_repeat_ngram_size: never write so many tokens a second time in the same order (Paulus et al. 2017); 0 lets
             them be. Small models run in circles without it.
         seed: of the text's own generator; several numbers count as one seed, and None is another each time.
@@ -39,6 +44,9 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     no_repeat_ngram_size: int = 0
     seed: int | tuple[int, ...] | None = 0
     stop_tokens: int | Sequence[int] = ()
@@ -55,6 +63,12 @@ class Sampling:
             raise ValueError(f"expected min_p to be from 0 to 1, got {self.min_p!r}")
         if not 0 < self.repetition_penalty < np.inf:
             raise ValueError(f"expected repetition_penalty to be above 0, got {self.repetition_penalty!r}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not np.isfinite(getattr(self, name)):
+                raise ValueError(f"expected {name} to be a finite number, got {getattr(self, name)!r}")
+        for token, bias in self.logit_bias:
+            if not isinstance(token, (int, np.integer)) or token < 0 or not np.isfinite(bias):
+                raise ValueError(f"expected logit_bias to be of tokens and finite numbers, got {token!r}: {bias!r}")
         if self.n_vocab is not None and self.n_vocab < 1:
             raise ValueError(f"expected n_vocab to be 1 or more, got {self.n_vocab!r}")
         try:
@@ -84,25 +98,36 @@ class Sampling:
         return token in self.stop_tokens  # type: ignore[operator]
 
     def draw(
-        self, logits: np.ndarray, generator: np.random.Generator, seen: Sequence[int] = (), never: Sequence[int] = ()
+        self,
+        logits: np.ndarray,
+        generator: np.random.Generator,
+        seen: Sequence[int] = (),
+        never: Sequence[int] = (),
+        n_prompt: int = 0,
     ) -> int:
         """A token from logits (V,).
 
         Args:
             seen: the text so far.
             never: tokens that are not drawn, unless there is no other.
+            n_prompt: how many of those seen were not drawn.
 
         Raises:
             ValueError: logits that are not finite.
         """
-        return _draw(self._allowed(logits, seen, never), generator, self)[0]
+        return _draw(self._allowed(logits, seen, never, n_prompt), generator, self)[0]
 
     def draw_if_sure(
-        self, logits: np.ndarray, generator: np.random.Generator, seen: Sequence[int], doubt: float
+        self,
+        logits: np.ndarray,
+        generator: np.random.Generator,
+        seen: Sequence[int],
+        doubt: float,
+        n_prompt: int = 0,
     ) -> int | None:
         """The same; None, and nothing drawn, where logits off by that share of the largest might have given another."""
         state = generator.bit_generator.state
-        logits = self._allowed(logits, seen)
+        logits = self._allowed(logits, seen, (), n_prompt)
         doubt *= float(np.abs(logits[np.isfinite(logits)]).max())
         doubt *= max(self.repetition_penalty, 1 / self.repetition_penalty)
         token, sure = _draw(logits, generator, self, doubt)
@@ -110,7 +135,9 @@ class Sampling:
             generator.bit_generator.state = state
         return token if sure else None
 
-    def _allowed(self, logits: np.ndarray, seen: Sequence[int], never: Sequence[int] = ()) -> np.ndarray:
+    def _allowed(
+        self, logits: np.ndarray, seen: Sequence[int], never: Sequence[int] = (), n_prompt: int = 0
+    ) -> np.ndarray:
         """Logits in float64, -infinity for what is not to be drawn.
 
         Raises:
@@ -124,10 +151,21 @@ class Sampling:
             known = known[known < len(logits)]
             larger, smaller = logits[known] * self.repetition_penalty, logits[known] / self.repetition_penalty
             logits[known] = np.where(logits[known] < 0, larger, smaller)
+        self._shift(logits, seen[n_prompt:])
         hidden = {token for token in (*never, *repeats(seen, self.no_repeat_ngram_size)) if token < len(logits)}
         if 0 < len(hidden) < len(logits):
             logits[list(hidden)] = -np.inf
         return logits
+
+    def _shift(self, logits: np.ndarray, drawn: Sequence[int]) -> None:
+        """Add to logits (V,) in place what does not hang on them."""
+        if len(drawn) and (self.presence_penalty or self.frequency_penalty):
+            tokens, counts = np.unique(np.asarray(drawn, np.int64), return_counts=True)
+            among = tokens < len(logits)
+            logits[tokens[among]] -= self.presence_penalty + self.frequency_penalty * counts[among]
+        for token, bias in self.logit_bias:
+            if token < len(logits):
+                logits[token] += bias
 
 
 def _draw(
