@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, S keys, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,17 +15,39 @@ import numpy as np
 
 from tricycle.devices import Array, array_module
 from tricycle.evaluation import HeldOut, evaluate
+from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.ops import positive
 from tricycle.tensor import Tensor
+from tricycle_lab.taps import (
+    Change,
+    Exchange,
+    Value,
+    as_places,
+    attention_of,
+    is_value,
+    nothing_of,
+    replacing,
+    tap,
+    weighing,
+)
 
 
 class Probe:
-    """Within this block, layers and the attention in them leave what they computed here.
+    """Within this block, layers and the attention in them leave what they computed here; and they can be changed.
 
     While it is on, each chosen layer and attention op has a `forward` of its own that calls the one of its class and
     tells the probe; at the end, after an error too, it is gone. So a model without a probe pays nothing. Probes nest.
+
+    `replace`, `ablate` and `weigh` change what the model computes, until the end of their own block or of the probe's:
+
+        with Probe(model) as probe:
+            with probe.ablate("blocks.2.attention", heads=3):
+                logits = model(tokens)
+
+    Several changes of one layer are made in the order in which they came. Gradients flow through what is left, and into
+    a value that is a Tensor. What the probe records is what went on, changes included.
 
     Args:
         model: any Layer.
@@ -43,15 +65,15 @@ class Probe:
     """
 
     def __init__(self, model: Layer, *patterns: str) -> None:
+        self._model = model
         named = dict(model.named_layers())
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in named):
-                raise ValueError(f"Probe: no layer fits {pattern!r}; there are {', '.join(filter(None, named))}")
+            _fitting("Probe", named, pattern)
         self._layers = {
             name: layer
             for name, layer in named.items()
             if any(fnmatchcase(name, pattern) for pattern in patterns)
-            or (not patterns and (_attention_of(layer) is not None or name.rpartition(".")[2].isdigit()))
+            or (not patterns and (attention_of(layer) is not None or name.rpartition(".")[2].isdigit()))
         }
         if not self._layers:
             raise ValueError("Probe: expected patterns, for no layer has attention or stands in a list")
@@ -59,62 +81,143 @@ class Probe:
         self.scores: dict[str, Array] = {}
         self.weights: dict[str, Array] = {}
         self._on = ExitStack()
+        self._is_on = False
 
     def __enter__(self) -> Probe:
+        self._is_on = True
         for name, layer in self._layers.items():
-            self._on.callback(_listen(layer, partial(self._keep, name)))
-            attention = _attention_of(layer)
+            self._on.callback(tap(layer, "listeners", partial(self._keep, name)))
+            attention = attention_of(layer)
             if attention is not None:
-                self._on.callback(_listen(attention, partial(self._look, name, attention)))
+                self._on.callback(tap(attention, "listeners", partial(self._look, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._is_on = False
         self._on.close()
 
-    def _keep(self, name: str, out: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _keep(self, name: str, layer: Layer, out: Tensor, *args: Any, **kwargs: Any) -> None:
         self.activations[name] = out.array
 
     def _look(self, name: str, attention: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:
         self.scores[name], self.weights[name] = attention.look(*args, **kwargs)
 
+    # ---------------------------------------------------------------- changes
+    def replace(
+        self,
+        pattern: str,
+        value: Value,
+        *,
+        heads: int | Sequence[int] | None = None,
+        positions: int | Sequence[int] | None = None,
+    ) -> ExitStack:
+        """Let something else go on than what a layer gave.
 
-class _Tap:
-    """Stands in for the `forward` of one layer or op: calls it and tells all listeners."""
+        Args:
+            pattern: of names of layers, as the probe's own.
+            value: a Tensor, an array or a number that broadcasts to what is replaced; or a function that makes one of
+                what the layer gave.
+            heads: replace what these heads of the layer's attention give, before its last matrix: the value must then
+                fit (B, T, H, E), of which the other heads stay.
+            positions: replace it for these tokens of a call alone, counted from 0, from the end where negative.
 
-    def __init__(self, part: Any) -> None:
-        self.before = {"forward": part.forward} if "forward" in vars(part) else {}
-        self.forward = part.forward
-        self.listeners: list[Callable[..., None]] = []
+        Returns:
+            what undoes it: at the end of a `with` block, or by `close()`. The end of the probe does so, too.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = self.forward(*args, **kwargs)
-        for listener in self.listeners:
-            listener(out, *args, **kwargs)
-        return out
+        Raises:
+            ValueError: no layer fits, or heads where there is no attention; while the model runs, a value that does not
+                fit, and heads or positions that are not there.
+            RuntimeError: the probe is not on.
+        """
+        title = "Probe.replace"
+        if not is_value(value):
+            raise ValueError(f"{title}: expected a Tensor, an array, a number or a function, got {value!r}")
+        chosen_heads, places = as_places(title, "heads", heads), as_places(title, "positions", positions)
+        change = replacing(title, value, chosen_heads, places)
+        return self._change(title, dict.fromkeys(self._named(title, pattern), change), heads is not None)
+
+    def ablate(
+        self,
+        pattern: str,
+        *,
+        heads: int | Sequence[int] | None = None,
+        positions: int | Sequence[int] | None = None,
+    ) -> ExitStack:
+        """Switch layers off. What they give is 0, so that attention or an MLP adds nothing; what comes into a
+        `TransformerBlock` goes on as it is; of some heads the part in the last matrix of attention is 0.
+
+        Args, returns and raises: as of `replace`.
+        """
+        title = "Probe.ablate"
+        chosen_heads, places = as_places(title, "heads", heads), as_places(title, "positions", positions)
+        changes = {layer: nothing_of(layer, title, chosen_heads, places) for layer in self._named(title, pattern)}
+        return self._change(title, changes, heads is not None)
+
+    def weigh(
+        self, pattern: str = "*", softmax: str | RowSoftmax | None = None, temperature: float | None = None
+    ) -> ExitStack:
+        """Let attention turn scores into weights in another way: by another softmax, or from scores over a temperature.
+
+        Args:
+            pattern: of names of layers; those without attention are passed over.
+            softmax: a name in `softmaxes.SOFTMAXES`, or an object. Learned scales begin as they do in a new model.
+            temperature: above 0; below 1 makes attention sharper, above 1 flatter.
+
+        Returns, raises: as of `replace`.
+        """
+        title = "Probe.weigh"
+        if temperature is not None and not 0 < temperature < float("inf"):
+            raise ValueError(f"{title}: expected a temperature above 0, got {temperature!r}")
+        layers = [
+            layer for layer in self._named(title, pattern) if hasattr(layer, "use_softmax") and attention_of(layer)
+        ]
+        if not layers:
+            raise ValueError(f"{title}: expected layers with attention, none fits {pattern!r}")
+        exchanges = [(attention_of(layer), weighing(layer, softmax, temperature)) for layer in layers]
+        return self._put(title, "exchanges", exchanges)
+
+    def _named(self, title: str, pattern: str) -> list[Layer]:
+        return _fitting(title, dict(self._model.named_layers()), pattern)
+
+    def _change(self, title: str, changes: dict[Layer, Change], in_heads: bool) -> ExitStack:
+        parts: list[tuple[Any, Change]] = []
+        for layer, change in changes.items():
+            part = attention_of(layer) if in_heads else layer
+            if part is None:
+                raise ValueError(
+                    f"{title}: expected a layer with attention where heads are named, got {type(layer).__name__}"
+                )
+            parts.append((part, change))
+        return self._put(title, "changes", parts)
+
+    def _put(self, title: str, kind: str, parts: Sequence[tuple[Any, Change | Exchange]]) -> ExitStack:
+        if not self._is_on:
+            raise RuntimeError(f"{title}: expected the probe to be on, within its `with` block")
+        if any(getattr(layer, "recompute", False) for layer in self._model.layers()):
+            # what is computed again for a gradient, maybe when all is undone, would be something else
+            raise ValueError(f"{title}: expected a model that computes nothing twice, got one with recompute on")
+        undo = ExitStack()
+        undo.callback(tap(self._model, "listeners", _nobody))  # whose loss then takes no other way (`GPT.loss`)
+        for part, function in parts:
+            undo.callback(tap(part, kind, function))
+        self._on.callback(undo.close)
+        return undo
 
 
-def _listen(part: Any, listener: Callable[..., None]) -> Callable[[], None]:
-    """Let a layer or op tell a listener of each call; returns what ends it.
+def _fitting(title: str, named: dict[str, Layer], pattern: str) -> list[Layer]:
+    """The layers whose names fit.
 
-    Listeners share one tap, so that they may leave in any order; the last one takes it away.
+    Raises:
+        ValueError: there are none.
     """
-    tap = part.forward if isinstance(part.forward, _Tap) else _Tap(part)
-    tap.listeners.append(listener)
-    part.forward = tap
-
-    def leave() -> None:
-        tap.listeners.remove(listener)
-        if not tap.listeners:
-            del part.forward
-            vars(part).update(tap.before)
-
-    return leave
+    layers = [layer for name, layer in named.items() if fnmatchcase(name, pattern)]
+    if not layers:
+        raise ValueError(f"{title}: no layer fits {pattern!r}; there are {', '.join(filter(None, named))}")
+    return layers
 
 
-def _attention_of(layer: Layer) -> Any:
-    """The op whose weights can be looked at, if the layer has one."""
-    attention = getattr(layer, "attention", None)
-    return attention if hasattr(attention, "look") else None
+def _nobody(*args: Any, **kwargs: Any) -> None:
+    """Listens to nothing."""
 
 
 # -------------------------------------------------------------------- numbers, in float64

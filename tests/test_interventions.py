@@ -1,0 +1,365 @@
+"""What a probe changes is what the same change by hand gives, forward and gradients, and nothing of it stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tables import bad_input
+from test_models import TINY, lively
+
+from tricycle.generate import generate
+from tricycle.gradcheck import gradcheck
+from tricycle.layers import Dense, Layer, Sequential
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.sequences.recurrent import GRU
+from tricycle.sequences.seq2seq import Transformer
+from tricycle.softmaxes import SOFTMAXES
+from tricycle.tensor import Tensor, no_grad, to_tensor
+from tricycle_lab.probe import Probe
+
+IDS = np.random.default_rng(3).integers(0, TINY.vocab_size, (3, 13))
+HEAD_SIZE = TINY.embedding_dim // TINY.n_heads
+
+
+def taps(model: Layer) -> list[str]:
+    parts = [
+        (name, part) for name, layer in model.named_layers() for part in (layer, getattr(layer, "attention", layer))
+    ]
+    return [name for name, part in parts if "forward" in vars(part)]
+
+
+def without_head(model: GPT, layer: int, head: int) -> GPT:
+    rows = slice(head * HEAD_SIZE, (head + 1) * HEAD_SIZE)
+    model.blocks[layer].attention.projection.weights.array[rows] = 0
+    return model
+
+
+def without_mlp(model: GPT, layer: int) -> GPT:
+    for parameter in model.blocks[layer].mlp.projection.parameters():
+        parameter.array[...] = 0
+    return model
+
+
+def without_attention(model: GPT, layer: int) -> GPT:
+    for parameter in model.blocks[layer].attention.projection.parameters():
+        parameter.array[...] = 0
+    return model
+
+
+def without_block(model: GPT, layer: int) -> GPT:
+    del model.blocks[layer]
+    return model
+
+
+def colder(model: GPT, factor: float) -> GPT:
+    for block in model.blocks:
+        qkv = block.attention.qkv
+        qkv.weights.array[:, : TINY.embedding_dim] *= factor
+        qkv.bias.array[: TINY.embedding_dim] *= factor
+    return model
+
+
+CASES: dict[str, tuple[Callable[[Probe], Any], Callable[[GPT], GPT]]] = {
+    "a head": (lambda p: p.ablate("blocks.1.attention", heads=1), lambda m: without_head(m, 1, 1)),
+    "all heads one by one": (
+        lambda p: [p.ablate("blocks.0.attention", heads=head) for head in range(TINY.n_heads)],
+        lambda m: [without_head(m, 0, head) for head in range(TINY.n_heads)][-1],
+    ),
+    "a head of every layer": (
+        lambda p: p.ablate("*.attention", heads=-1),
+        lambda m: without_head(without_head(m, 0, TINY.n_heads - 1), 1, TINY.n_heads - 1),
+    ),
+    "attention": (lambda p: p.ablate("blocks.1.attention"), lambda m: without_attention(m, 1)),
+    "an MLP": (lambda p: p.ablate("blocks.0.mlp"), lambda m: without_mlp(m, 0)),
+    "a block": (lambda p: p.ablate("blocks.0"), lambda m: without_block(m, 0)),
+    "a temperature": (lambda p: p.weigh(temperature=0.5), lambda m: colder(m, 2)),
+    "two temperatures": (lambda p: (p.weigh(temperature=2), p.weigh(temperature=0.25)), lambda m: colder(m, 2)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_changes_are_those_by_hand_forward_and_gradients(case: str) -> None:
+    change, by_hand = CASES[case]
+    model, again = lively(TINY), lively(TINY)
+    whole = model(IDS).array
+    before = model.state_dict()
+    again = by_hand(again)
+    with Probe(model) as probe:
+        change(probe)
+        logits = model(IDS)
+        loss = model.loss(IDS[:, :-1], IDS[:, 1:])
+    expected = again(IDS)
+    np.testing.assert_allclose(logits.array, expected.array, rtol=1e-4, atol=1e-5)
+    assert abs(logits.array - whole).max() > 1e-3
+    assert loss.item() == pytest.approx(again.loss(IDS[:, :-1], IDS[:, 1:]).item(), rel=1e-5)
+    assert not taps(model)
+    np.testing.assert_array_equal(model(IDS).array, whole)
+    assert all((array == before[name]).all() for name, array in model.state_dict().items())
+    logits.backward()  # after the probe, too
+    expected.backward()
+    theirs = dict(again.token_embedding.named_parameters())["weights"].grad.array
+    np.testing.assert_allclose(model.token_embedding.weights.grad.array, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_no_gradient_reaches_what_is_off() -> None:
+    model = lively(TINY)
+    with Probe(model) as probe, probe.ablate("blocks.0.mlp"):
+        probe.ablate("blocks.1.attention", heads=0)
+        model(IDS).backward()
+    for parameter in model.blocks[0].mlp.parameters():
+        assert parameter.grad is None or not parameter.grad.array.any()
+    rows = model.blocks[1].attention.projection.weights.grad.array
+    assert not rows[:HEAD_SIZE].any()
+    assert rows[HEAD_SIZE:].any()
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_another_softmax_and_a_temperature(softmax: str, cap: float) -> None:
+    config = replace(TINY, score_cap=cap)
+    model, other = lively(config), lively(config)
+    other.use_softmax(softmax)
+    with Probe(model) as probe, Probe(other) as theirs, no_grad():
+        with probe.weigh(softmax=softmax):
+            np.testing.assert_allclose(model(IDS).array, other(IDS).array, rtol=1e-5, atol=1e-6)
+            for name, weights in theirs.weights.items():
+                np.testing.assert_allclose(probe.weights[name], weights, rtol=1e-5, atol=1e-6)
+        scores = {name: array.copy() for name, array in probe.scores.items()}
+        with probe.weigh("blocks.0.attention", softmax, temperature=4):
+            model(IDS)
+        first = "blocks.0.attention"
+        np.testing.assert_allclose(probe.scores[first], scores[first] / 4, rtol=1e-5, atol=1e-6)
+    assert model.config.softmax == "softmax"
+    assert model.blocks[0].attention.attention.softmax.name == "softmax"
+    assert model.blocks[0].attention.softmax_scales is None
+
+
+def test_some_positions_alone() -> None:
+    model = lively(TINY)
+    with Probe(model, "*") as probe, no_grad():
+        model(IDS)
+        plain = dict(probe.activations)
+        with probe.ablate("blocks.0.mlp", positions=[4, -1]):
+            model(IDS)
+            assert not probe.activations["blocks.0.mlp"][:, [4, 12]].any()
+            off = probe.activations["blocks.0"]
+        others = [place for place in range(13) if place not in (4, 12)]
+        np.testing.assert_array_equal(off[:, others], plain["blocks.0"][:, others])
+        expected = plain["blocks.0"] - plain["blocks.0.mlp"]
+        np.testing.assert_allclose(off[:, [4, 12]], expected[:, [4, 12]], rtol=1e-4, atol=1e-5)
+        with probe.ablate("blocks.1", positions=2):
+            model(IDS)
+        np.testing.assert_array_equal(probe.activations["blocks.1"][:, 2], plain["blocks.0"][:, 2])
+        np.testing.assert_array_equal(probe.activations["blocks.1"][:, 3:], plain["blocks.1"][:, 3:])
+        with probe.ablate("blocks.1.attention", heads=0, positions=2):
+            one = model(IDS).array
+        with probe.ablate("blocks.1.attention", heads=0):
+            all_places = model(IDS).array
+    np.testing.assert_allclose(one[:, 2], all_places[:, 2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(one[:, 3:], plain[""][:, 3:], rtol=1e-5, atol=1e-6)
+
+
+def test_the_stream_of_another_text_is_put_in() -> None:
+    model = lively(TINY)
+    other = (IDS + 1) % TINY.vocab_size
+    with Probe(model, "blocks.0", "") as probe, no_grad():
+        theirs = model(other).array
+        stream = probe.activations["blocks.0"]
+        ours = model(IDS).array
+        with probe.replace("blocks.0", stream):
+            np.testing.assert_allclose(model(IDS).array, theirs, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(probe.activations["blocks.0"], stream)
+        with probe.replace("blocks.0", stream, positions=range(5, 13)):
+            mixed = model(IDS).array
+    np.testing.assert_array_equal(mixed[:, :5], ours[:, :5])
+    assert abs(mixed[:, 5:] - ours[:, 5:]).max() > 1e-3
+
+
+def test_another_token() -> None:
+    model = lively(TINY)
+    changed = IDS.copy()
+    changed[:, 7] = 5
+    with Probe(model) as probe, no_grad():
+        with probe.replace("token_embedding", model.token_embedding([5]), positions=7):
+            found = model(IDS).array
+        np.testing.assert_allclose(found, model(changed).array, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_of_what_was_there_and_the_order_of_changes() -> None:
+    model = lively(TINY)
+    with Probe(model, "blocks.0", "blocks.0.attention") as probe, no_grad():
+        model(IDS)
+        x = probe.activations["blocks.0"]
+        probe.replace("blocks.0", lambda out: out * 2)
+        inner = probe.replace("blocks.0", lambda out: out + 1)
+        model(IDS)
+        np.testing.assert_allclose(probe.activations["blocks.0"], 2 * x + 1, rtol=1e-5, atol=1e-6)
+        inner.close()
+        inner.close()
+        model(IDS)
+        np.testing.assert_allclose(probe.activations["blocks.0"], 2 * x, rtol=1e-5, atol=1e-6)
+        with probe.replace("blocks.0.attention", lambda out: out.mean(axis=(0, 1), keepdims=True), heads=[0, 1]):
+            model(IDS)
+
+
+def test_gradients_flow_into_a_value(rng: np.random.Generator) -> None:
+    layer = Sequential(Dense(4, 5, generator=0), Dense(5, 3, generator=1))
+
+    def patched(x: Tensor, value: Tensor) -> Tensor:
+        with Probe(layer) as probe, probe.replace("steps.0", value, positions=[0, 2]):
+            return layer(x)
+
+    for parameter in layer.parameters():
+        parameter.array = parameter.array.astype(np.float64)
+    gradcheck(patched, rng.standard_normal((2, 3, 4)), rng.standard_normal((3, 5)))
+
+
+def test_generation_takes_notice() -> None:
+    """Its short way through the layers is not taken while something is changed."""
+    model, other = lively(TINY), without_mlp(lively(TINY), 0)
+    plain = list(generate(model, [1, 2, 3], 8, temperature=0))
+    expected = list(generate(other, [1, 2, 3], 8, temperature=0))
+    with Probe(model, "norm") as probe, probe.ablate("blocks.0.mlp"):
+        assert list(generate(model, [1, 2, 3], 8, temperature=0)) == expected
+    assert list(generate(model, [1, 2, 3], 8, temperature=0)) == plain
+    assert plain != expected
+
+
+def test_a_loss_in_pieces_is_changed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tricycle.models.LOGITS_AT_ONCE", 2 * TINY.vocab_size)
+    model = lively(TINY)
+    with Probe(model, "blocks.0") as probe, no_grad():
+        probe.replace("norm", 0.0, positions=0)
+        loss = model.loss(IDS[:, :-1], IDS[:, 1:])
+        expected = CrossEntropy()(IDS[:, 1:], model(IDS[:, :-1]))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_decoder_that_looks_at_a_source(rng: np.random.Generator) -> None:
+    model = Transformer(9, 9, 8, 2, 2, 16, dropout=0.0, generator=0).eval()
+    source, target = rng.integers(0, 9, (1, 6)), rng.integers(0, 9, (1, 4))
+    with Probe(model) as probe, no_grad():
+        plain = model(source, target).array
+        assert probe.weights["decoder.blocks.0.cross"].shape == (1, 2, 4, 6)
+        with probe.ablate("decoder.blocks.*.cross", heads=[0, 1]):
+            blind = model(source, target).array
+            elsewhere = model((source + 1) % 9, target).array
+            np.testing.assert_array_equal(blind, elsewhere)
+        with probe.weigh("decoder.blocks.*.cross", temperature=1e6):
+            model(source, target)
+            np.testing.assert_allclose(probe.weights["decoder.blocks.1.cross"], 1 / 6, rtol=1e-3)
+    assert abs(plain - blind).max() > 1e-4
+
+
+@pytest.mark.parametrize("order", ["inner first", "outer first"])
+def test_changes_end_in_any_order(order: str) -> None:
+    model = lively(TINY)
+    plain = model(IDS).array
+    first, second = Probe(model, "blocks.0"), Probe(model, "*.attention")
+    first.__enter__()
+    second.__enter__()
+    first.ablate("blocks.0.mlp")
+    second.weigh(temperature=3)
+    ending, staying = (second, first) if order == "inner first" else (first, second)
+    ending.__exit__()
+    one = model(IDS).array
+    assert abs(one - plain).max() > 1e-4
+    staying.__exit__()
+    np.testing.assert_array_equal(model(IDS).array, plain)
+    assert not taps(model)
+
+
+def test_an_error_undoes_all() -> None:
+    model = lively(TINY)
+    with pytest.raises(ValueError, match="expected positions from -13 to 12, got 13"), Probe(model) as probe:
+        probe.weigh(temperature=2)
+        probe.ablate("blocks.0", positions=13)
+        model(IDS)
+    assert not taps(model)
+    with pytest.raises(RuntimeError, match=r"Probe\.ablate: expected the probe to be on"):
+        probe.ablate("blocks.0")
+
+
+def on(act: Callable[[Probe], Any], model: Layer | None = None) -> Callable[[], None]:
+    def run() -> None:
+        chosen = lively(TINY) if model is None else model
+        with Probe(chosen, "*") as probe:
+            act(probe)
+            chosen(IDS)
+
+    return run
+
+
+def on_recurrent() -> None:
+    with Probe(RECURRENT, "steps.0") as probe:
+        probe.replace("steps.0", 0.0)
+        RECURRENT(np.ones((1, 2, 3)))
+
+
+NAMES = [name for name, _ in lively(TINY).named_layers() if name]
+RECURRENT = Sequential(GRU(3, 4, generator=0))
+PROBE = "Probe.replace"
+LARGER = (2, 3, 13, TINY.embedding_dim)
+
+test_bad_input = bad_input(
+    {
+        "no such layer": (
+            on(lambda p: p.ablate("blocks.7.mlp")),
+            f"Probe.ablate: no layer fits 'blocks.7.mlp'; there are {', '.join(NAMES)}",
+        ),
+        "a value of another shape": (
+            on(lambda p: p.replace("blocks.0", np.ones(5))),
+            f"{PROBE}: expected a value that fits (3, 13, {TINY.embedding_dim}), got shape (5,)",
+        ),
+        "a value that is larger": (
+            on(lambda p: p.replace("blocks.0", np.ones(LARGER))),
+            f"{PROBE}: expected a value that fits (3, 13, {TINY.embedding_dim}), got shape {LARGER}",
+        ),
+        "no value": (
+            on(lambda p: p.replace("blocks.0", "x")),
+            f"{PROBE}: expected a Tensor, an array, a number or a function, got 'x'",
+        ),
+        "no such head": (
+            on(lambda p: p.ablate("blocks.0.attention", heads=99)),
+            f"Probe.ablate: expected heads from -{TINY.n_heads} to {TINY.n_heads - 1}, got 99",
+        ),
+        "half a head": (
+            on(lambda p: p.ablate("blocks.0.attention", heads=0.5)),
+            "Probe.ablate: expected heads as whole numbers, got 0.5",
+        ),
+        "heads of an MLP": (
+            on(lambda p: p.ablate("blocks.0.mlp", heads=0)),
+            "Probe.ablate: expected a layer with attention where heads are named, got MLPBlock",
+        ),
+        "a temperature of 0": (
+            on(lambda p: p.weigh(temperature=0)),
+            "Probe.weigh: expected a temperature above 0, got 0",
+        ),
+        "weights of an MLP": (
+            on(lambda p: p.weigh("blocks.0.mlp", temperature=2)),
+            "Probe.weigh: expected layers with attention, none fits 'blocks.0.mlp'",
+        ),
+        "an unknown softmax": (
+            on(lambda p: p.weigh(softmax="hard")),
+            f"softmax: expected one of {', '.join(SOFTMAXES)}, got 'hard'",
+        ),
+        "several results": (
+            on_recurrent,
+            f"{PROBE}: expected a layer that gives one Tensor, got tuple",
+        ),
+    }
+)
+
+
+def test_a_model_that_computes_twice_is_refused() -> None:
+    model = lively(TINY)
+    model.recompute = True
+    with Probe(model) as probe, pytest.raises(ValueError, match="expected a model that computes nothing twice"):
+        probe.ablate("blocks.0")
+    assert not taps(model)
+    assert to_tensor(model(IDS)).shape == (3, 13, TINY.vocab_size)
