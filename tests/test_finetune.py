@@ -24,7 +24,7 @@ from tricycle_cli.export import main as export
 from tricycle_cli.finetune import main as finetune
 from tricycle_cli.generate import main as generate_main
 from tricycle_cli.run import read_metrics
-from tricycle_datasets.examples import Reader, load_examples, read_records
+from tricycle_datasets.examples import Reader, _record, load_examples, read_records
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing of rain".split()
 
@@ -56,6 +56,22 @@ def conversations(n: int = 60) -> list:
 @pytest.fixture
 def data(tmp_path) -> Path:
     return lines(tmp_path / "chat.jsonl", conversations())
+
+
+def preferences(n: int = 60, chat: bool = True) -> list:
+    """Of two answers the one about birds is chosen."""
+    generator = np.random.default_rng(1)
+    values = []
+    for _ in range(n):
+        first, second, third, fourth = generator.choice(WORDS, 4, replace=False)
+        chosen, rejected = f"{third} birds sing", f"{fourth} fox jumps"
+        if chat:
+            prompt = [{"role": "user", "content": f"{first} {second}"}]
+            answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
+            values.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+        else:
+            values.append({"prompt": f"{first} {second}: ", "chosen": chosen, "rejected": rejected})
+    return values
 
 
 QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4".split()
@@ -98,9 +114,12 @@ def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
         generate_main([str(run), "the"])
 
 
+@pytest.mark.parametrize("loss", ["likelihood", "dpo"])
 @pytest.mark.parametrize("method", ["lora", "all"])
-def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, theirs, data, tmp_path, monkeypatch):
-    words = ["--method", method, "--lora-dropout", "0.2", "--accumulation-steps", "2"]
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, loss, theirs, data, tmp_path, monkeypatch):
+    words = ["--method", method, "--lora-dropout", "0.2", "--accumulation-steps", "2", "--loss", loss]
+    if loss == "dpo":
+        lines(data, preferences())
     tune(theirs, data, tmp_path / "whole", *words)
     step = tuning.tune_step
     n_calls = []
@@ -177,6 +196,54 @@ def test_other_shapes(shape, theirs, tmp_path):
     assert losses[-1] < json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
 
 
+# -------------------------------------------------------------------- preferences
+@pytest.mark.parametrize("method", ["lora", "all"])
+@pytest.mark.parametrize("chat", [True, False])
+def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, theirs, tmp_path, capsys):
+    path, run = lines(tmp_path / "pairs.jsonl", preferences(chat=chat)), tmp_path / "run"
+    rate = {"lora": "0.02", "all": "0.004"}[method]
+    words = ["--loss", "dpo", "--method", method, "--steps", "20", "--eval-interval", "10", "--learning-rate", rate]
+    assert tune(theirs, path, run, *words) == 0
+    out = capsys.readouterr().out
+    assert "before: held-out loss 0.6931 nats a pair, reward margin 0.000, 50% of pairs in order" in out
+    assert "held-out loss before: 0.6931 nats a pair, reward margin 0.000, 50% of pairs in order; after: 0." in out
+    metrics = read_metrics(run / "metrics.jsonl")
+    estimates = [line for line in metrics if "held_out_loss" in line]
+    assert estimates[-1]["held_out_loss"] < 0.5
+    assert estimates[-1]["reward_margin"] > 0.5
+    assert estimates[-1]["reward_accuracy"] > 0.7
+    updates = [line for line in metrics if "loss" in line]
+    assert updates[0]["loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert all(0 <= line["reward_accuracy"] <= 1 for line in updates)
+    assert np.mean([line["reward_margin"] for line in updates[-5:]]) > 0.5
+    assert (run / "loss.png").stat().st_size > 1000
+
+
+def test_what_counts_in_a_preference():
+    tokeniser = tiny_tokeniser()
+    user, good, bad = (
+        {"role": r, "content": c} for r, c in (("user", "a?"), ("assistant", "fox"), ("assistant", "rain"))
+    )
+    earlier = [user, good, user]
+    for value in (
+        {"prompt": earlier, "chosen": [good], "rejected": [bad]},
+        {"chosen": [*earlier, good], "rejected": [*earlier, bad]},  # the prompt is what both begin with
+    ):
+        both = Reader(tokeniser, 200).examples(_record("here", json.dumps(value).encode()))
+        assert [tokeniser.decode(one.ids[one.counts]) for one in both] == ["fox<|im_end|>", "rain<|im_end|>"]
+        asked = tokeniser.chat(earlier)
+        assert all(one.ids[: len(asked)].tolist() == asked for one in both)
+    reader = Reader(tokeniser, 12)
+    assert reader.examples(record("preference", ["x", "fox", "fox"])) == []
+    assert reader.examples(record("chat preference", [[user] * 9, [good], [bad]])) == []
+    assert (reader.n_cut, reader.n_left_out) == (0, 2)
+    both = reader.examples(record("preference", ["the quick brown fox " * 9, "rain", "fox jumps"]))
+    assert [tokeniser.decode(one.ids[one.counts]) for one in both] == ["rain<|im_end|>", "fox jumps<|im_end|>"]
+    n_shared = min(int(np.argmax(one.counts)) for one in both)  # both have lost as much of the prompt
+    np.testing.assert_array_equal(both[0].ids[:n_shared], both[1].ids[:n_shared])
+    assert max(len(one.ids) for one in both) == 13
+
+
 # -------------------------------------------------------------------- what counts
 def test_only_answers_count_up_to_their_end():
     tokeniser = tiny_tokeniser()
@@ -248,7 +315,29 @@ BAD = {
     "other names": ('{"question": "a"}\n', "got 'question'"),
     "no role": ('{"messages": [{"content": "a"}]}\n', "line 1: expected message 1 to have a role"),
     "no content": ('{"messages": [{"role": "user"}]}\n', "expected message 1 to have a text as its content, got None"),
-    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', 'of the role "assistant" to learn from'),
+    "no answer": (
+        '{"messages": [{"role": "user", "content": "a"}]}\n',
+        'in messages of the role "assistant" to learn from',
+    ),
+    "one side": (
+        '{"chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}\n',
+        "expected prompt to be a text",
+    ),
+    "no prompt": ('{"chosen": "a", "rejected": "b"}\n', "line 1: expected prompt to be a text, got None"),
+    "rejected": ('{"prompt": "", "chosen": "a", "rejected": ""}\n', "expected rejected to be a text of a character or"),
+    "whose": (
+        '{"prompt": [{"content": "a"}], "chosen": [{"role": "assistant", "content": "a"}], '
+        '"rejected": [{"role": "assistant", "content": "b"}]}\n',
+        "line 1: expected message 1 of prompt to have a role",
+    ),
+    "nobody answers": (
+        '{"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}\n',
+        'line 1: expected a message in chosen of the role "assistant" to learn from, got none',
+    ),
+    "preferences": (
+        '{"prompt": "x", "chosen": "a", "rejected": "b"}\n',
+        'line 1: "chosen" and "rejected" are learnt from with --loss dpo, got --loss likelihood',
+    ),
     "a number": ('{"text": 3}\n', "expected text to be a text of a character or more, got 3"),
     "long": (json.dumps({"prompt": "a", "completion": "fox " * 200}), "expected answers of at most 100 tokens"),
     "one": (json.dumps(GOOD), "expected enough to learn from and to hold out, got 0 and 1 examples"),
@@ -278,6 +367,10 @@ def test_other_bad_input(theirs, data, tmp_path):
         tune(theirs, data, run, "--context-window", "101")
     with pytest.raises(ValueError, match="expected --weights float32 with --method all"):
         tune(theirs, data, run, "--method", "all", "--weights", "int8")
+    with pytest.raises(ValueError, match='line 1: expected "chosen" and "rejected" with --loss dpo, got another shape'):
+        tune(theirs, data, run, "--loss", "dpo")
+    with pytest.raises(ValueError, match=r"expected --beta above 0, got 0\.0"):
+        tune(theirs, data, run, "--loss", "dpo", "--beta", "0")
     with pytest.raises(ValueError, match="expected a file or a folder, but there is none"):
         tune(theirs, tmp_path / "nothing", run)
     with pytest.raises(FileNotFoundError, match="expected a run folder of `tricycle finetune`"):
@@ -289,7 +382,7 @@ def test_other_bad_input(theirs, data, tmp_path):
     with pytest.raises(ValueError, match="expected an adapter of this model"):
         generate_main([str(other), "the", "--adapter", str(run)])
     about = json.loads((run / "data.json").read_text())
-    for broken in ({"rank": "many"}, {"data": [3]}, {"spoon": 1}):
+    for broken in ({"rank": "many"}, {"data": [3]}, {"spoon": 1}, {"loss": "spoon"}):
         (run / "data.json").write_text(json.dumps({**about, "arguments": {**about["arguments"], **broken}}))
         with pytest.raises(ValueError, match=r"data\.json: expected"):
             finetune(["--resume", str(run)])

@@ -35,7 +35,7 @@ class CrossEntropy(Op):
             labels: whole numbers of shape (...).
             logits: (..., V).
             scale: the loss is multiplied by it, a number or a 0-d array on its device; and its gradient, before that is
-                rounded to the dtype of the logits.
+                rounded to the dtype of the logits. An array of shape (...) weighs each label by itself.
 
         Raises:
             ValueError: shapes that do not fit, labels that are not whole numbers in 0..V-1, no label at all.
@@ -61,6 +61,8 @@ class CrossEntropy(Op):
         if not on_gpu(ids) and n_counted == 0:
             raise ValueError(f"CrossEntropy: expected at least one label to count, got none of shape {labels.shape}")
         wide = np.float32 if dtype.itemsize == 2 else dtype  # 16 bits cannot count far
+        if not isinstance(scale, float) and np.ndim(scale):
+            scale = scale.reshape(-1)
         return xp.where(counted, ids, 0), counted.astype(wide) * (scale / n_counted.astype(wide))
 
     def _weighted_sum(self, logits: Tensor, rows: Array, ids: Array, weights: Array) -> Tensor:

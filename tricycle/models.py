@@ -161,14 +161,19 @@ class GPT(BlockStack):
             tokens, documents: as of `forward`. labels: as many. loss_fn: `CrossEntropy()` unless given.
         """
         loss_fn = loss_fn or CrossEntropy()
-        tokens = as_tensor(tokens)
-        n_rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
-        own_forward = type(self).forward is not GPT.forward or "forward" in vars(self)  # a subclass's, or a probe's
-        if tokens.size <= n_rows or tokens.on_gpu or own_forward:
+        if type(self).forward is not GPT.forward or "forward" in vars(self):  # a subclass's, or a probe's
             return loss_fn(labels, self(tokens) if documents is None else self(tokens, documents=documents), scale)
+        return self.loss_of_hidden(labels, self.hidden(tokens, None, documents), loss_fn, scale)
+
+    def loss_of_hidden(
+        self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Array | float = 1.0
+    ) -> Tensor:
+        """The same from what `hidden` gave."""
+        n_rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        if math.prod(hidden.shape[:-1]) <= n_rows or hidden.on_gpu:
+            return loss_fn(labels, self.logits(hidden), scale)
         head = [self.token_embedding if self.head is None else self.head, self.norm, self.head_projection]
         parameters = {id(p): p for layer in head if layer is not None for p in layer.parameters()}
-        hidden = self.hidden(tokens, None, documents)
         return loss_fn.of_head(labels, hidden, self.logits, parameters.values(), n_rows, scale)
 
     def _check(self, tokens: Tensor, seen: int) -> None:

@@ -330,6 +330,7 @@ class TrainingState:
         samples_size: bytes of samples that the run had written when it was saved; -1 where nobody counted.
         n_skips: how many of the latest updates were left out because something was not finite.
         n_rollbacks: how often training went back to a checkpoint because something was not finite.
+        figures: what else the latest update's line of metrics says, by names.
         processes: those that train together: the batches of an update are shared out among them.
         draws: what one batch takes of the model's generator; None until it is needed and measured.
     """
@@ -347,6 +348,7 @@ class TrainingState:
     samples_size: int = -1
     n_skips: int = 0
     n_rollbacks: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
     processes: Processes = ALONE
     draws: Draws | None = None
 

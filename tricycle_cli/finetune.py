@@ -1,8 +1,9 @@
 """Teach a model that somebody has trained: LoRA, or all its weights.
 
 The data are files or folders: plain text, or lines of JSON (.jsonl) with "text", with "prompt" and "completion", or
-with "messages", of which only the answers count. The result is an adapter of a few small files, for `--adapter` of the
-other commands and for PEFT, or with `--method all` a checkpoint.
+with "messages", of which only the answers count; or, for `--loss dpo`, with "prompt", "chosen" and "rejected". The
+result is an adapter of a few small files, for `--adapter` of the other commands and for PEFT, or with `--method all` a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from tricycle.evaluation import HeldOut
 from tricycle.files import read_json_object
 from tricycle.locks import FolderLock
 from tricycle.lora import ALL_LINEAR, Adapter, LoRAConfig
+from tricycle.models import GPT
 from tricycle.packing import PackedDataset
+from tricycle.preferences import PairDataset
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.training import new_optimiser
@@ -41,13 +44,23 @@ from tricycle_cli.run import OnNaN, Run, read_metrics, train
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
 from tricycle_cli.train import begin_folder, holds_a_run, say, saying_what_is_saved
-from tricycle_cli.tuning import ADAPTER, HeldOutRows, TuningState, measurer, tune_step, write_samples
-from tricycle_datasets.examples import Examples, Reader, load_examples, read_records
+from tricycle_cli.tuning import (
+    ADAPTER,
+    HeldOutPairs,
+    HeldOutRows,
+    TuningState,
+    measurer,
+    tune_step,
+    write_samples,
+)
+from tricycle_datasets.examples import PREFERENCES, Examples, Reader, Record, load_examples, read_records
 from tricycle_lab.plot import plot_losses
 
 DESCRIPTION = __doc__ or ""
 LONGEST_WINDOW = 512  # unless a longer one is asked for: memory grows with it
 RATES = {"lora": 2e-4, "all": 2e-5}  # what a whole model knows is soon forgotten
+RATE_OF_DPO = 0.1  # times these: it needs little to turn a preference round
+LOSSES = ("likelihood", "dpo")
 ESTIMATES = 10  # in a run, unless --eval-interval says otherwise
 
 
@@ -65,6 +78,10 @@ class Arguments:
     """where the run leaves its files; without it a new folder in runs/"""
     method: Literal["lora", "all"] = "lora"
     """small matrices beside the model's own, or all of its weights"""
+    loss: Literal["likelihood", "dpo"] = "likelihood"
+    """what is learnt: to write what the data say; or of two answers to prefer the chosen one to the rejected one"""
+    beta: float = 0.1
+    """DPO: how much it costs to go away from what the model was; the smaller, the farther it goes"""
     rank: int = 16
     """LoRA: the width of the small matrices"""
     alpha: float = 32.0
@@ -82,17 +99,17 @@ class Arguments:
     cut_answers: bool = False
     """cut answers that are longer than that, where otherwise they are refused"""
     pack: bool = True
-    """put several short texts side by side, where none sees another"""
+    """put several short texts side by side, where none sees another (not with --loss dpo)"""
     epochs: float = 2.0
     """how often all is read"""
     steps: int = 0
     """updates to make, in place of --epochs"""
     batch_size: int = 4
-    """rows in one forward and backward pass"""
+    """rows in one forward and backward pass; pairs with --loss dpo"""
     accumulation_steps: int = 1
     """passes whose gradients make one update"""
     learning_rate: float = 0.0
-    """after the warm-up; 0 for 2e-4 with LoRA and 2e-5 for all weights"""
+    """after the warm-up; 0 for 2e-4 with LoRA and 2e-5 for all weights, and a tenth of these with --loss dpo"""
     warmup_steps: int = 10
     """updates over which the learning rate rises; at most a tenth of all"""
     weight_decay: float = 0.0
@@ -147,6 +164,8 @@ def _start_or_resume(arguments: Arguments, signals: Signals) -> int:
         raise ValueError("expected a model and --data, or --resume with a run folder")
     if arguments.method == "all" and arguments.weights != "float32":
         raise ValueError(f"expected --weights float32 with --method all, got {arguments.weights}")
+    if not 0 < arguments.beta < math.inf:
+        raise ValueError(f"expected --beta above 0, got {arguments.beta}")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.run_folder or Path("runs") / f"{Path(arguments.model).stem}-finetuned-{stamp}"
     with FolderLock(folder):
@@ -201,10 +220,11 @@ def read_arguments(folder: Path) -> Arguments:
         raise FileNotFoundError(
             f"{folder}: expected a run folder of `tricycle finetune`, with config.json and data.json"
         )
-    stated = read_json_object(path).get("arguments")
+    stated: Any = read_json_object(path).get("arguments")
     usual = Arguments()
     known = {field.name for field in dataclasses.fields(Arguments)} - {"run_folder", "resume"}
-    if not isinstance(stated, dict) or set(stated) - known or stated.get("method") not in tuple(RATES):
+    sound = isinstance(stated, dict) and not set(stated) - known
+    if not sound or stated.get("method") not in tuple(RATES) or stated.get("loss", usual.loss) not in LOSSES:
         raise ValueError(f"{path}: expected the arguments of a run of `tricycle finetune`, it has no such")
     for name, value in stated.items():
         default = getattr(usual, name)
@@ -249,30 +269,29 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
             rank_stabilised=arguments.rank_stabilised,
         )
     records = read_records(arguments.data)
-    held_out = read_records(arguments.held_out) if arguments.held_out else ()
+    held_out = read_records(arguments.held_out) if arguments.held_out else []
+    expect_kind(arguments.loss, [*records, *held_out])
     loaded = load_model(arguments.model, None, None, arguments.device, arguments.weights)
     longest = loaded.model.config.context_window
     window = arguments.context_window or min(longest, LONGEST_WINDOW)
     if not 2 <= window <= longest:
         raise ValueError(f"expected --context-window from 2 to {longest}, as the model has it, got {window}")
-    reader = Reader(loaded.tokeniser, window, arguments.cut_answers)
-    examples = load_examples(records, reader, held_out)
-    side_by_side = arguments.pack and loaded.model.packs
-    dataset = PackedDataset(examples.train, arguments.batch_size, window, arguments.seed, side_by_side)
-    rows = PackedDataset(examples.held_out, arguments.batch_size, window, arguments.seed, side_by_side)
+    examples = load_examples(records, Reader(loaded.tokeniser, window, arguments.cut_answers), held_out)
+    dataset, held = datasets_of(examples, arguments, loaded, window)
     config = config_of(arguments, loaded, dataset)
-    held = HeldOutRows.of(rows, arguments.eval_batches * arguments.batch_size, loaded.tokeniser)
     adapter = None
+    if adapter_config is None:
+        loaded.model = started_from(loaded.model, config)
+    loaded.model.use_precision(config.precision)
+    if isinstance(held, HeldOutPairs):
+        measure_references(loaded.model, [dataset, held.dataset])
     if adapter_config is not None:
         adapter = new_adapter(loaded, adapter_config, arguments.seed, arguments.model)
-        loaded.model.use_precision(config.precision)
-    else:
-        loaded.model = started_from(loaded.model, config)
-    state = new_state(config, loaded, adapter, dataset, arguments.patience)
+    state = new_state(config, loaded, adapter, dataset, arguments)
     run = Run(
         folder,
         loaded.tokeniser,
-        HeldOut(range(2), held.n_bytes),
+        HeldOut(range(2), 1),
         say=say,
         stop=signals,
         interruptible=signals.interruptible,
@@ -287,13 +306,48 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
     return state, run, description
 
 
+def expect_kind(loss: str, records: Sequence[Record]) -> None:
+    """
+    Raises:
+        ValueError: records that the loss does not learn from; names the first.
+    """
+    for record in records:
+        if loss == "dpo" and record.kind not in PREFERENCES:
+            raise ValueError(f'{record.where}: expected "chosen" and "rejected" with --loss dpo, got another shape')
+        if loss != "dpo" and record.kind in PREFERENCES:
+            raise ValueError(
+                f'{record.where}: "chosen" and "rejected" are learnt from with --loss dpo, got --loss {loss}'
+            )
+
+
+def datasets_of(
+    examples: Examples, arguments: Arguments, loaded: Pretrained, window: int
+) -> tuple[PackedDataset, HeldOutRows | HeldOutPairs]:
+    """What is learnt from, and what is held out."""
+    order = arguments.batch_size, window, arguments.seed
+    n_held = arguments.eval_batches * arguments.batch_size
+    if arguments.loss == "dpo":
+        held_out = PairDataset(examples.held_out[: 2 * n_held], *order)
+        return PairDataset(examples.train, *order), HeldOutPairs(held_out, arguments.beta)
+    side_by_side = arguments.pack and loaded.model.packs
+    rows = PackedDataset(examples.held_out, *order, side_by_side)
+    return PackedDataset(examples.train, *order, side_by_side), HeldOutRows.of(rows, n_held, loaded.tokeniser)
+
+
+def measure_references(model: GPT, datasets: Sequence[Any]) -> None:
+    """How likely the model takes the answers for, before anything is learnt: once, for all of the run."""
+    say(f"reference: how likely the model takes {sum(2 * pairs.n_items for pairs in datasets):,} answers for, as it is")
+    for pairs in datasets:
+        pairs.measure_reference(model)
+
+
 def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
     """The model's shape, and how it is trained."""
     an_epoch = dataset.n_items / (arguments.batch_size * arguments.accumulation_steps)
     if not 0 <= arguments.epochs < math.inf or arguments.steps < 0 or arguments.learning_rate < 0:
         raise ValueError("expected --epochs, --steps and --learning-rate of 0 or more")
     steps = arguments.steps or max(1, math.ceil(an_epoch * arguments.epochs))
-    rate = arguments.learning_rate or RATES[arguments.method]
+    rate = arguments.learning_rate or RATES[arguments.method] * (RATE_OF_DPO if arguments.loss == "dpo" else 1)
     own: dict[str, Any] = model_fields(loaded.model.config.to_dict())
     own |= {"precision": arguments.precision, "seed": arguments.seed}
     names = ("batch_size", "accumulation_steps", "warmup_steps", "weight_decay", "max_gradient_norm", "recompute")
@@ -315,22 +369,24 @@ def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) 
 
 
 def new_state(
-    config: GPTConfig, loaded: Pretrained, adapter: Adapter | None, dataset: PackedDataset, patience: int
+    config: GPTConfig, loaded: Pretrained, adapter: Adapter | None, dataset: PackedDataset, arguments: Arguments
 ) -> TuningState:
     loaded.model.recompute = config.recompute
     loaded.model.train()
     steps_on: Any = dataset
     state = TuningState(config, loaded.model, new_optimiser(config), steps_on)
-    state.adapter, state.loaded, state.patience = adapter, loaded, patience
+    state.adapter, state.loaded, state.patience = adapter, loaded, arguments.patience
+    state.beta = arguments.beta if arguments.loss == "dpo" else 0.0
     state.total_steps = config.steps
     return state
 
 
 def say_what_there_is(examples: Examples, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
     reader = examples.reader
+    rows = "pairs" if isinstance(dataset, PairDataset) else "rows"
     print(
         f"data: {examples.n_records:,} records; {len(examples.train):,} examples to learn from, "
-        f"{dataset.n_tokens:,} tokens of which {dataset.n_labels:,} count, in {dataset.n_items:,} rows of at most "
+        f"{dataset.n_tokens:,} tokens of which {dataset.n_labels:,} count, in {dataset.n_items:,} {rows} of at most "
         f"{dataset.window:,}; {len(examples.held_out):,} examples held out"
     )
     if reader.n_cut or reader.n_left_out:
@@ -344,7 +400,7 @@ def say_what_there_is(examples: Examples, dataset: PackedDataset, state: TuningS
 
 
 def begin_or_go_on(
-    state: TuningState, run: Run, arguments: Arguments, examples: Examples, held: HeldOutRows
+    state: TuningState, run: Run, arguments: Arguments, examples: Examples, held: HeldOutRows | HeldOutPairs
 ) -> dict[str, Any]:
     """Go on from the last checkpoint; or measure and sample the model as it is, and write the folder's first files.
 
@@ -366,14 +422,13 @@ def begin_or_go_on(
         print(f"run folder: {run.folder}, going on after step {state.step}")
         return description
     print(f"run folder: {run.folder}")
-    loss, n_labels = held.loss(state.model)
-    bits = held.bits_per_byte(loss, n_labels)
-    print(f"before: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte ({n_labels:,} tokens)")
+    before = held.measure(state.model)
+    print(f"before: held-out loss {held.said(before)} ({held.size})")
     prompts = _prompts(arguments, examples)
     if prompts and state.loaded is not None:
         write_samples(state.loaded, run, "before", prompts, arguments.sample_tokens)
     description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest}
-    description |= {"arguments": _as_json(arguments), "before": {"loss": loss, "bits_per_byte": bits}}
+    description |= {"arguments": _as_json(arguments), "before": {"loss": before["held_out_loss"], **before}}
     description["prompts"] = [[text, ids] for text, ids in prompts]
     begin_folder(run.folder, state.config, description, run.tokeniser)
     return description
@@ -385,7 +440,7 @@ def _prompts(arguments: Arguments, examples: Examples) -> list[tuple[str, list[i
     if not arguments.prompts:
         return examples.prompts[:3]
     tokeniser = examples.reader.tokeniser
-    if examples.kinds == {"messages"}:
+    if examples.kinds <= {"messages", "chat preference"}:
         return [(text, tokeniser.chat([{"role": "user", "content": text}])) for text in arguments.prompts]
     return [(text, examples.reader.prompt_ids(text)) for text in arguments.prompts]
 
@@ -399,22 +454,20 @@ def report(state: TuningState, run: Run, arguments: Arguments, description: dict
     state.read(checkpoint)
     best_step = checkpoint.about["progress"]["step"]
     before = description.get("before", {})
-    after = state.best_loss
-    lines = [line for line in read_metrics(run.metrics) if "bits_per_byte" in line]
-    best = next((line for line in lines if line["step"] == best_step), {})
-    bits = best.get("bits_per_byte", math.nan)
+    before = {"held_out_loss": before.get("loss", math.nan), **before}
+    metrics = read_metrics(run.metrics)
+    after = next((line for line in metrics if "held_out_loss" in line and line["step"] == best_step), {})
     if arguments.sample_tokens and state.loaded is not None:
         write_samples(state.loaded, run, "after", _read_prompts(run, description), arguments.sample_tokens)
     picture = run.folder / "loss.png"
-    metrics = read_metrics(run.metrics)
-    bits_per_nat = bits / after if after else 0.0
+    is_dpo = arguments.loss == "dpo"
+    bits_per_nat = 1.0 if is_dpo else after.get("bits_per_byte", math.nan) / (state.best_loss or math.nan)
+    unit = "nats a pair (DPO)" if is_dpo else "bits a byte"
     title = f"{sum(parameter.size for parameter in state.kept().parameters()):,} parameters learn"
-    run.write(lambda: plot_losses(metrics, picture, bits_per_nat, {}, title))
+    run.write(lambda: plot_losses(metrics, picture, bits_per_nat, {}, title, unit))
     print(f"\n{state.total_steps} updates, {state.seconds / 60:.1f} minutes of training; the best: step {best_step}")
-    print(
-        f"held-out loss: {before.get('loss', math.nan):.4f} before, {after:.4f} after (nats a token); "
-        f"{before.get('bits_per_byte', math.nan):.3f} before, {bits:.3f} after (bits a byte)"
-    )
+    said = HeldOutPairs.said if is_dpo else HeldOutRows.said
+    print(f"held-out loss before: {said(before)}; after: {said({**after, 'held_out_loss': state.best_loss})}")
     print(f"loss curve: {picture}; samples: {run.samples}")
     _say_how_to_go_on(run.folder, arguments, state.loaded)
 

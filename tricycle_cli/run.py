@@ -48,6 +48,7 @@ LONGEST_LINE = 10_000  # characters of metrics: no run writes a tenth of it
 MOST_METRICS = 2**28  # bytes: a million updates have half of it
 NUMBERS = """
 loss learning_rate gradient_norm tokens_per_second held_out_loss bits_per_byte final_loss final_bits_per_byte best_step
+reward_margin reward_accuracy
 """.split()
 # The final estimate moves its windows on by half their length: each token sees at least half a window before it.
 FINAL_OVERLAP = 2
@@ -326,6 +327,7 @@ class _Updates:
         self.limit = UNREAD_STEPS if next(state.model.parameters()).on_gpu else 1
         self.waiting: list[tuple[Any, Any]] = []
         self._rates: list[float] = []
+        self._figures: list[dict[str, float]] = []
         self._times: list[float] = []  # of all updates that have been read
         self._started = 0.0
         self._bad: dict[int, str] = {}  # of those that are waiting, what was not finite
@@ -341,6 +343,7 @@ class _Updates:
             self._bad[self.state.step] = str(error).removeprefix(f"step {self.state.step}: ")
             self.waiting.append((math.nan, math.nan))
         self._rates.append(self.state.optimiser.learning_rate)
+        self._figures.append(self.state.figures)
 
     def must_be_read(self) -> bool:
         """Whether there are enough of them, or something hangs on them."""
@@ -360,13 +363,16 @@ class _Updates:
         state.seconds += seconds * n_results
         self._times += [seconds] * n_results
         speed = state.n_tokens / seconds
-        rates, self.waiting, self._rates, self._bad = self._rates, [], [], {}
-        for step, (loss, norm), rate in zip(range(state.step + 1 - n_results, state.step + 1), results, rates):
+        rates, figures = self._rates, self._figures
+        self.waiting, self._rates, self._figures, self._bad = [], [], [], {}
+        steps = range(state.step + 1 - n_results, state.step + 1)
+        for step, (loss, norm), rate, more in zip(steps, results, rates, figures):
             if step in bad:
                 self._leave_out(step, bad[step])
                 continue
             state.n_skips = 0
-            self.run.record(step=step, loss=loss, learning_rate=rate, gradient_norm=norm, tokens_per_second=speed)
+            values = {"learning_rate": rate, "gradient_norm": norm, "tokens_per_second": speed}
+            self.run.record(step=step, loss=loss, **more, **values)
         if config.minutes and len(self._times) > UNTIMED_STEPS:
             if self.run.processes.is_first:
                 self._plan()

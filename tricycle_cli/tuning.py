@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.checkpoint import Checkpoint, load_checkpoint
+from tricycle.devices import to_cpu
 from tricycle.files import append
 from tricycle.generate import generate
 from tricycle.layers import Layer
@@ -18,6 +19,7 @@ from tricycle.lora import Adapter
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.packing import IGNORED, Batch, PackedDataset
+from tricycle.preferences import PairDataset, dpo_loss, margins_of, pair_losses
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import save_adapter
 from tricycle.sampling import Sampling
@@ -34,6 +36,7 @@ from tricycle_cli.models import stop_tokens
 from tricycle_cli.run import Run
 
 ADAPTER = "adapter"  # the folder in a run's folder
+PAIR_FIGURES = ("held_out_loss", "reward_margin", "reward_accuracy")
 
 
 class _Learning(Layer):
@@ -52,12 +55,14 @@ class TuningState(TrainingState):
     Attributes:
         adapter: what learns; None for the whole model.
         loaded: the model that the adapter is on.
+        beta: of DPO, which it learns by; 0 where every token that counts is to become likelier.
         n_worse: estimates since the best.
         patience: after so many it ends; 0 for never.
     """
 
     adapter: Adapter | None = None
     loaded: Pretrained | None = None
+    beta: float = 0.0
     n_worse: int = 0
     patience: int = 0
 
@@ -112,21 +117,30 @@ def loss_of_batches(model: GPT) -> LossOf:
 
 
 def tune_step(state: TuningState) -> tuple[Any, Any]:
-    """One update: the three verbs. Every token that counts weighs as much as any other of all its batches.
+    """One update: the three verbs. Every token that counts, or every pair, weighs as much as any other of all batches.
 
     Returns, raises: as of `training.train_step`.
     """
     config, model = state.config, state.model
     batches: list[Any] = [next(state.dataset) for _ in range(config.accumulation_steps)]
+    margins: list[Any] = []
+    loss_of = dpo_loss(model, state.beta, margins.append) if state.beta else loss_of_batches(model)
     try:
-        grads = gradients(model, loss_of_batches(model), batches, [batch.n_labels for batch in batches])
+        grads = gradients(model, loss_of, batches, [batch.n_labels for batch in batches])
         grads = mean_over_processes(grads)
         state.optimiser.learning_rate = state.learning_rate(state.step + 1)
         norm = apply(model, state.optimiser, grads, config.max_gradient_norm)
     except NonFiniteError as error:
         raise NonFiniteError(f"step {state.step + 1}: {error}") from None
     state.step += 1
+    state.figures = figures_of(np.concatenate([to_cpu(some) for some in margins])) if margins else {}
     return grads.loss, norm
+
+
+def figures_of(margins: np.ndarray) -> dict[str, float]:
+    """How far chosen answers are before rejected ones, in the mean, and how many are; of those that are level, half."""
+    share = ((margins > 0) + 0.5 * (margins == 0)).mean()
+    return {"reward_margin": float(margins.mean()), "reward_accuracy": float(share)}
 
 
 # -------------------------------------------------------------------- what is held out
@@ -137,21 +151,23 @@ class HeldOutRows:
     Attributes:
         n_rows: the first so many are looked at.
         n_bytes: that the tokens which count in these stand for.
+        size: how much that is, in words.
     """
 
     dataset: PackedDataset
     n_rows: int
     n_bytes: int = 0
+    size: str = ""
 
     @classmethod
     def of(cls, dataset: PackedDataset, n_rows: int, tokeniser: Any) -> HeldOutRows:
         rows = dataset.rows[:n_rows]
         ids = [dataset.examples[item].ids[1:][dataset.examples[item].counts[1:]] for row in rows for item in row]
         n_bytes = sum(len(tokeniser.decode(part).encode("utf-8")) for part in ids)
-        return cls(dataset, len(rows), n_bytes)
+        return cls(dataset, len(rows), n_bytes, f"{sum(map(len, ids)):,} tokens")
 
-    def loss(self, model: GPT) -> tuple[float, int]:
-        """Nats a token, and how many count."""
+    def measure(self, model: GPT) -> dict[str, float]:
+        """What metrics say of it: the loss in nats a token, and bits a byte."""
         size = self.dataset.batch_size or 1
         loss_of = loss_of_batches(model)
         total, count = 0.0, 0
@@ -160,27 +176,63 @@ class HeldOutRows:
                 batch = self.dataset.together(range(first, min(first + size, self.n_rows)))
                 total += float(loss_of(batch, 1.0)) * batch.n_labels
                 count += batch.n_labels
-        return total / count, count
+        bits = total / math.log(2) / max(1, self.n_bytes)
+        return {"held_out_loss": total / count, "bits_per_byte": bits}
 
-    def bits_per_byte(self, nats_per_token: float, n_labels: int) -> float:
-        return nats_per_token * n_labels / math.log(2) / max(1, self.n_bytes)
+    @staticmethod
+    def said(figures: Mapping[str, float]) -> str:
+        bits = figures.get("bits_per_byte", math.nan)
+        return f"{figures.get('held_out_loss', math.nan):.4f} nats a token, {bits:.3f} bits a byte"
 
 
-def measurer(held_out: HeldOutRows) -> Any:
+@dataclass
+class HeldOutPairs:
+    """Pairs of answers of which nothing is learnt.
+
+    Attributes:
+        beta: of DPO.
+    """
+
+    dataset: PairDataset
+    beta: float
+
+    @property
+    def size(self) -> str:
+        return f"{self.dataset.n_items:,} pairs"
+
+    def measure(self, model: GPT) -> dict[str, float]:
+        """What metrics say of them: the mean loss, the mean margin, and how many chosen answers are before."""
+        size = self.dataset.batch_size or 1
+        margins = []
+        with model.evaluating(), np.errstate(all="ignore"):
+            for first in range(0, self.dataset.n_items, size):
+                batch = self.dataset.together(range(first, min(first + size, self.dataset.n_items)))
+                hidden = model.hidden(model.place(batch.tokens))
+                margins.append(to_cpu(margins_of(model, hidden, batch, self.beta)))
+            joined = np.concatenate(margins)
+            return {"held_out_loss": float(pair_losses(joined).mean()), **figures_of(joined)}
+
+    @staticmethod
+    def said(figures: Mapping[str, float]) -> str:
+        loss, margin, share = (figures.get(name, math.nan) for name in PAIR_FIGURES)
+        return f"{loss:.4f} nats a pair, reward margin {margin:.3f}, {share:.0%} of pairs in order"
+
+
+def measurer(held_out: HeldOutRows | HeldOutPairs) -> Any:
     """What a run calls to estimate the held-out loss: keeps the best checkpoint, and ends what grows no better."""
 
     def measure(state: TuningState, run: Run) -> float:
-        loss, n_labels = held_out.loss(state.model)
-        bits = held_out.bits_per_byte(loss, n_labels)
+        figures = held_out.measure(state.model)
+        loss = figures["held_out_loss"]
         state.evaluated_step = state.step
         if math.isfinite(loss):
-            run.record(step=state.step, held_out_loss=loss, bits_per_byte=bits)
+            run.record(step=state.step, **figures)
         else:
             run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
         is_best = loss < state.best_loss
         state.n_worse = 0 if is_best else state.n_worse + 1
         said = "the best so far" if is_best else f"not better for {state.n_worse} estimates"
-        run.say(f"step {state.step}: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte: {said}")
+        run.say(f"step {state.step}: held-out loss {held_out.said(figures)}: {said}")
         if is_best or not run.best.exists():
             state.best_loss = loss if is_best else state.best_loss
             run.save(state, run.best)

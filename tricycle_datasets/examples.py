@@ -1,8 +1,9 @@
-"""Examples to fine-tune a model on: texts, prompts with what is to follow them, and conversations.
+"""Examples to fine-tune a model on: texts, prompts with what is to follow them, conversations, and pairs of answers.
 
-A folder or a file: what ends in .jsonl has an object a line, with "text", with "prompt" and "completion", or with
-"messages", each of which has a "role" and a "content"; anything else is plain text, a document a file. Of a prompt with
-its completion only the latter counts, and of a conversation only the answers.
+A folder or a file: what ends in .jsonl has an object a line, with "text", with "prompt" and "completion", with
+"messages", each of which has a "role" and a "content", or with "prompt", "chosen" and "rejected", which are texts or
+messages; anything else is plain text, a document a file. Of a prompt with its completion only the latter counts, and of
+a conversation only the answers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,19 +23,21 @@ from tricycle.files import read_file
 from tricycle.packing import Example
 from tricycle_datasets.text import text_files
 
-SHAPES = '"text", "prompt" and "completion", or "messages"'
+SHAPES = '"text", "prompt" and "completion", "messages", or "prompt", "chosen" and "rejected"'
+PREFERENCES = {"preference", "chat preference"}  # kinds of records with a chosen and a rejected answer
 HELD_OUT_SHARE = 20  # one in so many
 LONGEST_SAID = 60  # characters of what came
 OPENING = 24  # tokens of a text that a sample goes on from
 
 
 class Record(NamedTuple):
-    """One text, pair or conversation as it was written.
+    """One text, pair, conversation or preference as it was written.
 
     Attributes:
         where: file and line, for messages.
-        kind: "text", "pair" or "messages".
-        value: a text; a pair of them; or a list of messages.
+        kind: "text", "pair", "messages", "preference" or "chat preference".
+        value: a text; a prompt and its completion; a list of messages; or a prompt, the chosen answer and the rejected
+            one, which are texts or lists of messages.
     """
 
     where: str
@@ -86,8 +90,12 @@ def _record(where: str, line: bytes) -> Record:
         raise ValueError(f"{where}: expected an object of JSON, got {_short(line)}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object with {SHAPES}, got {_short(value)}")
+    if "chosen" in value and "rejected" in value:
+        return _preference(where, value)
     if "messages" in value:
-        return Record(where, "messages", _messages(where, value["messages"]))
+        return Record(
+            where, "messages", _with_answer(where, "messages", _messages(where, "messages", value["messages"]))
+        )
     if "prompt" in value and "completion" in value:
         pair = [_text(where, name, value[name]) for name in ("prompt", "completion")]
         return Record(where, "pair", pair)
@@ -103,18 +111,40 @@ def _text(where: str, name: str, value: Any) -> str:
     return value
 
 
-def _messages(where: str, value: Any) -> list[dict[str, Any]]:
+def _messages(where: str, name: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: expected messages to be a list of them, got {_short(value)}")
+        raise ValueError(f"{where}: expected {name} to be a list of messages, got {_short(value)}")
     for number, message in enumerate(value, 1):
+        which = f"message {number}" if name == "messages" else f"message {number} of {name}"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{where}: expected message {number} to have a role, got {_short(message)}")
+            raise ValueError(f"{where}: expected {which} to have a role, got {_short(message)}")
         if not isinstance(message.get("content"), str):
             got = _short(message.get("content"))
-            raise ValueError(f"{where}: expected message {number} to have a text as its content, got {got}")
-    if not any(message["role"] == "assistant" for message in value):
-        raise ValueError(f'{where}: expected a message of the role "assistant" to learn from, got none')
+            raise ValueError(f"{where}: expected {which} to have a text as its content, got {got}")
     return value
+
+
+def _with_answer(where: str, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f'{where}: expected a message in {name} of the role "assistant" to learn from, got none')
+    return messages
+
+
+def _preference(where: str, value: dict[str, Any]) -> Record:
+    """Without a prompt, messages that both answers begin with are the prompt."""
+    sides = ("chosen", "rejected")
+    if any(isinstance(value[name], str) for name in sides):
+        texts = [_text(where, name, value.get(name)) for name in ("prompt", *sides)]
+        return Record(where, "preference", texts)
+    chosen, rejected = (_messages(where, name, value[name]) for name in sides)
+    prompt = value.get("prompt", [])
+    if prompt != []:
+        _messages(where, "prompt", prompt)
+    else:
+        n_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:-1], rejected[:-1])))
+        prompt, chosen, rejected = chosen[:n_shared], chosen[n_shared:], rejected[n_shared:]
+    answers = [_with_answer(where, name, answer) for name, answer in zip(sides, (chosen, rejected))]
+    return Record(where, "chat preference", [prompt, *answers])
 
 
 def _short(value: Any) -> str:
@@ -143,7 +173,7 @@ class Reader:
     n_left_out: int = 0
 
     def examples(self, record: Record) -> list[Example]:
-        """Of one record: several of a long text, one or none of anything else.
+        """Of one record: several of a long text, a chosen and a rejected answer or none, one or none of anything else.
 
         Raises:
             ValueError: an answer that is longer than the window; or a conversation that the model's template does not
@@ -151,7 +181,9 @@ class Reader:
         """
         if record.kind == "text":
             return list(self.windows(self.text_ids(record.value)))
-        example = self._pair(record) if record.kind == "pair" else self._conversation(record)
+        if record.kind in PREFERENCES:
+            return self._preference(record)
+        example = self._pair(record) if record.kind == "pair" else self._conversation(record, record.value)
         n_over = len(example.ids) - 1 - self.window
         if n_over > 0:
             # of a pair the beginning of the prompt is missed least; a conversation is cut where it would go on
@@ -183,18 +215,49 @@ class Reader:
         answer = [*map(int, self.tokeniser.encode_plain(completion)), self.tokeniser.end_of_text]
         return self._joined(record, [(before, False), (answer, True)])
 
+    def _preference(self, record: Record) -> list[Example]:
+        """A chosen and a rejected answer after the same prompt, which loses its beginning where it is too long.
+
+        Where that is a conversation, which has to be whole, both are left out; as are two that are the same.
+        """
+        prompt, *answers = record.value
+        is_chat = record.kind == "chat preference"
+        if is_chat:
+            both = [self._conversation(record, [*prompt, *answer], len(prompt)) for answer in answers]
+        else:
+            both = [self._pair(record._replace(value=[prompt, answer])) for answer in answers]
+        n_over = max(len(example.ids) for example in both) - 1 - self.window
+        if n_over > 0 and (self.cut_answers or not is_chat):
+            cut = slice(0, self.window + 1) if self.cut_answers else slice(n_over, None)
+            n_tokens = sum(len(example.ids) for example in both)
+            both = [Example(example.ids[cut], example.counts[cut].copy()) for example in both]
+            self.n_cut += 1
+            self.n_cut_tokens += n_tokens - sum(len(example.ids) for example in both)
+            n_over = 0
+        same = np.array_equal(both[0].ids, both[1].ids)
+        if n_over > 0 or same or not all(example.n_labels for example in both):
+            self.n_left_out += 1
+            return []
+        return both
+
     def prompt_ids(self, prompt: str) -> list[int]:
         """As the model will read it when it is used."""
         ids = [int(token) for token in self.tokeniser.encode(prompt)] if prompt else []
         return ids or [self.tokeniser.new_text]
 
-    def _conversation(self, record: Record) -> Example:
+    def _conversation(self, record: Record, messages: list[dict[str, Any]], n_known: int = 0) -> Example:
+        """
+        Args:
+            n_known: answers among the first so many messages do not count.
+        """
         self.expect_template(record.where)
         try:
-            parts = self.tokeniser.chat_parts(record.value)
+            parts = self.tokeniser.chat_parts(messages)
         except ValueError as error:
             raise ValueError(f"{record.where}: {error}") from None
-        return self._joined(record, parts)
+        n_answers = sum(message["role"] == "assistant" for message in messages[:n_known])
+        known = [(ids, False) for ids, _ in parts[: 2 * n_answers]]
+        return self._joined(record, known + parts[2 * n_answers :])
 
     def expect_template(self, where: str) -> None:
         """
@@ -313,9 +376,12 @@ def _prompt(record: Record, reader: Reader) -> tuple[str, list[int]]:
     if record.kind == "text":
         ids = [int(token) for token in reader.text_ids(record.value)[:OPENING]]
         return reader.tokeniser.decode(ids), ids
-    if record.kind == "pair":
+    if record.kind in ("pair", "preference"):
         return record.value[0], reader.prompt_ids(record.value[0])
-    first = next(i for i, message in enumerate(record.value) if message["role"] == "assistant")
-    asked = record.value[:first]
+    if record.kind == "chat preference":
+        asked = record.value[0]
+    else:
+        first = next(i for i, message in enumerate(record.value) if message["role"] == "assistant")
+        asked = record.value[:first]
     ids = reader.tokeniser.chat(asked, allowed_special=False)
     return (asked[-1]["content"] if asked else ""), ids

@@ -23,13 +23,18 @@ ATTENTION_PAGE = Path(__file__).with_name("attention_page.html")
 
 
 def plot_losses(
-    metrics: Sequence[Mapping[str, Any]], path: Path, bits_per_nat: float, references: Mapping[str, float], title: str
+    metrics: Sequence[Mapping[str, Any]],
+    path: Path,
+    bits_per_nat: float,
+    references: Mapping[str, float],
+    title: str,
+    unit: str = "bits a byte",
 ) -> None:
     """Draw the training and the held-out loss against the step as a PNG.
 
     Args:
         metrics: the lines of metrics.jsonl.
-        bits_per_nat: bits a byte for one nat a token.
+        bits_per_nat: bits a byte for one nat a token, or how many of another unit.
         references: bits a byte of other compressors, drawn as lines.
     """
     from matplotlib.figure import Figure
@@ -54,7 +59,7 @@ def plot_losses(
     shown = [*references.values(), *held_out_bits, *(np.quantile(bits[len(bits) // 20 :], (0, 0.995)) if bits else [])]
     if shown:  # the first steps, far above all others, may leave the picture
         axes.set_ylim(min(shown) * 0.92, max(shown) * 1.05)
-    axes.set(xlabel="step", ylabel="bits a byte", title=title)
+    axes.set(xlabel="step", ylabel=unit, title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save_figure(figure, path)

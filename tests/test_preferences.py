@@ -1,0 +1,189 @@
+"""Preference tuning beside plain PyTorch: the same losses, gradients and updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers_families import VOCABULARY, difference
+
+from tricycle.configs import ModelConfig
+from tricycle.lora import LoRAConfig
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.packing import IGNORED, Example
+from tricycle.preferences import PairBatch, PairDataset, dpo_loss, log_probabilities
+from tricycle.pretrained.adapters import new_adapter, save_adapter
+from tricycle.tensor import no_grad
+from tricycle.training import apply, gradients
+
+BETA = 0.3
+N_STEPS = 10
+CONFIG = ModelConfig(vocab_size=40, context_window=24, embedding_dim=16, n_heads=2, n_layers=2)
+
+
+def some_pairs(n: int = 8, n_ids: int = VOCABULARY) -> list[Example]:
+    """Prompts of 2 to 6 tokens, each with two answers of 1 to 9."""
+    generator = np.random.default_rng(11)
+    examples = []
+    for _ in range(n):
+        prompt = generator.integers(0, n_ids, generator.integers(2, 7))
+        for _ in range(2):
+            ids = np.concatenate([prompt, generator.integers(0, n_ids, generator.integers(1, 10))])
+            examples.append(Example(ids, np.arange(len(ids)) >= len(prompt)))
+    return examples
+
+
+def lively() -> GPT:
+    model = GPT(CONFIG)
+    generator = np.random.default_rng(2)
+    for parameter in model.parameters():
+        parameter.array += generator.normal(0, 0.3, parameter.shape).astype(np.float32)
+    return model
+
+
+# -------------------------------------------------------------------- by itself
+def test_batches_hold_both_answers_of_each_pair():
+    examples = some_pairs(5)
+    dataset = PairDataset(examples, 2, 30, seed=3)
+    dataset.reference[...] = np.arange(10).reshape(5, 2)
+    seen = []
+    for _ in range(5):
+        batch = next(dataset)
+        assert batch.n_labels == 2
+        for pair in range(2):
+            number = int(batch.reference[pair]) // 2
+            assert batch.reference[2 + pair] == 2 * number + 1
+            for side in range(2):
+                ids, counts = examples[2 * number + side]
+                row = batch.labels[2 * side + pair]
+                np.testing.assert_array_equal(row[row != IGNORED], ids[counts])
+            seen.append(number)
+    assert sorted(seen) == sorted([*range(5)] * 2)
+    state = dataset.state()
+    wanted = next(dataset).tokens
+    again = PairDataset(examples, 2, 30)
+    again.load_state(state)
+    np.testing.assert_array_equal(next(again).tokens, wanted)
+    with pytest.raises(ValueError, match="expected chosen and rejected in turn, got 3 examples"):
+        PairDataset(examples[:3], 2, 30)
+
+
+def test_log_probabilities(monkeypatch):
+    model = lively()
+    batch = next(PairDataset(some_pairs(n_ids=40), 4, 24))
+    hidden = model.hidden(batch.tokens)
+    whole = log_probabilities(model, hidden, model.place(batch.labels))
+    logits = model(batch.tokens).numpy().astype(np.float64)
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    rows, places = np.nonzero(batch.labels != IGNORED)
+    wanted = np.bincount(rows, logs[rows, places, batch.labels[rows, places]])
+    np.testing.assert_allclose(whole, wanted, rtol=1e-5)
+    monkeypatch.setattr("tricycle.preferences.LOGITS_AT_ONCE", 3 * 40)  # some rows at a time
+    np.testing.assert_allclose(log_probabilities(model, hidden, model.place(batch.labels)), whole, rtol=1e-6)
+
+
+def test_gradients_are_those_of_the_loss(monkeypatch):
+    """Along a random direction, against differences of the loss; with the logits whole, and some rows at a time."""
+    model = lively()
+    dataset = PairDataset(some_pairs(n_ids=40), 8, 24)
+    dataset.measure_reference(model)
+    batch = next(dataset)
+    generator = np.random.default_rng(3)
+    for parameter in model.parameters():  # away from the reference, where all margins are 0
+        parameter.array = parameter.array + generator.normal(0, 0.1, parameter.shape)
+        assert parameter.array.dtype == np.float64
+    margins: list[np.ndarray] = []
+    loss = gradients(model, dpo_loss(model, BETA, margins.append), [batch]).loss
+    assert loss == pytest.approx(np.log1p(np.exp(-margins[0])).mean(), rel=1e-6)
+    assert np.ptp(margins[0]) > 1
+    grads = {name: parameter.grad.array.copy() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    monkeypatch.setattr("tricycle.models.LOGITS_AT_ONCE", 7 * 40)
+    gradients(model, dpo_loss(model, BETA), [batch])
+    direction = {name: generator.normal(size=grad.shape) for name, grad in grads.items()}
+    slope = sum(float((grads[name] * direction[name]).sum()) for name in grads)
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(parameter.grad.array, grads[name], rtol=1e-6, atol=1e-9)
+    values = []
+    for sign in (1, -1):
+        for name, parameter in model.named_parameters():
+            parameter.array += sign * 1e-5 * direction[name]
+        with no_grad():
+            hidden = model.hidden(batch.tokens)
+            logs = exact_log_probabilities(model.logits(hidden).array, batch)
+        gained = logs - batch.reference
+        values.append(np.logaddexp(0, -BETA * (gained[:8] - gained[8:])).mean())
+        for name, parameter in model.named_parameters():
+            parameter.array -= sign * 1e-5 * direction[name]
+    assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+def exact_log_probabilities(logits: np.ndarray, batch: PairBatch) -> np.ndarray:
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    rows, places = np.nonzero(batch.labels != IGNORED)
+    return np.bincount(rows, logs[rows, places, batch.labels[rows, places]])
+
+
+# -------------------------------------------------------------------- beside PyTorch
+def their_logs(model: Any, batch: PairBatch) -> Any:
+    """Of each row the sum over what counts of the logarithms of probabilities."""
+    import torch
+
+    labels = torch.tensor(batch.labels)
+    logs = model(torch.tensor(batch.tokens)).logits.log_softmax(-1)
+    chosen = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return (chosen * (labels != IGNORED)).sum(-1)
+
+
+def their_loss(model: Any, batch: PairBatch, reference: Any) -> Any:
+    import torch
+
+    gained = their_logs(model, batch) - reference
+    n = batch.n_labels
+    return -torch.nn.functional.logsigmoid(BETA * (gained[:n] - gained[n:])).mean()
+
+
+@pytest.mark.parametrize("method", ["lora", "all"])
+def test_ten_updates_are_those_of_pytorch(method: str, tmp_path: Path) -> None:
+    """Losses, norms and what comes out, from the same start on the same batches."""
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from test_adapters import both  # which needs these
+
+    theirs, loaded = both("Llama", tmp_path / "base")
+    reference_model, _ = both("Llama", tmp_path / "again")
+    dataset = PairDataset(some_pairs(), 3, 30)
+    dataset.measure_reference(loaded.model)
+    if method == "lora":
+        adapter = new_adapter(loaded, LoRAConfig(rank=3, alpha=6), seed=1)
+        save_adapter(adapter, loaded, tmp_path / "adapter")
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True).eval()
+        rate = 1e-2
+    else:
+        loaded.model.unfreeze().use_order("C")
+        rate = 1e-3
+    learning = [p for p in theirs.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
+    ours = AdamW(rate, weight_decay=0.0)
+    losses = []
+    for _ in range(N_STEPS):
+        batch = next(dataset)
+        with torch.no_grad():
+            reference = their_logs(reference_model, batch)
+        np.testing.assert_allclose(batch.reference, reference.numpy(), rtol=1e-5, atol=1e-5)
+        loss = their_loss(theirs, batch, reference)
+        optimiser.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(learning, 1.0).item()
+        optimiser.step()
+        grads = gradients(loaded.model, dpo_loss(loaded.model, BETA), [batch])
+        assert grads.loss == pytest.approx(loss.item(), rel=1e-3)
+        assert apply(loaded.model, ours, grads, 1.0) == pytest.approx(norm, rel=1e-3)
+        losses.append(grads.loss)
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-5)
+    assert losses[-1] < losses[0] - 0.05
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(batch.tokens)).logits.numpy()
+    assert difference(loaded.model(batch.tokens).numpy(), wanted) < 1e-3
