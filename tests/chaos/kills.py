@@ -81,6 +81,10 @@ class Watched:
         marks = "".join(f"mark({writing}, {name!r}, {place!r})\n" for name, place in PHASES.items())
         self.process = case.start(words, prelude + MARKS + marks, pass_fds=(writing,))
         os.close(writing)
+        self.watch(reading)
+
+    def watch(self, reading: int) -> None:
+        """Note what the program says of its phases."""
         self.profile = Profile()
         self._begun: dict[str, list[float]] = defaultdict(list)
         self._changed = threading.Condition()

@@ -78,11 +78,13 @@ class Case:
         folder: holds both.
         text: what it trains on.
         flags: further ones, for `train`.
+        launcher: what starts the program, where something does, such as mpiexec and its flags.
     """
 
     folder: Path
     text: Path
     flags: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
 
     @property
     def run(self) -> Path:
@@ -114,9 +116,9 @@ class Case:
         self.folder.mkdir(parents=True, exist_ok=True)
         program = PROGRAM.format(root=str(ROOT), prelude=prelude)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        pipes |= {"encoding": "utf-8", "errors": "replace"}
-        command = [sys.executable, "-c", program, *(self.words if words is None else words)]
-        return subprocess.Popen(command, cwd=ROOT, env=self.environment(), **{**pipes, **how})
+        pipes |= {"encoding": "utf-8", "errors": "replace", "env": self.environment()}
+        command = [*self.launcher, sys.executable, "-c", program, *(self.words if words is None else words)]
+        return subprocess.Popen(command, cwd=ROOT, **{**pipes, **how})
 
     def train(self, prelude: str = "") -> Outcome:
         """Begin the run and wait for its end."""

@@ -1,0 +1,92 @@
+"""Some kills of ranks of those that `python -m tests.chaos.ranks` tries. Left out without mpi4py and an mpiexec."""
+
+import importlib.util
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.ranks import mpiexec
+
+from .kills import PHASES, SIGNALS
+from .ranks import FAILURES, TARGETS, RankTrial, fail, perform, profile_of, rough_differences, trials_of
+from .runs import Bench
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or mpiexec() is None or importlib.util.find_spec("mpi4py") is None,
+    reason="needs Linux, mpi4py and mpiexec",
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def whole(bench):
+    return bench.case("whole")
+
+
+@pytest.fixture(scope="module")
+def profile(whole):
+    return profile_of(whole)
+
+
+def test_all_phases_are_seen(profile):
+    """Rank 0 has them all; what it does alone, rank 1 has not."""
+    seen = {phase for phase, times in profile.seconds.items() if times}
+    assert {f"0:{phase}" for phase in PHASES} <= seen
+    assert {"1:run", "1:update", "1:evaluation"} <= seen and "1:checkpoint" not in seen
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "moments", "n_after"),
+    [
+        ("SIGKILL", "rank 1", [("1:update", 3, 0.0), ("1:evaluation", 1, 0.001)], 2),
+        ("SIGTERM", "mpiexec", [("0:evaluation", 2, 0.0)], 1),
+    ],
+)
+def test_a_signal_in_one_of_them(bench, whole, profile, name, target, moments, n_after):
+    trial = RankTrial(name, getattr(signal, name), moments, target=target, n_after=n_after)
+    assert perform(trial, bench.case(f"{name} to {target}"), whole.run).trouble == []
+    assert trial.hits == len(moments)
+
+
+def test_the_end_of_ranks_of_which_one_fails(bench):
+    """Within 10 s, with one message that says which and why."""
+    failure = fail("meets NaN (--on-nan stop)", bench.case("failing"), None, rank=1, step=3)
+    assert failure.trouble == []
+
+
+def test_what_differs_more_than_by_rounding_is_seen(bench, whole, profile):
+    case = bench.case("seed", "--seed", "5")
+    assert case.train().status == 0
+    assert any("last.safetensors: model." in line for line in rough_differences(case.run, whole.run))
+    assert rough_differences(whole.run, whole.run) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, *SIGNALS])
+def test_every_signal_to_each(bench, profile, whole, number, target):
+    for i, trial in enumerate(trials_of(random.Random(7), profile, 2, 0, [number])):
+        if trial.target == target:
+            assert perform(trial, bench.case(f"{trial.name}-{i}"), whole.run).trouble == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", FAILURES)
+def test_every_way_to_fail(bench, profile, whole, name, rank):
+    case = bench.case(f"failure {list(FAILURES).index(name)} {rank}")
+    assert fail(name, case, whole.run, rank, step=6).trouble == []
+
+
+@pytest.mark.slow
+def test_the_long_form():
+    words = "--n 0 --phases 0 --failures 1 --seed 3".split()
+    done = subprocess.run([sys.executable, "-m", "tests.chaos.ranks", *words], capture_output=True, text=True)
+    assert done.returncode == 0 and "| meets NaN (--on-nan stop) | 1 | 0 |" in done.stdout, done.stdout + done.stderr
