@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from transformers_families import FAMILIES, VOCABULARY, Family, difference, enliven
 
 from tricycle.decoding import next_logits
@@ -71,14 +72,17 @@ def enliven_adapter(adapter: Any) -> None:
     for low_rank in adapter.low_ranks.values():
         for up in low_rank.ups:
             up.array[...] = generator.normal(0, 0.2, up.shape)
+        for magnitude in low_rank.magnitudes:
+            magnitude.array *= generator.uniform(0.7, 1.4, magnitude.shape).astype(np.float32)
 
 
 # -------------------------------------------------------------------- files, both ways
 @each_family
-def test_peft_computes_the_same_with_our_adapter(name, tmp_path):
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_peft_computes_the_same_with_our_adapter(name, dora, tmp_path):
     theirs, loaded = both(name, tmp_path / "base")
     before = loaded.model(some_tokens()).numpy()
-    adapter = new_adapter(loaded, LoRAConfig(rank=3, alpha=5), seed=1)
+    adapter = new_adapter(loaded, LoRAConfig(rank=3, alpha=5, dora=dora), seed=1)
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), before)  # B is 0
     enliven_adapter(adapter)
     ours = loaded.model(some_tokens()).numpy()
@@ -112,14 +116,17 @@ TARGETS = {
 
 
 @each_family
-@pytest.mark.parametrize("stabilised", [False, True])
-def test_theirs_load_here(name, stabilised, tmp_path):
+@pytest.mark.parametrize("kind", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["LoRA", "rsLoRA", "DoRA"])
+def test_theirs_load_here(name, kind, tmp_path):
     theirs, loaded = both(name, tmp_path / "base")
     patterns = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 3}} if name == "Llama" else {}
     config = peft.LoraConfig(
-        r=2, lora_alpha=6, use_rslora=stabilised, init_lora_weights=False, target_modules=TARGETS[name], **patterns
+        r=2, lora_alpha=6, init_lora_weights=False, target_modules=TARGETS[name], **kind, **patterns
     )
     model = peft.get_peft_model(theirs, config).eval()
+    for path, parameter in model.named_parameters():
+        if "magnitude" in path:
+            parameter.data *= torch.linspace(0.7, 1.4, parameter.numel())
     model.save_pretrained(tmp_path / "adapter")
     adapter = load_adapter(loaded, tmp_path / "adapter")
     wanted = their_logits(model, some_tokens())
@@ -153,13 +160,14 @@ def test_adapters_are_switched(tmp_path):
     np.testing.assert_array_equal(loaded.model(some_tokens()).numpy(), logits)
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])
-def test_few_bits_stay_and_gradients_flow_through_them(kind, tmp_path):
+def test_few_bits_stay_and_gradients_flow_through_them(kind, dora, tmp_path):
     theirs = new_theirs(FAMILIES["Llama"])
     theirs.save_pretrained(tmp_path)
     loaded = load(tmp_path, weights=kind)
     loaded.model.use_precision("float32")
-    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=("q_proj", "down_proj")))
+    adapter = new_adapter(loaded, LoRAConfig(rank=2, targets=("q_proj", "down_proj"), dora=dora))
     enliven_adapter(adapter)
     state = {name: tensor.numpy() for name, tensor in loaded.model.named_parameters() if "low_rank" not in name}
     tokens = some_tokens()
@@ -168,7 +176,7 @@ def test_few_bits_stay_and_gradients_flow_through_them(kind, tmp_path):
     other = GPT(loaded.model.config, draw_weights=False)  # with the same values in 32 bits
     other.load_state_dict(state)
     twin = Pretrained(other, None, GenerationSettings(), loaded.source)
-    with_twin = new_adapter(twin, LoRAConfig(rank=2, targets=("q_proj", "down_proj")))
+    with_twin = new_adapter(twin, LoRAConfig(rank=2, targets=("q_proj", "down_proj"), dora=dora))
     with_twin.load_state_dict(adapter.state_dict())
     gradients(other, labelled(other, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
     for name, tensor in with_twin.named_parameters():
@@ -197,9 +205,13 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(tmp_path):
 
 
 # -------------------------------------------------------------------- twenty updates
-def their_step(model: Any, optimiser: Any, tokens: np.ndarray) -> float:
+def labelled_loss(model: Any, tokens: np.ndarray) -> Any:
     logits = model(torch.tensor(tokens[:, :-1])).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten())
+    return F.cross_entropy(logits.flatten(0, 1), torch.tensor(tokens[:, 1:]).flatten())
+
+
+def their_step(model: Any, optimiser: Any, tokens: np.ndarray) -> tuple[float, float]:
+    loss = labelled_loss(model, tokens)
     optimiser.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
@@ -212,14 +224,19 @@ def our_step(model: GPT, optimiser: AdamW, tokens: np.ndarray) -> tuple[float, f
     return grads.loss, apply(model, optimiser, grads, 1.0)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Pythia", "GPT-2"])
-def test_twenty_updates_are_those_of_peft(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "dora"),
+    [("Llama", False), ("Qwen2", False), ("Pythia", False), ("GPT-2", False), ("Llama", True), ("GPT-2", True)],
+)
+def test_twenty_updates_are_those_of_peft(name, dora, tmp_path):
     theirs, loaded = both(name, tmp_path / "base")
-    adapter = new_adapter(loaded, LoRAConfig(rank=4, alpha=8), seed=1)
+    adapter = new_adapter(loaded, LoRAConfig(rank=4, alpha=8, dora=dora), seed=1)
     save_adapter(adapter, loaded, tmp_path / "adapter")
     model = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True).eval()
-    rate = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **rate)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": [p for p in learning if p.ndim > 1], "weight_decay": 0.1}]
+    groups += [{"params": [p for p in learning if p.ndim == 1], "weight_decay": 0.0}] if dora else []
+    optimiser = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     ours = AdamW(1e-2, (0.9, 0.95), weight_decay=0.1)
     generator = np.random.default_rng(9)
     batches = [generator.integers(0, VOCABULARY, (3, 17)) for _ in range(4)]
@@ -253,6 +270,59 @@ def test_twenty_updates_of_all_weights_are_those_of_pytorch(name, tmp_path):
     assert difference(loaded.model(batches[0]).numpy(), their_logits(theirs, batches[0])) < 1e-3
 
 
+# -------------------------------------------------------------------- every gradient
+def our_gradients(loaded: Pretrained, adapter: Any, folder: Path) -> dict[str, np.ndarray]:
+    """By their names: written to files as if they were weights."""
+    parameters = list((adapter or loaded.model).parameters())
+    weights = [parameter.array for parameter in parameters]
+    for parameter in parameters:
+        parameter.array = parameter.grad.array
+    if adapter is None:
+        export_folder(loaded.model, None, folder)
+    else:
+        save_adapter(adapter, loaded, folder)
+    for parameter, array in zip(parameters, weights):
+        parameter.array = array
+    return load_file(folder / ("model.safetensors" if adapter is None else "adapter_model.safetensors"))
+
+
+def their_gradients(model: Any) -> dict[str, np.ndarray]:
+    names = {name: name.replace(".default", "") for name, p in model.named_parameters() if p.requires_grad}
+    names = {name: file.replace("vector.weight", "vector") for name, file in names.items()}
+    return {names[name]: p.grad.numpy() for name, p in model.named_parameters() if name in names}
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "all weights"])
+def test_every_gradient_is_that_of_peft(kind, tmp_path):
+    """Of each tensor the largest difference over the largest gradient, after no update, one, several and twenty."""
+    theirs, loaded = both("Llama", tmp_path / "base")
+    adapter, rate = None, 1e-3
+    if kind == "all weights":
+        loaded.model.unfreeze().use_order("C")
+    else:
+        adapter, rate = new_adapter(loaded, LoRAConfig(rank=4, alpha=8, dora=kind == "DoRA"), seed=1), 1e-2
+        enliven_adapter(adapter)  # else the first gradients of A are 0
+        save_adapter(adapter, loaded, tmp_path / "adapter")
+        theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True).eval()
+    optimiser = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    ours = AdamW(rate, weight_decay=0.0)
+    generator = np.random.default_rng(9)
+    for step in range(N_STEPS + 1):
+        tokens = generator.integers(0, VOCABULARY, (3, 17))
+        loss = labelled_loss(theirs, tokens)
+        optimiser.zero_grad()
+        loss.backward()
+        grads = gradients(loaded.model, labelled(loaded.model, CrossEntropy()), [(tokens[:, :-1], tokens[:, 1:])])
+        assert grads.loss == pytest.approx(loss.item(), rel=1e-3)
+        if step in (0, 1, 5, N_STEPS):
+            wanted, got = their_gradients(theirs), our_gradients(loaded, adapter, tmp_path / f"gradients {step}")
+            assert got.keys() == wanted.keys()
+            worst = max(difference(got[name], grad) for name, grad in wanted.items())
+            assert worst < (1e-5 if step == 0 else 1e-3), step
+        apply(loaded.model, ours, grads)
+        optimiser.step()
+
+
 # -------------------------------------------------------------------- what is refused
 def rewrite(folder: Path, **fields: Any) -> None:
     path = folder / "adapter_config.json"
@@ -263,7 +333,7 @@ def rewrite(folder: Path, **fields: Any) -> None:
     ("fields", "message"),
     [
         ({"peft_type": "IA3"}, "expected peft_type to be 'LORA', got 'IA3'"),
-        ({"use_dora": True}, "expected use_dora to be False, got True"),
+        ({"use_dora": True}, "expected A, B, magnitude_vector of model.layers.0."),
         ({"bias": "all"}, "expected bias to be 'none', got 'all'"),
         ({"modules_to_save": ["lm_head"]}, "expected modules_to_save to be None"),
         ({"init_lora_weights": "pissa"}, "expected init_lora_weights to be True, got 'pissa'"),

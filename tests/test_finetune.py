@@ -114,10 +114,14 @@ def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
         generate_main([str(run), "the"])
 
 
-@pytest.mark.parametrize("loss", ["likelihood", "dpo"])
-@pytest.mark.parametrize("method", ["lora", "all"])
+@pytest.mark.parametrize(
+    ("method", "loss"),
+    [("lora", "likelihood"), ("dora", "likelihood"), ("all", "likelihood"), ("lora", "dpo"), ("all", "dpo")],
+)
 def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, loss, theirs, data, tmp_path, monkeypatch):
     words = ["--method", method, "--lora-dropout", "0.2", "--accumulation-steps", "2", "--loss", loss]
+    if method == "dora":
+        words[1:2] = ["lora", "--dora"]
     if loss == "dpo":
         lines(data, preferences())
     tune(theirs, data, tmp_path / "whole", *words)
@@ -159,9 +163,9 @@ def test_all_weights_are_a_checkpoint(theirs, data, tmp_path):
     assert all(np.abs(array - base[name]).max() > 0 for name, array in loaded.model.state_dict().items())
 
 
-@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
-def test_few_bits_below(weights, theirs, data, tmp_path):
-    tune(theirs, data, tmp_path / "run", "--weights", weights)
+@pytest.mark.parametrize("words", ["--weights int8", "--weights bfloat16", "--dora --weights int8", "--dora"])
+def test_few_bits_below(words, theirs, data, tmp_path):
+    tune(theirs, data, tmp_path / "run", *words.split())
     losses = [
         line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
     ]

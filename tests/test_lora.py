@@ -69,6 +69,27 @@ def test_the_matrix_that_it_stands_for():
     np.testing.assert_allclose(layer(x).numpy(), whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_lengths_of_columns(dropout):
+    """DoRA: a layer begins as it was; then it is the matrix with other lengths, where a part is."""
+    layer = small(dropout, np.float32)
+    x = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+    layer.low_rank.eval()
+    plain = layer(x).numpy()
+    layer.low_rank.learn_lengths(layer)
+    np.testing.assert_allclose(layer(x).numpy(), plain, rtol=1e-5, atol=1e-5)
+    assert [m.role for m in layer.low_rank.magnitudes] == ["gain", "gain"]
+    for magnitude in layer.low_rank.magnitudes:
+        magnitude.array *= np.linspace(0.5, 2, len(magnitude.array), dtype=np.float32)
+    whole = layer.low_rank.merged(layer)
+    np.testing.assert_allclose(layer(x).numpy(), x @ whole + layer.bias.array, rtol=1e-5, atol=1e-5)
+    ratio = np.linalg.norm(whole, axis=0) / np.linalg.norm(layer.weights.array + layer.low_rank.matrix(), axis=0)
+    np.testing.assert_allclose(ratio, [0.5, 1.25, 2, 1, 1, 0.5, 2], rtol=1e-5)
+    layer.low_rank.train()
+    layer(x).sum().backward()
+    assert all(np.abs(parameter.grad.numpy()).max() > 0 for parameter in layer.low_rank.parameters())
+
+
 def test_an_adapter_is_made_of_the_small_matrices_alone():
     model = GPT(CONFIG)
     low_rank = LowRank(8, 24, [Part("qkv", 0, 24, 2, 1.0)], 0.0, np.random.default_rng(0))

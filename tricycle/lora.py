@@ -7,7 +7,10 @@ it was.
 One matrix of ours may stand for several of other people's, side by side: queries, keys and values have their own A and
 B there. So a layer has one A or several, each for some columns of the result, and adds just what theirs would.
 
-Sources: Hu et al. 2021, "LoRA"; rank-stabilised: Kalajdzievski 2023; few bits below: Dettmers et al. 2023, "QLoRA".
+DoRA gives each column of the sum a length of its own, a number that learns too: m (W + s A B) / |W + s A B|.
+
+Sources: Hu et al. 2021, "LoRA"; rank-stabilised: Kalajdzievski 2023; few bits below: Dettmers et al. 2023, "QLoRA";
+Liu et al. 2024, "DoRA: weight-decomposed low-rank adaptation".
 
 Shapes: N rows, R ranks of all parts together.
 """
@@ -51,6 +54,7 @@ class LoRAConfig(Checked):
             "all-linear" for all in the blocks.
         dropout: probability of dropping an element of what A gets.
         rank_stabilised: multiply by alpha / sqrt(r) instead, which lets high ranks learn as fast as low ones.
+        dora: columns have lengths that learn.
     """
 
     rank: int = 16
@@ -58,6 +62,7 @@ class LoRAConfig(Checked):
     targets: tuple[str, ...] = (ALL_LINEAR,)
     dropout: float = 0.0
     rank_stabilised: bool = False
+    dora: bool = False
 
     def __post_init__(self) -> None:
         self._check(RULES)
@@ -83,6 +88,9 @@ class Part(NamedTuple):
 class LowRank(Layer):
     """The small matrices of one layer: A of all parts side by side, and B of each.
 
+    Attributes:
+        magnitudes: of DoRA, the length of each column, (out,) for each part; else nothing.
+
     Args:
         from_size, to_size: of the layer.
         parts: in the order of their columns.
@@ -99,6 +107,7 @@ class LowRank(Layer):
         n_ranks = sum(part.rank for part in self.parts)
         self.down = Parameter(generator.uniform(-bound, bound, (from_size, n_ranks)).astype(np.float32), "matrix")
         self.ups = [Parameter(np.zeros((p.rank, p.stop - p.start), np.float32), "matrix") for p in self.parts]
+        self.magnitudes: list[Parameter] = []
         self.dropout = Dropout(dropout, generator)
 
     def ranks(self) -> Iterator[tuple[Part, slice, Tensor]]:
@@ -108,8 +117,37 @@ class LowRank(Layer):
             yield part, slice(start, start + part.rank), up
             start += part.rank
 
+    def learn_lengths(self, base: Dense) -> None:
+        """Make it DoRA, with the lengths that the columns of a layer and of this together have now."""
+        lengths = self.lengths(base.weights, column_squares(base.weights))
+        self.magnitudes = [Parameter(lengths[part.start : part.stop].copy(), "gain") for part in self.parts]
+
+    def lengths(self, weights: Tensor, squares: Array) -> Array:
+        """Of the columns of W + s A B, (out,), which is never made: of their squares we have those of W, and to these
+        come 2 s (Wᵀ A) B and s² Bᵀ (Aᵀ A) B.
+
+        Args:
+            weights: W. squares: of its columns, as `column_squares` gives them.
+        """
+        down = self.down.array
+        crossed = linear(Tensor(down.T.copy(), False), Tensor(weights.array, False)).array  # (R, out)
+        total = squares.copy()
+        for part, ranks, up in self.ranks():
+            columns, a, b = slice(part.start, part.stop), down[:, ranks], up.array
+            more = 2 * crossed[ranks, columns] + part.scale * ((a.T @ a) @ b)
+            total[columns] += part.scale * (more * b).sum(axis=0)
+        return array_module(total).sqrt(total)
+
+    def merged(self, base: Dense) -> np.ndarray:
+        """The matrix (in, out) of a layer and of this together."""
+        total = base.weights.numpy() + self.matrix()
+        for part, magnitude in zip(self.parts, self.magnitudes):
+            columns = total[:, part.start : part.stop]
+            columns *= magnitude.numpy() / np.linalg.norm(columns, axis=0)
+        return total
+
     def matrix(self) -> np.ndarray:
-        """What it adds to a layer's matrix, (in, out)."""
+        """What it adds to a layer's matrix, (in, out), but for lengths."""
         total = np.zeros((self.down.shape[0], self.to_size), np.float32)
         for part, ranks, up in self.ranks():
             total[:, part.start : part.stop] = part.scale * (self.down.numpy()[:, ranks] @ up.numpy())
@@ -130,6 +168,7 @@ class AdaptedDense(Dense):
         self.weights = base.weights
         self.bias = base.bias
         self.low_rank = low_rank
+        self._squares: Array | None = None
         self.precision = base.precision
         self.training = base.training
 
@@ -143,10 +182,40 @@ class AdaptedDense(Dense):
         if self.weights.requires_grad or (self.bias is not None and self.bias.requires_grad):
             raise ValueError("AdaptedDense: expected a frozen matrix with small ones beside it; freeze() or merge()")
         low_rank = self.low_rank
+        bias = None if low_rank.magnitudes else self.bias
         if low_rank.training and low_rank.dropout.probability:
             delta = low_rank_linear(low_rank.dropout(x), None, low_rank, self.precision)
-            return linear(x, self.weights, self.bias, "dense", self.precision) + delta
-        return low_rank_linear(x, self, low_rank, self.precision)
+            y = linear(x, self.weights, bias, "dense", self.precision) + delta
+        else:
+            y = low_rank_linear(x, self, low_rank, self.precision)
+        return self._with_lengths(y) if low_rank.magnitudes else y
+
+    def _with_lengths(self, y: Tensor) -> Tensor:
+        """Columns of x (W + s A B) with lengths that learn, and b. For gradients the lengths that they have are
+        constants, as in section 4.3 of the paper.
+        """
+        if self._squares is None:
+            self._squares = column_squares(self.weights)
+        low_rank = self.low_rank
+        lengths = low_rank.lengths(self.weights, self._squares)
+        parts = [slice(part.start, part.stop) for part in low_rank.parts]
+        factor = array_module(lengths).ones_like(lengths)
+        for columns, magnitude in zip(parts, low_rank.magnitudes):
+            factor[columns] = magnitude.array / lengths[columns]
+        dtype = y.dtype
+        values = y.array * factor if self.bias is None else y.array * factor + self.bias.array
+
+        def backward(grad: Array, wanted: Wanted) -> list[Array]:
+            sums = (grad * y.array).reshape(-1, self.to_size).sum(axis=0) / lengths
+            return [(grad * factor).astype(dtype, copy=False), *(sums[columns] for columns in parts)]
+
+        return record(values.astype(dtype, copy=False), (y, *low_rank.magnitudes), backward, "dense")
+
+
+def column_squares(weights: Tensor) -> Array:
+    """The sum of squares of each column of a matrix, (out,)."""
+    matrix: Any = weights.numpy() if isinstance(weights.array, FewBits) else weights.array
+    return array_module(matrix).einsum("ij,ij->j", matrix, matrix)
 
 
 def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, precision: str) -> Tensor:
@@ -154,7 +223,7 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
 
     Args:
         x: (..., in).
-        base: holds W and b; without, they are left out.
+        base: holds W and b; without, they are left out, and of DoRA b is left out in any case.
 
     Returns:
         (..., out), in the dtype of x W.
@@ -168,7 +237,8 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
     hidden = _product(rows, down, precision)  # (N, R)
     for part, ranks, _ in parts:
         hidden[:, ranks] *= part.scale
-    y = _base_product(x, base, (len(rows), to_size), precision)
+    bias = None if base is None or low_rank.magnitudes else base.bias
+    y = _base_product(x, base, bias, (len(rows), to_size), precision)
     for part, ranks, up in parts:
         _add(y[:, part.start : part.stop], _product(hidden[:, ranks], up, precision))
 
@@ -206,13 +276,12 @@ def _add(total: Array, more: Array) -> None:
         total[...] = total.astype(more.dtype) + more
 
 
-def _base_product(x: Tensor, base: Dense | None, shape: tuple[int, int], precision: str) -> Array:
+def _base_product(x: Tensor, base: Dense | None, bias: Tensor | None, shape: tuple[int, int], precision: str) -> Array:
     """x W + b, a new array (N, out)."""
     if base is None:
         return x.xp.zeros(shape, floating(x.array).dtype)
-    bias = None if base.bias is None else base.bias.array
     plain = Tensor(x.array, False)
-    y = linear(plain, base.weights, None if bias is None else Tensor(bias, False), "dense", precision)
+    y = linear(plain, base.weights, None if bias is None else Tensor(bias.array, False), "dense", precision)
     return y.array.reshape(shape)
 
 
@@ -311,7 +380,7 @@ class Adapter(Layer):
         layers = dict(self.model.named_layers())
         for name, low_rank in self.low_ranks.items():
             base: Any = layers[name]
-            merged = base.weights.numpy() + low_rank.matrix()
+            merged = low_rank.merged(base)
             if isinstance(base.weights.array, FewBits):
                 base.weights.array = merged
             else:

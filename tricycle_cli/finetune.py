@@ -92,6 +92,8 @@ class Arguments:
     """LoRA: probability of dropping an element of what they get"""
     rank_stabilised: bool = False
     """LoRA: multiply by alpha / sqrt(rank) instead"""
+    dora: bool = False
+    """LoRA: let the lengths of the matrices' columns learn, too (DoRA)"""
     weights: Weights = "float32"
     """LoRA: how many bits the model's own weights have, which stay as they are"""
     context_window: int = 0
@@ -267,6 +269,7 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
             arguments.targets,
             arguments.lora_dropout,
             rank_stabilised=arguments.rank_stabilised,
+            dora=arguments.dora,
         )
     records = read_records(arguments.data)
     held_out = read_records(arguments.held_out) if arguments.held_out else []

@@ -33,12 +33,11 @@ from tricycle.pretrained.tensor_files import read_tensors, write_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
+TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_(A|B|magnitude_vector)(?:\.weight)?")
 # Of adapter_config.json: what changes how an adapter computes, and what it must be to be read here.
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
     "lora_bias": (False, None),
     "use_qalora": (False, None),
     "modules_to_save": (None, []),
@@ -177,6 +176,8 @@ def _low_ranks(model: Any, parts: list[tuple[Place, Part]], config: LoRAConfig, 
         own.sort(key=lambda part: part.start)
         base = layers[name]
         low_ranks[name] = LowRank(base.from_size, base.to_size, own, config.dropout, generator)
+        if config.dora:
+            low_ranks[name].learn_lengths(base)
         low_ranks[name].dropout.generator = model.generator
     return low_ranks
 
@@ -210,6 +211,9 @@ def _tensors(adapter: Adapter, places: Places) -> dict[str, np.ndarray]:
             tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(low_rank.down.numpy()[:, ranks].T)
             theirs = places.to_theirs(by_name[part.name], up.numpy())
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(theirs)
+        for part, magnitude in zip(low_rank.parts, low_rank.magnitudes):
+            theirs = places.to_theirs(by_name[part.name], magnitude.numpy()[None])
+            tensors[f"{PREFIX}{part.name}.lora_magnitude_vector"] = np.ascontiguousarray(theirs[:, 0])
     return tensors
 
 
@@ -227,7 +231,7 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
         "lora_dropout": config.dropout,
         "target_modules": _target_modules(parts, places),
         "use_rslora": config.rank_stabilised,
-        "use_dora": False,
+        "use_dora": config.dora,
         "bias": "none",
         "fan_in_fan_out": places.family is not None and places.family.in_out,
         "init_lora_weights": True,
@@ -264,19 +268,22 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
     places = Places(loaded)
     try:
         config = _config_of(fields)
-        pairs = _pairs(tensors)
+        pairs = _pairs(tensors, config.dora)
         parts = _parts(pairs, places, config, fields)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     low_ranks = _low_ranks(loaded.model, parts, config, 0)
     by_name = {place.name: place for place in places.all}
     for low_rank in low_ranks.values():
-        for part, ranks, up in low_rank.ranks():
-            down, theirs = (np.asarray(tensor.read(), np.float32) for tensor in pairs[part.name])
-            if not (np.isfinite(down).all() and np.isfinite(theirs).all()):
+        for number, (part, ranks, up) in enumerate(low_rank.ranks()):
+            down, theirs, *lengths = (np.asarray(tensor.read(), np.float32) for tensor in pairs[part.name])
+            if not all(np.isfinite(array).all() for array in (down, theirs, *lengths)):
                 raise ValueError(f"{folder}: {part.name}: expected finite numbers, got NaN or infinity")
+            place = by_name[part.name]
             low_rank.down.array[:, ranks] = down.T
-            up.array[...] = places.to_ours(by_name[part.name], theirs)
+            up.array[...] = places.to_ours(place, theirs)
+            if lengths:
+                low_rank.magnitudes[number].array[...] = places.to_ours(place, lengths[0][:, None])[0]
     name = fields.get("base_model_name_or_path")
     return Adapter(loaded.model, low_ranks, config, name if isinstance(name, str) else "").put_on()
 
@@ -307,32 +314,34 @@ def _config_of(fields: Mapping[str, Any]) -> LoRAConfig:
     names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
     dropout = fields.get("lora_dropout", 0.0)
     values = {"rank": fields.get("r", 8), "alpha": fields.get("lora_alpha", 8), "dropout": dropout}
-    stabilised = fields.get("use_rslora", False)
-    return LoRAConfig(**values, rank_stabilised=stabilised, targets=tuple(names) or (ALL_LINEAR,))
+    kinds = {"rank_stabilised": fields.get("use_rslora") or False, "dora": fields.get("use_dora") or False}
+    return LoRAConfig(**values, **kinds, targets=tuple(names) or (ALL_LINEAR,))
 
 
-def _pairs(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-    """A and B by the names of their layers.
+def _pairs(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str, tuple[StoredTensor, ...]]:
+    """A and B, and of DoRA the lengths, by the names of their layers.
 
     Raises:
-        ValueError: a tensor of another name, or one of the two alone.
+        ValueError: a tensor of another name, or one that is missing.
     """
-    halves: dict[str, dict[str, StoredTensor]] = {}
+    kinds = ("A", "B", "magnitude_vector") if dora else ("A", "B")
+    sets: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         match = TENSOR.fullmatch(name)
-        if match is None:
-            raise ValueError(f"{WEIGHTS}: expected tensors {PREFIX}*.lora_A.weight and lora_B.weight, got {name:.120}")
-        halves.setdefault(match[1], {})[match[2]] = tensor
-    for name, both in halves.items():
-        if len(both) < 2:
-            raise ValueError(f"{WEIGHTS}: expected A and B of {name}, got {'A' if 'A' in both else 'B'} alone")
-    if not halves:
+        if match is None or match[2] not in kinds:
+            wanted = f"{PREFIX}*.lora_A.weight and lora_B.weight{' and lora_magnitude_vector' if dora else ''}"
+            raise ValueError(f"{WEIGHTS}: expected tensors {wanted}, got {name:.120}")
+        sets.setdefault(match[1], {})[match[2]] = tensor
+    for name, own in sets.items():
+        if len(own) < len(kinds):
+            raise ValueError(f"{WEIGHTS}: expected {', '.join(kinds)} of {name}, got {', '.join(sorted(own))} alone")
+    if not sets:
         raise ValueError(f"{WEIGHTS}: expected tensors, got none")
-    return {name: (both["A"], both["B"]) for name, both in halves.items()}
+    return {name: tuple(own[kind] for kind in kinds) for name, own in sets.items()}
 
 
 def _parts(
-    pairs: Mapping[str, tuple[StoredTensor, StoredTensor]], places: Places, config: LoRAConfig, fields: dict[str, Any]
+    pairs: Mapping[str, tuple[StoredTensor, ...]], places: Places, config: LoRAConfig, fields: dict[str, Any]
 ) -> list[tuple[Place, Part]]:
     """
     Raises:
@@ -347,7 +356,7 @@ def _parts(
         raise ValueError(f"expected an adapter of this model, got one for layers that it has not got: {some}")
     layers = dict(places.model.named_layers())
     parts = []
-    for name, (down, up) in pairs.items():
+    for name, (down, up, *lengths) in pairs.items():
         place = by_name[name]
         size = layers[place.layer].from_size
         rank = down.shape[0] if len(down.shape) == 2 else 0
@@ -357,6 +366,8 @@ def _parts(
             raise ValueError(
                 f"expected an adapter of this model, {name} of shapes {shapes}, got {down.shape} and {up.shape}"
             )
+        if lengths and lengths[0].shape != up.shape[:1]:
+            raise ValueError(f"expected lengths of {name} of shape {up.shape[:1]}, got {lengths[0].shape}")
         alpha = _of_pattern(fields.get("alpha_pattern"), name, config.alpha)
         parts.append((place, Part(name, place.start, place.stop, rank, _scale(alpha, rank, config.rank_stabilised))))
     return parts
