@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_programs import call, good
 
-from benchmarks import processes, scaling
+from benchmarks import equality, processes, scaling
 from benchmarks.ranks import Delayed, Done, Watched, mpiexec
 from benchmarks.scaling import COUNTS, Cost, Link, Parts, ring, step_seconds, strong_efficiency, tree, weak_efficiency
 from tricycle.processes import ALONE
@@ -199,3 +199,26 @@ def test_one_process_is_no_comparison():
     done = call("-m", "benchmarks.processes", "--ranks", "1")
     assert done.returncode == 2
     assert "expected 2 or more, got 1" in done.stderr
+
+
+# -------------------------------------------------------------------- the table of equality
+@NEEDS_MPI
+def test_the_table_of_equality(monkeypatch, capsys):
+    monkeypatch.setattr(equality, "PRECISIONS", ("float64",))
+    monkeypatch.setattr(equality, "NAMES", {"muon": "Muon"})
+    monkeypatch.setattr("sys.argv", ["equality", "--steps", "4", "--ranks", "2"])
+    assert equality.main() == 0
+    row = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")[1:-1]]
+    assert row[0] == "float64, Muon" and row[2:4] == ["equal", "equal"]
+    assert float(row[1]) < 1e-10
+    whole, shared = row[4].split(";")
+    assert 0.4 * float(whole) < float(shared) < 0.7 * float(whole)
+
+
+def test_what_is_not_equal_is_said(tmp_path):
+    for kind, loss in {"whole": 1.0, "again": 1.0, "shared": 1.0 + 1e-9}.items():
+        for n in (1, 2):
+            of = {"losses": [loss], "weights": [2.0], "n_bytes": [8, 4], "n_copies": 1}
+            np.savez(tmp_path / f"{n}-float64-adamw-{kind}.npz", **of)
+    row = equality.equality_row(tmp_path, [2], "float64", "adamw")
+    assert row == "| float64, AdamW | 0e+00 | equal | NOT EQUAL | 0; 0 |"

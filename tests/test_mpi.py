@@ -187,6 +187,11 @@ def train(bench, n, name, *words, prelude="", **more):
     return run.returncode, run.stdout + run.stderr
 
 
+def said_by_the_program(said):
+    """Its messages, without what mpiexec adds."""
+    return [line for line in said.splitlines() if line.startswith("train_smol_gpt.py: ")]
+
+
 def losses(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line[name] for line in lines for name in ("loss", "held_out_loss", "final_loss") if name in line]
@@ -216,6 +221,10 @@ def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
     status, said = train(bench, 2, "again", *flags)
     assert status == 0, said
     assert weights(bench / "again") == weights(bench / name)
+    status, said = train(bench, 3, "", "--resume", str(bench / "again"))
+    assert status == 1
+    (line,) = said_by_the_program(said)
+    assert line.endswith("expected at most 2 ranks, for an update of this run has 2 batches of 4 sequences, got 3")
 
 
 @needs_mpi
@@ -315,12 +324,52 @@ def test_a_signal_in_one_rank_stops_all_of_them(bench):
     assert load_checkpoint(bench / "signal" / "last.safetensors").about["progress"]["step"] == 6
 
 
+FULL = """
+from tricycle_cli import full_disk, run
+from tricycle import files
+import errno, time
+full_disk.LONGEST_SECONDS = 0.3
+usual_step, usual_sync, full_until = run.train_step, files._sync, [0.0]
+def step(state):
+    if state.step == 3 and rank == 0:
+        full_until[0] = time.monotonic() + 4
+    return usual_step(state)
+def sync(handle):
+    if time.monotonic() < full_until[0]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    usual_sync(handle)
+run.train_step, files._sync = step, sync
+"""
+
+
+@needs_mpi
+def test_a_disk_that_is_full_for_longer_than_ranks_wait_for_each_other(bench):
+    """Rank 0 waits for room, and answers those that ask meanwhile whether it is still there."""
+    started = time.monotonic()
+    status, said = train(bench, 2, "full", prelude=FULL, TRICYCLE_MPI_TIMEOUT="1")
+    assert status == 0, said
+    assert time.monotonic() - started > 4
+    assert said.count("the disk is full") == said.count("there is room again: going on") == 1
+    if not (bench / "unharmed").exists():
+        assert train(bench, 2, "unharmed")[0] == 0
+    assert weights(bench / "full") == weights(bench / "unharmed")
+    for file in ("samples.txt", "config.json"):
+        assert (bench / "full" / file).read_bytes() == (bench / "unharmed" / file).read_bytes()
+    assert losses(bench / "full") == losses(bench / "unharmed")
+
+
 @needs_mpi
 def test_ranks_that_are_not_alike(bench):
     threads = "import os\nos.environ['TRICYCLE_NUM_THREADS'] = str(rank + 1)"
     code = "import tricycle_cli.together as t\nif rank: t.code_digest = lambda: 'x'"
     text = "import tricycle_datasets.corpus as t\nif rank: t._digest = lambda folder: 'x'"
+    config = "import dataclasses, tricycle_cli.train as t\nusual = t.parse_arguments\ndef parse(args):\n"
+    config += "    read, start = usual(args)\n    config = dataclasses.replace(read.config, weight_decay=0.25)\n"
+    config += "    return dataclasses.replace(read, config=config), start\nif rank: t.parse_arguments = parse"
+    numpy = "import numpy\nif rank: numpy.__version__ = '2.0'"
     several = {
+        config: "another config than rank 0: {'weight_decay': 0.25}, not {'weight_decay': 0.1}",
+        numpy: "and 2.0', not",
         threads: "another number of threads (TRICYCLE_NUM_THREADS sets it) than rank 0: 2, not 1",
         code: "another version of Tricycle's code than rank 0: 'x', not",
         "if rank: sys.argv += ['--seed', '7']": "another command line than rank 0: ['--seed', '7'], not []",
@@ -346,6 +395,21 @@ def test_mpiexec_without_mpi4py(bench):
     assert status == 1
     assert "4 processes were started together, which takes mpi4py" in said and "pip install 'tricycle-gpt[mpi]'" in said
     assert train(bench, 0, "lacking", prelude=hide, PMI_RANK="1", PMI_SIZE="4") == (1, "")
+
+
+@pytest.mark.parametrize("n", [0, pytest.param(2, marks=needs_mpi)])
+def test_finetuning_takes_one_process(n):
+    """Said by rank 0 alone, whether there is an MPI or not."""
+    program = "import sys\nfrom tricycle_cli.main import main\nsys.argv = ['tricycle', 'finetune', 'nothing']\nmain()"
+    launcher = [MPIEXEC, "-n", str(n)] if n else []
+    wanted = "tricycle finetune: expected one process (`tricycle train` alone takes several), got 2: start it without"
+    for rank in range(1 if n else 2):
+        settings = {} if n else {"PMI_RANK": str(rank), "PMI_SIZE": "2"}
+        run = subprocess.run(
+            [*launcher, sys.executable, "-c", program], env=mpi_environment(**settings), capture_output=True, text=True
+        )
+        assert run.returncode == 1 and run.stderr.count(wanted) == (rank == 0), run.stderr
+        assert n or len(run.stderr.splitlines()) == (rank == 0)
 
 
 def test_a_time_that_is_none(monkeypatch):

@@ -43,6 +43,7 @@ from tricycle_cli.models import Device, Weights, load_model
 from tricycle_cli.run import OnNaN, Run, read_metrics, train
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
+from tricycle_cli.together import expect_one_process
 from tricycle_cli.train import begin_folder, holds_a_run, say, saying_what_is_saved
 from tricycle_cli.tuning import (
     ADAPTER,
@@ -146,6 +147,7 @@ class Arguments:
 
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
+    expect_one_process("finetune")
     arguments = parse(Arguments, args=args, description=DESCRIPTION)
     with patient_streams(), Signals() as signals:
         try:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 TOGETHER_SECONDS = 0.3
 # A signal may be the launcher's, which ends all ranks where one has failed; then there is nothing to say in the others.
 SIGNAL_SECONDS = 2.0
+SPOKEN_SECONDS = 0.2  # after which the launcher has passed the last words on; MPICH's forgets them where all end before
+FIRST_SECONDS = 1.0  # in which rank 0 says what all have found
 OWN_CODE = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets tricycle_mpi".split()
 
 
@@ -49,8 +51,7 @@ def together() -> Iterator[Processes]:
 
         processes = join()
     except (ImportError, RuntimeError, ValueError):
-        if there.rank:
-            raise SystemExit(1) from None  # rank 0 says it
+        _leave_it_to_the_first()
         raise
     with _silent_but_for_the_first(processes):
         try:
@@ -60,6 +61,25 @@ def together() -> Iterator[Processes]:
             raise
         except BaseException as error:
             _end_all(processes, error)
+
+
+def expect_one_process(command: str) -> None:
+    """
+    Raises:
+        ValueError: several were started together, with a command that knows nothing of others. Rank 0 says it.
+    """
+    there = launched()
+    if there.size > 1:
+        _leave_it_to_the_first()
+        got = f"{there.size}: start it without mpiexec"
+        raise ValueError(f"tricycle {command}: expected one process (`tricycle train` alone takes several), got {got}")
+
+
+def _leave_it_to_the_first() -> None:
+    """Where all processes find the same before they can reach each other: only rank 0 comes back from here."""
+    if launched().rank:
+        time.sleep(FIRST_SECONDS)  # a launcher ends all when one has left
+        raise SystemExit(1) from None
 
 
 @contextlib.contextmanager
@@ -87,6 +107,7 @@ def _end_all(processes: Any, error: BaseException) -> None:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         print(f"{Path(sys.argv[0]).name}: {where}{message}", file=sys.stderr, flush=True)
+    time.sleep(SPOKEN_SECONDS)
     processes.abort()
     time.sleep(60)  # MPI ends this process
 
