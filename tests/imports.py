@@ -7,7 +7,15 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("tricycle", "tricycle_accelerators", "tricycle_cli", "tricycle_datasets", "tricycle_lab", "tricycle_mpi")
+PACKAGES = (
+    "tricycle",
+    "tricycle_accelerators",
+    "tricycle_cli",
+    "tricycle_datasets",
+    "tricycle_lab",
+    "tricycle_mpi",
+    "tricycle_serve",
+)
 PROGRAMS = ("train_smol_gpt", "inference")
 SHIPPED = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 SHIPPED += [ROOT / f"{name}.py" for name in PROGRAMS]

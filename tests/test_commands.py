@@ -98,7 +98,7 @@ def test_overview():
     assert good(call("--version")) == f"tricycle {tricycle.__version__}\n"
     refused(
         call("trian"),
-        "expected a command, one of train, finetune, generate, chat, evaluate, export, machine, got 'trian'",
+        f"expected a command, one of {', '.join(COMMANDS)}, got 'trian'",
     )
     assert call("trian").returncode == 2
 

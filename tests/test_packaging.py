@@ -150,7 +150,8 @@ print(*(name for name in heavy if name in sys.modules), *(["threads"] if threadi
 @pytest.mark.parametrize("path", SHIPPED, ids=name_of)
 def test_nothing_happens_at_module_level(path):
     """Besides definitions, constants and the programs' last two lines."""
-    allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    allowed = (ast.Import, ast.ImportFrom, *functions, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.If):
             assert ast.unparse(node.test) in ("TYPE_CHECKING", "__name__ == '__main__'")

@@ -102,6 +102,9 @@ def test_pages_of_the_docs(path, softmaxes):
     page = path.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert blocks and {kind for kind, _ in blocks} == {"python"} and len(blocks) * 2 == page.count("```")
+    for package in re.findall(r"^from (openai|tricycle_serve)\b", page, re.MULTILINE):
+        for needed in ("starlette", "uvicorn") if package == "tricycle_serve" else (package,):
+            pytest.importorskip(needed)
     names: dict = {}
     for _, block in blocks:
         run_block(block, names)
@@ -314,6 +317,21 @@ def finetune(request, line: str) -> None:
     good(call("-m", "tricycle", *words, "--length", "3", folder=folder))
 
 
+def serve(request, line: str) -> None:
+    """With a tiny model in place of SmolLM2."""
+    first, second = line.split(" && ")
+    installs(first)
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("jinja2")
+    from serving import serving
+    from tiny_models import write_folder
+
+    assert second == "tricycle serve smollm2"
+    with serving(write_folder(request.getfixturevalue("tmp_path") / "tiny")) as running:
+        assert running.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
+
+
 COMMANDS = [
     "tricycle evaluate runs/my-run my_notes/one.md",
     "tricycle train --init-from runs/my-run --data text --files my_notes/ --steps 20",
@@ -325,6 +343,7 @@ LINES = {
         talk_to_smollm2
     ),
     **dict.fromkeys(COMMANDS, command),
+    'pip install -e ".[serve]" && tricycle serve smollm2': serve,
     "tricycle finetune smollm2 --data chats.jsonl --run-folder runs/mine": finetune,
     "tricycle chat smollm2 --adapter runs/mine": finetune,
     "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,

@@ -19,6 +19,7 @@ OUTSIDE = (
     "tricycle_lab",
     "tricycle_datasets",
     "tricycle_mpi",
+    "tricycle_serve",
     "experiments",
     "benchmarks",
 )

@@ -13,6 +13,7 @@ COMMANDS = {
     "finetune": "teach a model that somebody has trained, by LoRA or all its weights",
     "generate": "continue a text with a model",
     "chat": "talk with a model",
+    "serve": "offer a model to OpenAI's clients, and a page to talk with it",
     "evaluate": "how well a model predicts texts, in bits a byte",
     "export": "write a model in Hugging Face's form, or as a GGUF file",
     "machine": "what this machine offers, and what is in use",
@@ -69,6 +70,10 @@ def _function_of(command: str) -> Callable[[], int | None]:
         from tricycle_cli.chat import main as chat
 
         return chat
+    if command == "serve":
+        from tricycle_cli.serve import main as serve
+
+        return serve
     if command == "evaluate":
         from tricycle_cli.evaluate import main as evaluate
 

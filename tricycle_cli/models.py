@@ -64,9 +64,33 @@ def load_model(
     Raises:
         FileNotFoundError, ValueError: one line about what is wrong.
     """
+    check_device(weights, device)
+    return made_ready(load_file(source, weights), source, tokeniser, softmax, device, weights, adapter)
+
+
+def check_device(weights: str, device: str) -> None:
+    """
+    Raises:
+        ValueError: weights that a GPU does not take.
+    """
     if weights != "float32" and device == "gpu":
         raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
-    loaded = load_file(source, weights)
+
+
+def made_ready(
+    loaded: Pretrained,
+    source: str,
+    tokeniser: Path | None = None,
+    softmax: str | None = None,
+    device: str = "auto",
+    weights: str = "float32",
+    adapter: Path | None = None,
+) -> Pretrained:
+    """What `load_file` gave, with all that `load_model` says.
+
+    Raises:
+        FileNotFoundError, ValueError: one line about what is wrong.
+    """
     if not isinstance(loaded.model, GPT):
         raise ValueError(f"{source}: expected a model that writes, got a {type(loaded.model).__name__}")
     if tokeniser is not None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tricycle.encoder import SentencePooling, TextEncoder
 from tricycle.files import read_json, read_json_object
-from tricycle.pretrained import load
+from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.fields import Fields, wrong
 from tricycle.pretrained.tokenisers import PretrainedTokeniser, from_folder
 
@@ -75,14 +75,20 @@ class SentenceEncoder:
             raise TypeError("SentenceEncoder: expected a list of texts, got one text")
         if batch_size < 1:
             raise ValueError(f"SentenceEncoder: expected batch_size to be at least 1, got {batch_size}")
-        cleaned = [text.strip().lower() if self.lower else text.strip() for text in texts]
-        encodings = self._backend.encode_batch(cleaned)
+        encodings = self._backend.encode_batch(self._cleaned(texts))
         order = np.argsort([len(encoding.ids) for encoding in encodings], kind="stable")
         vectors = np.empty((len(texts), self.model.config.embedding_dim), np.float32)
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             vectors[rows] = self._encode([encodings[row] for row in rows])
         return vectors
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each text has before it is cut, those around it included."""
+        return [len(encoding.ids) for encoding in self.tokeniser.backend.encode_batch(self._cleaned(texts))]
+
+    def _cleaned(self, texts: Sequence[str]) -> list[str]:
+        return [text.strip().lower() if self.lower else text.strip() for text in texts]
 
     def _encode(self, encodings: list[Any]) -> np.ndarray:
         """Of one batch."""
@@ -111,7 +117,15 @@ def load_sentences(path_or_name: str | os.PathLike[str], weights: str = "float32
     Raises:
         FileNotFoundError, ValueError: as of `pretrained.load`; or a way of pooling that is not known here.
     """
-    loaded = load(path_or_name, weights)
+    return sentences_of(load(path_or_name, weights), path_or_name)
+
+
+def sentences_of(loaded: Pretrained, path_or_name: str | os.PathLike[str]) -> SentenceEncoder:
+    """The same from what `pretrained.load` gave for that path or name.
+
+    Raises:
+        FileNotFoundError, ValueError: as of `load_sentences`.
+    """
     if loaded.source is None or not isinstance(loaded.model, TextEncoder):
         raise ValueError(
             f"{path_or_name}: expected an encoder, got a {type(loaded.model).__name__}, which writes texts"

@@ -1,0 +1,205 @@
+"""Offer a model to OpenAI's clients, and as a page to talk with: http://127.0.0.1:8000.
+
+/v1/chat/completions, /v1/completions, /v1/models, and /v1/embeddings for encoders. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from tricycle.encoder import TextEncoder
+from tricycle.memory import free_memory
+from tricycle.models import GPT
+from tricycle.pretrained.sentences import sentences_of
+from tricycle_cli.chat import SAMPLING
+from tricycle_cli.flags import parse
+from tricycle_cli.models import (
+    Cache,
+    Device,
+    SamplingFlags,
+    Weights,
+    cache_dtype,
+    check_device,
+    load_file,
+    made_ready,
+    use_gpu,
+)
+from tricycle_serve.app import new_app
+from tricycle_serve.engine import Limits
+from tricycle_serve.served import Encoder, Served, Ways, Writer
+from tricycle_serve.server import listen, run
+
+KEY = "TRICYCLE_API_KEY"
+SHARE = 0.5  # of the memory that is free once the model is loaded, for what it remembers of texts
+GROWTH = 2  # room for keys and values is taken in larger and larger pieces, at most so many times what is needed
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to offer, to whom, and how much of it."""
+
+    source: tyro.conf.Positional[str] = "smollm2"
+    """a model, as `tricycle generate` takes it, or an encoder"""
+    host: str = "127.0.0.1"
+    """the address to listen at; others than this machine's own need --api-key"""
+    port: int = 8000
+    """0 takes any that is free"""
+    api_key: str | None = None
+    """what requests have to bring along; better in the variable TRICYCLE_API_KEY, for other users see command lines"""
+    name: str | None = None
+    """what requests call the model; the last part of SOURCE unless given"""
+    names: tuple[str, ...] = ()
+    """further host names under which this server is reached"""
+    origins: tuple[str, ...] = ()
+    """pages of other servers that may ask this one, such as http://localhost:3000"""
+    length: int = 1024
+    """the most tokens of an answer"""
+    texts: int = 8
+    """how many texts are written at once"""
+    queue: int = 64
+    """how many may wait; more are told to come again (429)"""
+    conversations: int = 8
+    """of how many texts keys and values are kept, for a question that follows"""
+    seconds: float = 600.0
+    """the most time for a request"""
+    body: int = 2**22
+    """the most bytes of a request"""
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    cache: Cache = "auto"
+    """what keys and values are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves them as they are
+    computed (float32 on a CPU)"""
+    softmax: str | None = None
+    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    adapter: Path | None = None
+    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
+    weights: Weights = "float32"
+    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
+    blocks of 8 (Q8_0) as the files have them"""
+    device: Device = "auto"
+    """where to compute; "auto" takes a GPU if there is one"""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "texts", "queue", "body"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected --{name} to be 1 or more, got {getattr(self, name)}")
+        if self.conversations < 0:
+            raise ValueError(f"expected --conversations to be 0 or more, got {self.conversations}")
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"expected --seconds to be above 0, got {self.seconds}")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"expected --port to be from 0 to 65535, got {self.port}")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f'tricycle serve needs {package}: pip install "tricycle-gpt[serve]"')
+    key = api_key(arguments)
+    listener = listen(arguments.host, arguments.port)  # before the model is loaded, which may take a while
+    served = load(arguments)
+    names = [*arguments.names, arguments.host, socket.gethostname()]
+    app = new_app(served, names=names, origins=arguments.origins, key=key, most_bytes=arguments.body)
+    served.engine.start()
+    print(f"{served.name} at {address(listener)} (Ctrl-C ends it)", flush=True)
+    try:
+        run(app, listener, served.close)
+    except KeyboardInterrupt:
+        print("ended", flush=True)
+    finally:
+        served.close()
+        served.engine.join(5)
+
+
+def api_key(arguments: Arguments) -> str | None:
+    """
+    Raises:
+        ValueError: there is none, and not this machine alone can ask; or none that a header can hold.
+    """
+    key = os.environ.get(KEY) if arguments.api_key is None else arguments.api_key
+    if key is None:
+        if not is_loopback(arguments.host):
+            raise ValueError(
+                f"--host {arguments.host}: expected a key where other machines can ask, in {KEY} or --api-key"
+            )
+        return None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"expected the key ({KEY} or --api-key) to be of printable ASCII characters without spaces")
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address(listener: socket.socket) -> str:
+    """Where a browser finds it."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def load(arguments: Arguments) -> Served:
+    """The model, ready to be offered.
+
+    Raises:
+        FileNotFoundError, ValueError: one line about what is wrong.
+    """
+    name = arguments.name or name_of(arguments.source)
+    created = int(time.time())
+    limits = Limits(arguments.texts, arguments.queue, arguments.conversations)
+    check_device(arguments.weights, arguments.device)
+    on_gpu = use_gpu(arguments.device if arguments.weights == "float32" else "cpu")
+    loaded = load_file(arguments.source, arguments.weights)
+    if isinstance(loaded.model, TextEncoder):
+        if on_gpu:
+            loaded.model.to_gpu()
+        encoder = sentences_of(loaded, arguments.source)
+        return Encoder(name, encoder, limits, created, arguments.seconds)
+    made_ready(
+        loaded, arguments.source, None, arguments.softmax, arguments.device, arguments.weights, arguments.adapter
+    )
+    cache = cache_dtype(arguments.cache)
+    limits.n_tokens = math.inf if on_gpu else n_remembered(loaded.model, cache)
+    ways = Ways(
+        chat=arguments.sampling.of(loaded, SAMPLING),
+        text=arguments.sampling.of(loaded),
+        length=arguments.length,
+        seconds=arguments.seconds,
+    )
+    return Writer(name, loaded, ways, limits, created, cache)
+
+
+def name_of(source: str) -> str:
+    """What requests call a model: no more of a place in the file system than its last part."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else source
+
+
+def n_remembered(model: GPT, cache: str | None) -> float:
+    """Of how many tokens keys and values fit into memory."""
+    free = free_memory()
+    if free is None:
+        return math.inf
+    config = model.config
+    itemsize = 2 if cache in ("float16", "bfloat16") else np.dtype(np.float32).itemsize
+    n_bytes = 2 * config.n_layers * config.key_heads * config.channels_per_head * itemsize
+    return max(256, int(SHARE * free / (GROWTH * n_bytes)))
