@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from test_processes import CONFIG, TOKENS, play
 
-from tricycle.training import new_state, train_step
+from tricycle.models import GPT
+from tricycle.optimisers import role_of
+from tricycle.processes import Processes
+from tricycle.shards import Load, Shards
+from tricycle.tensor import Tensor
+from tricycle.training import new_optimiser, new_state, train_step
 
 
 def act(processes, config, shard_optimiser):
@@ -31,3 +36,45 @@ def test_shared_out_or_not_the_same_bits(size, optimiser):
     assert [n for n, _ in gathered] == [3] * len(gathered)
     assert sum(array.nbytes for _, state in gathered for array in state.values()) == whole[0][2]
     assert parts[1][3] == {} or parts[1][3] == []
+
+
+# -------------------------------------------------------------------- who owns what
+class Several(Processes):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+
+def sums(shards, loads):
+    """By rank: work and numbers."""
+    return [
+        tuple(sum(load[i] for p, load in loads.items() if shards.owner_of[p] == rank) for i in (0, 1))
+        for rank in range(shards.processes.size)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_muons_work_is_shared_out_evenly(size):
+    """The embedding, which is large and soon updated, does not count as work."""
+    config = replace(CONFIG, optimiser="muon", n_layers=6, vocab_size=4000)
+    model, optimiser = GPT(config), new_optimiser(config)
+    shards = Shards(Several(size), model, optimiser.load_of)
+    loads = {parameter: optimiser.load_of(parameter) for parameter in model.parameters()}
+    work = [work for work, _ in sums(shards, loads)]
+    assert sum(work) == 6 * 12 * config.embedding_dim**3 and max(work) <= 1.1 * sum(work) / size
+    assert all(bool(load.work) == (role_of(parameter) == "matrix") for parameter, load in loads.items())
+
+
+def test_without_work_what_is_remembered_is_shared_out_evenly():
+    config = replace(CONFIG, n_layers=6)
+    model, optimiser = GPT(config), new_optimiser(config)
+    shards = Shards(Several(3), model, optimiser.load_of)
+    loads = {parameter: optimiser.load_of(parameter) for parameter in model.parameters()}
+    n_numbers = [n for _, n in sums(shards, loads)]
+    assert sum(n_numbers) == 2 * model.n_parameters and max(n_numbers) < 1.05 * sum(n_numbers) / 3
+
+
+def test_who_has_most_work_remembers_less_of_the_rest():
+    layer = type("Model", (), {"parameters": lambda self: iter(loads)})()
+    loads = {Tensor(np.zeros(1)): load for load in (Load(9, 1), Load(5, 3), Load(4, 1), Load(0, 2), Load(0, 1))}
+    assert sums(Shards(Several(2), layer, loads.get), loads) == [(9, 4), (9, 4)]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tricycle import devices, kernels
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
-from tricycle.shards import Shards
+from tricycle.shards import Load, Shards
 from tricycle.tensor import Tensor, changed_in_place
 
 Schedule = Callable[[int], float]
@@ -80,6 +80,10 @@ class Rule:
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
         """Change weights and state in place. The gradient stays as it is."""
         raise NotImplementedError(f"{type(self).__name__} defines no update")
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """What an update of a parameter costs, in any unit; 0 for a few operations a weight."""
+        return 0
 
     def scaled_update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any) -> None:
         """The update with `factor` times the gradient; where that is not above 0, nothing changes.
@@ -194,6 +198,10 @@ class MuonRule(Rule):
         self.rate = rate
         self.momentum = momentum
         self.precision = precision
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """Products of square parts, or of a matrix with itself: so many operations, but for a factor."""
+        return math.prod(shape) * min(shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
         mean = state["first"]
@@ -310,6 +318,11 @@ class Optimiser:
     def owns(self, parameter: Tensor) -> bool:
         """Whether the state of a parameter is kept here."""
         return self.shards is None or self.shards.is_own(parameter)
+
+    def load_of(self, parameter: Tensor) -> Load:
+        """What a parameter asks of the process that owns its state."""
+        rule = self.rule_of(parameter)
+        return Load(rule.work(parameter.shape), len(rule.state_names) * parameter.size)
 
     def _take_over(self, parameters: list[Tensor], shards: Shards) -> None:
         """The weights that other processes have updated, which are counted here too."""

@@ -7,27 +7,51 @@ rules need a whole matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from tricycle.devices import Array
 from tricycle.layers import Layer
 from tricycle.processes import Processes
 from tricycle.tensor import Tensor
 
 
+class Load(NamedTuple):
+    """What a parameter asks of its owner.
+
+    Attributes:
+        work: of its update, in any unit; 0 where it takes no more than a few operations a weight.
+        n_numbers: that are remembered of it.
+    """
+
+    work: int
+    n_numbers: int
+
+
 class Shards:
-    """Who owns which parameter of a model: the largest first, each by who has least so far.
+    """Who owns which parameter of a model.
+
+    First those whose updates are work, the most of it first, each by who has least to do so far: all wait for the last.
+    Then the rest, the largest first, each by who remembers least so far.
+
+    Args:
+        load_of: what a parameter asks of its owner.
 
     Attributes:
         owner_of: by parameter, a rank.
     """
 
-    def __init__(self, processes: Processes, model: Layer) -> None:
+    def __init__(self, processes: Processes, model: Layer, load_of: Callable[[Tensor], Load]) -> None:
         self.processes = processes
         self.owner_of: dict[Tensor, int] = {}
-        sizes = [0] * processes.size
-        for parameter in sorted(model.parameters(), key=lambda parameter: -parameter.size):
-            owner = sizes.index(min(sizes))
+        loads = {parameter: load_of(parameter) for parameter in model.parameters()}
+        work, n_numbers = [0] * processes.size, [0] * processes.size
+        for parameter, load in sorted(loads.items(), key=lambda item: item[1], reverse=True):
+            least = zip(work, n_numbers) if load.work else zip(n_numbers, work)
+            owner = min(enumerate(least), key=lambda item: item[1])[0]
             self.owner_of[parameter] = owner
-            sizes[owner] += parameter.size
+            work[owner] += load.work
+            n_numbers[owner] += load.n_numbers
 
     def is_own(self, parameter: Tensor) -> bool:
         """Whether this process owns a parameter."""

@@ -477,7 +477,7 @@ def new_state(
     state = TrainingState(config, model, new_optimiser(config), dataset.batch().shuffle().to_tensor())
     state.processes = processes
     if shard_optimiser and processes.size > 1:
-        state.optimiser.shards = Shards(processes, model)
+        state.optimiser.shards = Shards(processes, model, state.optimiser.load_of)
     if not config.minutes or 0 < config.steps <= LEAST_STEPS:
         state.total_steps = config.steps
     return state
