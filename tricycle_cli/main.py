@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": "offer a model to OpenAI's clients, and a page to talk with it",
     "evaluate": "how well a model predicts texts, in bits a byte",
     "export": "write a model in Hugging Face's form, or as a GGUF file",
+    "look": "see inside a model, in a browser",
     "machine": "what this machine offers, and what is in use",
 }
 PROGRAM = "tricycle"
@@ -82,6 +83,10 @@ def _function_of(command: str) -> Callable[[], int | None]:
         from tricycle_cli.export import main as export
 
         return export
+    if command == "look":
+        from tricycle_cli.look import main as look
+
+        return look
     from tricycle_cli.machine import main as machine
 
     return machine

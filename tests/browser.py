@@ -1,0 +1,106 @@
+"""A real browser without a screen, for tests of pages; these are skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+SCREENSHOTS = os.environ.get("TRICYCLE_SCREENSHOTS")  # a folder, where pictures of the pages are wanted
+# No connection to anywhere but this machine, so that a page that asks for something from elsewhere fails.
+FLAGS = """
+--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync --disable-dev-shm-usage --force-color-profile=srgb
+""".split()
+FLAGS.append("--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1")
+PHONE, DESKTOP = (375, 812), (1280, 900)
+
+
+@contextmanager
+def browsing() -> Iterator[Browser]:
+    """A browser for as long as the block lasts."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("there is no Chromium with its driver (Debian: chromium, chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()
+
+
+class Browser:
+    """What tests do with it."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def open(self, address: str, size: tuple[int, int] = DESKTOP, dark: bool = False) -> None:
+        """Show a page, and wait until it says that it is ready."""
+        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.driver.get_log("browser")  # what other pages said is theirs
+        self.driver.get(address)
+        self.until("return document.body.dataset.ready")
+
+    def run(self, script: str, *args: Any) -> Any:
+        return self.driver.execute_script(script, *args)
+
+    def until(self, script: str, seconds: float = 30) -> Any:
+        """Wait for something that is true, and give it back."""
+        end = time.monotonic() + seconds
+        while not (value := self.run(script)):
+            if time.monotonic() > end:
+                trouble = self.run("return document.getElementById('trouble')?.textContent")
+                raise AssertionError(f"waited {seconds} s for {script!r}; the page says {trouble!r}; {self.errors()}")
+            time.sleep(0.02)
+        return value
+
+    def find(self, selector: str) -> Any:
+        return self.driver.find_element("css selector", selector)
+
+    def errors(self) -> list[str]:
+        """What the page logged since the last call."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def press(self, *keys: str) -> None:
+        """Keys on whatever has the focus."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def violations(self) -> list[str]:
+        """What axe finds wrong for people who do not see the page, or do not use a pointer."""
+        package = pytest.importorskip("axe_core_python")
+        self.run((Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+        found = self.driver.execute_async_script("axe.run().then(arguments[0])")
+        return [f"{one['impact']} {one['id']}: {one['nodes'][0]['html'][:200]}" for one in found["violations"]]
+
+    def fits(self) -> bool:
+        """Whether nothing is wider than the window."""
+        return self.run("return document.documentElement.scrollWidth <= window.innerWidth")
+
+    def picture(self, name: str, height: int = 0) -> None:
+        """Keep a screenshot, where those are wanted."""
+        if SCREENSHOTS:
+            if height:
+                width = self.run("return window.innerWidth")
+                metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+                self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+            Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
+            self.driver.save_screenshot(str(Path(SCREENSHOTS) / f"{name}.png"))

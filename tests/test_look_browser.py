@@ -1,0 +1,245 @@
+"""The pages of `tricycle look` in a real browser: without a network, by keyboard, on a phone, light and dark.
+
+With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import DESKTOP, PHONE, Browser, browsing
+from test_look import TEXT, TOKENISER, subject_of, translator_of, translators
+
+from tricycle.checkpoint import save_checkpoint
+from tricycle_lab.look.changes import Changes
+from tricycle_lab.look.page import page, whole, write_page
+from tricycle_lab.look.server import Desk, LookServer
+
+LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
+each_look = pytest.mark.parametrize("look", LOOKS)
+CHOSEN = "return document.querySelector('[role=option][aria-selected=true]').textContent"
+STATUS = "return document.getElementById('status').textContent"
+PIXEL = """
+const map = document.querySelector("canvas.map");
+return [...map.getContext("2d").getImageData(map.width - 3, 3, 1, 1).data];
+"""
+TROUBLE = "return document.getElementById('trouble').textContent"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as opened:
+        yield opened
+
+
+def serving(desk: Desk) -> LookServer:
+    server = LookServer(desk)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LookServer]:
+    served = serving(Desk([subject_of()], TEXT))
+    yield served
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("page") / "look.html"
+    subject = subject_of()
+    side = whole(subject, subject.read(subject.ids_of(TEXT), Changes()))
+    write_page(path, page("look", "tiny", {"served": False, "text": TEXT, "sides": [side], "command": "tricycle look"}))
+    return path.as_uri()
+
+
+# -------------------------------------------------------------------- for everybody
+@each_look
+def test_a_file_loads_alone_and_is_for_everybody(browser: Browser, file: str, look: str) -> None:
+    size, dark = LOOKS[look]
+    browser.open(file, size, dark)
+    assert browser.errors() == []
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0
+    assert browser.fits()
+    assert browser.violations() == []
+    background = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(22, 22, 22)") == dark
+    assert browser.run(PIXEL)[:3] == ([30, 30, 30] if dark else [255, 255, 255])  # a key that is hidden
+    browser.picture(f"file, {look}")
+
+
+@each_look
+def test_a_served_page_is_for_everybody(browser: Browser, server: LookServer, look: str) -> None:
+    browser.open(server.address, *LOOKS[look])
+    assert browser.errors() == []
+    assert browser.fits()
+    assert browser.violations() == []
+    browser.picture(f"served, {look}")
+
+
+def test_a_narrow_window(browser: Browser, file: str) -> None:
+    browser.open(file, (320, 640))
+    assert browser.fits()
+
+
+# -------------------------------------------------------------------- a file
+def test_what_a_file_shows(browser: Browser, file: str) -> None:
+    browser.open(file)
+    assert not browser.find("#form").is_displayed()
+    assert "tricycle look" in browser.find("#static").text
+    options = browser.driver.find_elements("css selector", "[role=option]")
+    options[4].click()
+    assert browser.run(CHOSEN) == options[4].text
+    rivals = browser.find("[aria-label='What may come next']")
+    assert len(rivals.find_elements("css selector", "tbody tr")) == 10
+    assert "put" not in rivals.text
+    lens = browser.find("[aria-label='Logit lens of the chosen token']")
+    assert len(lens.find_elements("css selector", "tbody tr")) == 4
+    said = browser.find(".map + p")
+    before = said.text
+    browser.driver.find_elements("css selector", ".heads button")[5].click()
+    browser.until("return document.querySelector('.map + p').textContent.includes('layer 2, head 1')")
+    assert said.text != before
+    browser.find("input[value=scores]").click()
+    assert said.text.startswith("Scores of layer 2, head 1 from ")
+    browser.run(
+        "document.querySelectorAll('button').forEach((b) => b.textContent === 'Show it for all tokens' && b.click())"
+    )
+    browser.until("return document.querySelectorAll('[aria-label=\"Logit lens of all tokens\"] tbody tr').length === 4")
+    browser.find("summary").click()
+    assert "kurtosis" in browser.find("details table").text
+    for shade in ("attention", "norm", "surprise"):
+        browser.run("const s = document.querySelector('.side select'); s.value = arguments[0]; s.onchange()", shade)
+    assert browser.violations() == []
+    assert browser.errors() == []
+
+
+def test_a_file_by_keyboard(browser: Browser, file: str) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(file)
+    focus = "const e = document.activeElement; return e.getAttribute('role') ?? e.tagName"
+    browser.press(Keys.TAB)
+    assert browser.run(focus) == "SELECT"
+    browser.press(Keys.TAB)
+    assert browser.run(focus) == "option"
+    first = browser.run(CHOSEN)
+    browser.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert browser.run(CHOSEN) != first
+    assert browser.run("return document.activeElement.getAttribute('aria-selected')") == "true"
+    browser.press(Keys.END)
+    assert browser.run("return document.activeElement === document.querySelector('[role=option]:last-child')")
+    browser.run("document.querySelector('.heads [tabindex=\"0\"]').focus()")
+    browser.press(Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
+    browser.until("return document.querySelector('.map + p').textContent.includes('layer 1, head 1')")
+    assert browser.run("return document.activeElement.getAttribute('aria-pressed')") == "true"
+
+
+# -------------------------------------------------------------------- a page with its model
+def changed(browser: Browser) -> str:
+    return browser.until(f"const s = (() => {{ {STATUS} }})(); return s.includes('unchanged') && s")
+
+
+def test_a_head_a_layer_a_softmax_and_a_temperature(browser: Browser, server: LookServer) -> None:
+    browser.open(server.address)
+    plain = browser.run(STATUS)
+    assert plain.startswith("Loss ")
+    for place in range(4):
+        browser.driver.find_elements("css selector", "fieldset input[type=checkbox]")[place].click()
+        assert changed(browser)
+        assert browser.run("return document.querySelector('.side select').value") == "change"
+        browser.driver.find_elements("css selector", "fieldset input[type=checkbox]")[place].click()
+        browser.until(f"return (() => {{ {STATUS} }})() === {plain!r}")
+    browser.run("const s = document.getElementById('softmax'); s.value = 'softmax1'; s.onchange()")
+    changed(browser)
+    browser.until("return document.querySelector('.map + p').textContent.includes('to nothing')")
+    browser.find("#temperature").send_keys("0")
+    browser.run("document.getElementById('temperature').onchange()")
+    changed(browser)
+    browser.find("#undo").click()
+    browser.until(f"return (() => {{ {STATUS} }})() === {plain!r}")
+    browser.run("const t = document.getElementById('temperature'); t.value = '-1'; t.onchange()")
+    assert "temperature" in browser.until(TROUBLE)
+    assert browser.errors() == []
+
+
+def test_tokens_and_texts(browser: Browser, server: LookServer) -> None:
+    browser.open(server.address)
+    tokens = "return [...document.querySelectorAll('[role=option]')].map((e) => e.textContent)"
+    before = browser.run(tokens)
+    browser.driver.find_elements("css selector", "[role=option]")[1].click()
+    browser.find("form.bar input").send_keys("dog")
+    browser.find("form.bar button").click()
+    browser.until(f"return (() => {{ {tokens} }})().join('') !== {''.join(before)!r}")
+    count = len(browser.run(tokens))
+    browser.run("document.querySelector('[role=option]:last-child').click()")
+    browser.until("return document.querySelectorAll('[aria-label=\"What may come next\"] button').length === 10")
+    browser.run("document.querySelector('[aria-label=\"What may come next\"] button').click()")
+    browser.until(f"return document.querySelectorAll('[role=option]').length === {count + 1}")
+    for text, said in (("", "at least one character"), ("z" * 200, "1 to 40 tokens"), ("the dog", "")):
+        browser.run("document.getElementById('text').value = arguments[0]", text)
+        browser.find("#read").click()
+        if said:
+            browser.until(f"return (() => {{ {TROUBLE} }})().includes({said!r})")
+        else:
+            browser.until("return document.querySelector('.tokens[role=listbox]').textContent.endsWith('the dog')")
+    assert browser.run(TROUBLE) == ""
+    assert all("400" in line for line in browser.errors())  # the browser's own note that a text was refused
+
+
+def test_two_models_side_by_side(browser: Browser) -> None:
+    served = serving(Desk([subject_of(), translator_of(translators()["norm first, tied"])], "the cat => the dog"))
+    browser.open(served.address)
+    titles = browser.run("return [...document.querySelectorAll('.side h2')].map((e) => e.textContent)")
+    assert titles == ["tiny", "translator"]
+    assert browser.run(
+        "return document.querySelectorAll('.side')[1].offsetTop === document.querySelector('.side').offsetTop"
+    )
+    assert browser.violations() == []
+    browser.open(served.address, PHONE)
+    assert browser.fits()
+    assert browser.errors() == []
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.mark.parametrize("kind", ["transformer", "additive, before"])
+def test_alignment(browser: Browser, kind: str) -> None:
+    served = serving(Desk([translator_of(translators()[kind])], "the cat => the dog"))
+    browser.open(served.address)
+    names = browser.run("return [...document.querySelectorAll('.heads .name')].map((e) => e.textContent)")
+    last = len(browser.driver.find_elements("css selector", ".heads button")) - 1
+    assert names[-1] == ("decoder layer 1 cross" if kind == "transformer" else "attention")
+    browser.run(f"document.querySelectorAll('.heads button')[{last}].click()")
+    shaded = (
+        "return [...document.querySelectorAll('[aria-label=\"Source tokens\"] > span')].some((e) => e.style.background)"
+    )
+    browser.until(shaded)
+    assert browser.violations() == []
+    assert browser.errors() == []
+    browser.picture(f"alignment, {kind}")
+    served.shutdown()
+    served.server_close()
+
+
+def test_the_model_goes_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "best.safetensors"
+    save_checkpoint(checkpoint, subject_of().model, TOKENISER)
+    words = [sys.executable, "-m", "tricycle", "look", str(checkpoint), TEXT, "--no-browser"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            browser.open(program.stdout.readline().strip())
+            browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 6")
+        finally:
+            program.kill()
+    browser.find("#read").click()
+    assert "The model is gone" in browser.until(TROUBLE)
+    assert len(browser.driver.find_elements("css selector", "[role=option]")) > 5  # what is there stays
+    assert browser.violations() == []

@@ -1,0 +1,105 @@
+"""Look inside a model: a page about what it makes of a text, served to this machine's browser or written as a file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from tricycle.encoder import TextEncoder
+from tricycle.models import GPT
+from tricycle_cli.flags import parse
+from tricycle_cli.models import Device, Weights, load_file, load_model
+from tricycle_lab.look.changes import Changes
+from tricycle_lab.look.page import page, whole, write_page
+from tricycle_lab.look.server import Desk, LookServer
+from tricycle_lab.look.subjects import Stack, Subject
+
+EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat got up, the dog"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to look into."""
+
+    source: tyro.conf.Positional[str]
+    """a model, as `tricycle generate` takes it, or an encoder"""
+    text: Annotated[str, tyro.conf.Positional] = EXAMPLE
+    """what it is to read"""
+    beside: str | None = None
+    """another model, to be seen side by side with it"""
+    out: Path | None = None
+    """write one HTML file that needs nothing else, and serve nothing: what needs the model is left out there"""
+    port: int = 0
+    """where to serve the page on this machine; 0 for any port that is free"""
+    browser: bool = True
+    """open the page"""
+    softmax: str | None = None
+    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    tokeniser: Path | None = None
+    """a tokeniser file, for a model that carries none"""
+    adapter: Path | None = None
+    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
+    weights: Weights = "float32"
+    """how many bits a weight has: fewer take less room"""
+    device: Device = "auto"
+    """where to compute; "auto" takes a GPU if there is one"""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    subjects = [subject_of(arguments, arguments.source)]
+    if arguments.beside is not None:
+        subjects.append(subject_of(arguments, arguments.beside, beside=True))
+    for subject in subjects:  # so that a text that cannot be read is an error of the command
+        subject.ids_of(arguments.text)
+    if arguments.out is not None:
+        write_file(subjects, arguments.text, arguments.out)
+    else:
+        serve(Desk(subjects, arguments.text), arguments.port, arguments.browser)
+
+
+def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subject:
+    """A model by what names it, as pages want it.
+
+    Raises:
+        FileNotFoundError, ValueError: one line about what is wrong.
+    """
+    loaded: Any = load_file(source, arguments.weights)
+    if isinstance(loaded.model, GPT):
+        tokeniser, adapter = (None, None) if beside else (arguments.tokeniser, arguments.adapter)
+        loaded = load_model(source, tokeniser, arguments.softmax, arguments.device, arguments.weights, adapter)
+    elif not isinstance(loaded.model, TextEncoder):
+        raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
+    if loaded.tokeniser is None:
+        raise ValueError(f"{source}: expected a model with a tokeniser; --tokeniser names one for a model without")
+    return Stack(loaded.model, loaded.tokeniser, Path(source).name or source)
+
+
+def write_file(subjects: Sequence[Subject], text: str, path: Path) -> None:
+    """One file with all that there is to see."""
+    sides = [whole(subject, subject.read(subject.ids_of(text), Changes())) for subject in subjects]
+    data = {"served": False, "text": text, "sides": sides, "command": f"tricycle look {shlex.quote(subjects[0].title)}"}
+    content = page("look", " and ".join(subject.title for subject in subjects), data)
+    write_page(path, content)
+    print(f"{path}: {len(content.encode('utf-8')) / 1e6:.1f} MB, for any browser")
+
+
+def serve(desk: Desk, port: int, browser: bool) -> None:
+    """Answer a browser of this machine until Ctrl-C."""
+    server = LookServer(desk, port)
+    print(f"{server.address}\nfor browsers of this machine alone; Ctrl-C ends it", flush=True)
+    if browser and not webbrowser.open(server.address):
+        print("no browser was found: open the address", file=sys.stderr)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()

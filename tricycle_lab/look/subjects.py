@@ -1,0 +1,349 @@
+"""Models that can be looked into: how each reads a text, and what of that is kept.
+
+Shapes: T tokens, S source tokens, H heads, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tricycle.devices import to_cpu
+from tricycle.encoder import TextEncoder
+from tricycle.functions import linear
+from tricycle.models import GPT
+from tricycle.sequences.beam_search import beam_search
+from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.tensor import Tensor, no_grad
+from tricycle_lab.look.changes import Changes
+from tricycle_lab.look.reading import Predictions, Reading, Site, summed_up
+from tricycle_lab.probe import Probe
+from tricycle_lab.taps import attention_of, tap
+
+MOST_TOKENS = 1024  # of which a page can show the maps
+
+
+class Subject:
+    """A model with what turns texts into tokens and back.
+
+    Attributes:
+        title: how a page calls it. kind: "decoder", "encoder" or "translator".
+        layer_names: of the blocks whose outputs are the residual stream.
+        parts: names of what can be switched off.
+        n_heads: of each layer with attention, by its name.
+        source: the tokens that an encoder reads, of an encoder-decoder.
+    """
+
+    kind = "decoder"
+    source: Sequence[int] = ()
+
+    def __init__(self, model: Any, tokeniser: Any, title: str) -> None:
+        self.model = model
+        self.tokeniser = tokeniser
+        self.title = title
+        self.sites = sites_of(model)
+        if not self.sites:
+            raise ValueError(
+                f"{title}: expected a model with attention to look at, got a {type(model).__name__} without"
+            )
+        self.n_heads = {site.name: site.n_heads for site in self.sites}
+        self.layer_names = [name for name, _ in model.named_layers() if name.rpartition(".")[0].endswith("blocks")]
+        self.parts = [
+            name
+            for name, _ in model.named_layers()
+            if name in self.layer_names or (name.rpartition(".")[0] in self.layer_names and _adds(name))
+        ]
+        self.texts_of: dict[int, str] = {}
+
+    def about(self) -> dict[str, Any]:
+        """What a page needs to know of it once."""
+        return {
+            "title": self.title,
+            "kind": self.kind,
+            "class": type(self.model).__name__,
+            "parameters": self.model.n_parameters,
+            "parts": self.parts,
+            "mostTokens": self.most_tokens,
+        }
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest text that can be looked at."""
+        return min(MOST_TOKENS, self.model.config.context_window)
+
+    def ids_of(self, text: str) -> list[int]:
+        """A text as the model reads it, with what stands before every text.
+
+        Raises:
+            ValueError: an empty text, or one that is too long.
+        """
+        plain = [int(token) for token in self.tokeniser.encode_plain(text)]
+        if not plain:
+            raise ValueError("expected a text of at least one character, got none")
+        ids = [*_start_of(self.tokeniser), *plain]
+        self.check(ids)
+        return ids
+
+    def edited(self, ids: Sequence[int], place: int, text: str | int) -> list[int]:
+        """A text with another token at one place: a token's id, or a text, which may be of several.
+
+        Raises:
+            ValueError: a place or an id that is not there; too long a text.
+        """
+        if not 0 <= place < len(ids):
+            raise ValueError(f"expected a token from 0 to {len(ids) - 1} to change, got {place}")
+        new = [text] if isinstance(text, int) else [int(token) for token in self.tokeniser.encode_plain(text)]
+        if not new:
+            raise ValueError("expected a text to put in the place of the token, got none")
+        result = [*ids[:place], *new, *ids[place + 1 :]]
+        self.check(result)
+        return result
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Refuse what cannot be looked at.
+
+        Raises:
+            ValueError: too many tokens or none, or ids that the model does not know.
+        """
+        if not 0 < len(ids) <= self.most_tokens:
+            raise ValueError(f"expected a text of 1 to {self.most_tokens} tokens to look at, got {len(ids)}")
+        known = self.tokeniser.n_vocab
+        if not all(0 <= token < known for token in ids):
+            raise ValueError(f"expected tokens from 0 to {known - 1}")
+
+    def say(self, token: int) -> str:
+        """The text of one token where it does not begin a text."""
+        if token not in self.texts_of:
+            if len(self.texts_of) > 200_000:
+                self.texts_of.clear()
+            self.texts_of[token] = _text_of(self.tokeniser, token)
+        return self.texts_of[token]
+
+    def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
+        """Let the model read a text.
+
+        Args:
+            before: the same text unchanged, whose first blocks need not be computed again.
+        """
+        raise NotImplementedError
+
+
+def _start_of(tokeniser: Any) -> list[int]:
+    """What stands before every text, where something does."""
+    try:
+        start = tokeniser.start_of_text
+    except ValueError:  # it knows no end of a text, which is also the beginning
+        return []
+    return [] if start is None else [int(start)]
+
+
+def _adds(name: str) -> bool:
+    return name.rpartition(".")[2] in ("attention", "mlp", "cross")
+
+
+def sites_of(model: Any) -> list[Site]:
+    """The layers with attention, in the order in which they stand in the model."""
+    sites = []
+    for name, layer in model.named_layers():
+        if attention_of(layer) is not None and hasattr(layer, "n_heads"):
+            kind = "cross" if name.endswith("cross") else "source" if name.startswith("encoder.") else "self"
+            sites.append(Site(name, kind, layer.n_heads))
+    if isinstance(model, Seq2SeqAttention):
+        sites.append(Site("attention", "cross", 1))
+    return sites
+
+
+def _text_of(tokeniser: Any, token: int) -> str:
+    """Decoded behind another token, for at the beginning of a text some tokenisers leave the space out."""
+    if token >= tokeniser.n_vocab:
+        return f"⟨{token}⟩"  # a row of the model's that stands for nothing
+    anchor = [int(one) for one in tokeniser.encode_plain("a")][-1:]
+    stream = tokeniser.stream(anchor)
+    text = str(stream.push([token]))
+    return text or str(tokeniser.decode([token])) or f"⟨{token}⟩"
+
+
+# -------------------------------------------------------------------- listening
+class Watch:
+    """Within this block attention leaves what its maps can be computed from, and blocks leave the stream."""
+
+    def __init__(self, model: Any, sites: Sequence[Site], layers: Sequence[str]) -> None:
+        named = dict(model.named_layers())
+        self.sites = {site.name: Site(site.name, site.kind, site.n_heads) for site in sites}
+        self.stream: dict[str, np.ndarray] = {}
+        self._named = named
+        self._layers = layers
+        self._on = ExitStack()
+
+    def __enter__(self) -> Watch:
+        for name, site in self.sites.items():
+            attention = attention_of(self._named[name]) if name in self._named else None
+            if attention is not None:
+                self._on.callback(tap(attention, "listeners", partial(self._look, site)))
+        for name in self._layers:
+            self._on.callback(tap(self._named[name], "listeners", partial(self._keep, name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._on.close()
+
+    def _look(self, site: Site, op: Any, out: Tensor, *args: Any) -> None:
+        def looked() -> tuple[Any, Any]:
+            scores, weights = op.look(*args)
+            return scores[0], weights[0]
+
+        site.looked = looked
+
+    def _keep(self, name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self.stream:
+            self.stream["embedding"] = to_cpu(x.array)[0]
+        self.stream[name] = to_cpu(out.array)[0]
+
+
+# -------------------------------------------------------------------- one stack of blocks
+class Stack(Subject):
+    """A model that is one stack of blocks: a `GPT`, or a `TextEncoder`, which predicts nothing."""
+
+    def __init__(self, model: GPT | TextEncoder, tokeniser: Any, title: str) -> None:
+        super().__init__(model, tokeniser, title)
+        self.kind = "decoder" if isinstance(model, GPT) else "encoder"
+
+    def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
+        model = self.model
+        first = changes.first_block(self.layer_names) if before is not None else 0
+        states = list(before.stream.values()) if before is not None else []
+        with model.evaluating(), Watch(model, self.sites, self.layer_names) as watch, Probe(model, "") as probe:
+            changes.make(probe)
+            if before is not None and 0 < first < len(model.blocks):
+                x = model.place(Tensor(states[first][None], requires_grad=False))
+                for block in model.blocks[first:]:
+                    x = block(x)
+            else:
+                tokens = model.place(np.array([list(ids)]))
+                model.hidden(tokens) if isinstance(model, GPT) else model(tokens)
+        stream, sites = watch.stream, watch.sites
+        if before is not None:  # what was not computed again is as it was
+            kept = dict(list(before.stream.items())[: 1 + first])
+            stream = {**kept, **{name: x for name, x in stream.items() if name not in kept}}
+            sites = {name: site if site.looked else before.site(name) for name, site in sites.items()}
+        texts = [self.say(token) for token in ids]
+        logits = self._logits if isinstance(model, GPT) else None
+        reading = Reading(list(ids), texts, None, list(sites.values()), stream, logits, self.say)
+        if logits is not None:
+            reading.predict(list(stream.values())[-1])
+        return reading
+
+    def _logits(self, x: Tensor) -> Tensor:
+        with self.model.evaluating():
+            return self.model.logits(self.model.place(x))
+
+
+# -------------------------------------------------------------------- encoder-decoders
+class Translator(Subject):
+    """An encoder-decoder: what its decoder says of a source, and where in that it looks.
+
+    Args:
+        model: a `Transformer` or a `Seq2SeqAttention`.
+        encode, say: a text to ids; an id to its text.
+        begin, end: the tokens around a target.
+        most_tokens: of source and target each.
+    """
+
+    kind = "translator"
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        encode: Callable[[str], Sequence[int]],
+        say: Callable[[int], str],
+        begin: int,
+        end: int,
+        title: str = "translator",
+        most_tokens: int = 128,
+    ) -> None:
+        super().__init__(model, None, title)
+        self._encode, self._say = encode, say
+        self.begin, self.end, self._most = begin, end, most_tokens
+        self.layer_names = [name for name in self.layer_names if name.startswith("decoder.")]
+
+    @property
+    def most_tokens(self) -> int:
+        return self._most
+
+    def say(self, token: int) -> str:
+        return "<begin>" if token == self.begin else "<end>" if token == self.end else self._say(token)
+
+    def ids_of(self, text: str) -> list[int]:
+        """A source, and behind it what the model makes of it, or what stands after a line with "=>"."""
+        source, marked, target = text.partition("=>")
+        self.source = [int(token) for token in self._encode(source.strip())] if source.strip() else []
+        if not self.source:
+            raise ValueError("expected a text of at least one character, got none")
+        if len(self.source) > self._most:
+            raise ValueError(f"expected a source of 1 to {self._most} tokens to look at, got {len(self.source)}")
+        if marked:
+            written = [int(token) for token in self._encode(target.strip())] if target.strip() else []
+        else:
+            (written,) = self._written()
+        ids = [self.begin, *written][: self._most]
+        self.check(ids)
+        return ids
+
+    def _written(self) -> list[list[int]]:
+        longest = min(self._most - 1, 2 * len(self.source) + 10)
+        source = np.array([self.source])
+        ends = {"begin": self.begin, "end": self.end}
+        return beam_search(self.model, source, [len(self.source)], **ends, max_length=longest, beam_size=1)
+
+    def edited(self, ids: Sequence[int], place: int, text: str | int) -> list[int]:
+        if not 0 < place < len(ids):
+            raise ValueError(f"expected a token from 1 to {len(ids) - 1} to change, got {place}")
+        new = [text] if isinstance(text, int) else [int(token) for token in self._encode(text.strip())]
+        result = [*ids[:place], *new, *ids[place + 1 :]]
+        self.check(result)
+        return result
+
+    def check(self, ids: Sequence[int]) -> None:
+        if not 0 < len(ids) <= self._most:
+            raise ValueError(f"expected a target of 1 to {self._most} tokens to look at, got {len(ids)}")
+
+    def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
+        model = self.model
+        source, target = np.array([self.source]), np.array([list(ids)])
+        with model.evaluating(), Watch(model, self.sites, self.layer_names) as watch, Probe(model, "") as probe:
+            changes.make(probe)
+            rows: list[tuple[np.ndarray, np.ndarray]] = []
+            with ExitStack() as stack:
+                if isinstance(model, Seq2SeqAttention):
+                    stack.callback(tap(model.attention.softmax, "listeners", partial(_keep_row, rows)))
+                logits = model.decode(target, model.start(source, [len(self.source)])).array[0]
+            if isinstance(model, Seq2SeqAttention):
+                scores, weights = (np.concatenate([row[i] for row in rows])[None] for i in (0, 1))
+                watch.sites["attention"].looked = lambda: (scores, weights)
+        texts, sources = [self.say(token) for token in ids], [self.say(token) for token in self.source]
+        of_stream = partial(logits_of, model) if isinstance(model, Transformer) else None
+        sites = list(watch.sites.values())
+        reading = Reading(list(ids), texts, sources, sites, watch.stream, of_stream, self.say)
+        reading.source = tuple(self.source)
+        following = np.append(reading.ids[1:], -1)
+        numbers = to_cpu(logits).astype(np.float32)
+        reading.said = None if reading.stream else numbers
+        reading.predictions = Predictions(*summed_up(numbers.copy(), following))
+        return reading
+
+
+def _keep_row(rows: list[Any], op: Any, out: Tensor, scores: Tensor) -> None:
+    rows.append((to_cpu(scores.array)[0], to_cpu(out.array)[0]))
+
+
+def logits_of(model: Transformer, x: Tensor) -> Tensor:
+    """Of states of a Transformer's decoder, (..., C) to (..., V)."""
+    with no_grad():
+        normal = x if model.decoder.norm is None else model.decoder.norm(x)
+        if model.head is not None:
+            return model.head(normal)
+        return linear(normal, model.decoder.embedding.weights.transpose(), precision=model.precision)
