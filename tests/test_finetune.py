@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.generate import generate
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import load_adapter
-from tricycle_cli import tuning
+from tricycle_cli import run, tuning
 from tricycle_cli.evaluate import main as evaluate
 from tricycle_cli.export import main as export
 from tricycle_cli.finetune import main as finetune
@@ -358,6 +360,46 @@ def test_bad_data_is_refused_before_any_work(name, theirs, tmp_path):
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+# -------------------------------------------------------------------- memory
+def test_what_does_not_fit_is_refused_before_any_work(theirs, data, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.001")  # the model fits
+    with pytest.raises(MemoryError) as error:
+        tune(theirs, data, run)
+    ways = r"take --recompute, or lower --batch-size \(now 4; --accumulation-steps makes up for it\), or "
+    ways += r"lower --context-window \(now 100\), or take --weights bfloat16 or int8"
+    said = r"training needs at least 0\.00\d+ GB of memory, 0\.001 GB are free: "
+    assert re.fullmatch(said + ways, str(error.value))
+    assert not (run / "config.json").exists()
+    monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.0003")
+    with pytest.raises(MemoryError, match=r"free: lower --context-window \(now 100\), or take --method lora$"):
+        tune(theirs, data, run, "--method", "all", "--batch-size", "1", "--recompute")
+    monkeypatch.setenv("TRICYCLE_MEMORY_GB", "0.1")
+    tune(theirs, data, run)
+
+
+@pytest.mark.parametrize("words", ["", "--recompute", "--loss dpo", "--method all", "--method all --recompute"])
+def test_it_takes_no_less_than_is_said(words, theirs, data, tmp_path, monkeypatch):
+    if "dpo" in words:
+        lines(data, preferences())
+    estimates = []
+    check = run.check_room
+
+    def checked(needed: int, on_gpu: bool) -> None:
+        check(needed, on_gpu)
+        estimates.append(needed)
+        tracemalloc.start()
+
+    monkeypatch.setattr("tricycle_cli.finetune.check_room", checked)
+    big = write_folder(tmp_path / "big", n_layers=6, embedding_dim=64, context_window=100)
+    try:
+        tune(big, data, tmp_path / "run", "--steps", "2", "--sample-tokens", "0", *words.split())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert estimates[0] < peak < 6 * estimates[0]
 
 
 def test_other_bad_input(theirs, data, tmp_path):

@@ -105,6 +105,11 @@ class PackedDataset(InfiniteBatchDataset):
         self.batch().shuffle(seed)
 
     @property
+    def longest_row(self) -> int:
+        """Tokens."""
+        return max(sum(len(self.examples[item].ids) - 1 for item in row) for row in self.rows)
+
+    @property
     def n_tokens(self) -> int:
         """That are read in a pass."""
         return sum(len(example.ids) - 1 for example in self.examples)

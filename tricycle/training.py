@@ -427,18 +427,30 @@ class TrainingState:
 def least_memory(config: GPTConfig) -> int:
     """Bytes that training takes in any case: what would take more than there is need not be begun.
 
-    Weights, gradients and moments; of one forward pass what the backward pass needs of each layer, and the logits; and
-    the tokens of an update.
+    Weights, gradients and moments; what a pass takes; and the tokens of an update.
     """
     n_numbers = least_numbers(config)
     n_moments = 1 if config.optimiser == "muon" else 2
     n_tokens = config.batch_size * config.context_window
-    layer = config.embedding_dim if config.recompute else 4 * config.embedding_dim + config.mlp_width
-    activation = 2 if config.precision in ("bfloat16", "float16") else 4
-    logits = min(n_tokens * config.vocab_size, LOGITS_AT_ONCE)
-    a_pass = (n_tokens * config.n_layers * layer + logits) * activation
     tokens = 2 * 8 * n_tokens * config.accumulation_steps
-    return (2 + n_moments) * 4 * n_numbers + a_pass + tokens
+    return (2 + n_moments) * 4 * n_numbers + memory_of_pass(config, n_tokens) + tokens
+
+
+def memory_of_pass(config: GPTConfig, n_tokens: int) -> int:
+    """Bytes that the forward pass over so many tokens leaves for the backward pass, and the logits.
+
+    Of each block: its input, both norms' results, what attention gives and the sum with it; queries, keys and values,
+    as they were and turned; and in the MLP what comes before and after the activation.
+    """
+    heads, key_heads = (n * config.channels_per_head for n in (config.n_heads, config.key_heads))
+    attention = (heads + key_heads) * (2 if config.positions == "rotary" else 1) + key_heads
+    block = 5 * config.embedding_dim + attention + config.mlp_width * (3 if config.is_gated else 2)
+    logits = 2 * min(config.vocab_size, LOGITS_AT_ONCE // n_tokens)
+    if config.recompute:
+        kept = config.n_layers * config.embedding_dim + max(block, logits)
+    else:
+        kept = config.n_layers * block + logits
+    return n_tokens * kept * (2 if config.precision in ("bfloat16", "float16") else 4)
 
 
 def new_optimiser(config: GPTConfig) -> Optimiser:

@@ -27,6 +27,7 @@ from tricycle.configs import GPTConfig
 from tricycle.configs.model import model_fields
 from tricycle.evaluation import HeldOut
 from tricycle.files import read_json_object
+from tricycle.layers import Layer
 from tricycle.locks import FolderLock
 from tricycle.lora import ALL_LINEAR, Adapter, LoRAConfig
 from tricycle.models import GPT
@@ -34,13 +35,13 @@ from tricycle.packing import PackedDataset
 from tricycle.preferences import PairDataset
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
-from tricycle.training import new_optimiser
+from tricycle.training import memory_of_pass, new_optimiser
 from tricycle_cli import clock
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import started_from
 from tricycle_cli.models import Device, Weights, load_model
-from tricycle_cli.run import OnNaN, Run, read_metrics, train
+from tricycle_cli.run import OnNaN, Run, check_room, naming_what_to_lower, read_metrics, train
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
 from tricycle_cli.together import expect_one_process
@@ -284,14 +285,17 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
     examples = load_examples(records, Reader(loaded.tokeniser, window, arguments.cut_answers), held_out)
     dataset, held = datasets_of(examples, arguments, loaded, window)
     config = config_of(arguments, loaded, dataset)
+    advice = what_to_lower(arguments, dataset)
     adapter = None
-    if adapter_config is None:
-        loaded.model = started_from(loaded.model, config)
-    loaded.model.use_precision(config.precision)
-    if isinstance(held, HeldOutPairs):
-        measure_references(loaded.model, [dataset, held.dataset])
     if adapter_config is not None:
         adapter = new_adapter(loaded, adapter_config, arguments.seed, arguments.model)
+    with naming_what_to_lower(config, on_gpu(loaded), advice):
+        check_room(memory_of_tuning(config, dataset, adapter or loaded.model), on_gpu(loaded))
+    if adapter is None:
+        loaded.model = started_from(loaded.model, config)
+    loaded.model.use_precision(config.precision)
+    if isinstance(held, HeldOutPairs):  # an adapter that has learnt nothing yet changes nothing
+        measure_references(loaded.model, [dataset, held.dataset])
     state = new_state(config, loaded, adapter, dataset, arguments)
     run = Run(
         folder,
@@ -305,6 +309,7 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
         update=tune_step,
         measure=measurer(held),
         spent=clock.awake_seconds() - started,
+        advice=advice,
     )
     say_what_there_is(examples, dataset, state, arguments)
     description = begin_or_go_on(state, run, arguments, examples, held)
@@ -344,6 +349,30 @@ def measure_references(model: GPT, datasets: Sequence[Any]) -> None:
     say(f"reference: how likely the model takes {sum(2 * pairs.n_items for pairs in datasets):,} answers for, as it is")
     for pairs in datasets:
         pairs.measure_reference(model)
+
+
+def on_gpu(loaded: Pretrained) -> bool:
+    return next(loaded.model.parameters()).on_gpu
+
+
+def memory_of_tuning(config: GPTConfig, dataset: PackedDataset, learning: Layer) -> int:
+    """Bytes that it takes besides the model: gradients and moments of what learns, and a pass over the longest rows."""
+    n_rows = config.batch_size * (2 if isinstance(dataset, PairDataset) else 1)
+    n_learning = sum(parameter.size for parameter in learning.parameters())
+    return 3 * 4 * n_learning + memory_of_pass(config, n_rows * dataset.longest_row)
+
+
+def what_to_lower(arguments: Arguments, dataset: PackedDataset) -> str:
+    """What needs less memory."""
+    ways = [] if arguments.recompute else ["take --recompute"]
+    if arguments.batch_size > 1:
+        ways.append(f"lower --batch-size (now {arguments.batch_size}; --accumulation-steps makes up for it)")
+    ways.append(f"lower --context-window (now {dataset.window})")
+    if arguments.method == "all":
+        ways.append("take --method lora")
+    elif arguments.weights == "float32":
+        ways.append("take --weights bfloat16 or int8")
+    return ", or ".join(ways)
 
 
 def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:

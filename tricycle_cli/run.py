@@ -24,6 +24,7 @@ from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import append, atomic_write, expect_plain, read_file
 from tricycle.generate import generate
+from tricycle.memory import check_memory, gigabytes
 from tricycle.models import least_numbers
 from tricycle.processes import ALONE, Processes
 from tricycle.sampling import Sampling
@@ -74,6 +75,7 @@ class Run:
         update: makes one update, in place of `train_step`.
         measure: estimates the held-out loss and keeps the best checkpoint, in place of `estimate`.
         processes: those that train together. All make a run alike; rank 0 alone speaks and writes.
+        advice: what needs less memory, where it is not what `naming_what_to_lower` says.
     """
 
     folder: Path
@@ -90,6 +92,7 @@ class Run:
     update: Callable[[Any], tuple[Any, Any]] | None = None
     measure: Callable[[Any, Any], float] | None = None
     processes: Processes = ALONE
+    advice: str = ""
     _log: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -228,7 +231,7 @@ def train(state: TrainingState, run: Run) -> bool:
         MemoryError: too little of it; says what is free and what to lower.
     """
     visits: dict[int, int] = {}  # by step, how often training went back to it
-    with naming_what_to_lower(state.config, next(state.model.parameters()).on_gpu):
+    with naming_what_to_lower(state.config, next(state.model.parameters()).on_gpu, run.advice):
         while True:
             try:
                 return _train(state, run)
@@ -260,7 +263,7 @@ def _go_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
 
 
 @contextlib.contextmanager
-def naming_what_to_lower(config: GPTConfig, on_gpu: bool) -> Iterator[None]:
+def naming_what_to_lower(config: GPTConfig, on_gpu: bool, advice: str = "") -> Iterator[None]:
     """Within this block errors for lack of memory say how much there is, and which settings need less."""
     try:
         yield
@@ -269,12 +272,28 @@ def naming_what_to_lower(config: GPTConfig, on_gpu: bool) -> Iterator[None]:
         if on_gpu:
             free, total = devices.gpu_memory()
             there = f"; {free / 1e9:.1f} GB of the GPU's {total / 1e9:.1f} GB are free"
-        advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
-        advice += f" or --context-window (now {config.context_window})"
-        advice += f", or make the model smaller: it has {least_numbers(config):,} weights"
-        if on_gpu and config.precision in ("float32", "tf32"):
-            advice += ", or take --precision bfloat16"
+        advice = advice or _what_to_lower(config, on_gpu)
         raise MemoryError(f"{str(error).rstrip('.') or 'out of memory'}{there}: {advice}") from None
+
+
+def _what_to_lower(config: GPTConfig, on_gpu: bool) -> str:
+    advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
+    advice += f" or --context-window (now {config.context_window})"
+    advice += f", or make the model smaller: it has {least_numbers(config):,} weights"
+    if on_gpu and config.precision in ("float32", "tf32"):
+        advice += ", or take --precision bfloat16"
+    return advice
+
+
+def check_room(needed: int, on_gpu: bool) -> None:
+    """
+    Raises:
+        MemoryError: there are fewer bytes than training needs at least.
+    """
+    if not on_gpu:
+        check_memory(needed, "training")
+    elif needed > devices.gpu_memory()[0]:
+        raise MemoryError(f"training needs at least {gigabytes(needed)} of the GPU's memory")
 
 
 def _train(state: TrainingState, run: Run) -> bool:

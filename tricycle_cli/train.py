@@ -31,7 +31,6 @@ from tricycle.configs import PRESETS, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.files import atomic_write, read_json_object
 from tricycle.locks import FolderLock
-from tricycle.memory import check_memory, gigabytes
 from tricycle.pretrained import Pretrained
 from tricycle.processes import ALONE, Processes
 from tricycle.training import NonFiniteError, TrainingState, least_memory, new_state, resume_state
@@ -44,6 +43,7 @@ from tricycle_cli.run import (
     FINAL_OVERLAP,
     OnNaN,
     Run,
+    check_room,
     estimate,
     naming_what_to_lower,
     read_metrics,
@@ -389,7 +389,8 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
     Raises:
         ValueError: the folder's files contradict each other or the text.
     """
-    check_training_memory(sitting.config, sitting.on_gpu)
+    with naming_what_to_lower(sitting.config, sitting.on_gpu):
+        check_room(least_memory(sitting.config), sitting.on_gpu)  # before anything is prepared
     folder, config, description = sitting.folder, sitting.config, sitting.description
     processes, last = sitting.processes, sitting.last
     print(f"data: {description['data']} (text is tokenised once and cached)")
@@ -474,21 +475,6 @@ def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], t
     tokeniser.save(folder / "tokeniser.json")
     for left_over in folder.glob(".*.part"):
         left_over.unlink()
-
-
-def check_training_memory(config: GPTConfig, on_gpu: bool) -> None:
-    """Refuse sizes for which there is no memory, before anything is prepared.
-
-    Raises:
-        MemoryError: says how much is needed, how much there is, and what to lower.
-    """
-    with naming_what_to_lower(config, on_gpu):
-        if not on_gpu:
-            check_memory(least_memory(config), "training")
-            return
-        free = devices.gpu_memory()[0]
-        if least_memory(config) > free:
-            raise MemoryError(f"training needs at least {gigabytes(least_memory(config))} of the GPU's memory")
 
 
 def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
