@@ -268,6 +268,11 @@ def test_what_the_client_makes_of_errors(client):
     with pytest.raises(openai.BadRequestError, match="expected a prompt of at most 4095, got 5001") as error:
         client.completions.create(model="tiny", prompt=[3] * 5001)
     assert error.value.code == "context_length_exceeded"
+    for fields in ({"prompt": "x" * 3_000_000}, {"prompt": ["x", "x" * 3_000_000]}):
+        with pytest.raises(openai.BadRequestError, match="3,000,000 characters do not fit"):
+            client.completions.create(model="tiny", **fields)
+    with pytest.raises(openai.BadRequestError, match="3,000,000 characters do not fit"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 1_000_000}] * 3)
     with pytest.raises(openai.BadRequestError, match="tiny cannot make embeddings"):
         client.embeddings.create(model="tiny", input="the quick")
 

@@ -21,6 +21,7 @@ from tricycle_serve.vectors import VectorEngine, vector_wish_of, written
 from tricycle_serve.work import Work
 from tricycle_serve.writing import TokenTexts
 
+MARGIN = 4  # by which a tokeniser may make a text shorter before it cuts it
 N_PREPARING = 2  # threads that make tokens of texts
 
 
@@ -119,6 +120,7 @@ class Writer(Served):
         self.tokens = TokenTexts(self.tokeniser)
         self.engine: TextEngine = TextEngine(loaded.model, self.tokeniser, limits, cache)
         self._ways = ways
+        self._most_characters = MARGIN * self.window * longest_token(self.tokeniser)
         self._talks = bool(self.tokeniser.chat_template)
         self.kind = "chat" if self._talks else "text"
         if self._talks:
@@ -143,6 +145,7 @@ class Writer(Served):
             raise ApiError(message, code="no_chat_template")
         self.check_name(fields)
         messages = messages_of(fields)
+        self._check_length(sum(len(message["content"]) for message in messages), "messages")
         wish = wish_of(fields, self._ways.chat, chat=True)
         try:
             prompt = await self.prepared(self._conversation, messages)
@@ -161,10 +164,17 @@ class Writer(Served):
         """
         self.check_name(fields)
         texts = prompts_of(fields, self.tokeniser.n_vocab)
+        self._check_length(max(len(text) for text in texts), "prompt")
         wish = wish_of(fields, self._ways.text, chat=False)
         prompts = [await self.prepared(self._ids, text) for text in texts]
         prefixes = [self.tokeniser.decode(text) if isinstance(text, list) else text for text in texts]
         return self._answer(TextAnswer, wish, prompts, prefixes if wish.echo else [])
+
+    def _check_length(self, n_characters: int, param: str) -> None:
+        """What cannot fit is not cut into tokens, which may take seconds."""
+        if n_characters > self._most_characters:
+            message = f"the context has {self.window} tokens: {n_characters:,} characters do not fit"
+            raise ApiError(message, param=param, code="context_length_exceeded")
 
     def _ids(self, text: str | list[int]) -> list[int]:
         if isinstance(text, list):
@@ -176,6 +186,13 @@ class Writer(Served):
         orders = wish.orders(prompts, self._ways.length, self.window)
         work = self.engine.submit(orders, self._ways.seconds)
         return kind(wish, orders, work, self.name, self.tokens, prefixes)
+
+
+def longest_token(tokeniser: Any) -> int:
+    """Of how many characters it is, at most."""
+    if hasattr(tokeniser, "backend"):
+        return max(map(len, tokeniser.backend.get_vocab(with_added_tokens=True)))
+    return max(len(tokeniser.token_bytes(token)) for token in range(tokeniser.n_vocab))
 
 
 @dataclass

@@ -170,6 +170,10 @@ document.addEventListener("keydown", (event) => {
 place("stop").addEventListener("click", () => stopping.abort());
 place("anew").addEventListener("click", anew);
 place("key").addEventListener("change", () => {
-  if (!model) begin();
+  if (!model) start();
 });
-begin();
+
+function start() {
+  begin().finally(() => (document.body.dataset.ready = "yes"));
+}
+start();
