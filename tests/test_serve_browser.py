@@ -11,7 +11,6 @@ pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-pytest.importorskip("browser")
 
 from browser import DESKTOP, PHONE, browsing
 from serving import Alone, serving, until
