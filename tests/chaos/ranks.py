@@ -1,6 +1,6 @@
 """Ranks that train together are killed at random moments, and in every phase, and go on as if nothing had happened.
 
-    python -m tests.chaos.ranks --n 10 --phases 1 --seed 0
+    python -m tests.chaos.ranks --n 2 --phases 1 --failures 6 --seed 0
 
 Each signal is sent to rank 0, to another rank, and to mpiexec. All of them must end within 10 s. Then the run goes on
 in as many ranks, and must end equal, bit for bit, to one that was left alone; or in a single process, and end equal
@@ -21,6 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -148,7 +149,7 @@ def perform(trial: RankTrial, case: Case, whole: Path, n: int = 2) -> RankTrial:
     for moment in trial.moments:
         send(trial, with_ranks(case, n), moment)
     after = with_ranks(case, trial.n_after)
-    done = finish(after.start(after.resuming, env={**after.environment(), **SETTINGS}))
+    done = finish(after.start(going_on(after, n, trial.n_after), env={**after.environment(), **SETTINGS}))
     if done.status != 0 or "Traceback" in done.err:
         trial.trouble.append(f"what went on ended with status {done.status}: {' '.join(done.said)[-400:]}")
     elif trial.n_after == n:
@@ -161,6 +162,15 @@ def perform(trial: RankTrial, case: Case, whole: Path, n: int = 2) -> RankTrial:
     ended = "; ".join(trial.trouble)[:1500] or "equal"
     print(f"{trial.name}, on in {trial.n_after}: {ended}; ended after {answered}", file=sys.stderr, flush=True)
     return trial
+
+
+def going_on(case: Case, n: int, n_after: int) -> list[str]:
+    """The flags that go on with a run of n ranks; where nothing was left of it yet, those of one with as many batches."""
+    words = list(case.resuming)
+    if "--accumulation-steps" in words:
+        place = words.index("--accumulation-steps") + 1
+        words[place] = str(int(words[place]) * n // n_after)
+    return words
 
 
 def send(trial: RankTrial, case: Case, moment: tuple[str, int, float]) -> None:
@@ -344,10 +354,11 @@ def failure_table(failures: Sequence[Failure]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--n", type=int, default=4, help="times that each signal comes to each at a random moment")
+    parser.add_argument("--n", type=int, default=2, help="times that each signal comes to each at a random moment")
     parser.add_argument("--phases", type=int, default=1, help="times that it comes in each phase")
-    parser.add_argument("--failures", type=int, default=4, help="times that a rank fails in each way")
+    parser.add_argument("--failures", type=int, default=6, help="times that a rank fails in each way")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--folder", type=Path, help="where runs are; one in memory leaves a slow disk out of the times")
     arguments = parser.parse_args()
     generator = random.Random(arguments.seed)
@@ -357,12 +368,15 @@ def main() -> int:
         whole = bench.case("whole")
         profile = profile_of(whole)
         trials = trials_of(generator, profile, arguments.n, arguments.phases, [signal.SIGKILL, *SIGNALS])
-        tried = [perform(trial, bench.case(f"trial-{i}"), whole.run) for i, trial in enumerate(trials)]
-        failures = []
-        for k, kind in enumerate(FAILURES):
-            for i in range(arguments.failures):
-                case = bench.case(f"failure-{k}-{i}")
-                failures.append(fail(kind, case, whole.run, i % 2, generator.randint(1, 12)))
+        ways = [(kind, i % 2, generator.randint(1, 12)) for kind in FAILURES for i in range(arguments.failures)]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            jobs = [pool.submit(perform, each, bench.case(f"trial-{i}"), whole.run) for i, each in enumerate(trials)]
+            tried = [job.result() for job in jobs]
+            ends = [
+                pool.submit(fail, kind, bench.case(f"failure-{i}"), whole.run, rank, step)
+                for i, (kind, rank, step) in enumerate(ways)
+            ]
+            failures = [end.result() for end in ends]
     print(table(tried))
     print(failure_table(failures))
     wrong = [f"{trial.name} at {trial.moments}: {'; '.join(trial.trouble)}" for trial in tried if trial.trouble]
