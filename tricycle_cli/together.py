@@ -30,6 +30,7 @@ TOGETHER_SECONDS = 0.3
 SIGNAL_SECONDS = 2.0
 SPOKEN_SECONDS = 0.2  # after which the launcher has passed the last words on; MPICH's forgets them where all end before
 FIRST_SECONDS = 1.0  # in which rank 0 says what all have found
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_CODE = "tricycle tricycle_accelerators tricycle_cli tricycle_datasets tricycle_mpi".split()
 
 
@@ -56,6 +57,7 @@ def together() -> Iterator[Processes]:
     with _silent_but_for_the_first(processes):
         try:
             share_threads(processes)
+            share_gpus(processes)
             yield processes
         except SystemExit:  # all of them leave so
             raise
@@ -226,6 +228,22 @@ def share_threads(processes: Processes) -> None:
     bound = n_sharing == 1 and len(own) < (os.cpu_count() or 1) // len(here)
     hint = " (mpiexec binds each to so many; --bind-to none, or OMP_NUM_THREADS, may give it more)" if bound else ""
     print(f"{processes.size} ranks with {fewest} thread{'s' if fewest > 1 else ''} each{hint}")
+
+
+def share_gpus(processes: Processes) -> None:
+    """Give each rank of a machine one of the GPUs that it may see; ranks take turns where there are fewer.
+
+    Before CUDA is asked for anything: later it would not hear of it.
+    """
+    seen = [name for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    if VISIBLE not in os.environ:
+        seen = [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
+    if processes.size == 1:
+        return
+    everybody = processes.gather((socket.gethostname(), seen))
+    place = everybody[: processes.rank].count(everybody[processes.rank])
+    if seen:
+        os.environ[VISIBLE] = seen[place % len(seen)]
 
 
 def _processors() -> set[int]:

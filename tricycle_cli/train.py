@@ -397,7 +397,8 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
     has_last = by_the_first(processes, last.exists)
     corpus = load_corpus(description, config.vocab_size, first_tokeniser(sitting, start, has_last))
     tokeniser = corpus.tokeniser
-    check_same(processes, {"text": corpus.digest, "config": config.to_dict()})
+    device = "a GPU" if sitting.on_gpu else "the CPU"
+    check_same(processes, {"text": corpus.digest, "config": config.to_dict(), "device": device})
     if has_last and description.get("corpus", corpus.digest) != corpus.digest:
         advice = f"--init-from {shlex.quote(last.as_posix())} begins a new run with its weights"
         raise ValueError(f"{folder}: expected the text that it was trained on, which has changed since; {advice}")

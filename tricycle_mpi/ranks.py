@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tricycle import devices
 from tricycle.devices import Array, array_module
-from tricycle.processes import Processes
+from tricycle.processes import Pending, Processes
 from tricycle_mpi.launch import launched
+from tricycle_mpi.ways import Host, Way, way_of_gpus
 
 T = TypeVar("T")
 
@@ -92,6 +92,8 @@ class Ranks(Processes):
         self._talk = mpi.COMM_WORLD.Dup()
         self._gradients = mpi.COMM_WORLD.Dup()
         self._roll_call = RollCall(mpi, self)
+        self._host = Host(self, self._gradients)
+        self._gpus: Way | None = None
 
     def agree(self, value: T) -> T:
         self.wait(self._talk.Ibarrier())  # which, unlike what follows, can be given up
@@ -106,17 +108,19 @@ class Ranks(Processes):
         self.wait(self._talk.Iallreduce(self.mpi.IN_PLACE, array))
         return array.tolist()
 
-    def start_sum(self, array: Array) -> PendingArray:
-        host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
-        request = self._gradients.Iallreduce(self.mpi.IN_PLACE, host)
-        return PendingArray(self, request, array, host)
+    def start_sum(self, array: Array) -> Pending:
+        return self._way(array).start_sum(array)
 
-    def start_broadcast(self, array: Array, rank: int) -> PendingArray:
-        host = array if isinstance(array, np.ndarray) else devices.to_cpu(array)
-        if not (host.flags.c_contiguous or host.flags.f_contiguous):
-            host = host.copy()
-        request = self._gradients.Ibcast(host.reshape(-1, order="A"), rank)
-        return PendingArray(self, request, array, host)
+    def start_broadcast(self, array: Array, rank: int) -> Pending:
+        return self._way(array).start_broadcast(array, rank)
+
+    def _way(self, array: Array) -> Way:
+        """How an array travels; for those on a GPU ranks find out together, when the first comes."""
+        if isinstance(array, np.ndarray):
+            return self._host
+        if self._gpus is None:
+            self._gpus = way_of_gpus(self, self._gradients, array_module(array).cuda)
+        return self._gpus
 
     def answer(self) -> None:
         self._roll_call.answer()
@@ -159,21 +163,6 @@ class Ranks(Processes):
     def abort(self) -> None:
         """End all processes, at once."""
         self.mpi.COMM_WORLD.Abort(1)
-
-
-class PendingArray:
-    """What MPI has begun to do with an array; on a GPU, with its copy in host memory."""
-
-    def __init__(self, ranks: Ranks, request: Any, array: Array, host: np.ndarray) -> None:
-        self.ranks, self.request, self.array, self.host = ranks, request, array, host
-
-    def poke(self) -> None:
-        self.request.Test()
-
-    def wait(self) -> None:
-        self.ranks.wait(self.request)
-        if self.host is not self.array:
-            self.array[...] = array_module(self.array).asarray(self.host)
 
 
 class RollCall:

@@ -165,7 +165,7 @@ def perform(trial: RankTrial, case: Case, whole: Path, n: int = 2) -> RankTrial:
 
 
 def going_on(case: Case, n: int, n_after: int) -> list[str]:
-    """The flags that go on with a run of n ranks; where nothing was left of it yet, those of one with as many batches."""
+    """The flags that go on with a run of n ranks; where nothing was left of it, those of one with as many batches."""
     words = list(case.resuming)
     if "--accumulation-steps" in words:
         place = words.index("--accumulation-steps") + 1

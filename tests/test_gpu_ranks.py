@@ -1,0 +1,287 @@
+"""Ranks that each have a GPU: on the device that refuses the host, with an NCCL and an MPI that look at what they get.
+
+Ranks are played by threads. What the fake NCCL is given are addresses, numbers of elements and kinds, as the real one
+is: it adds up what lies there. Its streams note who waited for whom.
+"""
+
+import ctypes
+import os
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import fake_device
+import numpy as np
+import pytest
+from fake_device import FakeArray, fake_module
+from test_fake_device import device  # noqa: F401 (a fixture)
+from test_processes import CONFIG, TOKENS, Player, play
+
+from tricycle.processes import Processes
+from tricycle.training import new_state, train_step
+from tricycle_cli.together import VISIBLE, share_gpus
+from tricycle_mpi.ranks import Ranks
+from tricycle_mpi.ways import NCCL, WAY, DeviceBuffers, Host, way_of_gpus
+
+pytestmark = pytest.mark.usefixtures("device")
+KINDS = {7: ctypes.c_float, 8: ctypes.c_double}
+HERE = threading.local()
+
+
+class Stream:
+    """One that only notes: what was done so far, and which events it has waited for."""
+
+    def __init__(self, non_blocking=False):
+        self.ptr, self.n_done, self.seen = id(self), 0, {}
+        assert non_blocking or not hasattr(HERE, "current")
+
+    def wait_event(self, event):
+        self.seen[event.stream] = max(event.n_done, self.seen.get(event.stream, 0))
+
+    def synchronize(self):
+        HERE.log.append("synchronize")
+
+
+class Event:
+    def __init__(self, disable_timing):
+        assert disable_timing
+
+    def record(self, stream):
+        stream.n_done += 1
+        self.stream, self.n_done = stream.ptr, stream.n_done
+
+
+def current():
+    """Of this thread's rank: everything that computes has been put there."""
+    if not hasattr(HERE, "current"):
+        HERE.current, HERE.log = Stream(), []
+    HERE.current.n_done += 1  # since it was last looked at, the model has computed something
+    return HERE.current
+
+
+class Communicator:
+    """What NCCL's is, for numbers at addresses."""
+
+    def __init__(self, size, unique, rank):
+        assert unique == b"of rank 0" and (size, rank) == (HERE.player.size, HERE.player.rank)
+
+    def _arrays(self, sendbuf, recvbuf, count, kind, *same):
+        assert sendbuf == recvbuf
+        assert len(set(HERE.player.gather((count, kind, *same)))) == 1, "ranks sum different things"
+        return np.ctypeslib.as_array((KINDS[kind] * count).from_address(sendbuf))
+
+    def _check(self, stream):
+        own = HERE.stream
+        assert stream == own.ptr != HERE.current.ptr
+        assert own.seen[HERE.current.ptr] == HERE.current.n_done, "the array may not be there yet"
+
+    def allReduce(self, sendbuf, recvbuf, count, kind, op, stream):
+        self._check(stream)
+        array = self._arrays(sendbuf, recvbuf, count, kind, op)
+        assert op == 0
+        array[...] = np.sum(HERE.player.gather(array.copy()), axis=0)
+        HERE.log.append(("sum", count))
+
+    def broadcast(self, sendbuf, recvbuf, count, kind, root, stream):
+        self._check(stream)
+        array = self._arrays(sendbuf, recvbuf, count, kind, root)
+        array[...] = HERE.player.gather(array.copy())[root]
+        HERE.log.append(("broadcast", count))
+
+
+def new_stream(non_blocking):
+    current()
+    HERE.stream = Stream(non_blocking)
+    return HERE.stream
+
+
+def cuda_of(has_nccl=True, bus=None):
+    nccl = SimpleNamespace(available=has_nccl, NCCL_SUM=0, NCCL_FLOAT32=7, NCCL_FLOAT64=8)
+    nccl.NcclCommunicator = Communicator
+    nccl.get_unique_id = lambda: f"of rank {HERE.player.rank}".encode()
+    place = lambda: SimpleNamespace(pci_bus_id=bus or f"00:{HERE.player.rank}")
+    return SimpleNamespace(nccl=nccl, Stream=new_stream, Event=Event, get_current_stream=current, Device=place)
+
+
+class Requests:
+    """MPI's communicator: calls that begin take the host's arrays alone, and those that block take the device's."""
+
+    def Iallreduce(self, in_place, host):
+        assert in_place == "in place" and type(host) is np.ndarray and host.flags.c_contiguous
+        host[...] = np.sum(HERE.player.gather(host.copy()), axis=0)
+        return SimpleNamespace(Test=lambda: True)
+
+    def Ibcast(self, host, rank):
+        assert type(host) is np.ndarray and host.flags.c_contiguous
+        host[...] = HERE.player.gather(host.copy())[rank]
+        return SimpleNamespace(Test=lambda: True)
+
+    def Ibarrier(self):
+        HERE.player.gather(None)
+        return SimpleNamespace(Test=lambda: True)
+
+    def Allreduce(self, in_place, array):
+        assert in_place == "in place" and type(array) is FakeArray and array.flags.c_contiguous
+        assert HERE.log[-1] == "synchronize"
+        array.held[...] = np.sum(HERE.player.gather(array.held.copy()), axis=0)
+
+    def Bcast(self, array, rank):
+        assert type(array) is FakeArray and array.flags.c_contiguous and HERE.log[-1] == "synchronize"
+        array.held[...] = HERE.player.gather(array.held.copy())[rank]
+
+
+class GPURank(Player):
+    """A player whose arrays travel as those of `Ranks`."""
+
+    mpi = SimpleNamespace(IN_PLACE="in place")
+    wait = Ranks.wait
+    _way, start_sum, start_broadcast = Ranks._way, Ranks.start_sum, Ranks.start_broadcast
+
+    def __init__(self, player):
+        super().__init__(player.table, player.rank)
+        HERE.player, HERE.log = self, []
+        self._gradients, self._gpus = Requests(), None
+        self._host = Host(self, self._gradients)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The module `cupy.cuda` of the device; a function that changes it."""
+
+    def choose(**how):
+        monkeypatch.setattr(type(fake_module), "cuda", cuda_of(**how), raising=False)
+
+    monkeypatch.setattr(FakeArray, "data", property(lambda self: SimpleNamespace(ptr=self.held.ctypes.data)), False)
+    monkeypatch.delenv(WAY, raising=False)
+    choose()
+    return choose
+
+
+@pytest.mark.parametrize(("name", "kind"), [("", NCCL), ("nccl", NCCL), ("mpi", DeviceBuffers), ("host", Host)])
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_ranks_on_gpus_train_as_one(cuda, monkeypatch, name, kind, shard, optimiser):
+    monkeypatch.setenv(WAY, name)
+    config = replace(CONFIG, batch_size=2, accumulation_steps=3, dropout=0.1, optimiser=optimiser)
+
+    def act(player):
+        processes = GPURank(player) if player.size > 1 else player
+        processes.bucket_bytes = 20_000
+        state = new_state(config, TOKENS, True, processes=processes, shard_optimiser=shard)
+        results = [train_step(state) for _ in range(3)]
+        n_reads = len(fake_device.reads)
+        numbers = np.array([[each.held for each in result] for result in results])
+        weights = np.concatenate([parameter.array.held.ravel() for parameter in state.model.parameters()])
+        if player.size > 1:
+            assert type(processes._gpus) is kind
+        return numbers, weights, n_reads
+
+    numbers, weights, _ = act(Processes())
+    fake_device.reads.clear()
+    several = play(3, act)
+    for others, other_weights, n_reads in several:
+        np.testing.assert_allclose(others, numbers, rtol=1e-4)
+        np.testing.assert_allclose(other_weights, weights, atol=3e-4)
+        assert other_weights.tobytes() == several[0][1].tobytes()
+        assert (n_reads > 0) == (kind is Host)  # by the others nothing comes to the host
+
+
+def test_sums_have_a_stream_of_their_own(cuda):
+    """The model's stream waits for them when they are needed, and not before."""
+
+    def act(player):
+        ranks = GPURank(player)
+        array = FakeArray(np.full(5, ranks.rank + 1, np.float32))
+        pending = ranks.start_sum(array)
+        assert HERE.log == [("sum", 5)] and HERE.stream.ptr not in HERE.current.seen
+        pending.poke()
+        assert HERE.stream.ptr not in HERE.current.seen
+        pending.wait()
+        assert HERE.current.seen[HERE.stream.ptr] == HERE.stream.n_done
+        return array.held.tolist()
+
+    assert play(2, act) == [[3.0] * 5] * 2
+
+
+@pytest.mark.parametrize("name", ["nccl", "mpi", "host"])
+@pytest.mark.parametrize(
+    "cut", [lambda a: a, lambda a: a.T, lambda a: a[:, ::2], lambda a: a[1:3]], ids=["whole", "turned", "gaps", "rows"]
+)
+def test_whichever_way_an_array_lies(cuda, monkeypatch, name, cut):
+    monkeypatch.setenv(WAY, name)
+
+    def act(player):
+        ranks = GPURank(player)
+        held = np.arange(24, dtype=np.float64).reshape(4, 6) * (10 if ranks.rank == 1 else 1)
+        ranks.start_broadcast(FakeArray(cut(held)), 1).wait()
+        return held
+
+    wanted = np.arange(24, dtype=np.float64).reshape(4, 6)
+    first, second = play(2, act)
+    np.testing.assert_array_equal(cut(first), 10 * cut(wanted))
+    np.testing.assert_array_equal(second, 10 * wanted)
+    assert (first == 10 * wanted).sum() == (cut(wanted) > 0).sum() + 1  # and nothing beside it (zero is itself)
+
+
+def test_what_nccl_does_not_add(cuda):
+    def act(player):
+        with pytest.raises(TypeError, match="NCCL: expected an array of float16, float32, float64, got int64"):
+            GPURank(player).start_sum(FakeArray(np.arange(3)))
+
+    play(2, act)
+
+
+# -------------------------------------------------------------------- which way
+def chosen(size=2):
+    def act(player):
+        return type(way_of_gpus(GPURank(player), Requests(), fake_module.cuda))
+
+    return play(size, act)
+
+
+def test_without_nccl_the_host_is_used(cuda, monkeypatch):
+    cuda(has_nccl=False)
+    assert chosen() == [Host] * 2
+    monkeypatch.setenv(WAY, "nccl")
+    with pytest.raises(RuntimeError, match="TRICYCLE_MPI_GPU=nccl: CuPy finds no NCCL in rank 0, rank 1"):
+        chosen()
+
+
+def test_ranks_that_share_a_gpu(cuda, monkeypatch):
+    cuda(bus="00:7")
+    assert chosen() == [Host] * 2
+    monkeypatch.setenv(WAY, "nccl")
+    with pytest.raises(RuntimeError, match="NCCL needs a GPU for each rank, and rank 0, rank 1 share one"):
+        chosen()
+
+
+def test_a_way_that_there_is_not(cuda, monkeypatch):
+    monkeypatch.setenv(WAY, "pigeons")
+    with pytest.raises(
+        ValueError, match="TRICYCLE_MPI_GPU: expected one of nccl, mpi, host, the same in all ranks, got"
+    ):
+        chosen()
+
+
+class Told(Processes):
+    """A rank that knows what the others say."""
+
+    def __init__(self, rank, everybody):
+        super().__init__()
+        self.rank, self.size, self.everybody = rank, len(everybody), everybody
+
+    def gather(self, value):
+        host = value[0]
+        return [(host if here else "another", seen) for here, seen in self.everybody]
+
+
+def test_each_rank_of_a_machine_has_a_gpu(monkeypatch):
+    seen = []
+    for rank in range(4):
+        monkeypatch.setenv(VISIBLE, "3,5")
+        share_gpus(Told(rank, [(True, ["3", "5"]), (False, ["3", "5"]), (True, ["3", "5"]), (True, ["3", "5"])]))
+        seen.append(os.environ[VISIBLE])
+    assert [seen[0], seen[2], seen[3]] == ["3", "5", "3"]
+    monkeypatch.setenv(VISIBLE, "")
+    share_gpus(Told(1, [(True, [])] * 2))
+    assert os.environ[VISIBLE] == ""
