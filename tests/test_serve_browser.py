@@ -3,6 +3,7 @@
 With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there.
 """
 
+import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,14 @@ from browser import DESKTOP, PHONE, browsing
 from serving import Alone, serving, until
 from tiny_models import write_folder
 
+from tricycle.generate import Batch
+from tricycle.pretrained.packaged import smollm2_path
+
 LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
 TEXTS = "return [...document.querySelectorAll('article p')].map((one) => one.textContent)"
 DONE = "return document.getElementById('log').getAttribute('aria-busy') === 'false'"
 STATE = "return document.getElementById('state').textContent"
-PROBLEM = (
-    "return document.getElementById('problem').checkVisibility() && document.getElementById('problem').textContent"
-)
+PROBLEM = "const one = document.getElementById('problem'); return one.checkVisibility() && one.textContent"
 FOCUS = "return document.activeElement.id"
 
 
@@ -105,10 +107,8 @@ def test_a_conversation(browser, running, folder):
 
 def test_an_answer_can_be_stopped(browser, running, monkeypatch):
     """By Escape, and by the button; the model writes no more of it."""
-    step = type(running.served.engine._batch).step
-    monkeypatch.setattr(
-        "tricycle_serve.engine.Batch.step", lambda batch: __import__("time").sleep(0.005) or step(batch)
-    )
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda batch: time.sleep(0.005) or step(batch))
     browser.open(running.url)
     enter(browser, "length", "3000")
     for stop in (lambda: browser.press("\ue00c"), lambda: browser.find("#stop").click()):
