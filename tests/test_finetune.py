@@ -20,6 +20,7 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.generate import generate
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import load_adapter
+from tricycle.pretrained.export import export_folder
 from tricycle_cli import run, tuning
 from tricycle_cli.evaluate import main as evaluate
 from tricycle_cli.export import main as export
@@ -436,4 +437,17 @@ def test_other_bad_input(theirs, data, tmp_path):
     lines(data, conversations(30))
     with pytest.raises(ValueError, match="the data that it was trained on, which have changed since"):
         finetune(["--resume", str(run)])
-    shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_another_model_in_the_place_of_the_one_that_a_run_began_with(weights, data, tmp_path):
+    run = tmp_path / "run"
+    base = write_folder(tmp_path / "base", context_window=100)
+    tune(base, data, run, "--weights", weights)
+    assert finetune(["--resume", str(run)]) == 0
+    other = load(base).model
+    other.blocks[0].mlp.projection.weights.array *= 1.01
+    shutil.rmtree(base)
+    export_folder(other, tiny_tokeniser(), base)
+    with pytest.raises(ValueError, match=r"expected the model that it began with, .*base has changed since"):
+        finetune(["--resume", str(run)])

@@ -9,6 +9,7 @@ checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import reprlib
 import shlex
@@ -20,13 +21,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.configs.model import model_fields
+from tricycle.devices import to_cpu
 from tricycle.evaluation import HeldOut
 from tricycle.files import read_json_object
+from tricycle.kernels import FewBits
 from tricycle.layers import Layer
 from tricycle.locks import FolderLock
 from tricycle.lora import ALL_LINEAR, Adapter, LoRAConfig
@@ -63,6 +67,7 @@ LONGEST_WINDOW = 512  # unless a longer one is asked for: memory grows with it
 RATES = {"lora": 2e-4, "all": 2e-5}  # what a whole model knows is soon forgotten
 RATE_OF_DPO = 0.1  # times these: it needs little to turn a preference round
 LOSSES = ("likelihood", "dpo")
+ROWS_LOOKED_AT = 8  # of a matrix, to know it again
 ESTIMATES = 10  # in a run, unless --eval-interval says otherwise
 
 
@@ -176,8 +181,7 @@ def _start_or_resume(arguments: Arguments, signals: Signals) -> int:
     with FolderLock(folder):
         if holds_a_run(folder):
             raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
-        for left_over in ("config.json", "samples.txt"):  # of a run that was hardly begun
-            (folder / left_over).unlink(missing_ok=True)
+        (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
         return _tune(folder, arguments, signals)
 
 
@@ -285,6 +289,7 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
     examples = load_examples(records, Reader(loaded.tokeniser, window, arguments.cut_answers), held_out)
     dataset, held = datasets_of(examples, arguments, loaded, window)
     config = config_of(arguments, loaded, dataset)
+    base = fingerprint(loaded.model)
     advice = what_to_lower(arguments, dataset)
     adapter = None
     if adapter_config is not None:
@@ -297,6 +302,7 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
     if isinstance(held, HeldOutPairs):  # an adapter that has learnt nothing yet changes nothing
         measure_references(loaded.model, [dataset, held.dataset])
     state = new_state(config, loaded, adapter, dataset, arguments)
+    state.base = base
     run = Run(
         folder,
         loaded.tokeniser,
@@ -349,6 +355,19 @@ def measure_references(model: GPT, datasets: Sequence[Any]) -> None:
     say(f"reference: how likely the model takes {sum(2 * pairs.n_items for pairs in datasets):,} answers for, as it is")
     for pairs in datasets:
         pairs.measure_reference(model)
+
+
+def fingerprint(model: GPT) -> str:
+    """Of the weights, some rows of each: it changes where a model was trained on, or is another one."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        array: Any = parameter.array
+        parts = [array.values, array.scales] if isinstance(array, FewBits) else [to_cpu(array)]
+        for values in parts:
+            if values is not None:
+                rows = np.ascontiguousarray(values[:: max(1, len(values) // ROWS_LOOKED_AT)])
+                digest.update(f"{name} {values.shape} {values.dtype}".encode() + rows.tobytes())
+    return digest.hexdigest()
 
 
 def on_gpu(loaded: Pretrained) -> bool:
@@ -442,12 +461,16 @@ def begin_or_go_on(
         what data.json says.
 
     Raises:
-        ValueError: the data have changed since the run began.
+        ValueError: the data or the model have changed since the run began.
     """
     if (run.folder / "data.json").is_file() and run.last.exists():
         description = read_json_object(run.folder / "data.json")
         if description.get("corpus") != examples.digest:
             raise ValueError(f"{run.folder}: expected the data that it was trained on, which have changed since")
+        if description.get("base", state.base) != state.base:
+            raise ValueError(
+                f"{run.folder}: expected the model that it began with, {arguments.model} has changed since"
+            )
         checkpoint = load_checkpoint(run.last)
         if checkpoint.config != state.config:
             raise ValueError(f"{run.last}: expected a checkpoint of this run's settings, got another's")
@@ -456,12 +479,13 @@ def begin_or_go_on(
         print(f"run folder: {run.folder}, going on after step {state.step}")
         return description
     print(f"run folder: {run.folder}")
+    run.samples.unlink(missing_ok=True)  # of a sitting that ended before there was a checkpoint
     before = held.measure(state.model)
     print(f"before: held-out loss {held.said(before)} ({held.size})")
     prompts = _prompts(arguments, examples)
     if prompts and state.loaded is not None:
         write_samples(state.loaded, run, "before", prompts, arguments.sample_tokens)
-    description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest}
+    description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest, "base": state.base}
     description |= {"arguments": _as_json(arguments), "before": {"loss": before["held_out_loss"], **before}}
     description["prompts"] = [[text, ids] for text, ids in prompts]
     begin_folder(run.folder, state.config, description, run.tokeniser)

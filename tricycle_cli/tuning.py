@@ -55,6 +55,7 @@ class TuningState(TrainingState):
     Attributes:
         adapter: what learns; None for the whole model.
         loaded: the model that the adapter is on.
+        base: of the model as it was, what `finetune.fingerprint` gives.
         beta: of DPO, which it learns by; 0 where every token that counts is to become likelier.
         n_worse: estimates since the best.
         patience: after so many it ends; 0 for never.
@@ -62,6 +63,7 @@ class TuningState(TrainingState):
 
     adapter: Adapter | None = None
     loaded: Pretrained | None = None
+    base: str = ""
     beta: float = 0.0
     n_worse: int = 0
     patience: int = 0

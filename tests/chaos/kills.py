@@ -26,22 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .runs import Bench, Case, Outcome, differences, finish, write_text
+from .runs import PHASES, Bench, Case, Outcome, differences, finish, write_text
 
-# The function that a phase is. "run" is all that comes after the imports.
-PHASES = {
-    "run": "tricycle_cli.train:start_or_resume",
-    "tokeniser training": "tricycle.tokeniser:BPETokeniser.train",
-    "dataset building": "tricycle_datasets.corpus:Corpus._write",
-    "update": "tricycle_cli.run:train_step",
-    "evaluation": "tricycle_cli.run:evaluate",
-    "sampling": "tricycle_cli.run:show_sample",
-    "checkpoint": "tricycle.training:save_checkpoint",
-    "final report": "tricycle_cli.train:report",
-    "final evaluation": "tricycle_cli.train:evaluate",
-    "compression": "tricycle_cli.train:compressed_bits",
-    "plot": "tricycle_cli.train:plot_losses",
-}
 MARKS = """
 import importlib
 def mark(handle, name, place):
@@ -78,7 +64,7 @@ class Watched:
 
     def __init__(self, case: Case, words: Sequence[str], prelude: str = "") -> None:
         reading, writing = os.pipe()
-        marks = "".join(f"mark({writing}, {name!r}, {place!r})\n" for name, place in PHASES.items())
+        marks = "".join(f"mark({writing}, {name!r}, {place!r})\n" for name, place in case.phases.items())
         self.process = case.start(words, prelude + MARKS + marks, pass_fds=(writing,))
         os.close(writing)
         self.watch(reading)

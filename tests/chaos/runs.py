@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors.numpy import load_file
 
@@ -39,14 +39,29 @@ WORDS = "the quick brown fox jumps over lazy dogs while seven small birds sing o
 TIMEOUT = 120.0  # seconds for one program; one that hangs is a failure
 PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
 
+# The function that a phase of training is.
+PHASES = {
+    "run": "tricycle_cli.train:start_or_resume",
+    "tokeniser training": "tricycle.tokeniser:BPETokeniser.train",
+    "dataset building": "tricycle_datasets.corpus:Corpus._write",
+    "update": "tricycle_cli.run:train_step",
+    "evaluation": "tricycle_cli.run:evaluate",
+    "sampling": "tricycle_cli.run:show_sample",
+    "checkpoint": "tricycle.training:save_checkpoint",
+    "final report": "tricycle_cli.train:report",
+    "final evaluation": "tricycle_cli.train:evaluate",
+    "compression": "tricycle_cli.train:compressed_bits",
+    "plot": "tricycle_cli.train:plot_losses",
+}
+
 # What a program is: a few lines that change what it uses, and then the program as a user starts it.
 PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-sys.argv[0] = "train_smol_gpt.py"
+sys.argv[0] = {name!r}
 {prelude}
 from tricycle_cli.flags import run_main
-from tricycle_cli.train import main
+from tricycle_cli.{module} import main
 run_main(main)
 """
 
@@ -79,12 +94,17 @@ class Case:
         text: what it trains on.
         flags: further ones, for `train`.
         launcher: what starts the program, where something does, such as mpiexec and its flags.
+        name, module: of the program.
+        phases: the function that each is.
     """
 
     folder: Path
     text: Path
     flags: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
+    name: ClassVar[str] = "train_smol_gpt.py"
+    module: ClassVar[str] = "train"
+    phases: ClassVar[dict[str, str]] = PHASES
 
     @property
     def run(self) -> Path:
@@ -114,7 +134,7 @@ class Case:
             how: for `subprocess.Popen`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        program = PROGRAM.format(root=str(ROOT), prelude=prelude)
+        program = PROGRAM.format(root=str(ROOT), name=self.name, module=self.module, prelude=prelude)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         pipes |= {"encoding": "utf-8", "errors": "replace", "env": self.environment()}
         command = [*self.launcher, sys.executable, "-c", program, *(self.words if words is None else words)]
@@ -168,7 +188,10 @@ def finish(process: subprocess.Popen[str], timeout: float = TIMEOUT) -> Outcome:
 # -------------------------------------------------------------------- two runs
 def differences(run: Path, other: Path) -> list[str]:
     """In what two finished run folders differ, timings apart; nothing where they are equal bit for bit."""
-    names, others = (sorted(path.name for path in folder.iterdir()) for folder in (run, other))
+    names, others = (
+        sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        for folder in (run, other)
+    )
     if names != others:
         return [f"files {names} and {others}"]
     parts = {

@@ -1,0 +1,137 @@
+"""`tricycle finetune` is killed in every phase, and goes on as if nothing had happened: LoRA with dropout, preferences
+with all weights, and texts side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from tiny_models import write_folder
+
+from .kills import SIGNALS, Trial, perform, profile_of
+from .runs import WORDS, Case
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+PATIENT = 30.0  # seconds: machines that test many things at once are slow
+QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4 --context-window 60"
+KINDS = {
+    "lora": "--lora-dropout 0.2 --accumulation-steps 2",
+    "dpo": "--loss dpo --lora-dropout 0.2",
+    "all": "--method all --loss dpo",
+}
+
+
+class Tuning(Case):
+    """A run of `tricycle finetune`. `text` is a folder with the model and the data."""
+
+    name: ClassVar[str] = "tricycle finetune"
+    module: ClassVar[str] = "finetune"
+    phases: ClassVar[dict[str, str]] = {
+        "run": "tricycle_cli.finetune:_start_or_resume",
+        "reading": "tricycle_cli.finetune:load_examples",
+        "reference": "tricycle_cli.finetune:measure_references",
+        "first files": "tricycle_cli.finetune:begin_folder",
+        "update": "tricycle_cli.finetune:tune_step",
+        "evaluation of rows": "tricycle_cli.tuning:HeldOutRows.measure",
+        "evaluation of pairs": "tricycle_cli.tuning:HeldOutPairs.measure",
+        "checkpoint": "tricycle.training:save_checkpoint",
+        "adapter": "tricycle_cli.tuning:save_adapter",
+        "samples": "tricycle_cli.finetune:write_samples",
+        "report": "tricycle_cli.finetune:report",
+        "plot": "tricycle_cli.finetune:plot_losses",
+    }
+
+    @property
+    def words(self) -> list[str]:
+        data = self.text / ("pairs.jsonl" if "dpo" in self.flags else "chat.jsonl")
+        own = [str(self.text / "model"), "--data", str(data), "--run-folder", str(self.run)]
+        return [*own, *shlex.split(QUICK), *self.flags]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tuning")
+    write_folder(folder / "model", context_window=100)
+    generator = random.Random(0)
+    conversations, pairs = [], []
+    for _ in range(60):
+        first, second, third = generator.sample(WORDS, 3)
+        asked = {"role": "user", "content": f"{first} {second}"}
+        good, bad = (
+            {"role": "assistant", "content": " ".join([word] * generator.randint(1, 6))} for word in (first, third)
+        )
+        conversations.append({"messages": [asked, good]})
+        pairs.append({"prompt": [asked], "chosen": [good], "rejected": [bad]})
+    for name, values in (("chat", conversations), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+    return folder
+
+
+def case_of(place: Path, kind: str, name: str) -> Tuning:
+    return Tuning(place / name.replace(" ", "-"), place, tuple(shlex.split(KINDS[kind])))
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """Of each kind a run that is left alone, when it is first asked for, and its phases."""
+    runs: dict[str, tuple[Tuning, set[str]]] = {}
+
+    def run(kind: str) -> tuple[Tuning, set[str]]:
+        if kind not in runs:
+            case = case_of(place, kind, f"whole {kind}")
+            runs[kind] = case, {phase for phase, times in profile_of(case).seconds.items() if times}
+        return runs[kind]
+
+    return run
+
+
+def check(trial: Trial, place: Path, whole, kind: str) -> None:
+    alone, phases = whole(kind)
+    assert {phase for phase, *_ in trial.moments} <= phases
+    trial.limit = PATIENT
+    assert perform(trial, case_of(place, kind, f"{trial.name} {kind}"), alone.run).trouble == []
+    assert trial.hits  # else nothing was tried
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_twice(kind, place, whole):
+    check(Trial("twice", signal.SIGKILL, [("update", 3, 0.0), ("update", 3, 0.002)]), place, whole, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "kind"),
+    [
+        ("SIGKILL", "reference", "dpo"),
+        ("SIGKILL", "first files", "lora"),
+        ("SIGKILL", "checkpoint", "lora"),
+        ("SIGKILL", "adapter", "dpo"),
+        ("SIGTERM", "reference", "all"),
+        ("SIGINT", "evaluation of pairs", "all"),
+        ("SIGHUP", "update", "lora"),
+        ("SIGTERM", "plot", "dpo"),
+    ],
+)
+def test_a_signal_in_a_phase(name, phase, kind, place, whole):
+    check(Trial(f"{name} in {phase}", getattr(signal, name), [(phase, 1, 0.0)]), place, whole, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("phase", Tuning.phases)
+def test_every_signal_in_every_phase(phase, kind, place, whole):
+    if phase not in whole(kind)[1]:
+        pytest.skip("comes in other runs")
+    for number in (signal.SIGKILL, *SIGNALS):
+        for delay in (0.0, 0.003):
+            trial = Trial(f"{signal.Signals(number).name} in {phase} after {delay}", number, [(phase, 1, delay)] * 2)
+            check(trial, place, whole, kind)
