@@ -17,6 +17,7 @@ from test_look import TEXT, TOKENISER, subject_of, translator_of, translators
 
 from tricycle.checkpoint import save_checkpoint
 from tricycle_lab.look.changes import Changes
+from tricycle_lab.look.functions import graph_named
 from tricycle_lab.look.page import page, whole, write_page
 from tricycle_lab.look.server import Desk, LookServer
 
@@ -243,3 +244,52 @@ def test_the_model_goes_while_the_page_is_open(browser: Browser, tmp_path: Path)
     assert "The model is gone" in browser.until(TROUBLE)
     assert len(browser.driver.find_elements("css selector", "[role=option]")) > 5  # what is there stays
     assert browser.violations() == []
+
+
+# -------------------------------------------------------------------- gradients
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("graph") / "graph.html"
+    write_page(path, page("graph", "Gradients of attention", graph_named("attention")))
+    return path.as_uri()
+
+
+@each_look
+def test_a_graph_is_for_everybody(browser: Browser, graph: str, look: str) -> None:
+    browser.open(graph, *LOOKS[look])
+    assert browser.errors() == []
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0
+    assert browser.fits()
+    for _ in range(3):
+        browser.find("#on").click()
+    assert browser.violations() == []
+    browser.picture(f"graph, {look}")
+
+
+def test_steps_forward_and_back(browser: Browser, graph: str) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    browser.open(graph)
+    grads = "return [...document.querySelectorAll('svg .grad')].filter((e) => e.textContent).length"
+    assert browser.run(grads) == 0
+    assert not browser.find("#back").is_enabled()
+    counts = []
+    for _ in range(7):
+        browser.find("#on").click()
+        counts.append(browser.run(grads))
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert counts[-1] == 9
+    assert browser.run(STATUS) == "All gradients have arrived."
+    assert not browser.find("#on").is_enabled()
+    browser.find("#back").click()
+    assert "Step 6 of 6" in browser.run(STATUS)
+    browser.find("#first").click()
+    assert browser.run(grads) == 0
+    browser.run("document.querySelector('svg [role=button]').focus()")
+    browser.press(Keys.ENTER)
+    assert "an input" in browser.find("#node").text
+    browser.press("n", "n", "n")
+    assert "softmax" in browser.find("#node").text
+    assert "tricycle/functions.py:" in browser.find("#node").text
+    assert browser.errors() == []

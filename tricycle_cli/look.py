@@ -1,4 +1,7 @@
-"""Look inside a model: a page about what it makes of a text, served to this machine's browser or written as a file."""
+"""Look inside a model: a page about what it makes of a text, served to this machine's browser or written as a file.
+
+With --graph, a page about a small function: the graph behind its result, and the gradients that go back through it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tricycle_cli.flags import parse
 from tricycle_cli.models import Device, Weights, load_file, load_model
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.page import page, whole, write_page
-from tricycle_lab.look.server import Desk, LookServer
+from tricycle_lab.look.server import Desk, LookServer, Picture
 from tricycle_lab.look.subjects import Stack, Subject
 
 EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat got up, the dog"
@@ -28,10 +31,14 @@ EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat 
 class Arguments:
     """What to look into."""
 
-    source: tyro.conf.Positional[str]
-    """a model, as `tricycle generate` takes it, or an encoder"""
-    text: Annotated[str, tyro.conf.Positional] = EXAMPLE
-    """what it is to read"""
+    source: Annotated[str, tyro.conf.Positional] = ""
+    """a model, as `tricycle generate` takes it, or an encoder; with --graph an example (product, neuron, softmax,
+    cross-entropy, attention, norm, norm-layer, block), a formula such as "x * y + exp(x)", or FILE.py:function, of a
+    file of your own, which is run"""
+    text: Annotated[str | None, tyro.conf.Positional] = None
+    """what it is to read; with --graph the values of the inputs, such as "x=2, y=[1, 2]\""""
+    graph: bool = False
+    """look at gradients"""
     beside: str | None = None
     """another model, to be seen side by side with it"""
     out: Path | None = None
@@ -54,15 +61,21 @@ class Arguments:
 
 def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
+    if arguments.graph:
+        show_graph(arguments)
+        return
+    if not arguments.source:
+        raise ValueError("expected a model to look into, or --graph")
+    text = EXAMPLE if arguments.text is None else arguments.text
     subjects = [subject_of(arguments, arguments.source)]
     if arguments.beside is not None:
         subjects.append(subject_of(arguments, arguments.beside, beside=True))
     for subject in subjects:  # so that a text that cannot be read is an error of the command
-        subject.ids_of(arguments.text)
+        subject.ids_of(text)
     if arguments.out is not None:
-        write_file(subjects, arguments.text, arguments.out)
+        write_file(subjects, text, arguments.out)
     else:
-        serve(Desk(subjects, arguments.text), arguments.port, arguments.browser)
+        serve(Desk(subjects, text), arguments.port, arguments.browser)
 
 
 def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subject:
@@ -86,12 +99,28 @@ def write_file(subjects: Sequence[Subject], text: str, path: Path) -> None:
     """One file with all that there is to see."""
     sides = [whole(subject, subject.read(subject.ids_of(text), Changes())) for subject in subjects]
     data = {"served": False, "text": text, "sides": sides, "command": f"tricycle look {shlex.quote(subjects[0].title)}"}
-    content = page("look", " and ".join(subject.title for subject in subjects), data)
+    keep(page("look", " and ".join(subject.title for subject in subjects), data), path)
+
+
+def keep(content: str, path: Path) -> None:
+    """Write a page, and say so."""
     write_page(path, content)
-    print(f"{path}: {len(content.encode('utf-8')) / 1e6:.1f} MB, for any browser")
+    print(f"{path}: {len(content.encode('utf-8')) / 1e6:.2f} MB, for any browser")
 
 
-def serve(desk: Desk, port: int, browser: bool) -> None:
+def show_graph(arguments: Arguments) -> None:
+    """The page about the gradients of a function."""
+    from tricycle_lab.look.functions import graph_named
+
+    graph = graph_named(arguments.source or "neuron", arguments.text or "")
+    content = page("graph", f"Gradients of {graph['title']}", graph)
+    if arguments.out is not None:
+        keep(content, arguments.out)
+    else:
+        serve(Picture(content), arguments.port, arguments.browser)
+
+
+def serve(desk: Desk | Picture, port: int, browser: bool) -> None:
     """Answer a browser of this machine until Ctrl-C."""
     server = LookServer(desk, port)
     print(f"{server.address}\nfor browsers of this machine alone; Ctrl-C ends it", flush=True)

@@ -53,6 +53,12 @@ class Desk:
             "lens": self._lens,
         }
 
+    def page(self) -> str:
+        """What a browser gets first."""
+        about = [{"about": subject.about()} for subject in self.subjects]
+        title = " and ".join(subject.title for subject in self.subjects)
+        return page("look", title, {"served": True, "text": self.text, "sides": about}, served=True)
+
     def answer(self, question: str, fields: Any) -> Any:
         """What JSON can hold.
 
@@ -148,6 +154,21 @@ class Desk:
         return self._reading(side, fields).lens()
 
 
+class Picture:
+    """A page that has nothing to ask."""
+
+    def __init__(self, content: str) -> None:
+        self.content = content
+
+    def page(self) -> str:
+        """What a browser gets."""
+        return self.content
+
+    def answer(self, question: str, fields: Any) -> Any:
+        """There is none."""
+        raise KeyError(question)
+
+
 class LookServer(ThreadingHTTPServer):
     """Serves the page of a desk under an address that holds a secret token.
 
@@ -161,7 +182,7 @@ class LookServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = False  # two that share a port would be worse than one that says so
 
-    def __init__(self, desk: Desk, port: int = 0) -> None:
+    def __init__(self, desk: Desk | Picture, port: int = 0) -> None:
         self.desk = desk
         self.token = secrets.token_urlsafe(16)
         try:
@@ -178,11 +199,6 @@ class LookServer(ThreadingHTTPServer):
         """What to open."""
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
-    def page(self) -> str:
-        desk = self.desk
-        data = {"served": True, "text": desk.text, "sides": [{"about": subject.about()} for subject in desk.subjects]}
-        return page("look", " and ".join(subject.title for subject in desk.subjects), data, served=True)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away is no news."""
 
@@ -195,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self._path() == "":
-            self._send(200, self.server.page().encode("utf-8"), "text/html; charset=utf-8")
+            self._send(200, self.server.desk.page().encode("utf-8"), "text/html; charset=utf-8")
         else:
             self._refuse(404, "there is nothing here: open the address that `tricycle look` printed")
 
