@@ -142,6 +142,18 @@ def test_a_formula_reaches_nothing_else(text: str) -> None:
         formula(text)
 
 
+def test_a_formula_means_what_it_says() -> None:
+    function, names = formula("-sum(x[0] * 2 ** 3, 0) / mean(y @ y) + max(x)")
+    assert names == ["x", "y"]
+    x, y = to_tensor([[1.0, 2.0], [3.0, 4.0]]), to_tensor([[1.0, 0.0], [0.0, 2.0]])
+    assert float(function(x=x, y=y)) == pytest.approx(-(3 * 8) / 1.25 + 4)
+    for text in ("x * 9 ** 9 ** 9", "x * 10.0 ** 999"):
+        with pytest.raises(ValueError, match="expected a formula of finite numbers"):
+            graph_named(text)
+    with pytest.raises(ValueError, match="at most 400 Tensors"):
+        graph_named("+".join("x" * 450))
+
+
 def test_values() -> None:
     assert values_of("") == {}
     assert values_of("x=2, y=[1, 2.5]") == {"x": 2, "y": [1, 2.5]}

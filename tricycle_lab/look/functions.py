@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,20 @@ NAMED: dict[str, Callable[..., Any]] = {
     "max": lambda x, *axes: x.max(*axes),
     "min": lambda x, *axes: x.min(*axes),
 }
+SIGNS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.MatMult: operator.matmul,
+    ast.USub: operator.neg,
+    ast.UAdd: lambda x: x,
+}
 # What a formula may be made of: nothing that could reach beyond numbers.
 ALLOWED = (
     *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load, ast.Constant, ast.List, ast.Subscript),
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.MatMult, ast.USub, ast.UAdd, ast.Tuple, ast.Slice),
+    *(ast.Tuple, ast.Slice, *SIGNS),
 )
 LONGEST = 2000  # characters of a formula
 
@@ -103,8 +115,43 @@ def formula(text: str) -> tuple[Callable[..., Any], list[str]]:
             names.append(node.id)
     if not names:
         raise ValueError(f"expected {known}, got {text[:80]!r}, which names no input")
-    code = compile(tree, "<formula>", "eval")
-    return lambda **inputs: eval(code, {"__builtins__": {}, **NAMED}, inputs), sorted(names)
+    return partial(_computed, tree.body), sorted(names)
+
+
+def _computed(node: ast.AST, **inputs: Any) -> Any:
+    """The value of a formula that was found to be one, for values of its names.
+
+    Raises:
+        ValueError: numbers that grow beyond bounds, or a formula that is too deep.
+    """
+    try:
+        return _value(node, inputs)
+    except RecursionError:
+        raise ValueError("expected a formula that is not so deep") from None
+    except (OverflowError, ZeroDivisionError) as error:
+        raise ValueError(f"expected a formula of finite numbers, got {error}") from None
+
+
+def _value(node: ast.AST | None, inputs: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Name):
+        return inputs[node.id]
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, inputs), _value(node.right, inputs)
+        if isinstance(left, int) and isinstance(right, int):
+            left = float(left)  # whose powers end
+        return SIGNS[type(node.op)](left, right)
+    if isinstance(node, ast.UnaryOp):
+        return SIGNS[type(node.op)](_value(node.operand, inputs))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return NAMED[node.func.id](*(_value(argument, inputs) for argument in node.args))
+    if isinstance(node, ast.Subscript):
+        return _value(node.value, inputs)[_value(node.slice, inputs)]
+    if isinstance(node, ast.Slice):
+        return slice(*(_value(part, inputs) for part in (node.lower, node.upper, node.step)))
+    if isinstance(node, (ast.List, ast.Tuple)):
+        parts = [_value(part, inputs) for part in node.elts]
+        return tuple(parts) if isinstance(node, ast.Tuple) else parts
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def function_of(path: Path, name: str) -> Callable[..., Any]:
