@@ -267,7 +267,10 @@ run.train_step = step
         pytest.param("raise MemoryError('no room')", "rank 1 of 2 on ", marks=pytest.mark.slow),
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "signal", marks=pytest.mark.slow),
         pytest.param("time.sleep(60)", "no answer from rank 1: rank 0 waited", marks=pytest.mark.slow),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", "no answer from rank 1: rank 0 waited"),
+        (
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            "no answer from rank 1: rank 0 waited 2 seconds in update 6 (TRICYCLE_MPI_TIMEOUT",
+        ),
     ],
     ids=["error", "memory", "killed", "silent", "stopped"],
 )

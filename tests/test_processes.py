@@ -200,6 +200,18 @@ def test_no_labels_at_all():
     play(2, act)
 
 
+def test_who_has_work_for_minutes_answers_those_who_ask():
+    def act(processes):
+        state = new_state(replace(CONFIG, accumulation_steps=6), TOKENS, processes=processes)
+        answers, places = [], []
+        processes.answer, processes.at = lambda: answers.append(len(places)), places.append
+        train_step(state)
+        evaluate(state.model, TOKENS[:1000], 2, 9, processes=processes)
+        return len(answers), places
+
+    assert play(3, act) == [(2 + 3, ["update 1"])] * 3
+
+
 def test_held_out_estimates_are_shared_out():
     def act(processes):
         state = new_state(CONFIG, TOKENS, processes=processes)

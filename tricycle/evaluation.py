@@ -55,6 +55,7 @@ def evaluate(
     firsts = range(0, len(windows), batch_size)
     with model.evaluating():
         for first in firsts[processes.rank :: processes.size]:
+            processes.answer()
             batch = windows[first : first + batch_size]
             rows = np.stack([np.asarray(tokens[start : start + length + 1], np.int64) for start, _ in batch])
             check_range("evaluate: tokens", rows, model.config.vocab_size)  # on a GPU nobody would notice

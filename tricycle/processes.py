@@ -110,6 +110,9 @@ class Processes:
     def answer(self) -> None:
         """Let the others know that this process is at work; called now and then in work that takes minutes."""
 
+    def at(self, place: str) -> None:
+        """Note what this process is at, such as "update 3", for the message of one that waits for others in vain."""
+
 
 ALONE = Processes()
 

@@ -131,6 +131,7 @@ def gradients(
     for index, (batch, count) in enumerate(zip(batches, counts)):
         if isinstance(count, int) and count == 0:
             continue  # a mean over nothing, which would count nothing
+        processes.answer()
         share = count / total
         loss = loss_of(batch, share if scale is None else share * scale)
         mean = mean + _value(loss, model, pending)
@@ -531,6 +532,7 @@ def train_step(state: TrainingState) -> tuple[Any, Any]:
             `read_steps` says so.)
     """
     config, model, optimiser, processes = state.config, state.model, state.optimiser, state.processes
+    processes.at(f"update {state.step + 1}")
     loss_scaling = _loss_scaling(state)
     scale = None if loss_scaling is None else loss_scaling[0]
     try:

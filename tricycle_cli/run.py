@@ -155,6 +155,7 @@ class Run:
         Raises:
             NonFiniteError: a weight or a moment is not finite; nothing is saved then.
         """
+        self.processes.at("a checkpoint")
         self.flush()
         problem = ""
         memory = state.optimiser.whole_memory(state.model)
@@ -504,8 +505,11 @@ def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, p
     ids = list(run.tokeniser.encode(prompt))[-state.config.context_window :] or [end]
     seed = (state.config.seed, state.step)
     sampling = replace(SAMPLING, seed=seed, stop_tokens=end, n_vocab=run.tokeniser.n_vocab)
-    drawn = generate(state.model, ids, n_tokens, sampling)
-    text = prompt + run.tokeniser.decode([token for token in drawn if token != end])
+    drawn = []
+    for token in generate(state.model, ids, n_tokens, sampling):
+        run.processes.answer()  # the others wait
+        drawn += [token] if token != end else []
+    text = prompt + run.tokeniser.decode(drawn)
     title = f"--- sample at step {state.step}"
     run.write(lambda: append(run.samples, f"{title}\n{text}\n"))
     run.say(f"{title}\n{text}\n---")

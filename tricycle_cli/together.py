@@ -108,7 +108,8 @@ def _end_all(processes: Any, error: BaseException) -> None:
         traceback.print_exception(error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-        print(f"{Path(sys.argv[0]).name}: {where}{message}", file=sys.stderr, flush=True)
+        line = f"{Path(sys.argv[0]).name}: {where}{message}"
+        print(line if processes.is_first else f"\n{line}", file=sys.stderr, flush=True)  # below rank 0's progress bar
     time.sleep(SPOKEN_SECONDS)
     processes.abort()
     time.sleep(60)  # MPI ends this process

@@ -80,7 +80,7 @@ class Ranks(Processes):
 
     Attributes:
         seconds: that this process waits for others before it asks who is there.
-        doing: what it is at, for the message where others wait in vain.
+        place: what it is at.
     """
 
     def __init__(self, mpi: Any, seconds: float) -> None:
@@ -88,7 +88,7 @@ class Ranks(Processes):
         self.mpi = mpi
         self.rank, self.size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
         self.seconds = seconds
-        self.doing = "starting"
+        self.place = "the start"
         self._talk = mpi.COMM_WORLD.Dup()
         self._gradients = mpi.COMM_WORLD.Dup()
         self._roll_call = RollCall(mpi, self)
@@ -124,6 +124,9 @@ class Ranks(Processes):
 
     def answer(self) -> None:
         self._roll_call.answer()
+
+    def at(self, place: str) -> None:
+        self.place = place
 
     def wait(self, request: Any) -> None:
         """Until a request is done. Processors are left to others soon: there may be fewer than processes.
@@ -186,7 +189,7 @@ class RollCall:
         while self.talk.Iprobe(tag=self.ASK):
             status = self.mpi.Status()
             self.talk.recv(tag=self.ASK, status=status)
-            self.talk.isend(self.ranks.doing, status.Get_source(), self.REPLY)
+            self.talk.isend(self.ranks.place, status.Get_source(), self.REPLY)
 
     def failures(self, seconds: float) -> dict[int, str]:
         """By rank, why others fail that say so within some seconds."""
@@ -220,6 +223,6 @@ class RollCall:
         if silent and not request.Test():
             who = ", ".join(f"rank {rank}" for rank in sorted(silent))
             raise SilentError(
-                f"no answer from {who}: rank {self.ranks.rank} waited {waited:.0f} seconds, {self.ranks.doing} "
-                f"({TIMEOUT} sets how long)"
+                f"no answer from {who}: rank {self.ranks.rank} waited {waited:.0f} seconds in "
+                f"{self.ranks.place} ({TIMEOUT} sets how long)"
             )

@@ -38,6 +38,9 @@ LIMIT = 10.0  # seconds in which all are to end
 ROUNDING = 1e-3  # of weights and moments, after a few updates in another order of sums
 STANDSTILL = 1.0  # seconds in which a process that only looks around did not go on
 TARGETS = ("rank 0", "rank 1", "mpiexec")
+# What Open MPI and MPICH say of a rank that a signal has ended, or that left by itself.
+KILLED = r"process rank {rank} with PID .*signal 9|Killed \(signal 9\)"
+LEFT = r",{rank}\] +Exit code: +3|EXIT CODE: 3"
 PRELUDE = """
 from tricycle_mpi.launch import launched
 rank = launched().rank
@@ -201,8 +204,8 @@ def check_end(trial: RankTrial, outcome: Outcome) -> None:
         trial.trouble.append(f"more than one message: {messages}")
     if outcome.status == 0 or trial.target == "mpiexec" or trial.number != signal.SIGKILL:
         return
-    words = " ".join(outcome.said)
-    if f"process {trial.target}" not in words or "signal 9" not in words:
+    words = " ".join([*outcome.said, *outcome.out.split()])
+    if not re.search(KILLED.format(rank=trial.target[-1]), words):
         trial.trouble.append(f"who was killed is not said: {words[-400:]}")
 
 
@@ -281,8 +284,8 @@ SILENT_SECONDS = 2.0  # after which others ask, in what follows
 FAILURES = {
     "raises an error": ("raise ValueError('odd')", r"^train_smol_gpt.py: rank {rank} of 2 on \S+: odd$"),
     "runs out of memory": ("raise MemoryError('no room')", r"^train_smol_gpt.py: rank {rank} of 2 on \S+: no room: "),
-    "is killed (kill -9)": ("os.kill(os.getpid(), signal.SIGKILL)", r"process rank {rank} with PID \d+ .*signal 9"),
-    "leaves (os._exit)": ("os._exit(3)", r"[Pp]rocess(es)? .*(rank|,){rank}\W.*exit|non-zero"),
+    "is killed (kill -9)": ("os.kill(os.getpid(), signal.SIGKILL)", KILLED),
+    "leaves (os._exit)": ("os._exit(3)", LEFT),
     "meets NaN (--on-nan stop)": ("pass", r"^train_smol_gpt.py: step {step}: rank {rank}: the loss is nan; "),
     "is stopped (kill -STOP), timeout 2 s": (
         "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -320,12 +323,13 @@ def fail(name: str, case: Case, whole: Path | None, rank: int, step: int) -> Fai
         return Failure(name, float("nan"), [f"it never failed: {program.finish().said}"])
     outcome, ended = program.finish_within(60)
     failure = Failure(name, ended - program.begun("failing"), [])
-    said = "\n".join(outcome.said)
     pattern = pattern.format(rank=rank, other=1 - rank, step=step)
-    if outcome.status == 0 or not re.search(pattern, said.replace("\n", " ") if "PID" in pattern else said, re.M):
+    by_program = pattern.startswith("^")  # in a line of its own; else the launcher says it, in several
+    said = "\n".join(outcome.said) if by_program else " ".join([*outcome.said, *outcome.out.split()])
+    if outcome.status == 0 or not re.search(pattern, said, re.M):
         failure.trouble.append(f"status {outcome.status}, expected {pattern}: {said[-600:]}")
     n_messages = sum(line.startswith("train_smol_gpt.py: ") for line in outcome.said)
-    if n_messages != pattern.startswith("^train") or "Traceback" in said:
+    if n_messages != by_program or "Traceback" in said:
         failure.trouble.append(f"{n_messages} messages: {said[-600:]}")
     if failure.seconds > LIMIT:
         failure.trouble.append(f"{program.late} had not ended after {LIMIT:.0f} s")
