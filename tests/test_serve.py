@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -27,6 +28,7 @@ from serving import Alone, Running, serving, until
 from tiny_models import write_folder
 
 from benchmarks import serving as benchmark
+from tricycle import generate as generation
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import DebugConfig, EncoderConfig
 from tricycle.encoder import TextEncoder
@@ -38,11 +40,12 @@ from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.serve import Arguments, api_key, is_loopback, n_remembered, name_of
 from tricycle_serve import orders
+from tricycle_serve.answers import merged
 from tricycle_serve.app import MOST_REQUESTS
 from tricycle_serve.gate import host_name
 from tricycle_serve.server import MOST_CONNECTIONS
 from tricycle_serve.vectors import MOST_INPUTS
-from tricycle_serve.writing import Stopper
+from tricycle_serve.writing import Piece, Stopper
 
 ROOT = Path(__file__).resolve().parents[1]
 HELLO = [{"role": "user", "content": "the quick brown fox"}]
@@ -367,6 +370,31 @@ def test_nonsense_for_completions(running, fields, said):
     assert status == 400 and said in answer["error"]["message"]
 
 
+VALUES = [None, True, 0, -1, 7, 1.5, 1e308, 10**30, "", "x", "\ud800", "\0", [], {}, [1], ["x"], {"a": 1}, [{}], [[1]]]
+VALUES += [{"2": -100}, HELLO, [None], [5] * 4096, {"²": 1}, {"9" * 30: 1}, "none", {"include_usage": True}]
+FIELDS = """messages prompt max_tokens max_completion_tokens temperature top_p n stop seed logprobs top_logprobs stream
+echo stream_options presence_penalty frequency_penalty logit_bias suffix best_of model tools tool_choice top_k min_p
+response_format user repetition_penalty input encoding_format truncate metadata modalities""".split()
+
+
+def test_random_nonsense(running):
+    """Each is answered, by an answer or in one line, and never by a mistake of the server."""
+    chosen = random.Random(0)
+    seen = set()
+    for _ in range(400):
+        path = chosen.choice(["/v1/chat/completions", "/v1/completions", "/v1/embeddings"])
+        body = {"max_tokens": 2, "messages" if "chat" in path else "prompt": HELLO if "chat" in path else "the"}
+        body |= {chosen.choice(FIELDS): chosen.choice(VALUES) for _ in range(chosen.randint(0, 3))}
+        raw = bytearray(json.dumps(body).encode())
+        for _ in range(chosen.choice([0, 0, 1, 2])):
+            raw[chosen.randrange(len(raw))] = chosen.randrange(256)
+        status, answer, _ = running.ask(path, bytes(raw))
+        assert status in (200, 400, 404), (bytes(raw), answer)
+        assert status == 200 or "\n" not in answer["error"]["message"]
+        seen.add(status)
+    assert seen == {200, 400, 404}
+
+
 def test_half_characters_are_replaced(running, alone):
     body = b'{"prompt": "the \\ud83d quick", "echo": true, "max_tokens": 3, "temperature": 0}'
     status, answer, _ = running.ask("/v1/completions", body)
@@ -499,6 +527,7 @@ def read_all(plain: socket.socket) -> bytes:
 def test_a_slow_reader_holds_nobody(folder, alone):
     with serving(folder, texts=2, length=3000) as running, client_of(running) as client:
         slow = [open_stream(running, max_tokens=3000, logprobs=5) for _ in range(2)]
+        until(lambda: running.served.engine._has_work())
         until(lambda: not running.served.engine._has_work(), 60)  # it was written, though nobody read
         answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12, **GREEDY)
         assert answer.choices[0].message.content == alone.chat(HELLO, 12)
@@ -509,7 +538,8 @@ def test_a_slow_reader_holds_nobody(folder, alone):
             assert text_of(raw) == alone.text(ids, 3000, logit_bias=((2, -100),))
 
 
-def test_a_dropped_connection_ends_its_text(folder, alone):
+def test_a_dropped_connection_ends_its_text(folder, alone, monkeypatch):
+    monkeypatch.setattr("tricycle_serve.app.MOST_REQUESTS", 2)  # one that is gone counts no longer
     with serving(folder, texts=1, length=4000, queue=4) as running, client_of(running) as client:
         began = time.monotonic()
         for stream in (True, False, True):
@@ -523,6 +553,68 @@ def test_a_dropped_connection_ends_its_text(folder, alone):
         began = time.monotonic()
         read_all(open_stream(running, max_tokens=4000))
         assert full < time.monotonic() - began  # three that were dropped took less time than one that was not
+
+
+def test_too_many_open_requests(folder, monkeypatch):
+    monkeypatch.setattr("tricycle_serve.app.MOST_REQUESTS", 2)
+    with serving(folder, start=False) as running:
+        waiting = [open_stream(running, max_tokens=5) for _ in range(2)]
+        until(lambda: running.served.engine._n_waiting() == 2)
+        status, answer, headers = running.ask("/v1/completions", {"prompt": "x"})
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "overloaded", "5")
+        running.served.engine.start()
+        assert all(b"[DONE]" in read_all(plain) for plain in waiting)
+        for body in (b"{", b"[]", b'{"n": 0}'):
+            assert running.ask("/v1/completions", body)[0] == 400
+        assert running.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_connections_that_do_nothing_are_closed(folder, monkeypatch):
+    """Silent ones, ones in the middle of their headers, and such as take nothing of a long answer."""
+    monkeypatch.setattr("tricycle_serve.server.LOOK", 0.05)
+    monkeypatch.setattr("tricycle_serve.server.MOST_SILENT", 0.4)
+    monkeypatch.setattr("tricycle_serve.server.MOST_STUCK", 0.4)
+    with serving(folder, length=4000) as running:
+        for head in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: local"):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=20) as plain:
+                plain.sendall(head)
+                with contextlib.suppress(ConnectionResetError):
+                    assert plain.recv(1) == b""
+        stuck = open_stream(running, max_tokens=4000, logprobs=20)
+        until(lambda: running.served.engine._has_work())
+        until(lambda: not running.served.engine._has_work())
+        until(lambda: not running.server.server_state.connections)
+        with contextlib.suppress(ConnectionResetError):
+            assert b"[DONE]" not in read_all(stuck)
+        assert running.ask("/health")[0] == 200
+
+
+def test_a_request_that_comes_too_slowly(folder, monkeypatch):
+    monkeypatch.setattr("tricycle_serve.app.MOST_SECONDS", 0.2)
+    with serving(folder) as running, socket.create_connection(("127.0.0.1", running.port), timeout=20) as plain:
+        plain.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+        assert plain.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_texts_of_one_prompt_read_it_once(folder, monkeypatch):
+    n_read = []
+    read = generation.next_logits
+
+    def counted(model, tokens, caches):
+        n_read.extend(map(len, tokens))
+        return read(model, tokens, caches)
+
+    monkeypatch.setattr(generation, "next_logits", counted)
+    with serving(folder) as running:
+        body = {"prompt": [*range(5, 205)], "n": 4, "max_tokens": 3, "seed": 1, "logit_bias": {"2": -100}}
+        _, answer, _ = running.ask("/v1/completions", body)
+        assert len({choice["text"] for choice in answer["choices"]}) >= 1
+        assert sum(n_read) == 200 + 3 + 3 * 2 + 2
+        n_read.clear()
+        other = {"prompt": [*range(5, 155), 7, 7], "max_tokens": 1}  # it shares 150 tokens
+        _, answer, _ = running.ask("/v1/completions", other)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 150
+        assert sum(n_read) == 2
 
 
 def test_a_full_queue(folder, alone):
@@ -700,6 +792,18 @@ def test_embeddings_are_those_of_the_encoder(encoder):
             assert running.ask("/v1/embeddings", fields)[0] == 400
         with pytest.raises(openai.BadRequestError, match="cannot answer in conversations"):
             client.chat.completions.create(model=name, messages=HELLO)
+
+
+# -------------------------------------------------------------------- pieces
+def test_pieces_that_waited_are_put_together_but_not_all_of_them():
+    pieces = [Piece(i % 2 if i < 4 else 1, str(i % 10), [], 1) for i in range(100)]
+    pieces.append(Piece(1, "!", [], 1, "stop"))
+    together = merged(pieces)
+    assert len(together) < 10 and max(piece.n_tokens for piece in together) == 32
+    assert "".join(piece.text for piece in together) == "".join(piece.text for piece in pieces)
+    assert [piece.number for piece in together][:4] == [0, 1, 0, 1]
+    assert [piece.finish for piece in together] == [None] * (len(together) - 1) + ["stop"]
+    assert merged([]) == []
 
 
 # -------------------------------------------------------------------- where a text ends

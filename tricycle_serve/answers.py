@@ -14,6 +14,7 @@ from tricycle_serve.orders import Order, Wish
 from tricycle_serve.work import Work
 from tricycle_serve.writing import Piece, TokenTexts, Told
 
+MOST_MERGED = 32  # tokens of a part of an answer, where several came together
 END = b"data: [DONE]\n\n"
 
 
@@ -121,9 +122,8 @@ class Answer:
         try:
             async for pieces in self.work.pieces():
                 n_drawn += sum(piece.n_tokens for piece in pieces)
-                chunks = [chunk for piece in merged(pieces) for chunk in self.chunks(piece)]
-                if chunks:
-                    yield b"".join(event({**head, "choices": [chunk]}) for chunk in chunks)
+                for piece in merged(pieces):
+                    yield b"".join(event({**head, "choices": [chunk]}) for chunk in self.chunks(piece))
         except ApiError as error:
             yield error_event(error)
             return
@@ -133,11 +133,15 @@ class Answer:
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
-    """Those of one text that follow each other as one: a client that reads slowly gets fewer and longer ones."""
+    """Those of one text that follow each other as one: a client that reads slowly gets fewer and longer ones.
+
+    They are not so long that much would have to be sent at once.
+    """
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None
-        if last is not None and last.number == piece.number and last.finish is None:
+        fits = last is not None and last.n_tokens + piece.n_tokens <= MOST_MERGED
+        if last is not None and fits and last.number == piece.number and last.finish is None:
             told = last.told + piece.told
             result[-1] = Piece(piece.number, last.text + piece.text, told, last.n_tokens + piece.n_tokens, piece.finish)
         else:

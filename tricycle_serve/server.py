@@ -11,6 +11,7 @@ MOST_CONNECTIONS = 500
 LOOK = 5.0  # seconds between two looks at a connection
 MOST_SILENT = 30.0  # seconds without a request, or in the middle of its headers
 MOST_STUCK = 60.0  # seconds in which a client takes nothing of what waits for it
+BUFFER = 2**17  # bytes on their way to a client; what else waits for it waits as ids of tokens
 LEAVING = 3  # seconds that answers get to end when the server does
 
 
@@ -24,6 +25,7 @@ def careful_protocol() -> type:
             self._waiting = 0  # bytes that the client had not taken at the last look
             self._stuck = self._silent = 0.0
             self._next_look: Any = None
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
             if len(self.connections) > MOST_CONNECTIONS:
                 transport.abort()
             else:
