@@ -11,7 +11,7 @@ MOST_CONNECTIONS = 500
 LOOK = 5.0  # seconds between two looks at a connection
 MOST_SILENT = 30.0  # seconds without a request, or in the middle of its headers
 MOST_STUCK = 60.0  # seconds in which a client takes nothing of what waits for it
-BUFFER = 2**17  # bytes on their way to a client; what else waits for it waits as ids of tokens
+BUFFER = 2**17  # bytes on their way to a client; what else there is for it waits in its `Work`
 LEAVING = 3  # seconds that answers get to end when the server does
 
 
