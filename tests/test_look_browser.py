@@ -293,3 +293,24 @@ def test_steps_forward_and_back(browser: Browser, graph: str) -> None:
     assert "softmax" in browser.find("#node").text
     assert "tricycle/functions.py:" in browser.find("#node").text
     assert browser.errors() == []
+
+
+# -------------------------------------------------------------------- a softmax beside others
+@each_look
+def test_a_comparison_is_for_everybody(browser: Browser, tmp_path: Path, look: str) -> None:
+    runs = [[[3.0, 2.5, 2.25], [3.1, 2.6, 2.4]], [[3.0, 2.4, 2.2], [3.2, 2.7, 2.3]]]
+    rows = [
+        {"name": name, "losses": losses, "mean": losses[0][-1], "spread": 0.1, "ms": 20.5}
+        for name, losses in zip(("Mine", "softmax"), runs)
+    ]
+    about = {"own": "Mine", "file": "mine.py", "source": "class Mine(RowSoftmax):\n    …", "seeds": 2, "minutes": 1.5}
+    data = {**about, "shape": "2 layers", "steps": [1, 2, 3], "softmaxes": rows}
+    path = tmp_path / "softmax.html"
+    write_page(path, page("bench", "Mine", data))
+    browser.open(path.as_uri(), *LOOKS[look])
+    assert browser.errors() == []
+    assert browser.fits()
+    assert browser.violations() == []
+    assert len(browser.driver.find_elements("css selector", "polyline")) == 4
+    assert "-0.05" in browser.find("#table").text
+    browser.picture(f"bench, {look}")

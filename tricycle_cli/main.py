@@ -17,6 +17,7 @@ COMMANDS = {
     "evaluate": "how well a model predicts texts, in bits a byte",
     "export": "write a model in Hugging Face's form, or as a GGUF file",
     "look": "see inside a model, in a browser",
+    "bench": "compare a softmax of your own with the built-in ones",
     "machine": "what this machine offers, and what is in use",
 }
 PROGRAM = "tricycle"
@@ -83,6 +84,10 @@ def _function_of(command: str) -> Callable[[], int | None]:
         from tricycle_cli.export import main as export
 
         return export
+    if command == "bench":
+        from tricycle_cli.bench import main as bench
+
+        return bench
     if command == "look":
         from tricycle_cli.look import main as look
 

@@ -1,0 +1,119 @@
+"""`tricycle bench --softmax`: a softmax of one's own beside the built-in ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tricycle.softmaxes import SOFTMAXES
+from tricycle_cli import bench
+
+GOOD = """
+from tricycle import kernels
+from tricycle.functions import RowSoftmax
+
+
+class Sigmoid(RowSoftmax):
+    name = "sigmoid"
+
+    def rows(self, scores):
+        return kernels.sigmoid(scores)
+
+    def rows_backward(self, grad, scores, weights):
+        return grad * weights * (1 - weights)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD)
+    return path
+
+
+def test_the_page_has_every_softmax_on_the_same_seeds(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "N_BYTES", 30_000)
+    out = tmp_path / "softmax.html"
+    words = ["--softmax", str(own), "--steps", "3", "--against", "softmax", "softmax1", "--out", str(out)]
+    before = dict(SOFTMAXES)
+    bench.main(words)
+    assert before == SOFTMAXES
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1] == f"{out}: the page"
+    assert told.err.count("held-out loss") == 6
+    content = out.read_text(encoding="utf-8")
+    (packed,) = re.findall(r'id="data">(.*?)</script>', content, re.DOTALL)
+    result = json.loads(packed)
+    assert [row["name"] for row in result["softmaxes"]] == ["Sigmoid", "softmax", "softmax1"]
+    assert result["steps"] == [1, 2, 3]
+    for row in result["softmaxes"]:
+        assert np.shape(row["losses"]) == (2, 3)
+        assert row["mean"] == pytest.approx(np.mean(row["losses"], axis=0)[-1], abs=1e-4)
+        assert row["losses"][0] != row["losses"][1]
+    assert "class Sigmoid" in result["source"]
+
+
+def test_a_softmax_that_is_a_built_in_one_comes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and batches are those of the seed, whatever the softmax."""
+    monkeypatch.setattr(bench, "N_BYTES", 30_000)
+    path = tmp_path / "again.py"
+    path.write_text(
+        "from tricycle import kernels\nfrom tricycle.functions import RowSoftmax\n\n\n"
+        "class Again(RowSoftmax):\n    def rows(self, scores):\n        return kernels.softmax(scores)\n"
+    )
+    text, held_out = bench.corpus()
+    with bench.own_softmax(path) as name:
+        losses = [bench.train(one, 0, [2, 4], text, held_out).losses for one in (name, "softmax")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_a_name_that_the_file_enters_itself(own: Path) -> None:
+    own.write_text(GOOD + '\n\nfrom tricycle.softmaxes import SOFTMAXES\n\nSOFTMAXES["s"] = Sigmoid\n')
+    with bench.own_softmax(own) as name:
+        assert name == "s"
+    assert "s" not in SOFTMAXES
+
+
+WRONG = {
+    "no softmax": ("x = 1", "expected a subclass of tricycle.functions.RowSoftmax in it, got none"),
+    "a wrong gradient": (GOOD.replace("(1 - weights)", "weights"), "Sigmoid: ValueError: gradcheck"),
+    "an error": (GOOD.replace("kernels.sigmoid(scores)", "scores.nothing"), "Sigmoid: AttributeError"),
+    "hidden keys seen": (
+        GOOD.replace("(scores)\n", "(scores + 1) * 0 + 1\n").replace("grad *", "0 * grad *"),
+        "of 0 for",
+    ),
+    "no Python": ("def", "SyntaxError"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_softmax_is_refused_before_it_trains(tmp_path: Path, case: str) -> None:
+    text, said = WRONG[case]
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    before = dict(SOFTMAXES)
+    with pytest.raises(ValueError, match=said) as caught:
+        bench.main(["--softmax", str(path)])
+    assert str(path) in str(caught.value)
+    assert before == SOFTMAXES
+
+
+def test_wrong_flags(own: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        bench.main(["--softmax", str(tmp_path / "none.py")])
+    with pytest.raises(ValueError, match="expected --against to be of softmax, softmax1, adaptive, blocks, got 'hard'"):
+        bench.main(["--softmax", str(own), "--against", "hard"])
+    with pytest.raises(ValueError, match="bench: expected steps to be a whole number above 0, got 0"):
+        bench.main(["--softmax", str(own), "--steps", "0"])
+
+
+def test_when_it_is_measured() -> None:
+    assert bench.steps_of(300) == list(range(30, 301, 30))
+    assert bench.steps_of(3) == [1, 2, 3]
+    assert bench.steps_of(1) == [1]
