@@ -104,7 +104,8 @@ class Alone:
     def text(self, ids: list[int], n: int, **settings: Any) -> str:
         tokens = self.tokens(ids, n, **settings)
         stream = self.tokeniser.stream(ids)
-        return "".join(stream.push([token]) for token in tokens if token != STOP) + stream.flush()
+        stop = settings.get("stop_tokens", STOP)
+        return "".join(stream.push([token]) for token in tokens if token != stop) + stream.flush()
 
     def chat(self, messages: list[dict[str, str]], n: int, **settings: Any) -> str:
         return self.text(self.tokeniser.chat(messages, allowed_special=False), n, **settings)

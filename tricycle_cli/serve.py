@@ -114,7 +114,7 @@ def main(args: Sequence[str] | None = None) -> None:
     served.engine.start()
     print(f"{served.name} at {address(listener)} (Ctrl-C ends it)", flush=True)
     try:
-        run(app, listener, served.close)
+        run(app, listener, served.engine.close)
     except KeyboardInterrupt:
         print("ended", flush=True)
     finally:

@@ -58,7 +58,8 @@ def new_server(app: Any, on_exit: Callable[[], None]) -> Any:
 
     Args:
         app: an ASGI application.
-        on_exit: called when a signal says that it is time to leave.
+        on_exit: called when a signal says that it is time to leave, in the middle of whatever the main thread does: it
+            must wait for no lock that this may hold.
     """
     import uvicorn
 
