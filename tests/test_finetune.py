@@ -311,7 +311,13 @@ def test_equal_records_are_held_out_together(tmp_path):
     assert len(examples.train) + len(examples.held_out) == 100
 
 
+def test_a_file_as_windows_leaves_it(theirs, data, tmp_path):
+    data.write_bytes(b"\xef\xbb\xbf" + data.read_bytes().replace(b"\n", b"\r\n"))
+    assert len(read_records([data])) == 60
+
+
 # -------------------------------------------------------------------- bad input
+WORD = {"role": "assistant", "content": "fox"}
 GOOD = {"prompt": "small", "completion": "birds"}
 BAD = {
     "empty": ("", "expected a text file, got an empty one"),
@@ -344,6 +350,14 @@ BAD = {
     "preferences": (
         '{"prompt": "x", "chosen": "a", "rejected": "b"}\n',
         'line 1: "chosen" and "rejected" are learnt from with --loss dpo, got --loss likelihood',
+    ),
+    "half a pair": (
+        '{"text": "a"}\n{"text": "\\ud83d"}\n',
+        "line 2: expected text in Unicode, got half of a surrogate pair",
+    ),
+    "all equal": (
+        json.dumps(GOOD) * 1 + "\n" + json.dumps(GOOD),
+        "got 0 and 2 examples of 2 records; equal ones stand on",
     ),
     "a number": ('{"text": 3}\n', "expected text to be a text of a character or more, got 3"),
     "long": (json.dumps({"prompt": "a", "completion": "fox " * 200}), "expected answers of at most 100 tokens"),
@@ -418,6 +432,18 @@ def test_other_bad_input(theirs, data, tmp_path):
         tune(theirs, data, run, "--loss", "dpo")
     with pytest.raises(ValueError, match=r"expected --beta above 0, got 0\.0"):
         tune(theirs, data, run, "--loss", "dpo", "--beta", "0")
+    for flag, least in (("patience", 0), ("sample-tokens", 0), ("accumulation-steps", 1), ("epochs", 0), ("steps", 0)):
+        with pytest.raises(ValueError, match=f"expected --{flag} of {least} or more, got {least - 1}"):
+            tune(theirs, data, run, f"--{flag}", str(least - 1))
+    for flag in ("dora", "rank-stabilised"):
+        with pytest.raises(ValueError, match=f"expected --method lora with --{flag}, got all"):
+            tune(theirs, data, run, "--method", "all", f"--{flag}")
+    ties = lines(tmp_path / "ties.jsonl", [{"prompt": f"{i}", "chosen": "a", "rejected": "a"} for i in range(9)])
+    with pytest.raises(ValueError, match="got 0 and 0 examples of 9 records; 9 had nothing to learn; equal ones"):
+        tune(theirs, ties, run, "--loss", "dpo")
+    with pytest.raises(ValueError, match=r"got 60 and 0 examples of 61 records; 1 had nothing to learn$"):
+        long = lines(tmp_path / "long.jsonl", [{"messages": [{"role": "user", "content": "fox " * 99}, WORD]}])
+        tune(theirs, data, run, "--held-out", str(long))
     with pytest.raises(ValueError, match="expected a file or a folder, but there is none"):
         tune(theirs, tmp_path / "nothing", run)
     with pytest.raises(FileNotFoundError, match="expected a run folder of `tricycle finetune`"):

@@ -172,10 +172,7 @@ def _start_or_resume(arguments: Arguments, signals: Signals) -> int:
             return _tune(folder, read_arguments(folder), signals)
     if not arguments.model or not arguments.data:
         raise ValueError("expected a model and --data, or --resume with a run folder")
-    if arguments.method == "all" and arguments.weights != "float32":
-        raise ValueError(f"expected --weights float32 with --method all, got {arguments.weights}")
-    if not 0 < arguments.beta < math.inf:
-        raise ValueError(f"expected --beta above 0, got {arguments.beta}")
+    check_arguments(arguments)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.run_folder or Path("runs") / f"{Path(arguments.model).stem}-finetuned-{stamp}"
     with FolderLock(folder):
@@ -183,6 +180,25 @@ def _start_or_resume(arguments: Arguments, signals: Signals) -> int:
             raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
         (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
         return _tune(folder, arguments, signals)
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """
+    Raises:
+        ValueError: flags that contradict each other, or a number out of range; others are looked at where they are used.
+    """
+    if arguments.method == "all" and arguments.weights != "float32":
+        raise ValueError(f"expected --weights float32 with --method all, got {arguments.weights}")
+    for name in ("dora", "rank_stabilised"):
+        if arguments.method == "all" and getattr(arguments, name):
+            raise ValueError(f"expected --method lora with --{name.replace('_', '-')}, got all")
+    if not 0 < arguments.beta < math.inf:
+        raise ValueError(f"expected --beta above 0, got {arguments.beta}")
+    least = {"epochs": 0, "steps": 0, "learning_rate": 0, "patience": 0, "sample_tokens": 0, "accumulation_steps": 1}
+    for name, lowest in least.items():
+        value = getattr(arguments, name)
+        if not lowest <= value < math.inf:
+            raise ValueError(f"expected --{name.replace('_', '-')} of {lowest} or more, got {value}")
 
 
 def _tune(folder: Path, arguments: Arguments, signals: Signals) -> int:
@@ -397,8 +413,6 @@ def what_to_lower(arguments: Arguments, dataset: PackedDataset) -> str:
 def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
     """The model's shape, and how it is trained."""
     an_epoch = dataset.n_items / (arguments.batch_size * arguments.accumulation_steps)
-    if not 0 <= arguments.epochs < math.inf or arguments.steps < 0 or arguments.learning_rate < 0:
-        raise ValueError("expected --epochs, --steps and --learning-rate of 0 or more")
     steps = arguments.steps or max(1, math.ceil(an_epoch * arguments.epochs))
     rate = arguments.learning_rate or RATES[arguments.method] * (RATE_OF_DPO if arguments.loss == "dpo" else 1)
     own: dict[str, Any] = model_fields(loaded.model.config.to_dict())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -27,6 +28,7 @@ SHAPES = '"text", "prompt" and "completion", "messages", or "prompt", "chosen" a
 PREFERENCES = {"preference", "chat preference"}  # kinds of records with a chosen and a rejected answer
 HELD_OUT_SHARE = 20  # one in so many
 LONGEST_SAID = 60  # characters of what came
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a file with it
 OPENING = 24  # tokens of a text that a sample goes on from
 
 
@@ -71,7 +73,7 @@ def _records_of(path: Path) -> Iterator[Record]:
         yield Record(str(path), "text", content.decode("utf-8", "replace"))
         return
     n_records = 0
-    for number, line in enumerate(content.split(b"\n"), 1):
+    for number, line in enumerate(content.removeprefix(BYTE_ORDER_MARK).split(b"\n"), 1):
         if line.strip():
             n_records += 1
             yield _record(f"{path}: line {number}", line)
@@ -90,6 +92,8 @@ def _record(where: str, line: bytes) -> Record:
         raise ValueError(f"{where}: expected an object of JSON, got {_short(line)}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object with {SHAPES}, got {_short(value)}")
+    if b"\\ud" in line.lower() and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
+        raise ValueError(f"{where}: expected text in Unicode, got half of a surrogate pair")
     if "chosen" in value and "rejected" in value:
         return _preference(where, value)
     if "messages" in value:
@@ -329,10 +333,10 @@ def load_examples(records: Sequence[Record], reader: Reader, held_out: Sequence[
     train = [example for record in learnt for example in reader.examples(record)]
     rest = [example for record in held for example in reader.examples(record)]
     if not train or not rest:
-        raise ValueError(
-            f"expected enough to learn from and to hold out, got {len(train)} and {len(rest)} examples of "
-            f"{len(records) + len(held_out)} records"
-        )
+        got = f"{len(train)} and {len(rest)} examples of {len(records) + len(held_out)} records"
+        why = f"; {reader.n_left_out} had nothing to learn" if reader.n_left_out else ""
+        advice = "" if held_out else "; equal ones stand on one side, and --held-out names files of your own"
+        raise ValueError(f"expected enough to learn from and to hold out, got {got}{why}{advice}")
     prompts = [_prompt(record, reader) for record in held[:HELD_OUT_SHARE]]
     return Examples(train, rest, prompts, reader, digest, len(records) + len(held_out), kinds)
 
