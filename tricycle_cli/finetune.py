@@ -185,7 +185,7 @@ def _start_or_resume(arguments: Arguments, signals: Signals) -> int:
 def check_arguments(arguments: Arguments) -> None:
     """
     Raises:
-        ValueError: flags that contradict each other, or a number out of range; others are looked at where they are used.
+        ValueError: flags that contradict each other, or a number out of range; others are looked at where they count.
     """
     if arguments.method == "all" and arguments.weights != "float32":
         raise ValueError(f"expected --weights float32 with --method all, got {arguments.weights}")
