@@ -167,11 +167,13 @@ class Clients:
 
     def _read_slowly(self, prompt: str) -> tuple[bool, int, str]:
         """A few bytes at a time, of many: the probabilities of rivals come along."""
-        raw = b""
-        with self._open(self._stream(prompt, logprobs=5), room=2048) as plain:
-            while part := plain.recv(1024):
-                raw += part
-                time.sleep(self.pause)
+        raw = b"HTTP/1.1 429"
+        while raw.startswith(b"HTTP/1.1 429"):  # busy: it comes again
+            raw = b""
+            with self._open(self._stream(prompt, logprobs=5), room=2048) as plain:
+                while part := plain.recv(1024):
+                    raw += part
+                    time.sleep(self.pause)
         events = re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)
         text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
         wanted = self.expected.texts[prompt]

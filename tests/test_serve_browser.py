@@ -105,6 +105,24 @@ def test_a_conversation(browser, running, folder):
     assert browser.errors() == []
 
 
+def test_everything_can_be_reached_by_keyboard(browser, running):
+    browser.open(running.url)
+    browser.press("\ue004", "\ue004", " ")  # tab, tab, and the settings open
+    assert browser.run("return document.getElementById('settings').open")
+    reached = []
+    for _ in range(4):
+        browser.press("\ue004")
+        reached.append(browser.run(FOCUS))
+    assert reached == ["system", "temperature", "length", "key"]
+    browser.run("document.getElementById('anew').focus()")
+    browser.press("\ue004")
+    assert browser.run(FOCUS) == "log"  # which can be scrolled by arrows
+    browser.press("\ue004")
+    assert browser.run(FOCUS) == "said"
+    outline = browser.run("return getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+
+
 def test_an_answer_can_be_stopped(browser, running, monkeypatch):
     """By Escape, and by the button; the model writes no more of it."""
     step = Batch.step
