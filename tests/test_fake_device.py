@@ -22,6 +22,7 @@ from tricycle.encoder import SentencePooling, TextEncoder
 from tricycle.evaluation import evaluate
 from tricycle.generate import generate
 from tricycle.layers import Dense
+from tricycle.lora import LoRAConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import (
@@ -34,10 +35,15 @@ from tricycle.optimisers import (
     clip_gradients,
     gradient_norm,
 )
+from tricycle.packing import Example
+from tricycle.preferences import PairDataset, dpo_loss
+from tricycle.pretrained import Pretrained
+from tricycle.pretrained.adapters import new_adapter
+from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sequences.attentions import HardAttention, ScaledDotProductAttention, reinforce
 from tricycle.sequences.beam_search import beam_search
 from tricycle.tensor import Tensor, to_tensor, topological_order
-from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_step
+from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_on_batch, train_step
 from tricycle_cli import run as running
 
 CONFIG = replace(DebugConfig(), vocab_size=64, dropout=0.1, accumulation_steps=2)
@@ -553,3 +559,25 @@ def test_hard_attention_on_the_device(device, rng):
         found.append((chosen.numpy(), q.grad.numpy()))
     for mine, theirs in zip(*found):
         np.testing.assert_allclose(mine, theirs, 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["all weights", "LoRA", "DoRA"])
+def test_preferences_are_learnt_on_the_device(device, kind):
+    generator = np.random.default_rng(0)
+    texts = [Example(generator.integers(0, 64, 12), np.arange(12) >= n) for n in (5, 6, 7, 5, 8, 3, 4, 4)]
+    losses = []
+    for on_gpu in (True, False):
+        model = GPT(replace(CONFIG, dropout=0.0))
+        if on_gpu:
+            model.to_gpu()
+        pairs = PairDataset(texts, 2, 16)
+        if kind != "all weights":
+            loaded = Pretrained(model, None, GenerationSettings())
+            new_adapter(loaded, LoRAConfig(rank=2, dora=kind == "DoRA"))
+        pairs.measure_reference(model)
+        optimiser = AdamW(1e-2)
+        own = [train_on_batch(model, optimiser, dpo_loss(model, 0.3), next(pairs)) for _ in range(5)]
+        losses.append([loss.item() if on_gpu else loss for loss in own])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert losses[0][0] == pytest.approx(np.log(2), rel=1e-5)
+    assert np.ptp(losses[0]) > 1e-3

@@ -26,7 +26,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.configs.checked import Checked, Rule
-from tricycle.devices import Array, array_module
+from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
 from tricycle.kernels import FewBits
 from tricycle.layers import Dense, Dropout, Layer
@@ -118,8 +118,8 @@ class LowRank(Layer):
             start += part.rank
 
     def learn_lengths(self, base: Dense) -> None:
-        """Make it DoRA, with the lengths that the columns of a layer and of this together have now."""
-        lengths = self.lengths(base.weights, column_squares(base.weights))
+        """Make it DoRA, which begins with the lengths that the columns of a layer have, as B begins with zeros."""
+        lengths = np.sqrt(to_cpu(column_squares(base.weights)))
         self.magnitudes = [Parameter(lengths[part.start : part.stop].copy(), "gain") for part in self.parts]
 
     def lengths(self, weights: Tensor, squares: Array) -> Array:

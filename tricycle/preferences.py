@@ -94,7 +94,8 @@ def log_probabilities(model: GPT, hidden: Tensor, labels: Tensor) -> Array:
     n_rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     totals = xp.zeros(len(labels.array), np.float32)
     with no_grad():
-        for row, ids in enumerate(labels.array):
+        for row in range(len(labels.array)):
+            ids = labels.array[row]
             places = xp.flatnonzero(ids != IGNORED)
             for start in range(0, len(places), n_rows):
                 some = places[start : start + n_rows]
