@@ -278,6 +278,14 @@ def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
     said = capsys.readouterr().out
     model, vocabulary = load_model(tmp_path / "fixed-de-0.safetensors")
     assert said.strip() == translate(model, vocabulary, ["The dog sees the man."], 5, progress=False)[0]
+    for name in ("transformer", "bahdanau", "luong"):
+        words = ["--look", "The dog sees => Der Hund", "--model", name, "--out", str(tmp_path / "look.html")]
+        call(monkeypatch, tmp_path, *words)
+        assert f'"title":"{name}-de-0"' in (tmp_path / "look.html").read_text(encoding="utf-8")
+    with pytest.raises(
+        ValueError, match="fixed-de-0: expected a model with attention to look at, got a Seq2Seq without"
+    ):
+        call(monkeypatch, tmp_path, "--look", "The dog", "--model", "fixed")
     monkeypatch.setattr(report, "draw", lambda *_: [])  # once is enough
     call(monkeypatch, tmp_path, *WORDS, "--model", "fixed", "--seed", "1")
     assert " ± " in capsys.readouterr().out

@@ -420,6 +420,13 @@ def test_nonsense_gets_one_clear_line_and_the_server_goes_on(server: LookServer,
     assert ask(server, "view", text=TEXT)[0] == 200
 
 
+def test_a_mistake_of_ours_is_said_and_the_server_goes_on(server: LookServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(server.desk.subjects[0], "read", lambda *args: 1 / 0)
+        assert ask(server, "view", text=TEXT) == (500, {"error": "ZeroDivisionError: division by zero"})
+    assert ask(server, "view", text=TEXT)[0] == 200
+
+
 def test_a_connection_that_says_nothing_keeps_nobody_waiting(server: LookServer) -> None:
     address = server.server_address[:2]
     silent = [socket.create_connection(address) for _ in range(5)]

@@ -70,12 +70,21 @@ def main(args: Sequence[str] | None = None) -> None:
     subjects = [subject_of(arguments, arguments.source)]
     if arguments.beside is not None:
         subjects.append(subject_of(arguments, arguments.beside, beside=True))
+    show(subjects, text, arguments.out, arguments.port, arguments.browser)
+
+
+def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: int = 0, browser: bool = True) -> None:
+    """Serve a page about models, or write one where `out` says.
+
+    Raises:
+        ValueError: a text that cannot be read; a port that cannot be had.
+    """
     for subject in subjects:  # so that a text that cannot be read is an error of the command
         subject.ids_of(text)
-    if arguments.out is not None:
-        write_file(subjects, text, arguments.out)
+    if out is not None:
+        write_file(subjects, text, out)
     else:
-        serve(Desk(subjects, text), arguments.port, arguments.browser)
+        serve(Desk(subjects, text), port, browser)
 
 
 def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subject:

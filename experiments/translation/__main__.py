@@ -4,6 +4,7 @@
     python -m experiments.translation --model transformer --target fr    one model, English to French
     python -m experiments.translation --quick                            all four in under three minutes
     python -m experiments.translation --translate "A man rides a horse." with a model that was trained before
+    python -m experiments.translation --look "A man rides a horse."      the same model, looked into in a browser
     python -m experiments.translation --report                           tables and pictures of all runs in --output
 
 A run leaves <model>-<target>-<seed>.json and .safetensors in --output. While it lasts the latter is written every three
@@ -34,10 +35,13 @@ from experiments.translation.study import Plan, Training, load_model, mean_loss,
 from tricycle.files import atomic_write
 from tricycle_accelerators.threads import n_threads
 from tricycle_cli.flags import parse, run_main
+from tricycle_cli.look import show
 from tricycle_datasets.multi30k import LANGUAGES, multi30k
+from tricycle_lab.look.subjects import Translator
 
 QUICK = {"minutes": 0.4, "measurements": 2, "measured": 50, "tested": 100}
 TEST = "test_2016_flickr"
+NOT_OF_A_RUN = ("output", "translate", "look", "out")  # settings
 RANGES = ((1, 8), (9, 10), (11, 12), (13, 15), (16, 19), (20, 99))  # words of a source
 
 
@@ -93,6 +97,10 @@ class Settings:
     """go on with a run that was cut off"""
     translate: str = ""
     """a sentence to translate with a trained model (the Transformer unless --model names another)"""
+    look: str = ""
+    """a sentence to see that model translate, in a browser; what stands behind => is taken for its translation"""
+    out: Path | None = None
+    """write what --look shows as one HTML file"""
     report: bool = False
     """only make tables and pictures of the runs in --output"""
     output: Path = Path("runs/translation")
@@ -103,9 +111,19 @@ def main() -> int:
     default = Settings(**(QUICK if "--quick" in sys.argv[1:] else {}))
     settings = parse(Settings, default, description=__doc__ or "")
     check(settings)
-    if settings.translate:
+    if settings.translate or settings.look:
         name = "transformer" if settings.model == "all" else settings.model
-        model, vocabulary = load_model(path_of(settings, name, "safetensors"))
+        path = path_of(settings, name, "safetensors")
+        model, vocabulary = load_model(path)
+        if settings.look:
+            ends = vocabulary.begin, vocabulary.end
+            say = lambda token: vocabulary.texts([token])[0]
+            show(
+                [Translator(model, vocabulary.encode, say, *ends, path.stem, CONTEXT_WINDOW)],
+                settings.look,
+                settings.out,
+            )
+            return 0
         how = settings.beam, settings.length_penalty
         print(*translate(model, vocabulary, [settings.translate], *how, progress=False))
         return 0
@@ -199,7 +217,7 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
         alignments = [align(model, pairs.vocabulary, sentence, settings.beam) for sentence in shown]
     score, signature = bleu(beam, references)
     result = {
-        "settings": {key: value for key, value in vars(settings).items() if key not in ("output", "translate")},
+        "settings": {key: value for key, value in vars(settings).items() if key not in NOT_OF_A_RUN},
         "recipe": vars(training.recipe),
         "date": str(date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {n_threads()} threads",

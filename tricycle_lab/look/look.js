@@ -63,8 +63,9 @@ class Side {
     this.states = null;
     this.site = Math.min(this.site, view.sites.length - 1);
     this.token = same ? this.token : Math.min(view.tokens.length - 1, Math.max(this.token, 1));
-    if (this.changed && this.before) this.setShade("change");
-    else if (this.shade === "change") this.setShade("surprise");
+    if (this.changed && this.before?.predictions) this.shade = this.shadeBox.value = "change";
+    else if (this.shade === "change") this.shade = this.shadeBox.value = "surprise";
+    if (!view.predictions && this.shade === "surprise") this.shade = this.shadeBox.value = "attention";
     this.showTokens();
     this.showHeads();
   }
@@ -280,7 +281,7 @@ class Side {
     const { tokens, predictions } = this.view, i = this.token;
     const asked = this.asked;
     this.tokenSaid.replaceChildren(code(tokens[i]), " at place " + i + (predictions && i > 0 ? ": probability " + percent(Math.exp(predictions.logP[i - 1])) + ", " + placed(predictions.rank[i - 1]) + "." : "."));
-    if (predictions && this.changed && this.before && i > 0) this.tokenSaid.append(" Unchanged: " + percent(Math.exp(this.before.predictions.logP[i - 1])) + ".");
+    if (predictions && this.changed && this.before?.predictions && i > 0) this.tokenSaid.append(" Unchanged: " + percent(Math.exp(this.before.predictions.logP[i - 1])) + ".");
     if (!predictions) {
       this.rivalCaption.textContent = "This model predicts no tokens.";
       this.lensCaption.textContent = "This model predicts no tokens.";

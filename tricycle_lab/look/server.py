@@ -18,6 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.page import page
 from tricycle_lab.look.reading import Reading
@@ -29,6 +31,10 @@ PATIENCE = 30.0  # seconds that a browser may keep its connection waiting
 KEPT = 6  # readings of each model that can still be asked about
 
 Fields = dict[str, Any]
+
+
+class NoSuchQuestion(LookupError):
+    """What was asked has no answer here."""
 
 
 class Desk:
@@ -63,16 +69,18 @@ class Desk:
         """What JSON can hold.
 
         Raises:
-            KeyError: no such question.
+            NoSuchQuestion: nobody can ask that.
             ValueError: one line about what is wrong with the fields.
         """
+        if question not in self._questions:
+            raise NoSuchQuestion(question)
         ask = self._questions[question]
         if not isinstance(fields, dict):
             raise ValueError("expected a JSON object")
         side = fields.get("side", 0)
         if type(side) is not int or not 0 <= side < len(self.subjects):
             raise ValueError(f"expected a side from 0 to {len(self.subjects) - 1}")
-        with self._lock:
+        with self._lock, np.errstate(all="ignore"):  # broken weights show in what comes out
             return ask(side, fields)
 
     def _view(self, side: int, fields: Fields) -> Fields:
@@ -166,7 +174,7 @@ class Picture:
 
     def answer(self, question: str, fields: Any) -> Any:
         """There is none."""
-        raise KeyError(question)
+        raise NoSuchQuestion(question)
 
 
 class LookServer(ThreadingHTTPServer):
@@ -228,7 +236,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             answer = self.server.desk.answer(question, json.loads(body))
-        except KeyError:
+            text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            content = text.encode("utf-8", errors="replace")
+        except NoSuchQuestion:
             self._refuse(404, "there is no such question")
         except RecursionError:
             self._refuse(400, "expected JSON that is not so deep")
@@ -236,9 +246,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(400, " ".join(str(error).split())[:500])
         except MemoryError:
             self._refuse(507, "there is too little memory for that")
+        except Exception as error:  # a mistake of ours: it is said, and the next question is answered
+            self._refuse(500, f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
         else:
-            text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
-            self._send(200, text.encode("utf-8"), "application/json")
+            self._send(200, content, "application/json")
 
     def _path(self) -> str | None:
         """What is asked for behind the token; None for who does not know it."""

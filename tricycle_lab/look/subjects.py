@@ -84,7 +84,9 @@ class Subject:
         plain = [int(token) for token in self.tokeniser.encode_plain(text)]
         if not plain:
             raise ValueError("expected a text of at least one character, got none")
-        ids = [*_start_of(self.tokeniser), *plain]
+        # an encoder reads what its tokeniser puts around every text, too, such as BERT's [CLS] and [SEP]
+        around = self.kind == "encoder"
+        ids = list(map(int, self.tokeniser.encode(text))) if around else [*_start_of(self.tokeniser), *plain]
         self.check(ids)
         return ids
 
