@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -103,4 +105,5 @@ class Browser:
                 metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
                 self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
             Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
-            self.driver.save_screenshot(str(Path(SCREENSHOTS) / f"{name}.png"))
+            whole = Image.open(io.BytesIO(self.driver.get_screenshot_as_png())).convert("RGB")
+            whole.quantize(96, dither=Image.Dither.NONE).save(Path(SCREENSHOTS) / f"{name}.png", optimize=True)

@@ -1,6 +1,6 @@
 """The pages of `tricycle look` in a real browser: without a network, by keyboard, on a phone, light and dark.
 
-With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there.
+With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there; those in docs/ come from `pytest -m slow` on this file.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from browser import DESKTOP, PHONE, Browser, browsing
 from test_look import TEXT, TOKENISER, subject_of, translator_of, translators
 
 from tricycle.checkpoint import save_checkpoint
+from tricycle.pretrained.packaged import smollm2_path
+from tricycle_cli import look
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.functions import graph_named
 from tricycle_lab.look.page import page, whole, write_page
 from tricycle_lab.look.server import Desk, LookServer
 
 LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
-each_look = pytest.mark.parametrize("look", LOOKS)
+each_look = pytest.mark.parametrize("way", LOOKS)
 CHOSEN = "return document.querySelector('[role=option][aria-selected=true]').textContent"
 STATUS = "return document.getElementById('status').textContent"
 PIXEL = """
@@ -63,8 +65,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 # -------------------------------------------------------------------- for everybody
 @each_look
-def test_a_file_loads_alone_and_is_for_everybody(browser: Browser, file: str, look: str) -> None:
-    size, dark = LOOKS[look]
+def test_a_file_loads_alone_and_is_for_everybody(browser: Browser, file: str, way: str) -> None:
+    size, dark = LOOKS[way]
     browser.open(file, size, dark)
     assert browser.errors() == []
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
@@ -73,16 +75,16 @@ def test_a_file_loads_alone_and_is_for_everybody(browser: Browser, file: str, lo
     background = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert (background == "rgb(22, 22, 22)") == dark
     assert browser.run(PIXEL)[:3] == ([30, 30, 30] if dark else [255, 255, 255])  # a key that is hidden
-    browser.picture(f"file, {look}")
+    browser.picture(f"file, {way}")
 
 
 @each_look
-def test_a_served_page_is_for_everybody(browser: Browser, server: LookServer, look: str) -> None:
-    browser.open(server.address, *LOOKS[look])
+def test_a_served_page_is_for_everybody(browser: Browser, server: LookServer, way: str) -> None:
+    browser.open(server.address, *LOOKS[way])
     assert browser.errors() == []
     assert browser.fits()
     assert browser.violations() == []
-    browser.picture(f"served, {look}")
+    browser.picture(f"served, {way}")
 
 
 def test_a_narrow_window(browser: Browser, file: str) -> None:
@@ -255,15 +257,15 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @each_look
-def test_a_graph_is_for_everybody(browser: Browser, graph: str, look: str) -> None:
-    browser.open(graph, *LOOKS[look])
+def test_a_graph_is_for_everybody(browser: Browser, graph: str, way: str) -> None:
+    browser.open(graph, *LOOKS[way])
     assert browser.errors() == []
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
     assert browser.fits()
     for _ in range(3):
         browser.find("#on").click()
     assert browser.violations() == []
-    browser.picture(f"graph, {look}")
+    browser.picture(f"graph, {way}")
 
 
 def test_steps_forward_and_back(browser: Browser, graph: str) -> None:
@@ -297,7 +299,7 @@ def test_steps_forward_and_back(browser: Browser, graph: str) -> None:
 
 # -------------------------------------------------------------------- a softmax beside others
 @each_look
-def test_a_comparison_is_for_everybody(browser: Browser, tmp_path: Path, look: str) -> None:
+def test_a_comparison_is_for_everybody(browser: Browser, tmp_path: Path, way: str) -> None:
     runs = [[[3.0, 2.5, 2.25], [3.1, 2.6, 2.4]], [[3.0, 2.4, 2.2], [3.2, 2.7, 2.3]]]
     rows = [
         {"name": name, "losses": losses, "mean": losses[0][-1], "spread": 0.1, "ms": 20.5}
@@ -307,10 +309,42 @@ def test_a_comparison_is_for_everybody(browser: Browser, tmp_path: Path, look: s
     data = {**about, "shape": "2 layers", "steps": [1, 2, 3], "softmaxes": rows}
     path = tmp_path / "softmax.html"
     write_page(path, page("bench", "Mine", data))
-    browser.open(path.as_uri(), *LOOKS[look])
+    browser.open(path.as_uri(), *LOOKS[way])
     assert browser.errors() == []
     assert browser.fits()
     assert browser.violations() == []
     assert len(browser.driver.find_elements("css selector", "polyline")) == 4
     assert "-0.05" in browser.find("#table").text
-    browser.picture(f"bench, {look}")
+    browser.picture(f"bench, {way}")
+
+
+# -------------------------------------------------------------------- other people's model, and pictures for the docs
+SENTENCE = "The keys to the old cabinet in the kitchen were on the table, because the cook had left"
+
+
+@pytest.mark.slow
+def test_smollm2_with_pictures(browser: Browser) -> None:
+    pytest.importorskip("gguf")
+    try:
+        smollm2_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    served = serving(Desk([look.subject_of(look.Arguments("smollm2"), "smollm2")], SENTENCE))
+    browser.open(served.address, (1440, 900))
+    browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
+    assert browser.run("return document.querySelectorAll('[role=option]').length") == 19
+    browser.run("document.querySelectorAll('[role=option]')[9].click()")
+    browser.run("document.querySelectorAll('.heads button')[8 * 9 + 4].click()")
+    browser.until("return document.querySelector('.map + p').textContent.includes('layer 8, head 4')")
+    lens = "[aria-label='Logit lens of the chosen token']"
+    browser.until(f'return document.querySelectorAll("{lens} tbody tr").length === 31')
+    browser.picture("look", 960)
+    browser.run("document.querySelector('fieldset input[type=checkbox]').click()")
+    changed(browser)
+    browser.open(served.address, PHONE, dark=True)
+    assert browser.fits()
+    browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
+    browser.picture("look-phone", 1250)
+    assert browser.errors() == []
+    served.shutdown()
+    served.server_close()

@@ -290,6 +290,8 @@ def command(request, line: str) -> None:
             words += shlex.split("--vocab-size 300 --embedding-dim 32 --n-heads 2 --n-layers 1 --context-window 64")
     if words[1] == "export" and not (place / "runs" / "portable").exists():
         command(request, next(line for line in LINES if "--preset portable" in line))
+    if words[1] == "look":
+        words += ["--out", "look.html"]
     good(call("-m", *words, folder=place))
     if words[1] == "export":
         pytest.importorskip("gguf")
@@ -333,6 +335,8 @@ def serve(request, line: str) -> None:
 
 
 COMMANDS = [
+    'tricycle look runs/my-run "def main("',
+    'tricycle look --graph "tanh(w * x + b)"',
     "tricycle evaluate runs/my-run my_notes/one.md",
     "tricycle train --init-from runs/my-run --data text --files my_notes/ --steps 20",
     "tricycle train --preset portable --data text --files my_notes/ --run-folder runs/portable",
