@@ -39,7 +39,7 @@ def tricycle_step(folder: Path, what: str, precision: str, shape: tuple[int, int
     from tricycle.pretrained import load
     from tricycle.training import labelled, train_on_batch
 
-    loaded = load(folder)
+    loaded = load(folder, weights=os.environ.get("W","float32"))
     model = loaded.model
     model.use_precision(precision)
     model.recompute = recompute
@@ -49,7 +49,7 @@ def tricycle_step(folder: Path, what: str, precision: str, shape: tuple[int, int
 
         new_adapter(loaded, LoRAConfig(rank=RANK, alpha=ALPHA))
     else:
-        model.unfreeze()
+        model.unfreeze().use_order("C")
     model.train()
     optimiser = AdamW(RATE, weight_decay=0.0)
     loss_of = labelled(model, CrossEntropy(ignore_index=IGNORED))

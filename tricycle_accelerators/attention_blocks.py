@@ -9,7 +9,8 @@ import numpy as np
 from tricycle.kernels import Scoring
 from tricycle_accelerators import pieces, threads
 
-QUERY_BLOCK, KEY_BLOCK = 128, 1024  # rows of a product, and keys
+QUERY_BLOCK, KEY_BLOCK = 128, 1024  # queries of a head, and keys
+MOST_ROWS = 512  # of a product, where several heads share their keys: their scores stay in a core's cache
 
 
 class Block(NamedTuple):
@@ -81,18 +82,19 @@ def make_plan(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> Plan:
     workers = 1 if threads.inside_work() else threads.n_threads()
     in_parts = n_sharing > 1 and n_items * n_key_heads < workers
     n_stacked = max(1, n_items * n_heads // (2 * workers)) if in_parts else n_sharing
-    blocks = _blocks(n_queries, n_keys, scoring, _query_block(n_stacked))
+    step = _query_block(n_stacked)
+    blocks = _blocks(n_queries, n_keys, scoring, step)
     if in_parts:
         return Plan(_groups_in_parts(n_items, n_key_heads, n_sharing, n_stacked), blocks, in_parts)
     widest = max(keys.stop - keys.start for block in blocks for keys in block.keys)
-    fit = pieces.PIECE // (min(n_stacked * n_queries, QUERY_BLOCK) * widest)
-    step = max(1, min(fit, n_items * n_key_heads // (4 * workers if workers > 1 else 1)))
-    return Plan(_groups(n_items, n_key_heads, n_sharing, step), blocks, in_parts)
+    fit = pieces.PIECE // (n_stacked * min(n_queries, step) * widest)
+    n_together = max(1, min(fit, n_items * n_key_heads // (4 * workers if workers > 1 else 1)))
+    return Plan(_groups(n_items, n_key_heads, n_sharing, n_together), blocks, in_parts)
 
 
 def _query_block(n_stacked: int) -> int:
-    """How many queries of so many heads make QUERY_BLOCK rows, about; BLAS likes multiples of 16."""
-    return -(-QUERY_BLOCK // (16 * n_stacked)) * 16
+    """How many queries of each of so many heads that share their keys; BLAS likes multiples of 16."""
+    return min(QUERY_BLOCK, max(16, MOST_ROWS // (16 * n_stacked) * 16))
 
 
 def _groups(n_items: int, n_key_heads: int, n_sharing: int, step: int) -> list[Group]:

@@ -8,6 +8,7 @@ from types import NotImplementedType
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
+from tricycle_accelerators.cpu.optimisers import by_rows
 from tricycle_accelerators.compiled.generation import loops
 
 SMALL = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
@@ -25,8 +26,10 @@ def adamw(
     decay: float,
     factor: np.ndarray | float | None = None,
 ) -> NotImplementedType | None:
-    arrays = (weights, grad, first, second)
-    if weights.size < SMALL or any(a.dtype != np.float32 or not a.flags.carray for a in arrays):
+    if weights.size < SMALL or any(a.dtype != np.float32 for a in (weights, grad, first, second)):
+        return NotImplemented
+    arrays = by_rows(weights, grad, first, second)
+    if arrays is None or not all(a.flags.carray for a in arrays):
         return NotImplemented
     share = 1.0 if factor is None else float(factor)
     if not share > 0:

@@ -29,6 +29,20 @@ def each(like: np.ndarray, calls: Sequence[Callable[[], None]]) -> None:
     threads.parallel(lambda call: call(), calls)
 
 
+def by_rows(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
+    """Views of weights and moments that lie row by row, and the gradient as they do.
+
+    Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do. None
+    where weights and moments do not lie alike.
+    """
+    changed = [weights, *moments]
+    if all(a.flags.f_contiguous for a in changed):
+        grad, changed = grad.T, [a.T for a in changed]
+    if not all(a.flags.c_contiguous for a in changed):
+        return None
+    return [changed[0], np.ascontiguousarray(grad), *changed[1:]]
+
+
 def adamw(
     weights: np.ndarray,
     grad: np.ndarray,
@@ -42,8 +56,8 @@ def adamw(
     factor: np.ndarray | float | None = None,
 ) -> NotImplementedType | None:
     """The factor goes into numbers that the gradient is multiplied by anyway."""
-    arrays = (weights, grad, first, second)
-    if any(is_narrow(a) or not a.flags.c_contiguous for a in arrays):
+    arrays = by_rows(weights, grad, first, second)
+    if arrays is None or any(is_narrow(a) for a in arrays):
         return NotImplemented
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
