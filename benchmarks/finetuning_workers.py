@@ -39,7 +39,7 @@ def tricycle_step(folder: Path, what: str, precision: str, shape: tuple[int, int
     from tricycle.pretrained import load
     from tricycle.training import labelled, train_on_batch
 
-    loaded = load(folder, weights=os.environ.get("W","float32"))
+    loaded = load(folder, weights=os.environ.get("W", "float32"))
     model = loaded.model
     model.use_precision(precision)
     model.recompute = recompute

@@ -1,9 +1,9 @@
 """Versions for NumPy arrays that Numba compiles (https://numba.pydata.org): many small steps in one call.
 
 They are for what a token asks for between its products, where each call of NumPy costs more than what it computes; and
-for AdamW, whose many small steps NumPy takes one after another. It comes with `pip install 'tricycle-gpt[numba]'`.
-Compiling takes some seconds once; what comes of it is kept beside the files, or in the user's cache where these cannot
-be written to. Nothing is imported or compiled before the first call.
+for steps of training that NumPy goes through memory for several times. They come with `pip install
+'tricycle-gpt[numba]'`. Compiling takes some seconds once; what comes of it is kept beside the files, or in the user's
+cache where these cannot be written to. Nothing is imported or compiled before the first call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from tricycle import kernels
-from tricycle_accelerators.compiled import attention, generation, optimisers
+from tricycle_accelerators.compiled import attention, elementwise, generation, normalisation, optimisers
 
 
 @cache
@@ -33,4 +33,9 @@ def register(array: type) -> None:
     kernels.gated_swish.on(array)(generation.gated_swish)
     kernels.turn.on(array)(generation.turn)
     kernels.attend_one.on(array)(generation.attend_one)
+    kernels.swiglu.on(array)(elementwise.swiglu)
+    kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
+    kernels.rotate.on(array)(elementwise.rotate)
+    kernels.layer_norm.on(array)(normalisation.layer_norm)
+    kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
     kernels.adamw.on(array)(optimisers.adamw)

@@ -337,6 +337,73 @@ def split_bfloat16(x: np.ndarray, halves: np.ndarray) -> bool:
 
 
 # -------------------------------------------------------------------- training
+@_compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def gated_swish_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
+    """(R, C) and (R, 2 C) to (R, 2 C). What is on the way of a row stays in the cache."""
+    n_rows, size = dy.shape
+    powers = np.empty(size, np.float32)
+    bits = powers.view(np.int32)
+    for i in range(n_rows):
+        for j in range(size):
+            power, exponent = _exp_parts(-x[i, size + j])
+            powers[j] = power
+            bits[j] += exponent << 23
+        for j in range(size):
+            gate = ONE / (ONE + powers[j])
+            value = x[i, size + j]
+            slope = dy[i, j] * gate
+            dx[i, j] = slope * value
+            dx[i, size + j] = slope * x[i, j] * (ONE + value * (ONE - gate))
+
+
+@_compiled("void(f4[:, :, :], f4[:, ::1], f4[:, ::1], f4[:, :, ::1])")
+def turned(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -> None:
+    """(R, H, D); cos and sin (R, D / 2)."""
+    n_rows, n_heads, size = heads.shape
+    half = size // 2
+    for i in range(n_rows):
+        for h in range(n_heads):
+            for j in range(half):
+                first, second = heads[i, h, j], heads[i, h, half + j]
+                y[i, h, j] = first * cos[i, j] - second * sin[i, j]
+                y[i, h, half + j] = second * cos[i, j] + first * sin[i, j]
+
+
+@_compiled("void(f4[:, ::1], f4[::1], f8, f4[:, ::1], f4[::1])")
+def scaled_rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
+    """As `rms_norm`; what rows were multiplied by is kept."""
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        total = np.float32(0)
+        for j in range(size):
+            total += x[i, j] * x[i, j]
+        scale = np.float32(1 / math.sqrt(total / size + eps))
+        for j in range(size):
+            y[i, j] = x[i, j] * scale * gain[j]
+        scales[i] = scale
+
+
+@_compiled("void(f4[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])")
+def rms_norm_backward(
+    dy: np.ndarray, x: np.ndarray, gain: np.ndarray, scales: np.ndarray, dx: np.ndarray, sums: np.ndarray
+) -> None:
+    """
+    Args:
+        sums: (2, C), to which the gradients of gain and of a bias are added.
+    """
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        scale = scales[i]
+        inner = np.float32(0)
+        for j in range(size):
+            inner += dy[i, j] * gain[j] * x[i, j]
+        share = inner * scale * scale / np.float32(size)
+        for j in range(size):
+            sums[0, j] += dy[i, j] * x[i, j] * scale
+            sums[1, j] += dy[i, j]
+            dx[i, j] = (dy[i, j] * gain[j] - x[i, j] * share) * scale
+
+
 @_compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: np.ndarray) -> None:
     """In place on weights and both moments, each of which is read and written once.

@@ -8,10 +8,9 @@ from types import NotImplementedType
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.cpu.optimisers import by_rows
+from tricycle_accelerators.compiled.elementwise import SMALL
 from tricycle_accelerators.compiled.generation import loops
-
-SMALL = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
+from tricycle_accelerators.cpu.optimisers import by_rows
 
 
 def adamw(
