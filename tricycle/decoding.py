@@ -24,13 +24,12 @@ from tricycle.activation import Gated, GeLU, Swish
 from tricycle.attention import Attention, KeyValueCache, Rotary, TokenShift
 from tricycle.attention.rotary import angles
 from tricycle.blocks import GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
-from tricycle.kernels import FewBits, Scoring
+from tricycle.kernels import FEW_ROWS, FewBits, Scoring
 from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.models import GPT
 from tricycle.ops import check_range
 from tricycle.tensor import Tensor, no_grad
 
-FEW_ROWS = 16  # as many are multiplied at the speed at which weights are read: there is nothing to win by fewer bits
 SHORT = 2**19  # scores of a token: more are shared by threads
 WALKED = {
     *(GPT, TransformerBlock, GPT2TransformerBlock, MultiHeadSelfAttention, Attention, MLPBlock),

@@ -8,7 +8,7 @@ from typing import Any
 
 from tricycle import kernels, ops
 from tricycle.devices import Array
-from tricycle.kernels import FewBits, Scoring
+from tricycle.kernels import FEW_ROWS, FewBits, Scoring
 from tricycle.ops import Op, Wanted, as_tensor, check_device, check_width, floating, register
 from tricycle.tensor import Operand, Tensor, record
 
@@ -171,7 +171,11 @@ def linear(
     n_rows = math.prod(x.shape[:-1])  # -1 would not do where from_size or to_size is 0
     rows, matrix = floating(x.array).reshape(n_rows, from_size), weights.array
     if isinstance(matrix, FewBits):
-        return _few_bits_linear(x, rows, (weights, bias), name, precision)
+        if weights.requires_grad:
+            raise ValueError(f"{name}: expected weights of 32 bits to train, got {matrix!r}")
+        if n_rows <= FEW_ROWS or matrix.dtype.name != precision:
+            return _few_bits_linear(x, rows, (weights, bias), name, precision)
+        matrix = matrix.as_array()
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a, b = kernels.operand(rows, precision), kernels.operand(matrix, precision)
     y = kernels.matmul(a, b, None if bias is None else bias.array, None, kept, precision)
@@ -205,8 +209,6 @@ def _few_bits_linear(
     """As `linear`, for weights of few bits, which have no gradient."""
     weights, bias = parameters
     matrix: FewBits = weights.array
-    if weights.requires_grad:
-        raise ValueError(f"{name}: expected weights of 32 bits to train, got {matrix!r}")
     y = kernels.few_bits_matmul(rows, matrix, None if bias is None else bias.array, precision)
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:

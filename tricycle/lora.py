@@ -28,7 +28,7 @@ from tricycle import kernels
 from tricycle.configs.checked import Checked, Rule
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
-from tricycle.kernels import FewBits
+from tricycle.kernels import FEW_ROWS, FewBits
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.ops import Wanted, as_tensor, check_width, floating
 from tricycle.tensor import Operand, Parameter, Tensor, record
@@ -202,11 +202,11 @@ class AdaptedDense(Dense):
         factor = array_module(lengths).ones_like(lengths)
         for columns, magnitude in zip(parts, low_rank.magnitudes):
             factor[columns] = magnitude.array / lengths[columns]
-        dtype = y.dtype
-        values = y.array * factor if self.bias is None else y.array * factor + self.bias.array
+        dtype, plain = y.dtype, y.array
+        values = plain * factor if self.bias is None else plain * factor + self.bias.array
 
         def backward(grad: Array, wanted: Wanted) -> list[Array]:
-            sums = (grad * y.array).reshape(-1, self.to_size).sum(axis=0) / lengths
+            sums = (grad * plain).reshape(-1, self.to_size).sum(axis=0) / lengths
             return [(grad * factor).astype(dtype, copy=False), *(sums[columns] for columns in parts)]
 
         return record(values.astype(dtype, copy=False), (y, *low_rank.magnitudes), backward, "dense")
@@ -231,31 +231,32 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
     from_size = low_rank.down.shape[0]
     to_size = low_rank.to_size
     check_width(f"Dense(from_size={from_size})", x, from_size)
-    parts = [(part, ranks, up.array) for part, ranks, up in low_rank.ranks()]
+    parts = [(part, ranks, kernels.operand(up.array, precision)) for part, ranks, up in low_rank.ranks()]
+    down = kernels.operand(low_rank.down.array, precision)
     rows = floating(x.array).reshape(math.prod(x.shape[:-1]), from_size)
-    down = low_rank.down.array
-    hidden = _product(rows, down, precision)  # (N, R)
-    for part, ranks, _ in parts:
-        hidden[:, ranks] *= part.scale
-    bias = None if base is None or low_rank.magnitudes else base.bias
-    y = _base_product(x, base, bias, (len(rows), to_size), precision)
+    kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
+    wide, rows = rows, kernels.operand(rows, precision)
+    hidden = kernels.operand(_scaled(_product(rows, down, precision), parts), precision)  # (N, R)
+    bias = None if base is None or base.bias is None or low_rank.magnitudes else base.bias.array
+    y = _base_product(wide, rows, base, bias, precision) if base else x.xp.zeros((len(wide), to_size), wide.dtype)
     for part, ranks, up in parts:
         _add(y[:, part.start : part.stop], _product(hidden[:, ranks], up, precision))
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
-        dy = grad.reshape(len(rows), to_size)
-        dhidden = x.xp.empty_like(hidden)
-        dups = []
+        dy = kernels.operand(grad.reshape(len(rows), to_size), precision)
+        dhiddens, dups = [], []
         for part, ranks, up in parts:
             dpart = dy[:, part.start : part.stop]
-            dhidden[:, ranks] = _product(dpart, up.T, precision)
-            dhidden[:, ranks] *= part.scale
+            dhiddens.append(_product(dpart, up.T, precision))
             dups.append(_product(hidden[:, ranks].T, dpart, precision))
+        dhidden = kernels.operand(_scaled(x.xp.concatenate(dhiddens, axis=1), parts), precision)
         ddown = _product(rows.T, dhidden, precision)
         if not wanted[0]:
             return [None, ddown, *dups]
-        dx = _base_gradient(dy, base, rows, precision)
-        _add(dx, _product(dhidden, down.T, precision))
+        dx = _product(dhidden, down.T, precision)
+        if base is not None:
+            few, dx = dx, kernels.matmul(dy, _frozen(base, precision).T, None, None, kept, precision)
+            _add(dx, few)
         return [dx.reshape(x.shape), ddown, *dups]
 
     args = (x, low_rank.down, *low_rank.ups)
@@ -263,9 +264,15 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
 
 
 def _product(a: Array, b: Array, precision: str) -> Array:
-    """a b in float32 (or wider), from operands of that precision."""
-    a, b = kernels.operand(a, precision), kernels.operand(b, precision)
+    """a b of operands of that precision, in float32 or wider."""
     return kernels.matmul(a, b, None, None, None, precision)
+
+
+def _scaled(hidden: Array, parts: Sequence[tuple[Part, slice, Array]]) -> Array:
+    """(N, R) in place, the columns of each part times its scale."""
+    for part, ranks, _ in parts:
+        hidden[:, ranks] *= part.scale
+    return hidden
 
 
 def _add(total: Array, more: Array) -> None:
@@ -276,25 +283,27 @@ def _add(total: Array, more: Array) -> None:
         total[...] = total.astype(more.dtype) + more
 
 
-def _base_product(x: Tensor, base: Dense | None, bias: Tensor | None, shape: tuple[int, int], precision: str) -> Array:
-    """x W + b, a new array (N, out)."""
-    if base is None:
-        return x.xp.zeros(shape, floating(x.array).dtype)
-    plain = Tensor(x.array, False)
-    y = linear(plain, base.weights, None if bias is None else Tensor(bias.array, False), "dense", precision)
-    return y.array.reshape(shape)
+def _base_product(wide: Array, rows: Array, base: Dense, bias: Array | None, precision: str) -> Array:
+    """x W + b, a new array (N, out).
+
+    Args:
+        wide, rows: x (N, in), and as an operand of that precision.
+    """
+    matrix: Any = base.weights.array
+    if isinstance(matrix, FewBits) and (matrix.dtype.name != precision or len(wide) <= FEW_ROWS):
+        return kernels.few_bits_matmul(wide, matrix, bias, precision)
+    kept = wide.dtype if wide.dtype.itemsize == 2 else None
+    return kernels.matmul(rows, _frozen(base, precision), bias, None, kept, precision)
 
 
-def _base_gradient(dy: Array, base: Dense | None, rows: Array, precision: str) -> Array:
-    """dy Wᵀ, a new array like the rows."""
-    if base is None:
-        return array_module(rows).zeros_like(rows)
+def _frozen(base: Dense, precision: str) -> Array:
+    """The matrix of a layer as an operand: made anew each time, for to keep it would take more memory. One that has the
+    precision's own 16 bits is not copied.
+    """
     matrix: Any = base.weights.array
     if isinstance(matrix, FewBits):
-        return kernels.few_bits_matmul(dy, matrix.T)
-    kept = rows.dtype if rows.dtype.itemsize == 2 else None
-    a, b = kernels.operand(dy, precision), kernels.operand(matrix, precision)
-    return kernels.matmul(a, b.T, None, None, kept, precision)
+        matrix = matrix.as_array() if matrix.dtype.name == precision else np.asarray(matrix)
+    return kernels.operand(matrix, precision)
 
 
 # -------------------------------------------------------------------- on a model

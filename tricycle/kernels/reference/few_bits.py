@@ -16,6 +16,7 @@ from tricycle.kernels.dispatch import kernel
 from tricycle.kernels.reference.widening import wide
 
 KINDS = ("int8", "bfloat16", "float16")
+FEW_ROWS = 16  # as many are multiplied at the speed at which weights are read: fewer bits win nothing beyond
 MOST = 127  # of an int8, on both sides of 0
 AT_ONCE = 2**18  # numbers that are float32 at one time: they stay in a core's cache
 
@@ -138,6 +139,10 @@ class FewBits:
         for piece in self.pieces():
             whole[piece] = self.rows(piece)
         return whole.T if self.turned else whole
+
+    def as_array(self) -> np.ndarray:
+        """Numbers of 16 bits as they are; nothing is copied."""
+        return self.values.T if self.turned else self.values
 
     def by_row(self) -> FewBits:
         """An int8 with one scale a row: itself, or rounded once more where it has blocks."""
