@@ -103,15 +103,16 @@ class Gated(Op):
             )
         value = array[..., :half]
         opened = self.activation(Tensor(array[..., half:], x.requires_grad))
+        gate = opened.array
 
         def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
             dx = x.xp.empty_like(array)
-            dx[..., :half] = grad * opened.array
+            dx[..., :half] = grad * gate
             (to_gate,) = opened.back_fns
             dx[..., half:] = to_gate(Tensor(grad * value, False))
             return (dx,)
 
-        return record(value * opened.array, (x,), backward, self.name)
+        return record(value * gate, (x,), backward, self.name)
 
 
 class GLU(Gated):

@@ -137,22 +137,6 @@ def side_by_side(arrays: Sequence[Array]) -> Array | None:
     return whole
 
 
-def empty_side_by_side(arrays: Sequence[Array]) -> list[Array]:
-    """Room for arrays of these shapes and dtypes; consecutive parts of one array where these are."""
-    xp = array_module(arrays[0])
-    whole = side_by_side(arrays)
-    if whole is None:
-        return [xp.empty(array.shape, array.dtype) for array in arrays]
-    room = xp.empty(whole.shape, whole.dtype)
-    parts = []
-    start = 0
-    for array in arrays:
-        stop = start + array.shape[-1]
-        parts.append(room[..., start:stop])
-        start = stop
-    return parts
-
-
 def address(array: Array) -> int:
     """Where the first element lies, in its device's memory."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr

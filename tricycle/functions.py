@@ -177,8 +177,10 @@ def linear(
             return _few_bits_linear(x, rows, (weights, bias), name, precision)
         matrix = matrix.as_array()
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
-    a, b = kernels.operand(rows, precision), kernels.operand(matrix, precision)
-    y = kernels.matmul(a, b, None if bias is None else bias.array, None, kept, precision)
+    a = kernels.operand(rows, precision)
+    y = kernels.matmul(
+        a, kernels.operand(matrix, precision), None if bias is None else bias.array, None, kept, precision
+    )
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
         dx = dweights = dbias = None
@@ -192,6 +194,7 @@ def linear(
         elif sums:
             dbias = kernels.sum_rows(dy)
         if wanted[0]:
+            b = kernels.operand(matrix, precision)  # again: copies of all matrices are much to keep
             dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(x.shape)
         if wanted[1] and matrix.flags.c_contiguous:
             dweights = kernels.matmul(a.T, dy, None, None, None, precision)

@@ -21,7 +21,7 @@ from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.ops import as_tensor
-from tricycle.recompute import recompute
+from tricycle.recompute import lean, recompute
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Parameter, Tensor
 
@@ -140,10 +140,10 @@ class GPT(BlockStack):
         mask = None if documents is None else self._same_document(tokens, documents)
         x = self.dropout(to_compute_dtype(self._embed(tokens, seen, documents), self.precision))
         for i, block in enumerate(self.blocks):
-            if self.recompute and not caches:
-                x = recompute(block, x, None, mask)
+            if caches:
+                x = block(x, caches[i], mask)
             else:
-                x = block(x, caches[i] if caches else None, mask)
+                x = (recompute if self.recompute else lean)(block, x, None, mask)
         return x
 
     def loss(

@@ -181,9 +181,11 @@ def binary(
     forward: Callable[..., Array],
     left: Callable[..., Array],
     right: Callable[..., Array],
+    looks: bool = True,
 ) -> Callable[..., Tensor]:
     """An elementwise op with broadcasting. `forward(x, y)` gives z; `left(g, x, y, z)` and
-    `right(g, x, y, z)` give the gradients of x and y before un-broadcasting.
+    `right(g, x, y, z)` give the gradients of x and y before un-broadcasting; if neither `looks` at x, y and z, these
+    are not kept.
 
     A plain number is no input of the graph, and the result says so: `x + 4` is named "+ 4".
     """
@@ -206,7 +208,16 @@ def binary(
             z = forward(a, b)
         except ValueError as error:
             raise refusal(name, error, a, b) from None
-        return record(z, (x, y), backward, result_name, None, (a, b, z))
+        if looks:
+            return record(z, (x, y), backward, result_name, None, (a, b, z))
+        return record(z, (x, y), backward_alone, result_name, None, (a.shape, b.shape))
+
+    def backward_alone(
+        grad: Array, wanted: Wanted, x_shape: tuple[int, ...], y_shape: tuple[int, ...]
+    ) -> tuple[Array | None, Array | None]:
+        to_left = unbroadcast(left(grad, None, None, None), x_shape) if wanted[0] else None
+        to_right = unbroadcast(right(grad, None, None, None), y_shape) if wanted[1] else None
+        return to_left, to_right
 
     def backward(grad: Array, wanted: Wanted, x: Array, y: Array, z: Array) -> tuple[Array | None, Array | None]:
         to_left = unbroadcast(left(grad, x, y, z), x.shape) if wanted[0] else None
@@ -258,8 +269,8 @@ def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
     return g * y * x ** xp.where(y == 0, 1, y - 1)
 
 
-add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g)
-subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g)
+add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g, looks=False)
+subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, looks=False)
 multiply = binary("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
 divide = binary(
     "div",

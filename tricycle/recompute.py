@@ -1,7 +1,9 @@
-"""Layers that forget what they computed, and compute it again when the backward pass comes to them.
+"""Layers that forget what they computed: what no gradient needs, or all of it, to compute it again when the backward
+pass comes to them.
 
-Of a stack of layers only what goes from one to the next then stays in memory, and the insides of one layer at a time.
-It costs one more forward pass. Source: Chen et al. 2016, "Training deep nets with sublinear memory cost".
+Of a stack of layers that compute again only what goes from one to the next stays in memory, and the insides of one
+layer at a time. It costs one more forward pass. Source: Chen et al. 2016, "Training deep nets with sublinear memory
+cost".
 """
 
 from __future__ import annotations
@@ -15,7 +17,23 @@ import numpy as np
 from tricycle.devices import Array
 from tricycle.layers import Layer, generators_in
 from tricycle.ops import Wanted, as_tensor
-from tricycle.tensor import Operand, Tensor, gradients_of, no_grad, record, remembering, remembers
+from tricycle.tensor import Operand, Tensor, forget_inside, gradients_of, no_grad, record, remembering, remembers
+
+
+def lean(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
+    """`layer(x, *args, **kwargs)`, of whose insides, in a block of `forgetting`, only what gradients need is kept.
+
+    Layers of others, and such as somebody looks into, keep everything.
+    """
+    x = as_tensor(x)
+    result: Tensor = layer(x, *args, **kwargs)
+    if all(_is_ours(part) for part in layer.layers()):
+        forget_inside(result, x)
+    return result
+
+
+def _is_ours(layer: Layer) -> bool:
+    return type(layer).__module__.startswith("tricycle.") and "forward" not in vars(layer)
 
 
 def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
@@ -33,11 +51,12 @@ def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
     if not remembers(*inputs):
         return layer(x, *args, **kwargs)
     situation = _Situation(layer)
+    array = x.array
     with no_grad():
         result = layer(x, *args, **kwargs)
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
-        again = Tensor(x.array, wanted[0], x.is_batched, x.name)
+        again = Tensor(array, wanted[0], x.is_batched, x.name)
         with situation.again(), remembering():
             second = layer(again, *args, **kwargs)
         return gradients_of(second, grad, [again, *parameters])

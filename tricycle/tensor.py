@@ -86,6 +86,19 @@ def watch_arrays() -> Iterator[None]:
         yield
 
 
+_forgets: ContextVar[bool] = ContextVar("forgets", default=False)
+
+
+@contextmanager
+def forgetting() -> Iterator[None]:
+    """Within this block (and this thread) `forget_inside` lets go of values: nobody will look at them."""
+    token = _forgets.set(True)
+    try:
+        yield
+    finally:
+        _forgets.reset(token)
+
+
 _changing = threading.Lock()
 _n_changes = 0
 
@@ -139,7 +152,7 @@ class Tensor:
         name: str | None = None,
         args: tuple[Tensor, ...] = (),
         backward: Backward | None = None,
-        saved: tuple[Array, ...] = (),
+        saved: tuple[Any, ...] = (),
     ) -> None:
         # an operation on a 0-d array gives a NumPy scalar, which is no array
         self.array: Array = np.asarray(array) if isinstance(array, np.generic) else array
@@ -368,7 +381,7 @@ def record(
     backward: Backward | tuple[BackFn, ...] | None,
     name: str | None,
     is_batched: bool | None = None,
-    saved: tuple[Array, ...] = (),
+    saved: tuple[Any, ...] = (),
 ) -> Tensor:
     """The result of an operation: `array`, with its history where a gradient can flow.
 
@@ -421,7 +434,7 @@ def _watch(node: Tensor) -> None:
     backward, own, own_sum = node._backward, node.array, _checksum(node.array)
     title = node.name or "a result"
 
-    def checked(grad: Array, wanted: Sequence[bool], *saved: Array) -> Sequence[Any]:
+    def checked(grad: Array, wanted: Sequence[bool], *saved: Any) -> Sequence[Any]:
         changed = [_described(tensor) for (tensor, array), before in zip(watched, sums) if _checksum(array) != before]
         if changed or _checksum(own) != own_sum:
             what = changed[0] if changed else "it"
@@ -433,6 +446,40 @@ def _watch(node: Tensor) -> None:
 
 def _checksum(array: Array) -> int:
     return zlib.crc32(devices.to_cpu(array).tobytes())
+
+
+def forget_inside(result: Tensor, start: Tensor) -> None:
+    """In a block of `forgetting`: let go of the values of all that was computed on the way from one Tensor to another.
+
+    Functions that compute gradients keep the arrays that they need, so backward passes give the same; the Tensors on
+    the way are NaN from now on, in their shapes and dtypes. Spared is what a stranger's function was given, for it may
+    look at its `array` only when it is called.
+    """
+    if not _forgets.get():
+        return
+    inside: dict[int, Tensor] = {}
+    spared = {id(start), id(result)}
+    stack = [result]
+    while stack:
+        node = stack.pop()
+        if not _keeps_what_it_needs(node._backward):
+            spared.update(map(id, (node, *node.args)))
+        for arg in node.args:
+            if arg.args and id(arg) not in inside and arg is not start:
+                inside[id(arg)] = arg
+                stack.append(arg)
+    for key, tensor in inside.items():
+        if key not in spared:
+            array = tensor.array
+            tensor.array = array_module(array).broadcast_to(array.dtype.type(np.nan), array.shape)
+
+
+def _keeps_what_it_needs(backward: Backward | None) -> bool:
+    """Whether it is one of ours: they look at no Tensor's array when they are called."""
+    module = getattr(backward, "__module__", None) or ""
+    return (
+        module.startswith("tricycle.") and getattr(backward, "__qualname__", "").split(".")[0] != _separately.__name__
+    )
 
 
 def _separately(back_fns: tuple[BackFn, ...]) -> Backward:

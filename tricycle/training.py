@@ -32,7 +32,7 @@ from tricycle.optimisers import AdamW, Memory, Muon, Optimiser, gradient_norm
 from tricycle.processes import ALONE, Draws, GradientSum, Processes
 from tricycle.scheduler import SCHEDULES
 from tricycle.shards import Shards
-from tricycle.tensor import Tensor, no_grad, topological_order
+from tricycle.tensor import Tensor, forgetting, no_grad, topological_order
 from tricycle.tokeniser import Tokeniser
 
 # How many updates a run is taken to have at least while its number of updates is not known, because it is limited in
@@ -133,7 +133,8 @@ def gradients(
             continue  # a mean over nothing, which would count nothing
         processes.answer()
         share = count / total
-        loss = loss_of(batch, share if scale is None else share * scale)
+        with forgetting():
+            loss = loss_of(batch, share if scale is None else share * scale)
         mean = mean + _value(loss, model, pending)
         if pending is not None and pending.problem:
             break

@@ -6,12 +6,12 @@ Shapes: B batch, T queries, S keys, H heads of queries, K heads of keys and valu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tricycle import kernels
 from tricycle.attention.masks import Mask, additive_mask
-from tricycle.devices import Array, empty_side_by_side, side_by_side
+from tricycle.devices import Array, array_module, side_by_side
 from tricycle.functions import RowSoftmax
 from tricycle.kernels import Scoring
 from tricycle.ops import Op, Wanted, as_tensors, check_device, floating
@@ -91,10 +91,13 @@ class Attention(Op):
         out, attend_backward = self.softmax.attend(q, k, v, scoring, hidden, *parameters, **like_queries)
         args = tensors if scales is None else (*tensors, scales)
 
+        new_grads = _room_like(originals)
+        n_args = len(args)
+
         def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, ...]:
-            grads = _room_for(originals)
+            grads = new_grads()
             dscales = attend_backward(grad, *grads)
-            return (*grads, dscales)[: len(args)]
+            return (*grads, dscales)[:n_args]
 
         return record(out, args, backward, "attention")
 
@@ -148,18 +151,26 @@ def _operands(arrays: Sequence[Array], precision: str) -> list[Array]:
     if whole is None:
         return [kernels.operand(array, precision) for array in arrays]
     converted = kernels.operand(whole, precision)
-    if converted is whole:
-        return list(arrays)
+    return list(arrays) if converted is whole else _parts(converted, [array.shape for array in arrays])
+
+
+def _room_like(arrays: Sequence[Array]) -> Callable[[], list[Array]]:
+    """What makes empty arrays of these shapes and dtypes, side by side where these are. It keeps none of them."""
+    xp = array_module(arrays[0])
+    shapes = [array.shape for array in arrays]
+    dtypes = [array.dtype for array in arrays]
+    if side_by_side([_flat(array) for array in arrays]) is None:
+        return lambda: [xp.empty(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
+    width = sum(shape[2] * shape[3] for shape in shapes)
+    return lambda: _parts(xp.empty((*shapes[0][:2], width), dtypes[0]), shapes)
+
+
+def _parts(whole: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """(B, T, all of H * D) as one (B, T, H, D) after another."""
     parts = []
     start = 0
-    for array in arrays:
-        stop = start + array.shape[2] * array.shape[3]
-        parts.append(converted[..., start:stop].reshape(array.shape))
+    for shape in shapes:
+        stop = start + shape[2] * shape[3]
+        parts.append(whole[..., start:stop].reshape(shape))
         start = stop
     return parts
-
-
-def _room_for(arrays: Sequence[Array]) -> list[Array]:
-    """Empty arrays of these shapes, side by side where these are."""
-    rooms = empty_side_by_side([_flat(array) for array in arrays])
-    return [room.reshape(array.shape) for room, array in zip(rooms, arrays)]
