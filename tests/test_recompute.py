@@ -17,7 +17,7 @@ from tricycle.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.recompute import recompute
-from tricycle.tensor import gradients_of, watch_arrays
+from tricycle.tensor import forget_inside, forgetting, gradients_of, record, topological_order, watch_arrays
 from tricycle.training import gradients, labelled, least_memory, new_state, resume_state, train_step
 
 CONFIG = DebugConfig(vocab_size=97, n_layers=3, dropout=0.3, seed=5)
@@ -64,6 +64,73 @@ def test_gradients_are_the_same_bit_by_bit(changes):
         assert plain[0] == other[0]
         assert same(plain[1], other[1])
     assert results[0][2] == results[1][2]
+
+
+# -------------------------------------------------------------------- what no gradient needs
+def loss_of(model) -> tuple[dict[str, np.ndarray], int]:
+    """Gradients, and how many numbers can be seen on the way to the loss."""
+    model.zero_grad()
+    loss = CrossEntropy()(to_tensor(TOKENS[1], dtype=int), model(to_tensor(TOKENS[0], dtype=int)))
+    n_seen = sum(node.size for node in topological_order(loss) if np.isfinite(node.array).all())
+    loss.backward()
+    return {name: p.grad.array for name, p in model.named_parameters() if p.grad is not None}, n_seen
+
+
+@pytest.mark.filterwarnings("ignore:precision bfloat16")
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_blocks_forget_what_no_gradient_needs(changes):
+    plain, n_seen = loss_of(GPT(replace(CONFIG, **changes)))
+    with forgetting():
+        lean, n_left = loss_of(GPT(replace(CONFIG, **changes)))
+    assert same(plain, lean)
+    assert n_left < 0.7 * n_seen
+
+
+class Late(Layer):
+    """A part of somebody's own, whose gradient looks at arrays only when it is asked for."""
+
+    def forward(self, x):
+        half = x * 0.5
+        square = record(half.array**2, (half,), (lambda grad: grad.array * 2 * half.array,), "square")
+        return record(square.array + 1, (square,), lambda grad, wanted: (grad * (square.array == square.array),), "one")
+
+
+def test_layers_of_others_and_their_functions_are_spared():
+    model = GPT(CONFIG)
+    model.blocks[1].mlp.activation = Late()  # in a block of ours
+    plain, _ = loss_of(model)
+    model.blocks[1].mlp.dropout.generator.bit_generator.state = GPT(CONFIG).generator.bit_generator.state
+    with forgetting():
+        lean, _ = loss_of(model)
+    assert same(plain, lean)
+    assert all(np.isfinite(grad).all() for grad in lean.values())
+
+
+def test_what_a_strangers_function_was_given_is_spared():
+    start = to_tensor([1.0, 2.0])
+    used = start * 3
+    given = used + 1
+    squared = record(given.array**2, (given,), (lambda grad: grad.array * 2 * given.array,), "square")
+    result = squared * 2
+    forget_inside(result, start)
+    assert np.isfinite(used.array).all()  # outside of the block nothing is forgotten
+    with forgetting():
+        forget_inside(result, start)
+    assert np.isnan(used.array).all() and used.shape == (2,)
+    assert all(np.isfinite(tensor.array).all() for tensor in (start, given, squared, result))
+    result.sum().backward()
+    assert np.array_equal(start.grad.array, 2 * 2 * np.array([4.0, 7.0]) * 3)
+
+
+def test_who_looks_into_a_block_sees_it():
+    seen = []
+    model = GPT(CONFIG)
+    block = model.blocks[1]
+    before = block.mlp.forward
+    block.mlp.forward = lambda x: seen.append(x) or before(x)
+    with forgetting():
+        model(to_tensor(TOKENS[0], dtype=int))
+    assert np.isfinite(seen[0].array).all()
 
 
 def test_runs_are_the_same_and_resume(tmp_path):
