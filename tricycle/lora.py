@@ -238,7 +238,9 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
     wide, rows = rows, kernels.operand(rows, precision)
     hidden = kernels.operand(_scaled(_product(rows, down, precision), parts), precision)  # (N, R)
     bias = None if base is None or base.bias is None or low_rank.magnitudes else base.bias.array
-    y = _base_product(wide, rows, base, bias, precision) if base else x.xp.zeros((len(wide), to_size), wide.dtype)
+    y = x.xp.zeros((len(wide), to_size), wide.dtype)
+    if base is not None:
+        y = _base_product(wide, rows, base, bias, precision)
     for part, ranks, up in parts:
         _add(y[:, part.start : part.stop], _product(hidden[:, ranks], up, precision))
 
