@@ -2,6 +2,8 @@
 
     --learn lora                    adapters alone
     --recompute                     both sides compute each block again in the backward pass
+    --weights bfloat16              with LoRA in bfloat16 ours keeps the frozen matrices in these 16 bits, as products
+                                    take them; PyTorch's stay as they are
 
 Forward, loss, backward and AdamW on random tokens, from the same weights: LoRA of rank 16 on all linear layers, and all
 weights, in float32 and bfloat16 (autocast, eager). Each comparison has the two sides in processes of their own, which
@@ -45,7 +47,8 @@ def compare(folder: Path, learn: str, precision: str, sides: list[str], words: a
     """Each side's figures."""
     shape = str(words.batch), str(words.tokens)
     flags = ["recompute"] * words.recompute
-    arguments = str(folder), learn, precision, *shape, *flags
+    weights = words.weights if learn == "lora" and precision == "bfloat16" else "float32"
+    arguments = str(folder), learn, precision, *shape, weights, *flags
     workers = [Worker(side, words.threads, MODULE, side, *arguments) for side in sides]
     times = take_turns(workers, words.steps, words.warmup)
     results = []
@@ -96,6 +99,7 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="of both sides")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
     parser.add_argument("--recompute", action="store_true", help="compute blocks again, both sides")
+    parser.add_argument("--weights", default="float32", help="of ours that are frozen, in bfloat16")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
@@ -114,6 +118,7 @@ def main() -> None:
                 tables[learn] |= {(side, precision): result for side, result in zip(sides, figures)}
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     again = ", blocks computed again" if arguments.recompute else ""
+    again += f", frozen weights {arguments.weights}" if arguments.weights != "float32" else ""
     print(f"{model}, batch {arguments.batch} x {arguments.tokens}, medians of {arguments.steps} steps{again}")
     for learn, results in tables.items():
         print_table(learn, results)

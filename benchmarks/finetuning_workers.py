@@ -33,13 +33,15 @@ def batches(n_vocab: int, n_rows: int, n_tokens: int):
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def tricycle_step(folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool) -> Step:
+def tricycle_step(
+    folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
+) -> Step:
     from tricycle.loss import CrossEntropy
     from tricycle.optimisers import AdamW
     from tricycle.pretrained import load
     from tricycle.training import labelled, train_on_batch
 
-    loaded = load(folder, weights=os.environ.get("W", "float32"))
+    loaded = load(folder, weights=weights)
     model = loaded.model
     model.use_precision(precision)
     model.recompute = recompute
@@ -57,8 +59,11 @@ def tricycle_step(folder: Path, what: str, precision: str, shape: tuple[int, int
     return lambda: train_on_batch(model, optimiser, loss_of, next(data))
 
 
-def torch_step(folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool) -> Step:
+def torch_step(
+    folder: Path, what: str, precision: str, shape: tuple[int, int], recompute: bool, weights: str = "float32"
+) -> Step:
     """`transformers` and `peft`, eagerly, as their guides have it: autocast for bfloat16, a fused AdamW."""
+    assert weights == "float32" or what == "lora"  # which ours alone can have
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -95,12 +100,13 @@ STEPS: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": tor
 
 
 def main() -> None:
-    side, folder, what, precision, n_rows, n_tokens, *flags = sys.argv[1:]
+    side, folder, what, precision, n_rows, n_tokens, weights, *flags = sys.argv[1:]
     if side == "tricycle":  # as our programs do
         from tricycle_accelerators.host import tune_host
 
         tune_host()
-    step = STEPS[side](Path(folder), what, precision, (int(n_rows), int(n_tokens)), "recompute" in flags)
+    arguments = Path(folder), what, precision, (int(n_rows), int(n_tokens)), "recompute" in flags
+    step = STEPS[side](*arguments, weights)
     losses = []
 
     def timed() -> float:
