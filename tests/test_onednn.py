@@ -224,6 +224,7 @@ def test_numpys_versions_agree_where_onednn_is_used():
     offered = registered_by(cpu.register)
     for name, arguments in calls.items():
         results = [version(*arguments) for version in offered[name]]
+        results = [result for result in results if result is not NotImplemented]
         assert len(results) == 2
         results = [found if isinstance(found, tuple) else (found,) for found in results]
         for first, second in zip(*results):

@@ -208,20 +208,14 @@ def binary(
             z = forward(a, b)
         except ValueError as error:
             raise refusal(name, error, a, b) from None
-        if looks:
-            return record(z, (x, y), backward, result_name, None, (a, b, z))
-        return record(z, (x, y), backward_alone, result_name, None, (a.shape, b.shape))
+        values = (a, b, z) if looks else (None, None, None)
+        return record(z, (x, y), backward, result_name, None, (a.shape, b.shape, *values))
 
-    def backward_alone(
-        grad: Array, wanted: Wanted, x_shape: tuple[int, ...], y_shape: tuple[int, ...]
+    def backward(
+        grad: Array, wanted: Wanted, x_shape: tuple[int, ...], y_shape: tuple[int, ...], x: Any, y: Any, z: Any
     ) -> tuple[Array | None, Array | None]:
-        to_left = unbroadcast(left(grad, None, None, None), x_shape) if wanted[0] else None
-        to_right = unbroadcast(right(grad, None, None, None), y_shape) if wanted[1] else None
-        return to_left, to_right
-
-    def backward(grad: Array, wanted: Wanted, x: Array, y: Array, z: Array) -> tuple[Array | None, Array | None]:
-        to_left = unbroadcast(left(grad, x, y, z), x.shape) if wanted[0] else None
-        to_right = unbroadcast(right(grad, x, y, z), y.shape) if wanted[1] else None
+        to_left = unbroadcast(left(grad, x, y, z), x_shape) if wanted[0] else None
+        to_right = unbroadcast(right(grad, x, y, z), y_shape) if wanted[1] else None
         return to_left, to_right
 
     result_name = "b" + name

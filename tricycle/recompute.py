@@ -50,7 +50,7 @@ def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
     inputs = (x, *parameters)
     if not remembers(*inputs):
         return layer(x, *args, **kwargs)
-    situation = _Situation(layer)
+    situation = Situation(layer)
     array = x.array
     with no_grad():
         result = layer(x, *args, **kwargs)
@@ -64,7 +64,7 @@ def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
     return record(result.array, inputs, backward, "recompute", result.is_batched)
 
 
-class _Situation:
+class Situation:
     """What a layer's result depends on beside its inputs and parameters, as it is now."""
 
     def __init__(self, layer: Layer) -> None:

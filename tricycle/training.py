@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, LOGITS_AT_ONCE, least_numbers
 from tricycle.optimisers import AdamW, Memory, Muon, Optimiser, gradient_norm
 from tricycle.processes import ALONE, Draws, GradientSum, Processes
+from tricycle.recompute import Situation
 from tricycle.scheduler import SCHEDULES
 from tricycle.shards import Shards
 from tricycle.tensor import Tensor, forgetting, no_grad, topological_order
@@ -133,9 +135,10 @@ def gradients(
             continue  # a mean over nothing, which would count nothing
         processes.answer()
         share = count / total
+        compute = partial(loss_of, batch, share if scale is None else share * scale)
         with forgetting():
-            loss = loss_of(batch, share if scale is None else share * scale)
-        mean = mean + _value(loss, model, pending)
+            loss = compute()
+        mean = mean + _value(loss, compute, model, pending)
         if pending is not None and pending.problem:
             break
         is_last = index == len(batches) - 1
@@ -178,8 +181,11 @@ def _counts(batches: Sequence[Any], n_labels: Sequence[Any] | None, may_be_none:
     return [_number(count) for count in n_labels]
 
 
-def _value(loss: Tensor, model: Layer, pending: GradientSum | None) -> Any:
+def _value(loss: Tensor, compute: Callable[[], Tensor], model: Layer, pending: GradientSum | None) -> Any:
     """A loss as a number; on a GPU as it is.
+
+    Args:
+        compute: computes it again.
 
     Raises:
         NonFiniteError: it is NaN or infinite. With several processes that is noted, for all to raise it together.
@@ -188,7 +194,7 @@ def _value(loss: Tensor, model: Layer, pending: GradientSum | None) -> Any:
         return loss.array
     value = float(loss)
     if not math.isfinite(value):
-        problem = f"the loss is {value}; the first bad tensor is {_first_bad(loss, model)}"
+        problem = f"the loss is {value}; the first bad tensor is {_first_bad(compute, model)}"
         model.zero_grad()
         if pending is None:
             raise NonFiniteError(problem)
@@ -196,12 +202,16 @@ def _value(loss: Tensor, model: Layer, pending: GradientSum | None) -> Any:
     return value
 
 
-def _first_bad(loss: Tensor, model: Layer) -> str:
-    """The name of the first Tensor, in the order of computation, that is not finite."""
+def _first_bad(compute: Callable[[], Tensor], model: Layer) -> str:
+    """The name of the first Tensor, in the order of computation, that is not finite. The loss is computed again, for
+    blocks have forgotten; dropout draws other masks, and nobody else notices.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         if not _all_finite(parameter):
             return f"the parameter {name}"
+    with Situation(model).again():
+        loss = compute()
     for place, tensor in enumerate(topological_order(loss)):
         if not _all_finite(tensor):
             users = [names[id(arg)] for arg in tensor.args if id(arg) in names]
