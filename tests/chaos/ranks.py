@@ -31,8 +31,8 @@ from safetensors.numpy import load_file
 from benchmarks.ranks import SETTINGS, mpiexec
 from tricycle_cli.run import read_metrics
 
-from .kills import MARKS, PHASES, SIGNALS, Profile, Trial, Watched, random_moment, table
-from .runs import Bench, Case, Outcome, differences, finish
+from .kills import MARKS, SIGNALS, Profile, Trial, Watched, random_moment, table
+from .runs import PHASES, Bench, Case, Outcome, differences, finish
 
 LIMIT = 10.0  # seconds in which all are to end
 ROUNDING = 1e-3  # of weights and moments, after a few updates in another order of sums
@@ -66,7 +66,7 @@ class WatchedRanks(Watched):
         reading = os.open(marks, os.O_RDONLY | os.O_NONBLOCK)
         self._writing = os.open(marks, os.O_WRONLY)  # until the end there is somebody who may write
         os.set_blocking(reading, True)
-        lines = [f"mark(handle, f'{{rank}}:{name}', {place!r})\n" for name, place in PHASES.items()]
+        lines = [f"mark(handle, f'{{rank}}:{name}', {place!r})\n" for name, place in case.phases.items()]
         whole = PRELUDE.format(marks=str(marks)) + MARKS + "".join(lines) + prelude
         self.process = case.start(words, whole, env={**case.environment(), **SETTINGS, **settings})
         self.started = time.monotonic()
