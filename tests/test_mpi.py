@@ -220,7 +220,14 @@ def weights(folder):
 
 
 @needs_mpi
-@pytest.mark.parametrize("flags", [[], ["--shard-optimiser"], ["--shard-optimiser", "--optimiser", "muon"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        pytest.param(["--shard-optimiser"], marks=pytest.mark.slow),
+        ["--shard-optimiser", "--optimiser", "muon"],
+    ],
+)
 def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
     name = "-".join(flags).replace("--", "") or "plain"
     status, said = train(bench, 2, name, *flags)
@@ -319,7 +326,7 @@ training.labelled = labelled
 
 
 @needs_mpi
-@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.slow), "rollback"])
 def test_nan_in_one_rank(bench, policy):
     status, said = train(bench, 2, f"nan-{policy}", "--on-nan", policy, prelude=NAN)
     assert "step 6: rank 1: the loss is nan; the first bad tensor is" in said
