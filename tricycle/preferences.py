@@ -76,31 +76,34 @@ class PairDataset(PackedDataset):
                 rows = range(first, min(first + size, self.n_items))
                 batch = self.together(rows)
                 hidden = model.hidden(model.place(batch.tokens))
-                values = to_cpu(log_probabilities(model, hidden, model.place(batch.labels)))
+                values = to_cpu(log_probabilities(model, hidden, batch.labels))
                 self.reference[list(rows)] = values.reshape(2, -1).T
 
 
-def log_probabilities(model: GPT, hidden: Tensor, labels: Tensor) -> Array:
+def log_probabilities(model: GPT, hidden: Tensor, labels: np.ndarray) -> Array:
     """Of each row the logarithm of the probability of all its labels together, without gradients.
 
     Args:
         hidden: (B, T, C), as of `GPT.hidden`.
-        labels: (B, T); `IGNORED` where a token does not count.
+        labels: (B, T), in host memory; `IGNORED` where a token does not count.
 
     Returns:
         (B,). No more than `LOGITS_AT_ONCE` logits exist at a time.
     """
     xp = array_module(hidden.array)
-    n_rows = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
-    totals = xp.zeros(len(labels.array), np.float32)
+    at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    totals = xp.zeros(len(labels), np.float32)
+    rows, places = np.nonzero(labels != IGNORED)
+    ids = xp.asarray(labels[rows, places])
     with no_grad():
-        for row in range(len(labels.array)):
-            ids = labels.array[row]
-            places = xp.flatnonzero(ids != IGNORED)
-            for start in range(0, len(places), n_rows):
-                some = places[start : start + n_rows]
-                logits = model.logits(Tensor(hidden.array[row][some], False)).array
-                totals[row] -= kernels.cross_entropy(logits, ids[some], xp.ones(len(some), np.float32))
+        for start in range(0, len(rows), at_once):
+            some = rows[start : start + at_once]
+            states = hidden.array[xp.asarray(some), xp.asarray(places[start : start + at_once])]
+            logits = model.logits(Tensor(states, False)).array
+            for row in np.unique(some).tolist():  # whose logits stand together
+                first, end = np.searchsorted(some, (row, row + 1)).tolist()
+                own = ids[start + first : start + end]
+                totals[row] -= kernels.cross_entropy(logits[first:end], own, xp.ones(end - first, np.float32))
     return totals
 
 
@@ -111,7 +114,7 @@ def margins_of(model: GPT, hidden: Tensor, batch: PairBatch, beta: float) -> Arr
     Args:
         hidden: (2 P, T, C), as of `GPT.hidden`.
     """
-    gained = log_probabilities(model, hidden, model.place(batch.labels))
+    gained = log_probabilities(model, hidden, batch.labels)
     gained -= array_module(gained).asarray(batch.reference)
     return beta * (gained[: batch.n_labels] - gained[batch.n_labels :])
 
