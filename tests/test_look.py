@@ -234,6 +234,34 @@ def test_alignment_of_encoder_decoders(kind: str) -> None:
     else:
         assert reading.token(2)["rivals"][0]["id"] == logs[2].argmax()
     json.dumps(whole(subject, reading), allow_nan=False)
+    flat = subject.read(reading.ids, Changes(temperature=1000.0))
+    np.testing.assert_allclose(flat.sites[-1].look()[1], 1 / len(reading.sources), rtol=0.02)
+    other = subject.read(reading.ids, Changes(softmax="softmax1"))
+    assert (other.sites[-1].look()[1].sum(axis=-1) < 0.999).all()
+    again = subject.read(reading.ids, Changes())
+    np.testing.assert_array_equal(again.predictions.log_p, reading.predictions.log_p)
+
+
+def test_parts_that_a_recurrent_model_has_not() -> None:
+    subject = translator_of(translators()["additive, after"])
+    ids = subject.ids_of("the cat => and")
+    for changes in (Changes(heads=(("attention", 0),)), Changes(softmax="blocks")):
+        with pytest.raises(ValueError, match="changes: expected a"):
+            subject.read(ids, changes)
+
+
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_weights_of_few_bits(weights: str) -> None:
+    pytest.importorskip("ml_dtypes")
+    model = lively(CONFIG).eval()
+    model.quantise(weights)
+    model.use_precision("bfloat16" if weights == "bfloat16" else "float32")
+    subject = Stack(model, TOKENISER, "small")
+    reading = read(subject)
+    json.dumps(whole(subject, reading), allow_nan=False)
+    other = subject.read(reading.ids, Changes(off=("blocks.2.mlp",)), reading)
+    anew = subject.read(reading.ids, Changes(off=("blocks.2.mlp",)))
+    np.testing.assert_allclose(other.predictions.log_p[:-1], anew.predictions.log_p[:-1], atol=0.1)
 
 
 def test_a_target_of_the_models_own() -> None:
@@ -363,6 +391,14 @@ def test_a_page_and_its_questions(server: LookServer) -> None:
     assert changed["predictions"]["logP"] != view["predictions"]["logP"]
     _, again = ask(server, "view", ids=view["ids"])
     assert again == view
+
+
+def test_the_text_is_read_before_the_page_asks(server: LookServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.desk.prepare()
+    monkeypatch.setattr(server.desk.subjects[0], "read", None)
+    assert ask(server, "view", text=TEXT)[1]["reading"] == 1
+    server.desk.text = ""
+    server.desk.prepare()
 
 
 def test_who_does_not_know_the_address_gets_nothing(server: LookServer) -> None:

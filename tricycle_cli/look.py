@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import threading
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ def serve(desk: Desk | Picture, port: int, browser: bool) -> None:
     """Answer a browser of this machine until Ctrl-C."""
     server = LookServer(desk, port)
     print(f"{server.address}\nfor browsers of this machine alone; Ctrl-C ends it", flush=True)
+    threading.Thread(target=desk.prepare, daemon=True).start()
     if browser and not webbrowser.open(server.address):
         print("no browser was found: open the address", file=sys.stderr)
     try:

@@ -7,6 +7,7 @@ under another host's name (as a page elsewhere could make a browser do), gets no
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import json
@@ -64,6 +65,12 @@ class Desk:
         about = [{"about": subject.about()} for subject in self.subjects]
         title = " and ".join(subject.title for subject in self.subjects)
         return page("look", title, {"served": True, "text": self.text, "sides": about}, served=True)
+
+    def prepare(self) -> None:
+        """Read the text already, while the browser is being opened."""
+        for side in range(len(self.subjects)):
+            with contextlib.suppress(ValueError):  # the page will ask, too, and be told
+                self.answer("view", {"side": side, "text": self.text})
 
     def answer(self, question: str, fields: Any) -> Any:
         """What JSON can hold.
@@ -171,6 +178,9 @@ class Picture:
     def page(self) -> str:
         """What a browser gets."""
         return self.content
+
+    def prepare(self) -> None:
+        """It is there already."""
 
     def answer(self, question: str, fields: Any) -> Any:
         """There is none."""

@@ -18,11 +18,12 @@ from tricycle.functions import linear
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Tensor, no_grad
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.reading import Predictions, Reading, Site, summed_up
 from tricycle_lab.probe import Probe
-from tricycle_lab.taps import attention_of, tap
+from tricycle_lab.taps import Exchange, attention_of, tap
 
 MOST_TOKENS = 1024  # of which a page can show the maps
 
@@ -202,8 +203,14 @@ class Watch:
 
     def _keep(self, name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
         if not self.stream:
-            self.stream["embedding"] = to_cpu(x.array)[0]
-        self.stream[name] = to_cpu(out.array)[0]
+            self.stream["embedding"] = _numbers(x)
+        self.stream[name] = _numbers(out)
+
+
+def _numbers(x: Tensor) -> np.ndarray:
+    """(1, T, C) as (T, C) in host memory, of 32 bits or more."""
+    array = to_cpu(x.array)[0]
+    return array.astype(np.float32) if array.dtype.itemsize < 4 else array
 
 
 # -------------------------------------------------------------------- one stack of blocks
@@ -316,13 +323,16 @@ class Translator(Subject):
     def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
         model = self.model
         source, target = np.array([self.source]), np.array([list(ids)])
-        with model.evaluating(), Watch(model, self.sites, self.layer_names) as watch, Probe(model, "") as probe:
-            changes.make(probe)
-            rows: list[tuple[np.ndarray, np.ndarray]] = []
-            with ExitStack() as stack:
-                if isinstance(model, Seq2SeqAttention):
-                    stack.callback(tap(model.attention.softmax, "listeners", partial(_keep_row, rows)))
-                logits = model.decode(target, model.start(source, [len(self.source)])).array[0]
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
+        with ExitStack() as stack:
+            stack.enter_context(model.evaluating())
+            watch = stack.enter_context(Watch(model, self.sites, self.layer_names))
+            if isinstance(model, Seq2SeqAttention):
+                stack.callback(tap(model.attention.softmax, "listeners", partial(_keep_row, rows)))
+                stack.callback(tap(model.attention.softmax, "exchanges", weighing_rows(changes)))
+            else:
+                changes.make(stack.enter_context(Probe(model, "")))
+            logits = model.decode(target, model.start(source, [len(self.source)])).array[0]
             if isinstance(model, Seq2SeqAttention):
                 scores, weights = (np.concatenate([row[i] for row in rows])[None] for i in (0, 1))
                 watch.sites["attention"].looked = lambda: (scores, weights)
@@ -336,6 +346,24 @@ class Translator(Subject):
         reading.said = None if reading.stream else numbers
         reading.predictions = Predictions(*summed_up(numbers.copy(), following))
         return reading
+
+
+def weighing_rows(changes: Changes) -> Exchange:
+    """What lets a recurrent model's attention weigh keys as changes ask.
+
+    Raises:
+        ValueError: changes of parts that it has not, or a softmax that learns scales.
+    """
+    if changes.off or changes.heads:
+        raise ValueError("changes: expected a model with blocks, to switch parts of it off")
+    if changes.softmax == "blocks":
+        raise ValueError("changes: expected a softmax without scales of its own, got blocks")
+    other = None if changes.softmax is None else new_softmax(changes.softmax)
+
+    def exchange(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        return (op if other is None else other), (args[0] * (1 / changes.temperature), *args[1:])
+
+    return exchange
 
 
 def _keep_row(rows: list[Any], op: Any, out: Tensor, scores: Tensor) -> None:
