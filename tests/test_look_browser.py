@@ -157,6 +157,7 @@ def test_a_head_a_layer_a_softmax_and_a_temperature(browser: Browser, server: Lo
     for place in range(4):
         browser.driver.find_elements("css selector", "fieldset input[type=checkbox]")[place].click()
         assert changed(browser)
+        assert browser.run("return document.activeElement.type") == "checkbox"  # the focus stays where it was
         assert browser.run("return document.querySelector('.side select').value") == "change"
         browser.driver.find_elements("css selector", "fieldset input[type=checkbox]")[place].click()
         browser.until(f"return (() => {{ {STATUS} }})() === {plain!r}")

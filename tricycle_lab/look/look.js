@@ -66,8 +66,11 @@ class Side {
     if (this.changed && this.before?.predictions) this.shade = this.shadeBox.value = "change";
     else if (this.shade === "change") this.shade = this.shadeBox.value = "surprise";
     if (!view.predictions && this.shade === "surprise") this.shade = this.shadeBox.value = "attention";
-    this.showTokens();
-    this.showHeads();
+    // what stays as it is keeps the focus of who uses the keyboard
+    if (same) this.markToken();
+    else this.showTokens();
+    if (this.headElements) this.shadeHeads();
+    else this.showHeads();
   }
 
   /** What takes longer, some layers at a time, so that a change need not wait for it. */
@@ -611,7 +614,7 @@ async function start() {
   $("undo").onclick = () => {
     $("softmax").value = "";
     $("temperature").value = 1;
-    for (const side of sides) side.off.clear(), side.headsOff.clear(), side.view && side.showHeads();
+    for (const side of sides) side.off.clear(), side.headsOff.clear(), side.view && side.showSwitches();
     changeAll();
   };
   matchMedia("(prefers-color-scheme: dark)").onchange = () => {
