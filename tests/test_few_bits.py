@@ -3,7 +3,10 @@
 import copy
 import itertools
 import math
+import os
 import pickle
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -152,6 +155,33 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
         rounded = {2: 2**-7}.get(dtype.itemsize, 1e-4)
         assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)
     threads._helpers.cache_clear()
+
+
+WITH_THREADS = """
+import numpy as np
+from tricycle import kernels
+from tricycle.kernels import FewBits
+rng = np.random.default_rng(0)
+for kind in ("int8", "bfloat16"):
+    for shape in ((64, 96), (128, 96), (100, 33), (96, 200)):
+        matrix = FewBits.of(rng.standard_normal(shape).astype(np.float32), kind, turned=True)
+        for n_rows in (1, 40):
+            x = np.asfortranarray(rng.standard_normal((n_rows, shape[0])).astype(np.float32))
+            for _ in range(20):
+                product = kernels.few_bits_matmul(x, matrix)
+            expected = kernels.few_bits_matmul.plain(x, matrix)
+            assert np.linalg.norm(product - expected) <= 1e-4 * np.linalg.norm(expected), (kind, shape, n_rows)
+print("all equal")
+"""
+
+
+@USABLE
+@pytest.mark.parametrize("n_threads", ["3", "4", "7"])
+def test_a_process_with_several_threads(n_threads):
+    """The layout that oneDNN likes best depends on their number: one that is asked for twice must be the same twice."""
+    settings = {**os.environ, "OMP_NUM_THREADS": n_threads, "TRICYCLE_NUM_THREADS": n_threads}
+    done = subprocess.run([sys.executable, "-c", WITH_THREADS], capture_output=True, text=True, env=settings)
+    assert (done.returncode, done.stdout) == (0, "all equal\n"), done.stderr[-2000:]
 
 
 @USABLE

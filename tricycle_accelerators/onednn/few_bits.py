@@ -123,7 +123,7 @@ def _bytes(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> np.ndarray:
     """
     np.multiply(x, LARGEST / largest, out=out)
     out += OFFSET
-    return out.astype("<u2").view(np.uint8).reshape(*x.shape, 2).transpose(2, 0, 1)
+    return out.astype("<u2", order="C").view(np.uint8).reshape(*x.shape, 2).transpose(2, 0, 1)
 
 
 def _few_by_int8(numbers: np.ndarray, largest: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray:

@@ -253,11 +253,24 @@ def _descriptor(layout: Layout) -> c_void_p:
 
 def _laid_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
     """Of a matrix (K, M) in the layout that its products want, which is the same for any number of rows."""
+    return _made("dnnl_memory_desc_clone", _best_layout(shape, size))
+
+
+@cache
+def _best_layout(shape: tuple[int, ...], size: int) -> c_void_p:
+    """Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another answer
+    later would be another size of memory.
+    """
     n_inner, n_columns = shape
-    rows = _descriptor(((1, n_inner), (n_inner * size, size), size))
-    result = _descriptor(((1, n_columns), (4 * n_columns, 4), 4))
-    anyhow = _made("dnnl_memory_desc_create_with_tag", 2, (c_int64 * 2)(*shape), KINDS[size], ANY_LAYOUT)
-    description = _made("dnnl_matmul_primitive_desc_create", _engine(), rows, anyhow, None, result, None)
+    held = _library().held
+    held.omp_set_num_threads(threads.n_threads())
+    try:
+        rows = _descriptor(((1, n_inner), (n_inner * size, size), size))
+        result = _descriptor(((1, n_columns), (4 * n_columns, 4), 4))
+        anyhow = _made("dnnl_memory_desc_create_with_tag", 2, (c_int64 * 2)(*shape), KINDS[size], ANY_LAYOUT)
+        description = _made("dnnl_matmul_primitive_desc_create", _engine(), rows, anyhow, None, result, None)
+    finally:
+        held.omp_set_num_threads(1)
     borrowed = _library().free.dnnl_primitive_desc_query_md(description, WEIGHTS_LAYOUT, 0)
     laid = _made("dnnl_memory_desc_clone", borrowed)
     for descriptor in (rows, result, anyhow):
