@@ -258,8 +258,8 @@ def _laid_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
 
 @cache
 def _best_layout(shape: tuple[int, ...], size: int) -> c_void_p:
-    """Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another answer
-    later would be another size of memory.
+    """Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another
+    answer later would be another size of memory.
     """
     n_inner, n_columns = shape
     held = _library().held
