@@ -1,0 +1,144 @@
+"""Functions of the standard library, and the first sentence of what their authors say about them.
+
+Held out are whole modules, with all that stands in their folder, so that no helper or sister of a held-out function is
+learnt; and of these no function whose line, or code, stands in a module of another part.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import sysconfig
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from tricycle_datasets.python_code import SKIPPED_FOLDERS
+
+CODE = 60, 700  # characters of a function, at least and at most
+LINE = 12, 100  # characters of what is said about it
+PARTS = {0: "test", 1: "validation"}  # of the numbers of modules modulo 10
+ASK = "What does this Python function do? Answer in one line.\n\n"
+
+
+class Function(NamedTuple):
+    """
+    Attributes:
+        module: the file or folder of the library that it is from, without underscores in front.
+        code: without its docstring. line: the docstring's first sentence.
+    """
+
+    module: str
+    name: str
+    code: str
+    line: str
+
+    @property
+    def question(self) -> str:
+        return f"{ASK}{self.code}"
+
+
+@cache
+def functions() -> dict[str, list[Function]]:
+    """ "train", "validation" and "test", in an order that has nothing to do with the alphabet.
+
+    Raises:
+        ValueError: this Python has no source files.
+    """
+    parts: dict[str, list[Function]] = {"train": [], "validation": [], "test": []}
+    for one in sorted(library(), key=lambda one: hashlib.sha256("\n".join(one).encode()).digest()):
+        parts[part_of(one.module)].append(one)
+    if not all(parts.values()):
+        raise ValueError("functions: expected the standard library's .py files, found too few of them")
+    seen: set[str] = set()
+    for name in ("train", "validation", "test"):
+        kept = []
+        for one in parts[name]:
+            if one.line.lower() not in seen and one.code not in seen:
+                kept.append(one)
+        seen |= {text for one in kept for text in (one.line.lower(), one.code)}
+        parts[name] = kept
+    return parts
+
+
+def part_of(module: str) -> str:
+    return PARTS.get(int(hashlib.sha256(module.encode()).hexdigest(), 16) % 10, "train")
+
+
+def library() -> Iterator[Function]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        place = path.relative_to(root)
+        if SKIPPED_FOLDERS & set(place.parts):
+            continue
+        module = place.parts[0].removesuffix(".py").strip("_").removeprefix("py")  # _pydecimal is decimal
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about escapes in strings
+                text = path.read_text(encoding="utf-8")
+                tree = ast.parse(text)
+        except (SyntaxError, ValueError):
+            continue
+        yield from functions_in(tree, text.split("\n"), module)
+
+
+def functions_in(tree: ast.AST, lines: list[str], module: str) -> Iterator[Function]:
+    """Those of a fitting size that do something and say what."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
+            continue
+        said = summary(ast.get_docstring(node) or "")
+        doc = node.body[0]
+        if not LINE[0] <= len(said) <= LINE[1] or " " not in said or not isinstance(doc, ast.Expr):
+            continue
+        if node.body[1].lineno <= (doc.end_lineno or 0):
+            continue
+        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        kept = lines[first - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
+        code = unindented(kept)
+        if CODE[0] <= len(code) <= CODE[1] and said not in code:
+            yield Function(module, node.name, code, said)
+
+
+def summary(docstring: str) -> str:
+    """The first sentence of the first paragraph, on one line."""
+    paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)[0]
+
+
+def unindented(lines: list[str]) -> str:
+    filled = [line.expandtabs(4) for line in lines if line.strip()]
+    least = min(len(line) - len(line.lstrip()) for line in filled)
+    return "\n".join(line[least:].rstrip() for line in filled)
+
+
+# -------------------------------------------------------------------- how good an answer is
+def first_line(text: str) -> str:
+    """What counts of an answer: its first line with something on it, without quotation marks around it."""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return lines[0].strip("\"'`# ") if lines else ""
+
+
+def words_of(line: str) -> Counter[str]:
+    return Counter(re.findall(r"[a-z0-9]+", line.lower()))
+
+
+def overlap(answer: str, wanted: str) -> float:
+    """How many words two lines have in common: 2 x common / all of both (F1; Lin 2004, ROUGE-1)."""
+    ours, theirs = words_of(answer), words_of(wanted)
+    n_all = ours.total() + theirs.total()
+    return 2 * (ours & theirs).total() / n_all if n_all else 0.0
+
+
+def same(answer: str, wanted: str) -> bool:
+    """Whether they are the same words in the same order."""
+    return re.findall(r"[a-z0-9]+", answer.lower()) == re.findall(r"[a-z0-9]+", wanted.lower())
+
+
+def name_as_answer(function: Function) -> str:
+    """What needs no model: the words of a function's name."""
+    return " ".join(re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", function.name))

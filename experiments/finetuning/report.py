@@ -1,0 +1,139 @@
+"""What came out, as Markdown tables and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.finetuning.study import OWN_ANSWERS
+from experiments.finetuning.tasks import TASKS
+from experiments.tables import cell, markdown
+from tricycle_lab.plot import COLOURS, save_figure
+
+Results = dict[str, Any]
+WAYS = {"before": "before", "lora": "LoRA", "all": "all weights"}
+SCORES = {  # what the table shows of a task, in percent
+    "sums": ("right", "to the letter", "new steps", "told otherwise"),
+    "docstrings": ("overlap", "the same"),
+    "voice": ("copied",),
+}
+TEXTS = (*TASKS, "captions", "reviews", OWN_ANSWERS)
+
+
+def of(results: Results, task: str, way: str) -> list[Results]:
+    """What was found of a task: before, or after a method with each seed."""
+    if way == "before":
+        return [results["before"]]
+    return [run for run in results["runs"] if (run["task"], run["method"]) == (task, way)]
+
+
+def pairs(results: Results) -> list[tuple[str, str]]:
+    """The tasks and ways that there are, before first."""
+    return [
+        (task, way)
+        for task in TASKS
+        for way in WAYS
+        if of(results, task, way) and any(run["task"] == task for run in results["runs"])
+    ]
+
+
+# -------------------------------------------------------------------- tables
+def main_table(results: Results) -> str:
+    """Of each task what is held out, before and after, and what it took."""
+    rows = []
+    for task, way in pairs(results):
+        mine = of(results, task, way)
+        row = [f"{TASKS[task].title}, {WAYS[way]}", cell([run["bits"][task] for run in mine], 3)]
+        scores = [f"{name} {cell([run['scores'][task][name] for run in mine], 1, 100)}" for name in SCORES[task]]
+        row.append(", ".join(scores))
+        row += ["", ""] if way == "before" else times(mine)
+        rows.append(row)
+    return markdown(["", "held out, bits a byte", "answers, %", "updates", "minutes"], rows)
+
+
+def times(runs: list[Results]) -> list[str]:
+    """Updates, and minutes of the whole command by the clock."""
+    updates = sorted({run["updates"] for run in runs})
+    return ["-".join(map(str, updates)), cell([run["seconds"] / 60 for run in runs], 1)]
+
+
+def forgotten_table(results: Results) -> str:
+    """Bits a byte of every text, before and after each training."""
+    rows = []
+    rows.append(["before", *(cell(results["before"]["bits"][text], 3) for text in TEXTS)])
+    for task, way in pairs(results):
+        if way != "before":
+            mine = of(results, task, way)
+            cells = [cell([run["bits"][text] for run in mine], 3) for text in TEXTS]
+            cells = [f"*{value}*" if text == task else value for text, value in zip(TEXTS, cells)]
+            rows.append([f"{TASKS[task].title}, {WAYS[way]}", *cells])
+    return markdown(["", *(TASKS[text].title if text in TASKS else text for text in TEXTS)], rows)
+
+
+def tables(results: Results) -> dict[str, str]:
+    return {
+        "What is held out, before and after": main_table(results),
+        "Bits a byte of other texts (in italics: what was learnt)": forgotten_table(results),
+    }
+
+
+# -------------------------------------------------------------------- the picture
+def plot(results: Results, path: Path) -> None:
+    """Held-out bits a byte of each task; and by how much other texts have become harder."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(3, 2, 5))
+    tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
+    for number, (way, label) in enumerate(WAYS.items()):
+        there = [(place, task) for place, task in enumerate(tasks) if of(results, task, way)]
+        found = [[run["bits"][task] for run in of(results, task, way)] for _, task in there]
+        bars(left, [place for place, _ in there], found, number, label)
+    left.set_xticks(range(len(tasks)), [TASKS[task].title.replace(" ", "\n", 1) for task in tasks])
+    left.set(ylabel="bits a byte", title="what is held out")
+    if "sums" in tasks:
+        names = SCORES["sums"][:1] + SCORES["sums"][2:]
+        for number, way in enumerate(WAYS):
+            mine = of(results, "sums", way)
+            found = [[100 * run["scores"]["sums"][name] for run in mine] for name in names]
+            bars(middle, list(range(len(names))), found if mine else [], number)
+        middle.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
+    middle.set(ylabel="%", title="sums that are right", ylim=(0, 100))
+    harder(right, results)
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.25, axis="y")
+        axes.set_axisbelow(True)
+    figure.legend(frameon=False, loc="outside lower left", ncols=3)
+    save_figure(figure, path, 110)
+
+
+def bars(axes: Any, places: list[int], found: list[list[float]], number: int, label: str | None = None) -> None:
+    """A bar of the mean for each place, with a point for each seed where there are several."""
+    for place, values in zip(places, found):
+        x = place + 0.27 * (number - 1)
+        axes.bar(x, np.mean(values), 0.25, color=COLOURS[number], label=label)
+        label = None
+        if len(values) > 1:
+            axes.plot(np.full(len(values), x), values, "o", color="black", markersize=3)
+
+
+def harder(axes: Any, results: Results) -> None:
+    """By how much a text takes more bits than before, in percent: what was forgotten."""
+    ways = [(task, way) for task, way in pairs(results) if way != "before"]
+    markers = dict(zip(TASKS, "os^"))
+    for number, (task, way) in enumerate(ways):
+        shown = [(place, text) for place, text in enumerate(TEXTS) if text != task]
+        before = results["before"]["bits"]
+        mine = of(results, task, way)
+        after = {text: np.mean([run["bits"][text] for run in mine]) for _, text in shown}
+        found = [100 * (after[text] / before[text] - 1) for _, text in shown]
+        x = [place + 0.1 * (number - (len(ways) - 1) / 2) for place, _ in shown]
+        colour = COLOURS[list(WAYS).index(way)]
+        axes.plot(x, found, markers[task], color=colour, markersize=7, label=f"after {TASKS[task].title}, {WAYS[way]}")
+    axes.axhline(0, color="black", linewidth=0.8)
+    names = [TASKS[text].title if text in TASKS else text for text in TEXTS]
+    axes.set_xticks(range(len(TEXTS)), [name.replace(" ", "\n", 1) for name in names])
+    axes.set(ylabel="more bits than before, %", title="what was forgotten")
+    axes.legend(frameon=False, fontsize=8)

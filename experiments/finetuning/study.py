@@ -1,0 +1,325 @@
+"""Look at the model as it is, teach it each task in each way, and look again. What is finished is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.finetuning import voice
+from experiments.finetuning.tasks import TASKS, Question, Task, write_records
+from experiments.settings import save
+from tricycle.checkpoint import load_checkpoint
+from tricycle.generate import generate_batch
+from tricycle.packing import Example, PackedDataset
+from tricycle.pretrained import Pretrained
+from tricycle.sampling import Sampling
+from tricycle_cli import clock
+from tricycle_cli.finetune import main as finetune
+from tricycle_cli.models import load_model, stop_tokens
+from tricycle_cli.tuning import HeldOutRows
+from tricycle_datasets.examples import Reader, read_records
+from tricycle_datasets.multi30k import multi30k
+from tricycle_datasets.rt_polarity import rt_polarity
+
+METHODS = "lora", "all"
+ROWS = 8  # that are looked at together
+AT_ONCE = 64  # questions that are answered together
+N_SHOWN = 3  # answers of a task that are kept
+ANSWER_TOKENS = 80  # the most of an answer to GENERAL
+OWN_ANSWERS = "own answers"
+# what anybody might ask; what the model itself answered to it, before, is one of the other texts
+GENERAL = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Write a thank-you note to a neighbour who watered my plants.",
+    "Give me three tips for learning to cook.",
+    "What is the difference between a list and a tuple in Python?",
+    "Summarise the story of Cinderella in three sentences.",
+    "Name five animals that live in a forest.",
+    "How do I boil an egg?",
+    "What does a doctor do?",
+    "Explain photosynthesis to a child.",
+    "Write a short poem about the sea.",
+    "What should I pack for a week in the mountains?",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is taught, and how often."""
+
+    model: str = "smollm2"
+    """a model with a chat template, as `tricycle finetune` takes it"""
+    tasks: tuple[str, ...] = tuple(TASKS)
+    """sums, docstrings, voice"""
+    methods: tuple[str, ...] = METHODS
+    """lora, all"""
+    seeds: int = 3
+    """how often sums are taught, with other small matrices and in another order; the other tasks once"""
+    updates: int = 0
+    """of each training; 0 for the task's own number"""
+    batch_size: int = 4
+    """rows of an update"""
+    context_window: int = 256
+    """tokens of a row"""
+    precision: str = "bfloat16"
+    """of matrix products in training, bfloat16 or float32; all is measured in float32"""
+    tested: int = 300
+    """the most questions of a task that are asked"""
+    keep: bool = False
+    """keep checkpoints with all weights, 1.6 GB each, and not adapters alone"""
+    quick: bool = False
+    """within three minutes: LoRA alone, once, a few updates, few questions"""
+    output: Path = Path("runs/finetuning")
+    """where results.json, the chart, the page and the runs are left; what is finished there is not done again"""
+
+
+PASSING = {"tasks", "methods", "seeds", "keep", "quick"}  # results do not hang on these
+
+
+# -------------------------------------------------------------------- all of it
+def measure(settings: Settings) -> dict[str, Any]:
+    """The results, those of earlier calls too.
+
+    Raises:
+        ValueError: results of other settings lie there.
+        KeyboardInterrupt: a training was stopped; the next call goes on with it.
+    """
+    results = kept(settings)
+    folder = settings.output / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    for task in TASKS.values():
+        for part in ("train", "validation", "test"):
+            write_records(task, part, folder)
+    if "before" not in results:
+        loaded = load_model(settings.model, device="cpu")
+        results["before"] = look(loaded, settings, list(TASKS.values()), None)
+        write(settings, results)
+    for task, method, seed in trainings(settings):
+        if not any((run["task"], run["method"], run["seed"]) == (task.name, method, seed) for run in results["runs"]):
+            print(f"\n=== {task.title}, {method}, seed {seed}", flush=True)
+            about = {"task": task.name, "method": method, "seed": seed}
+            run = {**about, **teach_and_look(task, method, seed, settings, results["before"]["answers"])}
+            results["runs"].append(run)
+            write(settings, results)
+    return results
+
+
+def kept(settings: Settings) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: as of `measure`.
+    """
+    path = settings.output / "results.json"
+    if not path.is_file():
+        return {"runs": []}
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    now = {name: value for name, value in vars(settings).items() if name not in PASSING and name != "output"}
+    other = [
+        f"{name} {results['settings'].get(name)!r} there and {value!r} here"
+        for name, value in now.items()
+        if results["settings"].get(name) != value
+    ]
+    if other:
+        raise ValueError(f"{path} holds results of other settings: {'; '.join(other)}; name another --output")
+    return results
+
+
+def write(settings: Settings, results: dict[str, Any]) -> None:
+    results |= save(settings.output / "results.json", settings, before=results.get("before"), runs=results["runs"])
+
+
+def trainings(settings: Settings) -> list[tuple[Task, str, int]]:
+    """All tasks with the first seed before the others."""
+    every = []
+    for seed in range(settings.seeds):
+        for name in settings.tasks:
+            if seed == 0 or name == "sums":
+                every += [(TASKS[name], method, seed) for method in settings.methods]
+    return every
+
+
+# -------------------------------------------------------------------- teaching
+def teach_and_look(task: Task, method: str, seed: int, settings: Settings, own: list[Any]) -> dict[str, Any]:
+    folder = settings.output / "runs" / f"{task.name}-{method}-{seed}"
+    about = teach(task, method, seed, settings, folder)
+    if method == "lora":
+        loaded = load_model(settings.model, device="cpu", adapter=folder / "adapter")
+    else:
+        loaded = load_model(str(folder), device="cpu")
+    found = look(loaded, settings, [task], own)
+    if not settings.keep:
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+    return about | found
+
+
+def teach(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
+    """Run `tricycle finetune`, or go on with it; returns what it took.
+
+    "seconds" of the command by the clock, "cpu_seconds" of all threads, "training_seconds" of the updates alone.
+
+    Raises:
+        KeyboardInterrupt: it was stopped before its end.
+    """
+    words = command(task, method, seed, settings, folder)
+    print(f"tricycle finetune {' '.join(words)}", flush=True)
+    started, cpu_started = clock.awake_seconds(), time.process_time()
+    finetune(words)
+    seconds, cpu_seconds = clock.awake_seconds() - started, time.process_time() - cpu_started
+    if not (folder / "loss.png").is_file():
+        raise KeyboardInterrupt
+    checkpoint = load_checkpoint(folder / "last.safetensors")
+    progress = checkpoint.about["progress"]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [(line["step"], round(line["held_out_loss"], 5)) for line in lines if "held_out_loss" in line]
+    best = min(losses, key=lambda pair: pair[1])[0]
+    return {
+        "command": words,
+        "updates": progress["step"],
+        "best_update": best,
+        "validation": losses,
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu_seconds, 1),
+        "training_seconds": round(progress["seconds"], 1),
+        "resumed": words[0] == "--resume",
+    }
+
+
+def command(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> list[str]:
+    """The words after `tricycle finetune`."""
+    if (folder / "last.safetensors").is_file():
+        return ["--resume", str(folder)]
+    data = settings.output / "data"
+    updates = settings.updates or task.updates
+    words = [settings.model, "--data", f"{data / task.name}-train{task.suffix}"]
+    words += ["--held-out", f"{data / task.name}-validation{task.suffix}", "--run-folder", str(folder)]
+    words += ["--method", method, "--learning-rate", f"{task.rates[method]:g}", "--steps", str(updates)]
+    words += ["--batch-size", str(settings.batch_size), "--context-window", str(settings.context_window)]
+    words += ["--precision", settings.precision, "--eval-interval", str(max(1, updates // 5)), "--eval-batches", "8"]
+    return [*words, "--sample-tokens", "0", "--seed", str(seed)]
+
+
+# -------------------------------------------------------------------- looking
+def look(loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: list[Any] | None) -> dict[str, Any]:
+    """What a model knows: of all texts, and of some tasks.
+
+    Args:
+        own: prompts and answers of the model as it was before, in tokens; None for that model itself.
+
+    Returns:
+        "bits" a byte of each text; "scores" and "samples" of each task; and of that model "answers".
+    """
+    found: dict[str, Any] = {}
+    general = [Question(text, True, "") for text in GENERAL]
+    spoken = ask(loaded, general, ANSWER_TOKENS, 0.0, settings.context_window)
+    if own is None:
+        own = found["answers"] = [[ids, drawn] for ids, drawn in spoken]
+    reader = Reader(loaded.tokeniser, settings.context_window, cut_answers=True)
+    texts: dict[str, Callable[[], list[Example]]] = {
+        name: lambda task=task: examples_of(settings, task, reader) for name, task in TASKS.items()
+    }  # type: ignore[misc]
+    texts["captions"] = lambda: list(reader.windows(reader.text_ids(captions())))
+    texts["reviews"] = lambda: list(reader.windows(reader.text_ids(reviews())))
+    texts[OWN_ANSWERS] = lambda: [answer_example(ids, drawn, settings.context_window) for ids, drawn in own]
+    found["bits"] = {name: bits(loaded, examples(), settings) for name, examples in texts.items()}
+    found["scores"], found["samples"] = {}, {}
+    for task in tasks:
+        questions = chosen(task.questions(), settings.tested)
+        answers = told(loaded, ask(loaded, questions, task.n_tokens, task.temperature, settings.context_window))
+        found["scores"][task.name] = {name: rounded(value) for name, value in task.judge(questions, answers).items()}
+        shown = list(zip(questions, answers))[:N_SHOWN]
+        if task.name == "voice":
+            said = [Question(text, False, "") for text in voice.OPENINGS]
+            written = ask(loaded, said, task.n_tokens, task.temperature, settings.context_window)
+            shown = list(zip(said, told(loaded, written)))
+        found["samples"][task.name] = [[question.text, question.wanted, answer] for question, answer in shown]
+    found["samples"]["general"] = [
+        [question.text, "", answer] for question, answer in zip(general, told(loaded, spoken))
+    ][:N_SHOWN]
+    return found
+
+
+def rounded(value: float) -> float:
+    return round(float(value), 5)
+
+
+def chosen(questions: list[Question], n: int) -> list[Question]:
+    """At most so many, evenly spread."""
+    places = np.linspace(0, len(questions) - 1, min(n, len(questions))).round().astype(int)
+    return [questions[place] for place in places]
+
+
+# -------------------------------------------------------------------- answers
+def ask(
+    loaded: Pretrained, questions: Sequence[Question], n_tokens: int, temperature: float, window: int
+) -> list[tuple[list[int], list[int]]]:
+    """Prompts and answers in tokens; what ends an answer is its last, where it came to an end."""
+    reader = Reader(loaded.tokeniser, window)
+    stops = ends_of(loaded)
+    seed = 0 if temperature else None
+    sampling = Sampling(temperature, top_p=0.95 if temperature else 1.0, seed=seed, stop_tokens=stops)
+    sampling = replace(sampling, n_vocab=loaded.tokeniser.n_vocab)
+    prompts = [prompt_of(loaded, reader, question) for question in questions]
+    drawn: list[list[int]] = []
+    with loaded.model.evaluating():
+        for first in range(0, len(prompts), AT_ONCE):
+            ways = [sampling.of_text(first + i) for i in range(len(prompts[first : first + AT_ONCE]))]
+            drawn += generate_batch(loaded.model, prompts[first : first + AT_ONCE], n_tokens, ways)
+    return list(zip(prompts, drawn))
+
+
+def ends_of(loaded: Pretrained) -> list[int]:
+    end = loaded.tokeniser.end_of_answer()
+    return sorted({*stop_tokens(loaded), loaded.tokeniser.end_of_text, *([] if end is None else [end])})
+
+
+def prompt_of(loaded: Pretrained, reader: Reader, question: Question) -> list[int]:
+    if question.is_chat:
+        ids = loaded.tokeniser.chat([{"role": "user", "content": question.text}], allowed_special=False)
+        return [int(token) for token in ids]
+    return reader.prompt_ids(question.text)
+
+
+def told(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> list[str]:
+    stops = set(ends_of(loaded))
+    return [loaded.tokeniser.decode([token for token in drawn if token not in stops]) for _, drawn in answers]
+
+
+# -------------------------------------------------------------------- bits a byte
+def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
+    """Bits a byte of what counts in some examples."""
+    dataset = PackedDataset(examples, ROWS, settings.context_window, 0, loaded.model.packs)
+    rows = HeldOutRows.of(dataset, dataset.n_items, loaded.tokeniser)
+    loss, n_labels = rows.loss(loaded.model)
+    value = rows.bits_per_byte(loss, n_labels)
+    return rounded(value) if math.isfinite(value) else value
+
+
+def examples_of(settings: Settings, task: Task, reader: Reader) -> list[Example]:
+    """Of a task's test."""
+    records = read_records([settings.output / "data" / f"{task.name}-test{task.suffix}"])
+    return [example for record in records for example in reader.examples(record)]
+
+
+def answer_example(prompt: list[int], drawn: list[int], window: int) -> Example:
+    ids = np.array([*prompt, *drawn], np.int64)
+    counts = np.arange(len(ids)) >= len(prompt)
+    return Example(ids[: window + 1], counts[: window + 1])
+
+
+def captions() -> str:
+    """What is on photographs: a sentence a line."""
+    return "\n".join(multi30k("val", "en")[:250])
+
+
+def reviews() -> str:
+    """What people say of films: a sentence a line."""
+    return "\n".join(rt_polarity()[0][::60])

@@ -1,0 +1,154 @@
+"""Little stories whose number is asked for: sums of two or three steps, in words, each with one right answer.
+
+A sum is where it starts and what is added or taken away, or that it doubles. No sum that is held out stands in
+training, however it is told; held out are also stories of another kind, none of whose sentences stand in training.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+MOST = 199  # no number of a sum is larger
+NAMES = (
+    "Anna Ben Clara David Ella Felix Grace Henry Ida Jack Kate Leo Maria Noah Olga Paul Rosa Sam Tina Victor".split()
+)
+ITEMS = "apples books marbles stamps coins shells pencils cards buttons stickers candles nuts".split()
+PLUS = "buys {n} more", "finds {n} more", "gets {n} from a friend", "wins {n} in a game"
+MINUS = "gives away {n}", "loses {n}", "sells {n}", "leaves {n} at home"
+TWICE = "doubles what there is", "gets as many again"
+ASK = "Work it out step by step, and end with the number in words."
+START = "{name} has {n} {items}. "
+QUESTION = "How many {items} does {name} have now? "
+# another kind of story: none of its sentences stand in training
+BUS_START = "A bus leaves with {n} people. "
+BUS_PLUS = "At the next stop {n} get on. ", "Then {n} board it. "
+BUS_MINUS = "At the next stop {n} get off. ", "Then {n} step out. "
+BUS_TWICE = ("Then twice as many sit in it. ",)
+BUS_QUESTION = "How many people are on the bus? "
+N_VALIDATION, N_TEST = 200, 400
+
+
+class Sum(NamedTuple):
+    """A start, and steps: a number to add (negative: to take away), or 0 where it doubles."""
+
+    start: int
+    steps: tuple[int, ...]
+
+    def values(self) -> list[int]:
+        """The number at the start and after each step."""
+        values = [self.start]
+        for step in self.steps:
+            values.append(values[-1] + step if step else 2 * values[-1])
+        return values
+
+    def working(self) -> list[str]:
+        values = self.values()
+        lines = []
+        for before, step, after in zip(values, self.steps, values[1:]):
+            done = f"{before} * 2" if not step else f"{before} {'+' if step > 0 else '-'} {abs(step)}"
+            lines.append(f"{done} = {after}.")
+        return lines
+
+    def answer(self) -> str:
+        return " ".join([*self.working(), f"{in_words(self.values()[-1]).capitalize()}."])
+
+
+def in_words(number: int) -> str:
+    """
+    Raises:
+        ValueError: a number that is not from 0 to 999.
+    """
+    if not 0 <= number <= 999:
+        raise ValueError(f"in_words: expected a number from 0 to 999, got {number}")
+    if number < len(ONES):
+        return ONES[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
+    hundreds, rest = divmod(number, 100)
+    return f"{ONES[hundreds]} hundred" + (f" {in_words(rest)}" if rest else "")
+
+
+NUMBERS = {in_words(number).replace("-", " "): number for number in range(1000)}
+_WORD = f"(?:{'|'.join(sorted([*ONES, *TENS], key=len, reverse=True))})"
+_PHRASE = re.compile(rf"\b{_WORD}\b(?:[- ](?:hundred|and|{_WORD})\b)*|\d[\d,]*")
+
+
+def last_number(text: str) -> int | None:
+    """The last number that a text names, in digits or in words."""
+    phrases = _PHRASE.findall(text.lower())
+    if not phrases:
+        return None
+    if phrases[-1][0].isdigit():
+        return int(phrases[-1].replace(",", ""))
+    words = [word for word in re.split("[- ]", phrases[-1]) if word != "and"]
+    longest = (" ".join(words[first:]) for first in range(len(words)))  # of "five six" the latter
+    return next(NUMBERS[phrase] for phrase in longest if phrase in NUMBERS)
+
+
+# -------------------------------------------------------------------- many of them
+def new_sum(generator: np.random.Generator) -> Sum:
+    """Two steps or three; never below zero nor above MOST."""
+    start = int(generator.integers(11, 100))
+    value = start
+    steps = []
+    for _ in range(int(generator.integers(2, 4))):
+        kinds = [kind for kind, fits in zip("+-*", (value < MOST - 10, value > 10, 0 < value <= MOST // 2)) if fits]
+        kind = kinds[int(generator.integers(len(kinds)))]
+        step = 0
+        if kind == "+":
+            step = int(generator.integers(2, min(99, MOST - value) + 1))
+        elif kind == "-":
+            step = -int(generator.integers(2, min(99, value) + 1))
+        steps.append(step)
+        value = value + step if step else 2 * value
+    return Sum(start, tuple(steps))
+
+
+def story(found: Sum, generator: np.random.Generator) -> str:
+    """A sum as it is told in training."""
+    name, items = choose(NAMES, generator), choose(ITEMS, generator)
+    text = START.format(name=name, n=in_words(found.start), items=items)
+    for step in found.steps:
+        kind = PLUS if step > 0 else MINUS if step < 0 else TWICE
+        text += f"{name} {choose(kind, generator).format(n=in_words(abs(step)))}. "
+    return text + QUESTION.format(name=name, items=items) + ASK
+
+
+def bus_story(found: Sum, generator: np.random.Generator) -> str:
+    """The same told otherwise."""
+    text = BUS_START.format(n=in_words(found.start))
+    for step in found.steps:
+        kind = BUS_PLUS if step > 0 else BUS_MINUS if step < 0 else BUS_TWICE
+        text += choose(kind, generator).format(n=in_words(abs(step)))
+    return text + BUS_QUESTION + ASK
+
+
+def choose(values: tuple[str, ...] | list[str], generator: np.random.Generator) -> str:
+    return values[int(generator.integers(len(values)))]
+
+
+def sums(n_train: int) -> dict[str, list[Sum]]:
+    """ "train", "validation" and "test": each sum is in one of them, once."""
+    generator = np.random.default_rng(20)
+    wanted = N_TEST + N_VALIDATION + n_train
+    different: dict[Sum, None] = {}
+    while len(different) < wanted:
+        different[new_sum(generator)] = None
+    every = list(different)
+    first = N_TEST + N_VALIDATION
+    return {"test": every[:N_TEST], "validation": every[N_TEST:first], "train": every[first:]}
+
+
+def unseen_steps(tested: list[Sum], trained: list[Sum]) -> list[bool]:
+    """Of each sum whether none of its steps, as 34 + 17, was ever done in training."""
+    seen = {line for one in trained for line in one.working()}
+    return [not any(line in seen for line in one.working()) for one in tested]

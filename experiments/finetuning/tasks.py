@@ -1,0 +1,199 @@
+"""The three tasks: their records for `tricycle finetune`, what is asked of a model, and how its answers are judged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.finetuning import docstrings, sums, voice
+from tricycle.files import atomic_write
+
+N_STORIES = 1500  # to learn from, about as many as a training reads
+N_TESTED_TEXTS = 120  # records of a task's test of which the loss is taken
+TRAINING, VALIDATION, TEST, OTHERWISE = range(1, 5)  # streams of random numbers
+KNOWN, NEW, OTHER = "known steps", "new steps", "told otherwise"  # groups of sums
+ORDER = {"train": TRAINING, "validation": VALIDATION, "test": TEST}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a model is to answer.
+
+    Attributes:
+        text: what is asked.
+        is_chat: whether it is a message, or a text to go on with.
+        wanted: the right answer, or what there is to judge one by.
+        group: questions of one group are counted together.
+    """
+
+    text: str
+    is_chat: bool
+    wanted: Any
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    Attributes:
+        suffix: of its files: .jsonl, or .txt for plain text.
+        records: of "train", "validation" or "test": an object for each line, or texts.
+        questions: that are asked before and after.
+        judge: shares by name, of the questions and the answers.
+        n_tokens: the most of an answer.
+        temperature: of answers.
+        updates: of a training. rates: by method.
+    """
+
+    name: str
+    title: str
+    suffix: str
+    records: Callable[[str], list[Any]]
+    questions: Callable[[], list[Question]]
+    judge: Callable[[Sequence[Question], Sequence[str]], dict[str, float]]
+    n_tokens: int
+    updates: int
+    rates: dict[str, float] = field(default_factory=dict)
+    temperature: float = 0.0
+
+
+# -------------------------------------------------------------------- sums
+def story_records(part: str) -> list[Any]:
+    generator = np.random.default_rng((ORDER[part], 0))
+    return [
+        {"messages": [message("user", sums.story(one, generator)), message("assistant", one.answer())]}
+        for one in sums.sums(N_STORIES)[part]
+    ]
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def story_questions() -> list[Question]:
+    """The stories of the test, those no step of which was ever done in training apart, and some told otherwise."""
+    parts = sums.sums(N_STORIES)
+    asked = [record["messages"] for record in story_records("test")]
+    unseen = sums.unseen_steps(parts["test"], parts["train"])
+    questions = [
+        Question(user["content"], True, assistant["content"], NEW if new else KNOWN)
+        for (user, assistant), new in zip(asked, unseen)
+    ]
+    generator = np.random.default_rng((OTHERWISE, 0))
+    others = parts["test"][: sums.N_TEST // 2]
+    return questions + [Question(sums.bus_story(one, generator), True, one.answer(), OTHER) for one in others]
+
+
+def judge_sums(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+    """Right is an answer whose last number is: in words or in digits, with any working before it."""
+    right = np.array([sums.last_number(a) == sums.last_number(q.wanted) for q, a in zip(questions, answers)])
+    whole = np.array([answer.strip() == question.wanted for question, answer in zip(questions, answers)])
+    groups = np.array([question.group for question in questions])
+    usual = groups != OTHER
+    scores = {"right": share(right[usual]), "to the letter": share(whole[usual])}
+    for group in (NEW, OTHER):
+        scores[group] = share(right[groups == group])
+    return scores
+
+
+def share(flags: np.ndarray) -> float:
+    return float(flags.mean()) if len(flags) else float("nan")
+
+
+# -------------------------------------------------------------------- docstrings
+def function_records(part: str) -> list[Any]:
+    return [
+        {"messages": [message("user", one.question), message("assistant", one.line)]}
+        for one in docstrings.functions()[part]
+    ]
+
+
+def function_questions() -> list[Question]:
+    return [Question(one.question, True, one.line) for one in docstrings.functions()["test"]]
+
+
+def judge_lines(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+    """Words in common with the author's line, and how often they are the same."""
+    lines = [docstrings.first_line(answer) for answer in answers]
+    overlaps = [docstrings.overlap(line, question.wanted) for question, line in zip(questions, lines)]
+    same = [docstrings.same(line, question.wanted) for question, line in zip(questions, lines)]
+    return {"overlap": float(np.mean(overlaps)), "the same": share(np.array(same))}
+
+
+# -------------------------------------------------------------------- the voice
+def play_records(part: str) -> list[Any]:
+    text = voice.part(part)
+    return [text[: voice.TESTED] if part == "test" else text]
+
+
+def play_questions() -> list[Question]:
+    return [Question(opening, False, rest) for opening, rest in voice.openings()]
+
+
+def judge_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+    """How much was copied; and how much of what Shakespeare himself goes on with stands in the training text."""
+    wanted = [question.wanted for question in questions]
+    return {"copied": voice.copied(list(answers)), "copied by Shakespeare": voice.copied(wanted)}
+
+
+SUMS = Task(
+    "sums",
+    "sums in words",
+    ".jsonl",
+    story_records,
+    story_questions,
+    judge_sums,
+    n_tokens=120,
+    updates=120,
+    rates={"lora": 2e-3, "all": 2e-4},
+)
+DOCSTRINGS = Task(
+    "docstrings",
+    "what a function does",
+    ".jsonl",
+    function_records,
+    function_questions,
+    judge_lines,
+    n_tokens=32,
+    updates=120,
+    rates={"lora": 5e-4, "all": 5e-5},
+)
+VOICE = Task(
+    "voice",
+    "Shakespeare's voice",
+    ".txt",
+    play_records,
+    play_questions,
+    judge_voice,
+    n_tokens=60,
+    updates=120,
+    rates={"lora": 5e-4, "all": 5e-5},
+    temperature=0.8,
+)
+TASKS = {task.name: task for task in (SUMS, DOCSTRINGS, VOICE)}
+
+
+# -------------------------------------------------------------------- files
+def write_records(task: Task, part: str, folder: Path) -> Path:
+    """A file as `tricycle finetune --data` and `--held-out` take it."""
+    path = folder / f"{task.name}-{part}{task.suffix}"
+    with atomic_write(path, text=True) as file:
+        for line in lines_of(task, part):
+            file.write(line)
+    return path
+
+
+def lines_of(task: Task, part: str) -> Iterator[str]:
+    records = task.records(part)
+    if task.suffix == ".txt":
+        yield from records
+        return
+    if part == "test":
+        records = records[:N_TESTED_TEXTS]
+    for record in records:
+        yield f"{json.dumps(record, ensure_ascii=False)}\n"

@@ -1,0 +1,69 @@
+"""Shakespeare's voice: plays to go on with, and how much of what a model writes it has by heart."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from tricycle_datasets import shakespeare
+from tricycle_datasets.download import fetch
+
+TENTHS = {"train": (0, 8), "validation": (8, 9), "test": (9, 10)}  # of the text, from its beginning to its end
+TESTED = 30_000  # characters of the test's tenth that are looked at
+OPENINGS = "JULIET:\n", "This morning the computer would not start, and", "My lord, I bring you news of"
+RUN = 5  # so many words in a row that stand in the training text count as copied
+OPENING_WORDS, N_OPENINGS = 24, 12
+
+
+@cache
+def plays() -> str:
+    """Tiny Shakespeare, 1.1 million characters.
+
+    Raises:
+        OSError, ValueError: as of `tricycle_datasets.download.fetch`.
+    """
+    path = fetch("input.txt", shakespeare.URL, shakespeare.SHA256, folder="tinyshakespeare")
+    return path.read_text(encoding="utf-8")
+
+
+def part(name: str) -> str:
+    """The text of "train", "validation" or "test", cut where a line ends."""
+    text = plays()
+    first, last = (_line_end(text, tenth * len(text) // 10) for tenth in TENTHS[name])
+    return text[first:last]
+
+
+def _line_end(text: str, place: int) -> int:
+    return 0 if place == 0 else min(len(text), text.find("\n", place - 1) + 1 or len(text))
+
+
+def openings(n: int = N_OPENINGS) -> list[tuple[str, str]]:
+    """Evenly spread pieces of the test's text: how they begin, and how they go on."""
+    speeches = [speech for speech in part("test").split("\n\n") if len(speech.split()) > 2 * OPENING_WORDS]
+    chosen = speeches[:: max(1, len(speeches) // n)][:n]
+    pairs = []
+    for speech in chosen:
+        end = [found.end() for found in re.finditer(r"\S+", speech)][OPENING_WORDS - 1]
+        pairs.append((speech[:end], speech[end:]))
+    return pairs
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[a-z']+", text.lower())
+
+
+def runs_of(text: str) -> list[tuple[str, ...]]:
+    """All rows of RUN words."""
+    words = words_of(text)
+    return [tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)]
+
+
+@cache
+def known_runs() -> frozenset[tuple[str, ...]]:
+    return frozenset(runs_of(part("train")))
+
+
+def copied(texts: list[str]) -> float:
+    """The share of rows of RUN words that stand in the training text."""
+    rows = [row for text in texts for row in runs_of(text)]
+    return sum(row in known_runs() for row in rows) / max(1, len(rows))

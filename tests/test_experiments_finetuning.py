@@ -1,0 +1,309 @@
+"""experiments/finetuning: sums are right, nothing held out is learnt, a tiny run leaves all and goes on."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from tables import wrong_flags
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from tiny_models import tiny_tokeniser, write_folder
+
+from experiments.finetuning import docstrings, page, report, study, sums, tasks, voice
+from experiments.finetuning.__main__ import main
+from experiments.finetuning.sums import Sum, in_words, last_number
+from tricycle_cli import finetune
+from tricycle_datasets.examples import Reader, read_records
+
+PLAYS = "\n\n".join(
+    f"KING {i}:\nThe {i} words of day {i % 7}, my lord, are {'so many ' * (i % 30)}, my lord" for i in range(400)
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_downloads():
+    """Texts that are always there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(voice, "plays", lambda: PLAYS)
+        patch.setattr(study, "captions", lambda: "two dogs run over the grass.\n" * 9)
+        patch.setattr(study, "reviews", lambda: "a quick film, and a lazy one.\n" * 9)
+        voice.known_runs.cache_clear()
+        yield
+    voice.known_runs.cache_clear()
+
+
+# -------------------------------------------------------------------- sums
+def test_numbers_in_words_and_back():
+    assert [in_words(n) for n in (0, 13, 20, 42, 100, 119, 342)] == [
+        "zero",
+        "thirteen",
+        "twenty",
+        "forty-two",
+        "one hundred",
+        "one hundred nineteen",
+        "three hundred forty-two",
+    ]
+    assert all(last_number(f"Seven, no: {in_words(n).capitalize()}.") == n for n in range(1000))
+    with pytest.raises(ValueError, match="from 0 to 999, got 1000"):
+        in_words(1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("34 + 17 = 51. Fifty-one.", 51),
+        ("so there are 1,200 left!", 1200),
+        ("One hundred and forty two apples", 142),
+        ("five six", 6),
+        ("thirty-four and then", 34),
+        ("someone has none; often and tense", None),
+        ("", None),
+    ],
+)
+def test_the_last_number(text, number):
+    assert last_number(text) == number
+
+
+def test_a_sum_by_hand():
+    one = Sum(34, (17, 0, -9))
+    assert one.values() == [34, 51, 102, 93]
+    assert one.answer() == "34 + 17 = 51. 51 * 2 = 102. 102 - 9 = 93. Ninety-three."
+
+
+def test_stories_say_their_sums():
+    """The numbers of a story, in their order, are those of its sum; and no sum is in two parts."""
+    parts = sums.sums(300)
+    assert {name: len(part) for name, part in parts.items()} == {"test": 400, "validation": 200, "train": 300}
+    every = [one for part in parts.values() for one in part]
+    assert len(set(every)) == len(every)
+    assert all(0 <= value <= sums.MOST for one in every for value in one.values())
+    generator = np.random.default_rng(0)
+    for one in every:
+        wanted = [one.start, *(abs(step) for step in one.steps if step)]
+        for tell in (sums.story, sums.bus_story):
+            text = tell(one, generator).replace("twice", "")
+            assert [last_number(word) for word in text.split() if last_number(word) is not None] == wanted
+        equations = one.working()
+        assert all(eval(line.rstrip(".").replace("=", "==")) for line in equations)
+
+
+def test_a_story_told_otherwise_is_new():
+    generator = np.random.default_rng(0)
+    parts = sums.sums(200)
+    known = {sentence for one in parts["train"] for sentence in sums.story(one, generator).split(". ")}
+    for one in parts["test"]:
+        assert not known & set(sums.bus_story(one, generator).removesuffix(sums.ASK).strip().split(". "))
+
+
+def test_steps_that_were_never_done():
+    trained = [Sum(10, (5, 7))]  # 10 + 5, 15 + 7
+    assert sums.unseen_steps([Sum(10, (5, 3)), Sum(15, (7, 0)), Sum(10, (6, 5))], trained) == [False, False, True]
+
+
+def test_judging_sums():
+    questions = [
+        tasks.Question("", True, "1 + 1 = 2. Two.", tasks.KNOWN),
+        tasks.Question("", True, "3 + 4 = 7. Seven.", tasks.NEW),
+        tasks.Question("", True, "3 + 5 = 8. Eight.", tasks.OTHER),
+    ]
+    scores = tasks.judge_sums(questions, ["There are 2", "3 + 4 = 7. Seven.", "nine"])
+    assert scores == {"right": 1.0, "to the letter": 0.5, "new steps": 1.0, "told otherwise": 0.0}
+
+
+# -------------------------------------------------------------------- docstrings
+def test_no_module_is_in_two_parts():
+    parts = docstrings.functions()
+    modules = {name: {one.module for one in part} for name, part in parts.items()}
+    assert not modules["train"] & modules["test"]
+    assert not modules["train"] & modules["validation"]
+    assert not modules["test"] & modules["validation"]
+    for what in ("line", "code"):
+        learnt = {getattr(one, what).lower() for one in parts["train"]}
+        assert not any(getattr(one, what).lower() in learnt for one in (*parts["test"], *parts["validation"]))
+    assert len(parts["train"]) > 4 * len(parts["test"]) > 1000
+
+
+def test_no_function_gives_its_line_away():
+    for part in docstrings.functions().values():
+        assert not any(one.line in one.code for one in part)
+
+
+def test_functions_without_their_docstrings():
+    source = '''
+class Box:
+    @property
+    def size(self):
+        """How large the box is.  With its lid.
+
+        More about it.
+        """
+        # its sides
+        return self.width * self.height * self.depth + lid(self)
+
+    def empty(self):
+        """Nothing is in it any more."""
+'''
+    tree = docstrings.ast.parse(source)
+    (found,) = docstrings.functions_in(tree, source.split("\n"), "boxes")
+    assert found.line == "How large the box is."
+    assert found.code == (
+        "@property\ndef size(self):\n    # its sides\n    return self.width * self.height * self.depth + lid(self)"
+    )
+
+
+def test_words_in_common():
+    assert docstrings.overlap("Return the size.", "return the whole size") == pytest.approx(6 / 7)
+    assert docstrings.overlap("", "") == 0
+    assert docstrings.overlap("the the", "the size") == 0.5
+    assert docstrings.same("Return the size", "return the size.")
+    assert docstrings.first_line('\n  """Return it."""\nmore') == "Return it."
+    questions = [tasks.Question("", True, "Return the size."), tasks.Question("", True, "Open a file.")]
+    assert tasks.judge_lines(questions, ["Return the size\n", "?"]) == {"overlap": 0.5, "the same": 0.5}
+
+
+# -------------------------------------------------------------------- the voice
+def test_plays_in_tenths():
+    assert "".join(voice.part(name) for name in ("train", "validation", "test")) == PLAYS
+    assert all(voice.part(name).endswith("\n") for name in ("train", "validation"))
+    openings = voice.openings(5)
+    assert len(openings) == 5
+    assert all(opening + rest in voice.part("test") and rest for opening, rest in openings)
+
+
+def test_what_is_copied():
+    known = voice.part("train").split()
+    copied, mixed = " ".join(known[:9]), " ".join(known[:9][::-1])
+    assert voice.copied([copied]) == 1
+    assert voice.copied([mixed]) == 0
+    assert voice.copied(["too short"]) == 0
+
+
+# -------------------------------------------------------------------- the program
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny", context_window=1024)
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    """A tiny run, cut off once; with what it left, and what it said at its end."""
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    words = ["--quick", "--model", str(model), "--methods", "lora", "all", "--updates", "4", "--tested", "3"]
+    words += ["--context-window", "512", "--batch-size", "1", "--output", str(folder), "--precision", "float32"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["finetuning", *words])
+        patch.setattr(tasks, "N_TESTED_TEXTS", 5)
+        patch.setattr(study, "ANSWER_TOKENS", 4)
+        for name, task in tasks.TASKS.items():
+            patch.setitem(tasks.TASKS, name, quicker(task))
+        step, n_calls = finetune.tune_step, []
+
+        def breaking(state):
+            n_calls.append(1)
+            if len(n_calls) == 7:
+                raise OSError("the power is gone")
+            return step(state)
+
+        patch.setattr(finetune, "tune_step", breaking)
+        with pytest.raises(OSError, match="the power is gone"):
+            main()
+        before = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        patch.setattr(finetune, "tune_step", step)
+        assert main() == 0
+        yield folder, before, words
+
+
+def quicker(task: tasks.Task) -> tasks.Task:
+    return replace(task, n_tokens=3, records=lambda part: task.records(part)[:40])
+
+
+def test_what_a_run_leaves(finished):
+    folder, before, _ = finished
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert results["before"] == before["before"]
+    assert [(run["task"], run["method"]) for run in before["runs"]] == [("sums", "lora")]
+    wanted = [(task, method) for task in tasks.TASKS for method in study.METHODS]
+    assert [(run["task"], run["method"]) for run in results["runs"]] == wanted
+    assert [run["resumed"] for run in results["runs"]] == [False, True, False, False, False, False]
+    for run in results["runs"]:
+        assert run["updates"] == 4
+        assert run["bits"].keys() == results["before"]["bits"].keys() == set(report.TEXTS)
+        assert all(np.isfinite(value) and value > 0 for value in run["bits"].values())
+        assert run["bits"] != results["before"]["bits"]
+        assert (folder / "runs" / f"{run['task']}-{run['method']}-0" / "loss.png").is_file()
+    assert not list(folder.glob("runs/*/*.safetensors"))
+    assert len(list(folder.glob("runs/*/adapter/*.safetensors"))) == 3
+    height, width, _ = imread(folder / "finetuning.png").shape
+    assert height > 300 < width
+
+
+def test_nothing_is_done_twice(finished, monkeypatch, capsys):
+    folder, _, words = finished
+    monkeypatch.setattr(study, "finetune", None)
+    monkeypatch.setattr(sys, "argv", ["finetuning", *words])
+    assert main() == 0
+    said = capsys.readouterr().out
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    for table in report.tables(results).values():
+        assert table in said
+    monkeypatch.setattr(sys, "argv", ["finetuning", *words, "--batch-size", "2"])
+    with pytest.raises(ValueError, match="results of other settings: batch_size 1 there and 2 here"):
+        main()
+
+
+def test_a_stopped_training_is_not_measured(finished, monkeypatch, tmp_path):
+    """`finetune` returns when it is stopped."""
+    settings = study.Settings(output=tmp_path)
+    monkeypatch.setattr(study, "finetune", lambda words: 0)
+    with pytest.raises(KeyboardInterrupt):
+        study.teach(tasks.VOICE, "lora", 0, settings, tmp_path / "run")
+
+
+def test_the_page_shows_what_was_said(finished, tmp_path):
+    folder, _, _ = finished
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    results["before"]["samples"]["sums"][0][2] = "<script>&"
+    page.write(results, tmp_path / "samples.html")
+    text = (tmp_path / "samples.html").read_text(encoding="utf-8")
+    assert "&lt;script&gt;&amp;" in text and "<script>" not in text
+    assert text.count("<table>") == 6
+    assert "Rosa" in text or "books" in text or "How many" in text
+
+
+def test_records_are_read_by_the_command(tmp_path):
+    reader = Reader(tiny_tokeniser(), 2000)
+    for task in tasks.TASKS.values():
+        path = tasks.write_records(task, "test", tmp_path)
+        records = read_records([path])
+        assert len(records) == (1 if task.suffix == ".txt" else tasks.N_TESTED_TEXTS)
+        assert reader.examples(records[0])[0].n_labels > 3
+
+
+def test_questions_evenly_spread():
+    questions = [tasks.Question(str(i), True, "") for i in range(10)]
+    assert [one.text for one in study.chosen(questions, 4)] == ["0", "3", "6", "9"]
+    assert study.chosen(questions, 99) == questions
+
+
+test_wrong_flags_are_refused = wrong_flags(
+    main,
+    (["--tasks", "poems"], "expected --tasks among sums, docstrings, voice, got poems"),
+    (["--methods"], "expected --methods among lora, all, got none"),
+    (["--precision", "int8"], "expected --precision among bfloat16, float32, got int8"),
+    (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
+    (["--context-window", "20"], "expected --context-window to be at least 128, got 20"),
+)
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it():
+    folder = Path(report.__file__).parent
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    results = json.loads((folder / "results" / "results.json").read_text(encoding="utf-8"))
+    for table in report.tables(results).values():
+        assert table in readme
