@@ -46,11 +46,25 @@ def main_table(results: Results) -> str:
     for task, way in pairs(results):
         mine = of(results, task, way)
         row = [f"{TASKS[task].title}, {WAYS[way]}", cell([run["bits"][task] for run in mine], 3)]
-        scores = [f"{name} {cell([run['scores'][task][name] for run in mine], 1, 100)}" for name in SCORES[task]]
-        row.append(", ".join(scores))
+        scores = [score(mine, task, name) for name in SCORES[task][:2]]
+        row += [*scores, ""][:2]
         row += ["", ""] if way == "before" else times(mine)
         rows.append(row)
-    return markdown(["", "held out, bits a byte", "answers, %", "updates", "minutes"], rows)
+    return markdown(["", "held out, bits a byte", "answers, %", "", "updates", "minutes"], rows)
+
+
+def score(runs: list[Results], task: str, name: str) -> str:
+    return f"{name} {cell([run['scores'][task][name] for run in runs], 1, 100)}"
+
+
+def sums_table(results: Results) -> str:
+    """How many sums are right, in percent."""
+    rows = []
+    for way in (way for task, way in pairs(results) if task == "sums"):
+        mine = of(results, "sums", way)
+        found = [cell([run["scores"]["sums"][name] for run in mine], 1, 100) for name in SCORES["sums"]]
+        rows.append([WAYS[way], *found])
+    return markdown(["", *SCORES["sums"]], rows)
 
 
 def times(runs: list[Results]) -> list[str]:
@@ -73,8 +87,10 @@ def forgotten_table(results: Results) -> str:
 
 
 def tables(results: Results) -> dict[str, str]:
-    return {
-        "What is held out, before and after": main_table(results),
+    found = {"What is held out, before and after": main_table(results)}
+    if any(task == "sums" for task, _ in pairs(results)):
+        found["Sums that are right, in %"] = sums_table(results)
+    return found | {
         "Bits a byte of other texts (in italics: what was learnt)": forgotten_table(results),
     }
 
@@ -105,7 +121,9 @@ def plot(results: Results, path: Path) -> None:
     for axes in (left, middle, right):
         axes.grid(alpha=0.25, axis="y")
         axes.set_axisbelow(True)
-    figure.legend(frameon=False, loc="outside lower left", ncols=3)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=3)
+    figure.legend(*right.get_legend_handles_labels(), frameon=False, loc="outside lower right", ncols=3)
     save_figure(figure, path, 110)
 
 
@@ -131,9 +149,10 @@ def harder(axes: Any, results: Results) -> None:
         found = [100 * (after[text] / before[text] - 1) for _, text in shown]
         x = [place + 0.1 * (number - (len(ways) - 1) / 2) for place, _ in shown]
         colour = COLOURS[list(WAYS).index(way)]
-        axes.plot(x, found, markers[task], color=colour, markersize=7, label=f"after {TASKS[task].title}, {WAYS[way]}")
+        axes.plot(x, found, markers[task], color=colour, markersize=7)
     axes.axhline(0, color="black", linewidth=0.8)
     names = [TASKS[text].title if text in TASKS else text for text in TEXTS]
     axes.set_xticks(range(len(TEXTS)), [name.replace(" ", "\n", 1) for name in names])
     axes.set(ylabel="more bits than before, %", title="what was forgotten")
-    axes.legend(frameon=False, fontsize=8)
+    for task in dict.fromkeys(task for task, _ in ways):
+        axes.plot([], [], markers[task], color="grey", markersize=7, label=f"after {TASKS[task].title}")

@@ -32,7 +32,7 @@ METHODS = "lora", "all"
 ROWS = 8  # that are looked at together
 AT_ONCE = 64  # questions that are answered together
 N_SHOWN = 3  # answers of a task that are kept
-ANSWER_TOKENS = 80  # the most of an answer to GENERAL
+ANSWER_TOKENS = 60  # the most of an answer to GENERAL
 OWN_ANSWERS = "own answers"
 # what anybody might ask; what the model itself answered to it, before, is one of the other texts
 GENERAL = (
@@ -71,7 +71,7 @@ class Settings:
     """tokens of a row"""
     precision: str = "bfloat16"
     """of matrix products in training, bfloat16 or float32; all is measured in float32"""
-    tested: int = 300
+    tested: int = 210
     """the most questions of a task that are asked"""
     keep: bool = False
     """keep checkpoints with all weights, 1.6 GB each, and not adapters alone"""
@@ -203,7 +203,7 @@ def command(task: Task, method: str, seed: int, settings: Settings, folder: Path
     words += ["--held-out", f"{data / task.name}-validation{task.suffix}", "--run-folder", str(folder)]
     words += ["--method", method, "--learning-rate", f"{task.rates[method]:g}", "--steps", str(updates)]
     words += ["--batch-size", str(settings.batch_size), "--context-window", str(settings.context_window)]
-    words += ["--precision", settings.precision, "--eval-interval", str(max(1, updates // 5)), "--eval-batches", "8"]
+    words += ["--precision", settings.precision, "--eval-interval", str(max(1, updates // 4)), "--eval-batches", "6"]
     return [*words, "--sample-tokens", "0", "--seed", str(seed)]
 
 
@@ -317,9 +317,9 @@ def answer_example(prompt: list[int], drawn: list[int], window: int) -> Example:
 
 def captions() -> str:
     """What is on photographs: a sentence a line."""
-    return "\n".join(multi30k("val", "en")[:250])
+    return "\n".join(multi30k("val", "en")[:150])
 
 
 def reviews() -> str:
     """What people say of films: a sentence a line."""
-    return "\n".join(rt_polarity()[0][::60])
+    return "\n".join(rt_polarity()[0][::90])

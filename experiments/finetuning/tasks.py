@@ -13,8 +13,8 @@ import numpy as np
 from experiments.finetuning import docstrings, sums, voice
 from tricycle.files import atomic_write
 
-N_STORIES = 1500  # to learn from, about as many as a training reads
-N_TESTED_TEXTS = 120  # records of a task's test of which the loss is taken
+N_STORIES = 1000  # to learn from, about as many as a training reads
+N_TESTED_TEXTS = 60  # records of a task's test of which the loss is taken
 TRAINING, VALIDATION, TEST, OTHERWISE = range(1, 5)  # streams of random numbers
 KNOWN, NEW, OTHER = "known steps", "new steps", "told otherwise"  # groups of sums
 ORDER = {"train": TRAINING, "validation": VALIDATION, "test": TEST}
@@ -148,30 +148,30 @@ SUMS = Task(
     story_records,
     story_questions,
     judge_sums,
-    n_tokens=120,
-    updates=120,
+    n_tokens=96,
+    updates=80,
     rates={"lora": 2e-3, "all": 2e-4},
 )
 DOCSTRINGS = Task(
     "docstrings",
-    "what a function does",
+    "docstrings",
     ".jsonl",
     function_records,
     function_questions,
     judge_lines,
     n_tokens=32,
-    updates=120,
+    updates=80,
     rates={"lora": 5e-4, "all": 5e-5},
 )
 VOICE = Task(
     "voice",
-    "Shakespeare's voice",
+    "Shakespeare",
     ".txt",
     play_records,
     play_questions,
     judge_voice,
-    n_tokens=60,
-    updates=120,
+    n_tokens=48,
+    updates=80,
     rates={"lora": 5e-4, "all": 5e-5},
     temperature=0.8,
 )
