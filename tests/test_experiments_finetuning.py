@@ -194,7 +194,20 @@ def model(tmp_path_factory) -> Path:
 def finished(model, tmp_path_factory):
     """A tiny run, cut off once; with what it left, and what it said at its end."""
     folder = tmp_path_factory.mktemp("runs") / "a run"
-    words = ["--quick", "--model", str(model), "--methods", "lora", "all", "--updates", "4", "--tested", "3"]
+    words = [
+        "--quick",
+        "--model",
+        str(model),
+        "--tasks",
+        *tasks.TASKS,
+        "--methods",
+        "lora",
+        "all",
+        "--updates",
+        "4",
+        "--tested",
+        "3",
+    ]
     words += ["--context-window", "512", "--batch-size", "1", "--output", str(folder), "--precision", "float32"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["finetuning", *words])

@@ -1,7 +1,7 @@
 """Fine-tuning on a laptop: SmolLM2-135M-Instruct is taught three things, by LoRA and with all its weights.
 
     python -m experiments.finetuning                         every task in both ways, sums three times each
-    python -m experiments.finetuning --quick                 within three minutes: LoRA alone, a few updates
+    python -m experiments.finetuning --quick                 within three minutes: sums by LoRA, twenty updates
     python -m experiments.finetuning --tasks sums --seeds 1  one of them
 
 Each training is a run of `tricycle finetune`, whose command is printed. What is finished lies in the output folder and
@@ -19,7 +19,7 @@ from experiments.finetuning.tasks import TASKS
 from experiments.settings import at_least
 from tricycle_cli.flags import parse, run_main
 
-QUICK: dict[str, Any] = {"methods": ("lora",), "seeds": 1, "updates": 10, "tested": 12}
+QUICK: dict[str, Any] = {"tasks": ("sums",), "methods": ("lora",), "seeds": 1, "updates": 20, "tested": 30}
 
 
 def main() -> int:

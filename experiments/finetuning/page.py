@@ -16,6 +16,7 @@ table { border-collapse: collapse; width: 100%; table-layout: fixed; margin-bott
 th, td { border-top: 1px solid #ccc; padding: .5em .7em; text-align: left; vertical-align: top; }
 td { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
 td:first-child { background: #f6f6f6; }
+th:first-child { width: 30%; }
 td.wanted { color: #006b4e; }
 """
 

@@ -48,9 +48,9 @@ def main_table(results: Results) -> str:
         row = [f"{TASKS[task].title}, {WAYS[way]}", cell([run["bits"][task] for run in mine], 3)]
         scores = [score(mine, task, name) for name in SCORES[task][:2]]
         row += [*scores, ""][:2]
-        row += ["", ""] if way == "before" else times(mine)
+        row += ["", "", ""] if way == "before" else times(mine)
         rows.append(row)
-    return markdown(["", "held out, bits a byte", "answers, %", "", "updates", "minutes"], rows)
+    return markdown(["", "held out, bits a byte", "answers, %", "", "updates", "minutes", "of the processor"], rows)
 
 
 def score(runs: list[Results], task: str, name: str) -> str:
@@ -68,9 +68,10 @@ def sums_table(results: Results) -> str:
 
 
 def times(runs: list[Results]) -> list[str]:
-    """Updates, and minutes of the whole command by the clock."""
+    """Updates, and minutes of the whole command: by the clock, and of all threads together."""
     updates = sorted({run["updates"] for run in runs})
-    return ["-".join(map(str, updates)), cell([run["seconds"] / 60 for run in runs], 1)]
+    minutes = [cell([run[name] / 60 for run in runs], 1) for name in ("seconds", "cpu_seconds")]
+    return ["-".join(map(str, updates)), *minutes]
 
 
 def forgotten_table(results: Results) -> str:

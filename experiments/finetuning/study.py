@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -76,7 +75,7 @@ class Settings:
     keep: bool = False
     """keep checkpoints with all weights, 1.6 GB each, and not adapters alone"""
     quick: bool = False
-    """within three minutes: LoRA alone, once, a few updates, few questions"""
+    """within three minutes: sums by LoRA alone, once, twenty updates, few questions"""
     output: Path = Path("runs/finetuning")
     """where results.json, the chart, the page and the runs are left; what is finished there is not done again"""
 
@@ -298,9 +297,7 @@ def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> flo
     """Bits a byte of what counts in some examples."""
     dataset = PackedDataset(examples, ROWS, settings.context_window, 0, loaded.model.packs)
     rows = HeldOutRows.of(dataset, dataset.n_items, loaded.tokeniser)
-    loss, n_labels = rows.loss(loaded.model)
-    value = rows.bits_per_byte(loss, n_labels)
-    return rounded(value) if math.isfinite(value) else value
+    return rounded(rows.measure(loaded.model)["bits_per_byte"])
 
 
 def examples_of(settings: Settings, task: Task, reader: Reader) -> list[Example]:
