@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -218,32 +218,38 @@ def look(loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: lis
     """
     found: dict[str, Any] = {}
     general = [Question(text, True, "") for text in GENERAL]
-    spoken = ask(loaded, general, ANSWER_TOKENS, 0.0, settings.context_window)
+    spoken = ask(loaded, general, ANSWER_TOKENS, settings)
     if own is None:
         own = found["answers"] = [[ids, drawn] for ids, drawn in spoken]
-    reader = Reader(loaded.tokeniser, settings.context_window, cut_answers=True)
-    texts: dict[str, Callable[[], list[Example]]] = {
-        name: lambda task=task: examples_of(settings, task, reader) for name, task in TASKS.items()
-    }  # type: ignore[misc]
-    texts["captions"] = lambda: list(reader.windows(reader.text_ids(captions())))
-    texts["reviews"] = lambda: list(reader.windows(reader.text_ids(reviews())))
-    texts[OWN_ANSWERS] = lambda: [answer_example(ids, drawn, settings.context_window) for ids, drawn in own]
-    found["bits"] = {name: bits(loaded, examples(), settings) for name, examples in texts.items()}
+    texts = texts_of(loaded, settings, own)
+    found["bits"] = {name: bits(loaded, examples, settings) for name, examples in texts.items()}
     found["scores"], found["samples"] = {}, {}
     for task in tasks:
         questions = chosen(task.questions(), settings.tested)
-        answers = told(loaded, ask(loaded, questions, task.n_tokens, task.temperature, settings.context_window))
+        answers = told(loaded, ask(loaded, questions, task.n_tokens, settings, task.temperature))
         found["scores"][task.name] = {name: rounded(value) for name, value in task.judge(questions, answers).items()}
-        shown = list(zip(questions, answers))[:N_SHOWN]
         if task.name == "voice":
-            said = [Question(text, False, "") for text in voice.OPENINGS]
-            written = ask(loaded, said, task.n_tokens, task.temperature, settings.context_window)
-            shown = list(zip(said, told(loaded, written)))
-        found["samples"][task.name] = [[question.text, question.wanted, answer] for question, answer in shown]
-    found["samples"]["general"] = [
-        [question.text, "", answer] for question, answer in zip(general, told(loaded, spoken))
-    ][:N_SHOWN]
+            questions = [Question(text, False, "") for text in voice.OPENINGS]
+            answers = told(loaded, ask(loaded, questions, task.n_tokens, settings, task.temperature))
+        found["samples"][task.name] = shown(questions, answers)
+    found["samples"]["general"] = shown(general, told(loaded, spoken))
     return found
+
+
+def shown(questions: Sequence[Question], answers: Sequence[str]) -> list[list[str]]:
+    """The first of them: what is asked, what is right, what was answered."""
+    return [[question.text, question.wanted, answer] for question, answer in zip(questions, answers)][:N_SHOWN]
+
+
+def texts_of(loaded: Pretrained, settings: Settings, own: list[Any]) -> dict[str, list[Example]]:
+    """All that bits a byte are taken of, by name."""
+    window = settings.context_window
+    reader = Reader(loaded.tokeniser, window, cut_answers=True)
+    texts = {name: examples_of(settings, task, reader) for name, task in TASKS.items()}
+    texts["captions"] = list(reader.windows(reader.text_ids(captions())))
+    texts["reviews"] = list(reader.windows(reader.text_ids(reviews())))
+    texts[OWN_ANSWERS] = [answer_example(ids, drawn, window) for ids, drawn in own]
+    return texts
 
 
 def rounded(value: float) -> float:
@@ -258,10 +264,10 @@ def chosen(questions: list[Question], n: int) -> list[Question]:
 
 # -------------------------------------------------------------------- answers
 def ask(
-    loaded: Pretrained, questions: Sequence[Question], n_tokens: int, temperature: float, window: int
+    loaded: Pretrained, questions: Sequence[Question], n_tokens: int, settings: Settings, temperature: float = 0.0
 ) -> list[tuple[list[int], list[int]]]:
     """Prompts and answers in tokens; what ends an answer is its last, where it came to an end."""
-    reader = Reader(loaded.tokeniser, window)
+    reader = Reader(loaded.tokeniser, settings.context_window)
     stops = ends_of(loaded)
     seed = 0 if temperature else None
     sampling = Sampling(temperature, top_p=0.95 if temperature else 1.0, seed=seed, stop_tokens=stops)
