@@ -50,7 +50,7 @@ def main_table(results: Results) -> str:
         row += [*scores, ""][:2]
         row += ["", "", ""] if way == "before" else times(mine)
         rows.append(row)
-    return markdown(["", "held out, bits a byte", "answers, %", "", "updates", "minutes", "of the processor"], rows)
+    return markdown(["", "held out, bits a byte", "answers, %", "", "updates", "minutes", "processor minutes"], rows)
 
 
 def score(runs: list[Results], task: str, name: str) -> str:
@@ -68,9 +68,9 @@ def sums_table(results: Results) -> str:
 
 
 def times(runs: list[Results]) -> list[str]:
-    """Updates, and minutes of the whole command: by the clock, and of all threads together."""
+    """Updates; minutes of these by the clock; and of the whole command, of all threads together."""
     updates = sorted({run["updates"] for run in runs})
-    minutes = [cell([run[name] / 60 for run in runs], 1) for name in ("seconds", "cpu_seconds")]
+    minutes = [cell([run[name] / 60 for run in runs], 1) for name in ("training_seconds", "cpu_seconds")]
     return ["-".join(map(str, updates)), *minutes]
 
 

@@ -163,7 +163,8 @@ def teach_and_look(task: Task, method: str, seed: int, settings: Settings, own: 
 def teach(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
     """Run `tricycle finetune`, or go on with it; returns what it took.
 
-    "seconds" of the command by the clock, "cpu_seconds" of all threads, "training_seconds" of the updates alone.
+    "seconds" of the command by the clock, "cpu_seconds" of all its threads, "training_seconds" of the updates alone,
+    without times in which the process stood still.
 
     Raises:
         KeyboardInterrupt: it was stopped before its end.
