@@ -11,6 +11,7 @@ from test_training import TOKENISER, TOKENS
 from tricycle import training
 from tricycle.checkpoint import NotFiniteError, load_checkpoint
 from tricycle.evaluation import HeldOut
+from tricycle.tensor import _forgets
 from tricycle.training import NonFiniteError, new_state, resume_state
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, read_metrics, train
@@ -46,7 +47,8 @@ class Poison:
                 # a batch is known by its position: the same one is bad whenever it comes
                 is_bad = self.state.dataset.position == BAD_STEP * CONFIG.batch_size or kind == "always"
                 if is_bad and factor != 1.0:
-                    self.take()
+                    if _forgets.get():  # else what is bad is computed again, to be named
+                        self.take()
                     return usual(batch, share) * factor
                 return usual(batch, share)
 
