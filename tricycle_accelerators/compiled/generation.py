@@ -30,7 +30,7 @@ def normalise(
         return NotImplemented
     y = np.empty_like(x)
     if not centred and bias is None:
-        loops().rms_norm(x, gain, eps, y)
+        loops().rms_norm(x, gain, eps, y, np.empty(len(x), np.float32))
         return y
     if not centred or bias is None:
         return NotImplemented

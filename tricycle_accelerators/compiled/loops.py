@@ -57,8 +57,9 @@ def _exp_parts(x: Any) -> Any:
 
 
 # -------------------------------------------------------------------- norms
-@_compiled("void(f4[:, ::1], f4[::1], f8, f4[:, ::1])")
-def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray) -> None:
+@_compiled("void(f4[:, ::1], f4[::1], f8, f4[:, ::1], f4[::1])")
+def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
+    """What rows were multiplied by goes into `scales`."""
     n_rows, size = x.shape
     for i in range(n_rows):
         total = np.float32(0)
@@ -67,6 +68,7 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray) -> None
         scale = np.float32(1 / math.sqrt(total / size + eps))
         for j in range(size):
             y[i, j] = x[i, j] * scale * gain[j]
+        scales[i] = scale
 
 
 @_compiled("void(f4[:, ::1], f4[::1], f4[::1], f8, f4[:, ::1])")
@@ -367,20 +369,6 @@ def turned(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -
                 first, second = heads[i, h, j], heads[i, h, half + j]
                 y[i, h, j] = first * cos[i, j] - second * sin[i, j]
                 y[i, h, half + j] = second * cos[i, j] + first * sin[i, j]
-
-
-@_compiled("void(f4[:, ::1], f4[::1], f8, f4[:, ::1], f4[::1])")
-def scaled_rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
-    """As `rms_norm`; what rows were multiplied by is kept."""
-    n_rows, size = x.shape
-    for i in range(n_rows):
-        total = np.float32(0)
-        for j in range(size):
-            total += x[i, j] * x[i, j]
-        scale = np.float32(1 / math.sqrt(total / size + eps))
-        for j in range(size):
-            y[i, j] = x[i, j] * scale * gain[j]
-        scales[i] = scale
 
 
 @_compiled("void(f4[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])")

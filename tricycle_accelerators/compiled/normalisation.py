@@ -19,7 +19,7 @@ def layer_norm(
     rows = x.reshape(-1, x.shape[-1])
     y = np.empty_like(rows)
     scale = np.empty(len(rows), np.float32)
-    compute = loops().scaled_rms_norm
+    compute = loops().rms_norm
     threads.parallel(lambda piece: compute(rows[piece], gain, eps, y[piece], scale[piece]), pieces.cut(*rows.shape))
     statistics = (*x.shape[:-1], 1)
     return y.reshape(x.shape), np.zeros(statistics, np.float32), scale.reshape(statistics)
