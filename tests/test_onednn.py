@@ -1,5 +1,6 @@
 """oneDNN's products, conversions and attention against float64; what happens where it cannot be used."""
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import cpu, pieces, threads
+from tricycle_accelerators import cpu, pieces, spinning, threads
 from tricycle_accelerators import onednn as table
 from tricycle_accelerators.onednn import attention as onednn_attention
 from tricycle_accelerators.onednn import library as onednn
@@ -134,7 +135,7 @@ def test_products(many_threads, size, layout, with_bias):
 @pytest.mark.parametrize(
     ("n_rows", "n_inner", "n_columns"), [(2, 300, 500), (3, 577, 1003), (8, 640, 70), (16, 99, 999)]
 )
-def test_a_few_rows_of_float32(n_rows, n_inner, n_columns, with_bias, transposed, many_threads):
+def test_a_few_rows_of_float32(n_rows, n_inner, n_columns, with_bias, transposed, many_threads, monkeypatch):
     rng = np.random.default_rng(3)
     a = rng.standard_normal((n_rows, n_inner), np.float32)
     b = rng.standard_normal((n_inner, n_columns), np.float32)
@@ -146,7 +147,11 @@ def test_a_few_rows_of_float32(n_rows, n_inner, n_columns, with_bias, transposed
     for result in (kernels.matmul(a, b, bias), kernels.matmul(a[::-1], b, bias)[::-1]):
         assert result.dtype == np.float32
         np.testing.assert_allclose(result, expected, 1e-4, 1e-5 * np.sqrt(n_inner))
-    np.testing.assert_array_equal(kernels.matmul(a, b), kernels.matmul(a, b))
+    results = []
+    for until in (0.0, math.inf):  # the same bits with OpenMP's threads and without
+        monkeypatch.setattr(spinning.keep_up, "until", until)
+        results.append(kernels.matmul(a, b))
+    np.testing.assert_array_equal(*results)
 
 
 @USABLE

@@ -86,7 +86,9 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
         return NotImplemented
     if b.flags.c_contiguous:
         result = np.empty((n_rows, n_columns), np.float32)
-        _share(lambda part: (a, b[:, part], result[:, part]), n_columns)
+        # some columns each, as below, would give other bits, and so a result that depends on what else the machine does
+        multiply = library.shared_product if spinning.keep_up else library.product
+        multiply(a, b, result)
     elif b.flags.f_contiguous:  # the other way round, for oneDNN copies the second factor where it is transposed
         turned = np.empty((n_columns, n_rows), np.float32)
         _share(lambda part: (b.T[part], a.T, turned[part]), n_columns)
