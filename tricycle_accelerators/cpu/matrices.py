@@ -65,7 +65,7 @@ def matmul(
     if n_rows <= FEW_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
         product = _few_rows(a, b, bias)
     elif n_rows == 1 and out is None and b.flags.f_contiguous:  # to the bit as BLAS's own threads, above
-        product = _by_columns(a, b, bias, None, _as_blas(n_columns))
+        product = _by_columns(a, b, bias, None)
     elif n_rows <= SOME_ROWS < n_columns and out is None and b.flags.f_contiguous and b.size:
         product = _some_rows(a, b, bias)
     elif n_inner >= 2 * max(n_rows, n_columns) and out is None:
@@ -73,7 +73,7 @@ def matmul(
     elif n_rows >= n_columns:
         product = _by_rows(a, b, bias, out)
     else:
-        product = _by_columns(a, b, bias, out, pieces.parts(n_columns, 512))
+        product = _by_columns(a, b, bias, out)
     return product if dtype is None else product.astype(dtype, copy=False)
 
 
@@ -132,21 +132,7 @@ def _by_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndar
     return product
 
 
-def _as_blas(n_columns: int) -> list[slice]:
-    """How OpenBLAS shares out the columns of a product with one row (interface/gemv.c), and so its last bits."""
-    parts = []
-    start = 0
-    for left in range(threads.n_threads(), 0, -1):
-        width = max(4, -(-(n_columns - start) // left))
-        if start < n_columns:
-            parts.append(slice(start, min(start + width, n_columns)))
-        start += width
-    return parts
-
-
-def _by_columns(
-    a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, parts: list[slice]
-) -> np.ndarray:
+def _by_columns(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None) -> np.ndarray:
     product = np.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
 
     def work(part: slice) -> None:
@@ -154,7 +140,7 @@ def _by_columns(
         if bias is not None:
             product[:, part] += bias[part]
 
-    threads.parallel(work, parts)
+    threads.parallel(work, pieces.parts(b.shape[1], 512))
     return product
 
 
