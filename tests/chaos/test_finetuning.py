@@ -126,6 +126,7 @@ def test_a_signal_in_a_phase(name, phase, kind, place, whole):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", Tuning.phases)
 def test_every_signal_in_every_phase(phase, kind, place, whole):

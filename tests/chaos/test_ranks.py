@@ -1,6 +1,7 @@
 """Some kills of ranks of those that `python -m tests.chaos.ranks` tries. Left out without mpi4py and an mpiexec."""
 
 import importlib.util
+import os
 import random
 import signal
 import subprocess
@@ -70,6 +71,7 @@ def test_what_differs_more_than_by_rounding_is_seen(bench, whole, profile):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, *SIGNALS])
 def test_every_signal_to_each(bench, profile, whole, number, target):
@@ -87,6 +89,7 @@ def test_every_way_to_fail(bench, profile, whole, name, rank):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 def test_the_long_form():
     words = "--n 0 --phases 0 --failures 1 --seed 3".split()
     done = subprocess.run([sys.executable, "-m", "tests.chaos.ranks", *words], capture_output=True, text=True)
