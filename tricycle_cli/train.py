@@ -474,7 +474,7 @@ def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], t
         with atomic_write(folder / f"{name}.json", text=True) as file:
             json.dump(content, file, indent=2)
     tokeniser.save(folder / "tokeniser.json")
-    for left_over in folder.glob(".*.part"):
+    for left_over in folder.rglob(".*.part"):
         left_over.unlink()
 
 
