@@ -1,13 +1,13 @@
 """Recurrent layers over whole sequences.
 
-T steps, B items, H the width of the state, n H columns of gates side by side. What the kernels take:
+T steps, B items, H the width of the state, n H columns of gates side by side. What the kernels take::
 
     gates: (T, B, n H), what the inputs give to them; afterwards their values.
     states: (S, T + 1, B, H), of which those before the first step are given.
     weights, bias: (H, n H) and (n H,), or None: they make the part of the gates that comes from states[0], the output.
     active: (T, B, 1) booleans, or None: an item keeps its states over a step where it is not.
 
-And the kernels that go back in time:
+And the kernels that go back in time::
 
     grad: (S, T + 1, B, H), the gradients of the states.
     d_gates: takes the gradients of what went into the gates, (1, T, B, n H), or (2, T, B, n H) where the part from the

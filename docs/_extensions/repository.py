@@ -1,0 +1,97 @@
+"""Pages that lie elsewhere in the repository, and links to its files, in the site as on GitHub.
+
+A page of docs/ that consists of
+
+    ---
+    page: ../../benchmarks/RESULTS.md
+    ---
+
+shows that file. Links and pictures stay as GitHub wants them, relative to the file that they stand in; here they are
+pointed to a page of the site where there is one (a Python module's is its source), and to the repository otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.osutil import relative_uri
+
+DOCS = Path(__file__).resolve().parents[1]
+ROOT = DOCS.parent
+STUB = re.compile(r"---\npage: (\S+)\n---\n\Z")
+FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[\w.-]+)?\)")
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls", {})
+
+
+def shown_elsewhere() -> dict[str, str]:
+    """Files outside docs/ by their place in the repository, with the pages of docs/ that show them."""
+    pages = {}
+    for path in sorted(DOCS.rglob("*.md")):
+        if stub := STUB.match(path.read_text(encoding="utf-8")):
+            place = os.path.relpath(path.parent / stub[1], ROOT)
+            pages[Path(place).as_posix()] = path.relative_to(ROOT).as_posix()
+    return pages
+
+
+def read(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put the file in the stub's place, and turn its links."""
+    page = f"docs/{docname}.md"
+    place = page
+    if stub := STUB.match(source[0]):
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(page), stub[1]))
+        source[0] = (ROOT / place).read_text(encoding="utf-8")
+    pages = shown_elsewhere()
+
+    def turned(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(place), match[1]))
+        return f"]({_target(target, page, pages)}{match[2] or ''})"
+
+    parts = FENCE.split(source[0])
+    parts[::2] = [LINK.sub(turned, part) for part in parts[::2]]
+    source[0] = "".join(parts)
+
+
+def _target(target: str, page: str, pages: dict[str, str]) -> str:
+    """What a page of docs/ writes for a place in the repository."""
+    readme = posixpath.join(target, "README.md")
+    inside = pages.get(target) or pages.get(readme)
+    if inside is None and (target.startswith("docs/") or target.endswith((".png", ".jpg", ".svg"))):
+        inside = target
+    if inside is None:
+        return f"repo:{target}"
+    return posixpath.relpath(inside, posixpath.dirname(page))
+
+
+def resolve(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """`repo:` becomes the source of a module that the reference has, or an address."""
+    for node in doctree.findall(nodes.reference):
+        if node.get("refuri", "").startswith("repo:"):
+            place, _, anchor = node["refuri"].removeprefix("repo:").partition("#")
+            node["refuri"] = _address(app, docname, place) + (f"#{anchor}" if anchor else "")
+
+
+def _address(app: Sphinx, docname: str, place: str) -> str:
+    module = place.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    here = app.builder.get_target_uri(docname)
+    objects: dict[str, Any] = app.env.domains["py"].modules
+    if place.endswith(".py") and getattr(app.env, "_viewcode_modules", {}).get(module):
+        return relative_uri(here, f"_modules/{module.replace('.', '/')}.html")
+    if module in objects:
+        return relative_uri(here, app.builder.get_target_uri(objects[module].docname)) + f"#module-{module}"
+    if repository := URLS.get("Repository") or URLS.get("Source"):
+        return f"{repository.rstrip('/')}/{'blob' if (ROOT / place).is_file() else 'tree'}/main/{place}"
+    return relative_uri(here, f"../{place}")  # of a site that lies in the repository
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("source-read", read)
+    app.connect("doctree-resolved", resolve)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
