@@ -504,6 +504,14 @@ for _per_head, _tokens, _window in [(False, 5, 5), (True, 7, 9), (False, 37, 40)
             normal(2, _tokens, 12),
             normal(*[2] * _per_head, 2, _window),
         )
+for _per_head, _tokens in [(False, 19), (True, 7)]:  # a scale for each pair of blocks
+    _op = SelfAttention(2, True, softmaxes.BlockSoftmax(3, per_head=_per_head, length=20, per_position=False))
+    add(
+        "Attention",
+        lambda x, scales, op=_op: op(x, None, scales),
+        normal(2, _tokens, 12),
+        normal(*[2] * _per_head, 3, 3),
+    )
 for _correction in ("none", "exact"):
     _softmax = softmaxes.BlockSoftmax(3, _correction)
     add("Attention", SelfAttention(2, True, _softmax), normal(2, 19, 12))

@@ -26,6 +26,7 @@ from tricycle.gradcheck import gradcheck
 from tricycle.layers import Layer
 from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax
 from tricycle.tensor import to_tensor
+from tricycle_lab.probe import Probe
 
 BLOCKS: dict[str, Callable[[], Layer]] = {
     "attention": lambda: MultiHeadSelfAttention(8, 2, 24, generator=0),
@@ -262,6 +263,33 @@ def test_scales_are_a_parameter_that_learns(per_head: bool, rng: np.random.Gener
     assert ((gradient != 0) == seen).all()
     layer.use_softmax("softmax")
     assert "softmax_scales" not in dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_a_scale_for_each_pair_of_blocks(per_head: bool, rng: np.random.Generator) -> None:
+    """It is what all positions of a block have in common: the same values, and the sum of their gradients."""
+    layer = MultiHeadSelfAttention(8, 2, 24, softmax=BlockSoftmax(3, per_head=per_head), generator=0)
+    x = rng.standard_normal((2, 21, 8))
+    pairs = rng.random((2, 3, 3) if per_head else (3, 3))
+    layer.softmax_scales.array[...] = pairs.repeat(8, axis=-1)
+    expected = layer(x)
+    expected.backward()
+    gradient = layer.softmax_scales.grad.array.reshape(*pairs.shape, 8).sum(axis=-1)
+    layer.use_softmax(BlockSoftmax(3, per_head=per_head, per_position=False))
+    assert layer.softmax_scales.shape == pairs.shape and (layer.softmax_scales.array == 1).all()
+    layer.softmax_scales.array[...] = pairs
+    out = layer(x)
+    out.backward()
+    np.testing.assert_array_equal(out.array, expected.array)
+    np.testing.assert_allclose(layer.softmax_scales.grad.array, gradient, rtol=1e-5, atol=1e-6)
+    with Probe(layer) as probe:
+        layer(x)
+    (weights,) = probe.weights.values()
+    sums = weights[..., :8].sum(axis=-1)[0, :, 16]  # of a query in the third block, over the keys of the first
+    np.testing.assert_allclose(sums, np.broadcast_to(pairs[..., 0, 2], 2), rtol=1e-5)
+    layer.softmax_scales.array = np.ones((3, 21), np.float32)
+    with pytest.raises(ValueError, match=r"expected a scale for each pair of blocks, .* got \(3, 21\)"):
+        layer(x)
 
 
 def test_attention_uses_the_rows_of_any_variant(rng: np.random.Generator) -> None:

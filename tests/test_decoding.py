@@ -185,6 +185,18 @@ def test_softmaxes_chosen_later(correction, no_layers):
         block.attention.use_softmax(BlockSoftmax(3, correction, correction == "learned"))
         if block.attention.softmax_scales is not None:
             block.attention.softmax_scales.array[...] = np.random.default_rng(0).random((4, 3, 24))
+    assert_last_token_as_all_at_once(model)
+
+
+def test_scales_of_pairs_of_blocks(no_layers):
+    model = new_model(TINY)
+    for block in model.blocks:
+        block.attention.use_softmax(BlockSoftmax(3, per_position=False))
+        block.attention.softmax_scales.array[...] = np.random.default_rng(0).random((3, 3))
+    assert_last_token_as_all_at_once(model)
+
+
+def assert_last_token_as_all_at_once(model):
     tokens = text_of(model, 15)
     caches = model.new_caches()
     next_logits(model, [tokens[:-1]], [caches])

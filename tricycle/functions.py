@@ -71,8 +71,12 @@ class RowSoftmax(Op, is_base=True):
         return self
 
     def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
-        """The parameter that a layer must hold for it, if any: `forward`, `rows` and `attend` take it last."""
+        """The parameter that a layer must hold for it, if any: `attend` takes it last."""
         return None
+
+    def scales_of(self, scales: Array, n_keys: int) -> Array:
+        """That parameter for each position, (..., W): `forward` and `rows` take those of their rows last."""
+        return scales
 
     def _scores(self, x: Operand) -> Tensor:
         x = as_tensor(x)

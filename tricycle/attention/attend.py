@@ -121,7 +121,8 @@ class Attention(Op):
         if scales is None:
             return scores, self.softmax.rows(scores)
         start = scoring.offset or 0
-        return scores, self.softmax.rows(scores, scales.array[..., start : start + q.shape[1]])
+        of_places = self.softmax.scales_of(scales.array, k.shape[1])
+        return scores, self.softmax.rows(scores, of_places[..., start : start + q.shape[1]])
 
     def _scoring(self, q: Array, k: Array) -> Scoring:
         scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale

@@ -63,31 +63,57 @@ class BlockSoftmax(RowSoftmax):
         per_head: each head of attention has scales of its own.
         length: how many keys are cut; those that come unless given. A layer gives its context window, so that a key
             stays in its block while a text grows.
+        per_position: each position of a query has scales of its own; else those in the same block have the same, so
+            that there is one for each pair of a block of keys and a block of queries.
     """
 
     name = "block_softmax"
 
     def __init__(
-        self, n_blocks: int = 2, correction: str = "learned", per_head: bool = False, length: int | None = None
+        self,
+        n_blocks: int = 2,
+        correction: str = "learned",
+        per_head: bool = False,
+        length: int | None = None,
+        per_position: bool = True,
     ) -> None:
         positive("BlockSoftmax", n_blocks=n_blocks)
         if correction not in ("learned", "none", "exact"):
             raise ValueError(f"BlockSoftmax: expected correction to be learned, none or exact, got {correction!r}")
         self.n_blocks, self.correction, self.per_head, self.length = n_blocks, correction, per_head, length
+        self.per_position = per_position
 
     def for_window(self, context_window: int) -> BlockSoftmax:
-        return BlockSoftmax(self.n_blocks, self.correction, self.per_head, self.length or context_window)
+        length = self.length or context_window
+        return BlockSoftmax(self.n_blocks, self.correction, self.per_head, length, self.per_position)
 
     def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
         heads = (n_heads,) if self.per_head else ()
-        shape = (*heads, self.n_blocks, context_window)
+        shape = (*heads, self.n_blocks, context_window if self.per_position else self.n_blocks)
         return Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
+
+    def scales_of(self, scales: Array, n_keys: int) -> Array:
+        """A layer's parameter as one scale for each position, ([H,] n_blocks, W).
+
+        Args:
+            scales: ([H,] n_blocks, W), or without `per_position` ([H,] n_blocks of keys, n_blocks of queries).
+            n_keys: that come, which are cut where no length was given.
+
+        Raises:
+            ValueError: not a scale for each pair of blocks.
+        """
+        if self.per_position:
+            return scales
+        if scales.shape[-2:] != (self.n_blocks, self.n_blocks):
+            wanted = f"([heads,] {self.n_blocks}, {self.n_blocks})"
+            raise ValueError(f"{self}: expected a scale for each pair of blocks, {wanted}, got {scales.shape}")
+        return scales.repeat(self._step(n_keys), axis=-1)
 
     def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
         """
         Args:
             x: scores (..., T, S).
-            scales: (..., n_blocks, T), with "learned" only.
+            scales: (..., n_blocks, T), with "learned" only, whether positions have scales of their own or not.
 
         Raises:
             ValueError: scales missing, misshapen, or given where they have no use.
@@ -127,18 +153,14 @@ class BlockSoftmax(RowSoftmax):
         """As each block's attention to its keys by the queries that see any of them.
 
         Args:
-            scales: ([H,] n_blocks, W), for as many positions as there are queries or more, with "learned" only.
+            scales: ([H,] n_blocks, W), for as many positions as there are queries or more, with "learned" only; or one
+                for each pair of blocks, as `scales_of` says.
 
         Raises:
             ValueError: scales missing, too few, or given where they have no use; keys beyond the last block.
         """
         xp, start = array_module(q), scoring.offset or 0
-        n_keys, last = k.shape[1], start + q.shape[1]
-        wanted = (self.n_blocks, last) if self.correction == "learned" else None
-        got = None if scales is None else (scales.shape[-2], min(scales.shape[-1], last))
-        if got != wanted or (wanted and n_keys > (self.length or n_keys)):
-            came = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
-            raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {came}")
+        scales = self._checked(scales, k.shape[1], start + q.shape[1])
         operands = _Operands(q, k, v)
         kept: dict[int, _Kept] = {}
         out = xp.zeros((*q.shape[:3], v.shape[3]), dtype or q.dtype)
@@ -169,9 +191,28 @@ class BlockSoftmax(RowSoftmax):
                     kernels.attention_backward(grad[items], *mine, *whole)
 
             kernels.for_items(q, work)
-            return None if scales is None else xp.stack([by_start[start] for start in sorted(by_start)]).sum(axis=0)
+            if scales is None:
+                return None
+            return self._of_parameter(xp.stack([by_start[start] for start in sorted(by_start)]).sum(axis=0))
 
         return out, backward
+
+    def _checked(self, scales: Array | None, n_keys: int, last: int) -> Array | None:
+        """A layer's parameter as one scale for each position.
+
+        Args:
+            last: how many positions there are up to the last query.
+
+        Raises:
+            ValueError: as of `attend`.
+        """
+        placed = None if scales is None else self.scales_of(scales, n_keys)
+        wanted = (self.n_blocks, last) if self.correction == "learned" else None
+        got = None if placed is None else (placed.shape[-2], min(placed.shape[-1], last))
+        if got != wanted or (wanted and n_keys > (self.length or n_keys)):
+            came = f"{n_keys} keys and scales {None if scales is None else scales.shape}"
+            raise ValueError(f"{self}: expected no more keys than length and scales {wanted} or longer, got {came}")
+        return placed
 
     def _attend_blocks(self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None) -> list[_Part]:
         n_queries, parts = q.shape[1], []
@@ -212,8 +253,18 @@ class BlockSoftmax(RowSoftmax):
             grads.q[:, part.queries] += dq
         return dscales
 
+    def _step(self, n_keys: int) -> int:
+        """How long a block is."""
+        return max(1, -(-(self.length or n_keys) // self.n_blocks))
+
+    def _of_parameter(self, dscales: Any) -> Array:
+        """The gradient of the parameter, from that of the scales for each position, as `scales_of` makes them."""
+        if self.per_position:
+            return dscales
+        return dscales.reshape(*dscales.shape[:-1], self.n_blocks, -1).sum(axis=-1)
+
     def _blocks(self, n_keys: int) -> list[slice]:
-        step = max(1, -(-(self.length or n_keys) // self.n_blocks))
+        step = self._step(n_keys)
         return [slice(start, min(start + step, n_keys)) for start in range(0, n_keys, step)]
 
     def _factor(self, xp: Any, part: _Part, start: int, scales: Array | None, log_total: Array | None) -> Array | int:
