@@ -16,6 +16,7 @@ import numpy as np
 
 from tricycle.devices import Array, to_cpu
 from tricycle.tensor import Tensor
+from tricycle_lab.look.changes import Changes
 from tricycle_lab.probe import entropy, excess_kurtosis
 
 N_RIVALS = 10
@@ -36,12 +37,15 @@ class Site:
         kind: "self", "cross" or "source": an encoder's own.
         n_heads: H.
         looked: gives scores and weights, (H, T, S) each.
+        op, args: what was called with queries (1, T, H, D), keys and values (1, S, K, D), and what there is more.
     """
 
     name: str
     kind: str
     n_heads: int
     looked: Look | None = None
+    op: Any = None
+    args: tuple[Any, ...] = ()
     _held: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
@@ -80,6 +84,10 @@ class Predictions:
     best_p: np.ndarray
     entropy: np.ndarray
 
+    def first(self, count: int) -> Predictions:
+        """Those after the first so many tokens."""
+        return Predictions(*(numbers[:count] for numbers in vars(self).values()))
+
 
 @dataclass
 class Reading:
@@ -94,6 +102,7 @@ class Reading:
         predictions: None where there are no logits.
         source: ids of what an encoder read.
         said: logits (T, V) of a model without a residual stream.
+        changes: what was changed in the model.
     """
 
     ids: list[int]
@@ -106,6 +115,7 @@ class Reading:
     predictions: Predictions | None = None
     source: tuple[int, ...] = ()
     said: np.ndarray | None = None
+    changes: Changes = field(default_factory=Changes)
 
     def same(self, ids: Sequence[int], source: Sequence[int]) -> bool:
         """Whether it is of this text, and of this source."""
@@ -222,11 +232,17 @@ class Reading:
         return {"texts": texts, "tokens": best.tolist(), "p": [_rounded(row, 3) for row in p]}
 
     # ---------------------------------------------------------------- numbers
-    def predict(self, x: np.ndarray) -> None:
-        """Compute the predictions from the last state of the stream (T, C)."""
-        following = np.append(self.ids[1:], -1)
-        made = [summed_up(logits, following[rows]) for rows, logits in self._in_parts(x)]
-        self.predictions = Predictions(*(np.concatenate(parts) for parts in zip(*made)))
+    def predict(self, x: np.ndarray, known: Predictions | None = None) -> None:
+        """Compute the predictions from the last state of the stream (T, C).
+
+        Args:
+            known: of the first tokens, which need not be computed again.
+        """
+        start = 0 if known is None else len(known.log_p)
+        following = np.append(self.ids[1:], -1)[start:]
+        made = [summed_up(logits, following[rows]) for rows, logits in self._in_parts(x[start:])]
+        parts = [] if known is None else [list(vars(known).values())]
+        self.predictions = Predictions(*(np.concatenate(numbers) for numbers in zip(*parts, *made)))
 
     def _in_parts(self, x: np.ndarray) -> Any:
         """Some rows at a time, and their logits."""
