@@ -16,6 +16,7 @@ import numpy as np
 
 from tricycle.devices import Array, to_cpu
 from tricycle.tensor import Tensor
+from tricycle_accelerators import threads
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.probe import entropy, excess_kurtosis
 
@@ -154,10 +155,13 @@ class Reading:
             }
         return shown
 
-    def attention(self, name: str, head: int) -> dict[str, Any]:
-        """The maps of one head before and after the softmax, as bytes.
+    def attention(self, name: str, head: int, small: bool = False) -> dict[str, Any]:
+        """The maps of one head before and after the softmax, as bytes in base64.
 
         Of a weight w the byte is 255 sqrt(w), of a score 1 + 254 (s - low) / (high - low), and 0 where a key is hidden.
+
+        Args:
+            small: bytes are deflated first, for a file; to inflate them takes a browser longer than to fetch them.
 
         Raises:
             ValueError: no such layer or head.
@@ -173,8 +177,9 @@ class Reading:
         roots = np.rint(np.sqrt(np.clip(weights, 0, 1)) * 255).astype(np.uint8)
         return {
             "shape": list(weights.shape),
-            "weights": _packed(roots),
-            "scores": _packed(np.where(seen, 1 + np.rint(shares * 254), HIDDEN).astype(np.uint8)),
+            "deflated": small,
+            "weights": _packed(roots, small),
+            "scores": _packed(np.where(seen, 1 + np.rint(shares * 254), HIDDEN).astype(np.uint8), small),
             "low": _figure(low),
             "high": _figure(high),
             "entropy": _rounded(entropy(weights), 2),
@@ -283,9 +288,15 @@ class Reading:
 
 def summed_up(logits: np.ndarray, following: np.ndarray) -> list[np.ndarray]:
     """The fields of `Predictions` for some rows (R, V); the logits are overwritten."""
-    some = [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(logits), ROWS_AT_ONCE)]
-    parts = [_summed_up_rows(logits[rows], following[rows]) for rows in some]
-    return [np.concatenate(numbers) for numbers in zip(*parts)]
+    starts = range(0, len(logits), ROWS_AT_ONCE)
+    parts: dict[int, list[np.ndarray]] = {}
+
+    def work(start: int) -> None:
+        rows = slice(start, start + ROWS_AT_ONCE)
+        parts[start] = _summed_up_rows(logits[rows], following[rows])
+
+    threads.parallel(work, starts)
+    return [np.concatenate(numbers) for numbers in zip(*(parts[start] for start in starts))]
 
 
 def _summed_up_rows(logits: np.ndarray, following: np.ndarray) -> list[np.ndarray]:
@@ -328,9 +339,10 @@ def _state(name: str, x: np.ndarray) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- as JSON
-def _packed(array: np.ndarray) -> str:
-    """Bytes, deflated, in base64."""
-    return base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
+def _packed(array: np.ndarray, small: bool) -> str:
+    """Bytes in base64, deflated first or not."""
+    content = zlib.compress(array.tobytes(), 1) if small else array.tobytes()
+    return base64.b64encode(content).decode("ascii")
 
 
 def _figure(value: float) -> float | None:

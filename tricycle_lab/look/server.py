@@ -99,14 +99,25 @@ class Desk:
         for number, reading in kept.items():
             if reading.changes == changes and reading.same(ids, subject.source):
                 kept.move_to_end(number)
-                return {"reading": number, **reading.view()}
+                return self._shown(number, reading, fields)
         most = max(kept.values(), key=lambda before: subject.spared(ids, changes, before), default=None)
         reading = subject.read(ids, changes, most)
         self._count += 1
         kept[self._count] = reading
         while len(kept) > KEPT:
             self._drop_one(kept)
-        return {"reading": self._count, **reading.view()}
+        return self._shown(self._count, reading, fields)
+
+    @staticmethod
+    def _shown(number: int, reading: Reading, fields: Fields) -> Fields:
+        """What a page shows first, with the map of one head if it says which: its layer with attention, and its own."""
+        shown = {"reading": number, **reading.view()}
+        match fields.get("map"):
+            case [int(layer), int(head)] if (
+                0 <= layer < len(reading.sites) and 0 <= head < reading.sites[layer].n_heads
+            ):
+                shown["map"] = reading.attention(reading.sites[layer].name, head)
+        return shown
 
     @staticmethod
     def _drop_one(kept: OrderedDict[int, Reading]) -> None:
