@@ -269,7 +269,8 @@ class Reading:
         count = min(count, len(logits))
         top = np.argpartition(logits, -count)[-count:]
         top = top[np.argsort(-logits[top], kind="stable")]
-        log_total = float(np.logaddexp.reduce(logits.astype(np.float64)))
+        highest = float(logits.max())
+        log_total = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
         said: dict[str, Any] = {
             "top": [
                 {
