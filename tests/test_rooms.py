@@ -34,7 +34,7 @@ kernels.reference.generation kernels.reference.losses
 kernels.reference.tables kernels.reference.attention kernels.reference.recurrence kernels.reference.optimisers
 kernels.reference kernels
 ops einsum __init__ gradcheck
-functions softmaxes.adaptive softmaxes.blocks softmaxes activation loss
+functions softmaxes.adaptive softmaxes.blocks softmaxes.sink softmaxes activation loss
 precision initialisers layers recompute
 attention.masks attention.attend attention.cache attention.rotary attention.shift attention
 configs.checked configs.model configs.training configs.presets configs
