@@ -256,7 +256,7 @@ SCORES = to_tensor(np.ones((2, 6)))
 REFUSED = {
     "an unknown name": (
         lambda: new_softmax("softmax2"),
-        "softmax: expected one of softmax, softmax1, adaptive, blocks, got 'softmax2'",
+        "softmax: expected one of softmax, softmax1, adaptive, blocks, sink, got 'softmax2'",
     ),
     "no block": (lambda: BlockSoftmax(0), "BlockSoftmax: expected n_blocks to be a whole number above 0, got 0"),
     "an unknown correction": (

@@ -390,7 +390,7 @@ test_bad_input = bad_input(
         "true": (lambda: changes_of(heads=[["blocks.0.attention", True]]), PAIRS),
         "a list": (
             lambda: changes_of(softmax=["softmax"]),
-            "changes: expected softmax to be one of softmax, softmax1, adaptive, blocks",
+            "changes: expected softmax to be one of softmax, softmax1, adaptive, blocks, sink",
         ),
         "too cold": (lambda: changes_of(temperature=0), "changes: expected a temperature from 0.001 to 1000"),
         "not a number": (
