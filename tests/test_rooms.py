@@ -44,7 +44,7 @@ sequences.classifiers sequences.autoencoders
 processes shards optimisers scheduler files locks memory safetensors_file tokeniser
 pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
 pretrained.ggml_tokens
-dataset packing checkpoint training preferences decoding sampling generate likeliest evaluation
+dataset packing checkpoint sequences.translators training preferences decoding sampling generate likeliest evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.same pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
 pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tricycle.functions import linear
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Tensor, no_grad
 from tricycle_lab.look.changes import Changes
@@ -330,7 +332,7 @@ class Translator(Subject):
     def __init__(
         self,
         model: EncoderDecoder,
-        encode: Callable[[str], Sequence[int]],
+        encode: Callable[[str], Any],
         say: Callable[[int], str],
         begin: int,
         end: int,
@@ -409,6 +411,21 @@ class Translator(Subject):
         reading.said = None if reading.stream else numbers
         reading.predictions = Predictions(*summed_up(numbers.copy(), following))
         return reading
+
+
+def saved_translator(path: Path) -> Translator:
+    """One that `load_translator` opens.
+
+    Raises:
+        FileNotFoundError, ValueError: as there.
+    """
+    model, vocabulary, config = load_translator(path)
+
+    def say(token: int) -> str:
+        return vocabulary.texts([token])[0]
+
+    ends = vocabulary.begin, vocabulary.end
+    return Translator(model, vocabulary.encode, say, *ends, path.stem, min(MOST_TOKENS, config.context_window))
 
 
 def weighing_rows(changes: Changes) -> Exchange:
