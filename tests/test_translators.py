@@ -71,7 +71,7 @@ HARM = {
     "another width": ({"recipe": {**asdict(CONFIG), "n_layers": 1}}, "blocks.1"),
     "many places": ({"recipe": {**asdict(CONFIG), "context_window": 10**12}}, "context_window"),
     "a text for a number": ({"recipe": {**asdict(CONFIG), "width": "8"}}, "expected width to be a whole number"),
-    "no tokeniser": ({"tokeniser": None}, "tokeniser"),
+    "no tokeniser": ({"tokeniser": None}, "BPETokeniser: expected a dict"),
 }
 
 
