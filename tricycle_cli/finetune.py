@@ -49,7 +49,9 @@ from tricycle_cli.run import OnNaN, Run, check_room, naming_what_to_lower, read_
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
 from tricycle_cli.together import expect_one_process
-from tricycle_cli.train import begin_folder, holds_a_run, say, saying_what_is_saved
+from tricycle_cli.trackers import TrackerName, expect_trackers
+from tricycle_cli.tracking import Tracking
+from tricycle_cli.train import begin_folder, holds_a_run, say, saying_what_is_saved, tracked
 from tricycle_cli.tuning import (
     ADAPTER,
     HeldOutPairs,
@@ -147,6 +149,9 @@ class Arguments:
     """where to compute"""
     on_full_disk: OnFullDisk = "wait"
     """what to do when the disk is full: wait until there is room, or stop"""
+    track: tuple[TrackerName, ...] = ()
+    """trackers of experiments that are told what metrics.jsonl is told; with --resume from now on, and all that came
+    before, too"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN-FOLDER")] = None
     """go on with a run where its last checkpoint stands; all settings are the run's own"""
 
@@ -169,10 +174,14 @@ def _start_or_resume(arguments: Arguments, signals: Signals) -> int:
     if arguments.resume is not None:
         folder = arguments.resume
         with FolderLock(folder):
-            return _tune(folder, read_arguments(folder), signals)
+            kept = read_arguments(folder)
+            kept = dataclasses.replace(kept, track=arguments.track or kept.track)
+            expect_trackers(kept.track)
+            return _tune(folder, kept, signals)
     if not arguments.model or not arguments.data:
         raise ValueError("expected a model and --data, or --resume with a run folder")
     check_arguments(arguments)
+    expect_trackers(arguments.track)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = arguments.run_folder or Path("runs") / f"{Path(arguments.model).stem}-finetuned-{stamp}"
     with FolderLock(folder):
@@ -210,7 +219,7 @@ def _tune(folder: Path, arguments: Arguments, signals: Signals) -> int:
     try:
         with signals.heard():
             state, run, description = prepare(folder, arguments, signals)
-            with saying_what_is_saved(run):
+            with saying_what_is_saved(run), tracked(run):
                 with signals.finishing():
                     finished = train(state, run)
                 if finished:
@@ -262,7 +271,7 @@ def read_arguments(folder: Path) -> Arguments:
         if not fits:
             raise ValueError(f"{path}: expected {name} to be like {default!r}, got {reprlib.repr(value)}")
     paths = {name: tuple(Path(part) for part in stated.get(name, ())) for name in ("data", "held_out")}
-    texts = {name: tuple(stated.get(name, ())) for name in ("targets", "prompts")}
+    texts = {name: tuple(stated.get(name, ())) for name in ("targets", "prompts", "track")}
     return Arguments(**{**stated, **paths, **texts, "run_folder": folder})
 
 
@@ -335,7 +344,15 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
     )
     say_what_there_is(examples, dataset, state, arguments)
     description = begin_or_go_on(state, run, arguments, examples, held)
+    if arguments.track:
+        run.tracking = tracking_of(folder, arguments, config)
     return state, run, description
+
+
+def tracking_of(folder: Path, arguments: Arguments, config: GPTConfig) -> Tracking:
+    """The trackers of a run, and what they say of it: its flags, and the config that came of them."""
+    flags = {name: value for name, value in _as_json(arguments).items() if name != "track"}
+    return Tracking(arguments.track, folder, {**flags, **config.to_dict()}, say).start()
 
 
 def expect_kind(loss: str, records: Sequence[Record]) -> None:

@@ -1,7 +1,7 @@
 """A run of training: the loop, its clock, its folder, and what it says.
 
 A run folder holds config.json, data.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png, and the checkpoints
-last.safetensors and best.safetensors.
+last.safetensors and best.safetensors; with --track also tracking.json, and what trackers keep there.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tricycle.training import LEAST_STEPS, NonFiniteError, TrainingState, look_a
 from tricycle_cli import clock
 from tricycle_cli.full_disk import OnFullDisk, write_with_room
 from tricycle_cli.signals import Interrupted
+from tricycle_cli.tracking import Tracking
 
 OnNaN = Literal["stop", "skip", "rollback"]
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class Run:
         measure: estimates the held-out loss and keeps the best checkpoint, in place of `estimate`.
         processes: those that train together. All make a run alike; rank 0 alone speaks and writes.
         advice: what needs less memory, where it is not what `naming_what_to_lower` says.
+        tracking: gets what metrics.jsonl gets.
     """
 
     folder: Path
@@ -93,6 +95,7 @@ class Run:
     measure: Callable[[Any, Any], float] | None = None
     processes: Processes = ALONE
     advice: str = ""
+    tracking: Tracking | None = None
     _log: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,6 +150,8 @@ class Run:
             return
         text = "".join(json.dumps(line) + "\n" for line in self._log)
         self.write(lambda: append(self.metrics, text))
+        if self.tracking is not None:
+            self.tracking.log(self._log)
         self._log.clear()
 
     def save(self, state: TrainingState, path: Path) -> None:
@@ -182,6 +187,8 @@ class Run:
                 file.write(text)
 
         self.write(rewrite)
+        if self.tracking is not None:
+            self.tracking.begin(kept)
         expect_plain(self.samples)
         if self.samples.exists() and 0 <= state.samples_size < self.samples.stat().st_size:
             os.truncate(self.samples, state.samples_size)

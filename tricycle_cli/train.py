@@ -53,6 +53,8 @@ from tricycle_cli.run import (
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
 from tricycle_cli.together import by_the_first, check_batches, check_same, common_facts, parsed, together
+from tricycle_cli.trackers import NAMES, TrackerName, expect_trackers
+from tricycle_cli.tracking import Tracking
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 from tricycle_lab.plot import plot_losses
 
@@ -98,6 +100,8 @@ class Arguments:
     """what to do when the disk is full: wait until there is room, or stop; what was saved is whole either way"""
     shard_optimiser: bool = False
     """with mpiexec: what the optimiser remembers of a parameter is kept by one rank alone, which saves memory"""
+    track: tuple[TrackerName, ...] = ()
+    """trackers of experiments that are told what metrics.jsonl is told, each an extra of this package"""
     config: GPTConfig = field(default_factory=GPTConfig)
 
 
@@ -115,6 +119,8 @@ class ResumeArguments:
     """what is done from now on where a loss or a gradient is NaN or infinite: "stop", "skip" or "rollback" """
     shard_optimiser: bool = False
     """with mpiexec: what the optimiser remembers of a parameter is kept by one rank alone, which saves memory"""
+    track: tuple[TrackerName, ...] | None = None
+    """trackers from now on, which get all that came before, too; --track without a name ends tracking"""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -172,6 +178,9 @@ def resume(resumed: ResumeArguments, setting: Setting) -> int:
         if description.get("init_from") and not has_last:
             start = load_start(description["init_from"])
         description["on_nan"] = resumed.on_nan or description.get("on_nan", "skip")
+        if resumed.track is not None:
+            description["track"] = list(resumed.track)
+        by_the_first(processes, lambda: expect_trackers(description.get("track", [])))
         choices = Choices(use_gpu(resumed.device), resumed.on_full_disk, resumed.shard_optimiser)
         return train_and_report(Sitting(folder, config, description, choices, setting), start)
 
@@ -179,6 +188,7 @@ def resume(resumed: ResumeArguments, setting: Setting) -> int:
 def begin(arguments: Arguments, start: Pretrained | None, setting: Setting) -> int:
     """Begin a run. An update has the batches of all processes."""
     processes = setting.processes
+    by_the_first(processes, lambda: expect_trackers(arguments.track))
     on_gpu = use_gpu(arguments.device)
     description = description_of(arguments)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -273,6 +283,8 @@ def description_of(arguments: Arguments) -> dict[str, Any]:
     description: dict[str, Any] = {"data": arguments.data, "files": [str(path.resolve()) for path in arguments.files]}
     description["tokeniser"] = arguments.tokeniser
     description["on_nan"] = arguments.on_nan
+    if arguments.track:
+        description["track"] = list(arguments.track)
     if arguments.init_from:
         path = Path(arguments.init_from)
         description["init_from"] = str(path.resolve()) if path.exists() else arguments.init_from
@@ -348,7 +360,7 @@ def train_and_report(sitting: Sitting, start: Pretrained | None = None) -> int:
     try:
         with sitting.signals.heard():
             state, run = prepare(sitting, start)
-            with saying_what_is_saved(run):
+            with saying_what_is_saved(run), tracked(run):
                 with sitting.signals.finishing():
                     finished = train(state, run)
                 if finished:
@@ -376,6 +388,11 @@ def saying_what_is_saved(run: Run) -> Iterator[None]:
         if not run.last.exists():
             raise
         raise OSError(f"{error}. The last checkpoint is whole: {going_on}") from None
+
+
+def tracked(run: Run) -> contextlib.AbstractContextManager[None]:
+    """Around all of a sitting: trackers end with it."""
+    return contextlib.nullcontext() if run.tracking is None else run.tracking.finishing()
 
 
 def resuming(folder: Path) -> str:
@@ -415,6 +432,7 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
         state = new_state(config, corpus.train, sitting.on_gpu, model, processes, shard)
     if processes.is_first:
         introduce(state, held_out, sitting, tokeniser)
+    tracking = tracking_of(sitting, state)
     run = Run(
         folder,
         tokeniser,
@@ -429,8 +447,18 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
         show_progress=processes.is_first,
         on_full_disk=sitting.choices.on_full_disk,
         processes=processes,
+        tracking=tracking,
     )
     return state, run
+
+
+def tracking_of(sitting: Sitting, state: TrainingState) -> Tracking | None:
+    """The trackers of a run: rank 0 alone speaks to them."""
+    names = sitting.description.get("track", ())
+    if not names or not sitting.processes.is_first:
+        return None
+    facts = {"data": sitting.description["data"], "n_parameters": state.model.n_parameters, **state.config.to_dict()}
+    return Tracking(names, sitting.folder, facts, say).start()
 
 
 def first_tokeniser(sitting: Sitting, start: Pretrained | None, has_last: bool) -> Any:
@@ -490,7 +518,9 @@ def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
     files = data.get("files")
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
     is_known = data.get("data") in get_args(Data) and data.get("on_nan", "skip") in get_args(OnNaN)
-    if not is_known or not are_paths:
+    track = data.get("track", [])
+    are_trackers = isinstance(track, list) and all(name in NAMES for name in track)
+    if not is_known or not are_paths or not are_trackers:
         got = reprlib.repr(data)
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {got}")
     return GPTConfig.from_dict(config), data
