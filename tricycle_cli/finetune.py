@@ -219,6 +219,8 @@ def _tune(folder: Path, arguments: Arguments, signals: Signals) -> int:
     try:
         with signals.heard():
             state, run, description = prepare(folder, arguments, signals)
+            if arguments.track:
+                run.tracking = tracking_of(folder, arguments, state.config)
             with saying_what_is_saved(run), tracked(run):
                 with signals.finishing():
                     finished = train(state, run)
@@ -344,8 +346,6 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
     )
     say_what_there_is(examples, dataset, state, arguments)
     description = begin_or_go_on(state, run, arguments, examples, held)
-    if arguments.track:
-        run.tracking = tracking_of(folder, arguments, config)
     return state, run, description
 
 
