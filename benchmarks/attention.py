@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.workers import SIDES, STEPS_A_TURN, Worker, peak_memory_mb, serve, take_turns
+from benchmarks.turns import Pace
+from benchmarks.workers import SIDES, Worker, peak_memory_mb, serve, time_steps
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 
@@ -106,8 +107,7 @@ def main() -> None:
     parser.add_argument("--train", type=int, metavar="T", help="training steps with a context of T tokens instead")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    parser.add_argument("--steps", type=int, default=9, help="timed steps of each side")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    Pace.add_flags(parser)
     parser.add_argument("--serve", nargs=3, metavar=("SIDE", "WORK", "T"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -120,7 +120,7 @@ def main() -> None:
     for length in lengths:
         words = [("--serve", name, work, str(length)) for name in names]
         workers = [Worker(name, arguments.threads, "benchmarks.attention", *said) for name, said in zip(names, words)]
-        times = take_turns(workers, arguments.steps, arguments.warmup)
+        times = time_steps(workers, Pace.of(arguments))
         memory = [worker.ask("memory") for worker in workers]
         if length == lengths[-1]:
             print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
@@ -130,7 +130,7 @@ def main() -> None:
             worker.close()
         rows.append((length, times, memory))
     what = "forward, loss, backward, AdamW" if arguments.train else "causal self-attention, forward and backward"
-    print(f"{what}: medians of {arguments.steps} steps, {STEPS_A_TURN} in a turn")
+    print(f"{what}: medians of {Pace.of(arguments)}")
     if arguments.train:
         print_training(arguments.train, names, *rows[0][1:])
     else:

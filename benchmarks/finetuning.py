@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.generation import model_of
-from benchmarks.workers import Worker, take_turns
+from benchmarks.turns import Pace
+from benchmarks.workers import Worker, time_steps
 
 MODULE = "benchmarks.finetuning_workers"
 PRECISIONS = ("float32", "bfloat16")
@@ -50,7 +51,7 @@ def compare(folder: Path, learn: str, precision: str, sides: list[str], words: a
     weights = words.weights if learn == "lora" and precision == "bfloat16" else "float32"
     arguments = str(folder), learn, precision, *shape, weights, *flags
     workers = [Worker(side, words.threads, MODULE, side, *arguments) for side in sides]
-    times = take_turns(workers, words.steps, words.warmup)
+    times = time_steps(workers, Pace.of(words))
     results = []
     for worker, seconds in zip(workers, times):
         speed = words.batch * words.tokens / seconds
@@ -103,8 +104,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    parser.add_argument("--steps", type=int, default=9, help="timed steps of each side")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before those")
+    Pace.add_flags(parser)
     arguments = parser.parse_args()
     sides = sides_of(arguments.peer)
     tables: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def main() -> None:
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     again = ", blocks computed again" if arguments.recompute else ""
     again += f", frozen weights {arguments.weights}" if arguments.weights != "float32" else ""
-    print(f"{model}, batch {arguments.batch} x {arguments.tokens}, medians of {arguments.steps} steps{again}")
+    print(f"{model}, batch {arguments.batch} x {arguments.tokens}, medians of {Pace.of(arguments)}{again}")
     for learn, results in tables.items():
         print_table(learn, results)
 

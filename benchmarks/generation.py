@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import PAUSE, Worker
+from benchmarks.turns import PAUSE
+from benchmarks.workers import Worker
 from tricycle.configs.model import ModelConfig, model_fields
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser

@@ -2,7 +2,7 @@
 
 Two ranks of one thread, one process of two threads, and DistributedDataParallel over gloo with two processes of one
 thread. Every rank has the shape's batch, and one process as many batches, one after another, so that each side's update
-has the same number of tokens. The sides take turns, a few steps at a time.
+has the same number of tokens. The sides take turns.
 
 Ours are timed in two ways more: with sums of gradients that begin after the backward pass only, and without any. What
 these differ by is what communication costs, and how much of it the backward pass hides.
@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
-import time
 from datetime import date
+from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks.ranks import SETTINGS, end, ranks_worker
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import PAUSE, SETTLING_STEPS, STEPS_A_TURN, Worker
+from benchmarks.turns import Pace, take_turns
+from benchmarks.workers import Worker
 
 OURS, ONE, DDP = "ranks", "one process", "DDP"
 LATE, SILENT = "sums after backward", "no sums"
@@ -48,18 +49,6 @@ def ways_of(shape: str, n_ranks: int, peer: str) -> dict[str, Way]:
     return ways
 
 
-def take_turns(ways: dict[str, Way], n_steps: int, warmup: int) -> dict[str, list[Any]]:
-    """What each said of at least `n_steps`."""
-    answers: dict[str, list[Any]] = {name: [] for name in ways}
-    for turn in range(-(-n_steps // STEPS_A_TURN)):
-        for name, (worker, words) in ways.items():
-            time.sleep(PAUSE)
-            for _ in range(SETTLING_STEPS if turn else warmup):
-                worker.ask(words)
-            answers[name] += [worker.ask(words) for _ in range(STEPS_A_TURN)]
-    return answers
-
-
 class Costs(NamedTuple):
     """What communication costs.
 
@@ -79,14 +68,14 @@ def costs_of(overlapped: float, late: float, silent: float) -> Costs:
     return Costs((overlapped - silent) / overlapped, (late - overlapped) / whole if whole > 0.05 * late else None)
 
 
-def report(shape: str, n_ranks: int, answers: dict[str, list[Any]], sums: float) -> str:
+def report(shape: str, n_ranks: int, pace: Pace, answers: dict[str, list[Any]], sums: float) -> str:
     """The table of a shape."""
     config = SHAPES[shape]
     n_tokens = n_ranks * config.batch_size * config.context_window
     seconds = {name: statistics.median(each["seconds"] for each in steps) for name, steps in answers.items()}
     lines = [
         f"shape {shape}: {n_ranks} x {config.batch_size} x {config.context_window} tokens a step, float32, medians of "
-        f"{len(answers[OURS])} steps, {STEPS_A_TURN} in a turn",
+        f"{pace}",
         f"{'':<22}{'tokens/s':>10}{'ranks / it':>12}{'ms a step':>11}{'least':>9}",
     ]
     for name, each in seconds.items():
@@ -109,9 +98,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["S"], help="models and batches")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of one thread, and threads of the one process")
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
-    parser.add_argument("--steps", type=int, default=9, help="timed steps of each side")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    Pace.add_flags(parser)
     arguments = parser.parse_args()
+    pace = Pace.of(arguments)
     if arguments.ranks < 2:
         parser.error(f"--ranks: expected 2 or more, got {arguments.ranks}")
     if importlib.util.find_spec("mpi4py") is None:
@@ -119,9 +108,10 @@ def main() -> None:
     print(f"{date.today()}, {arguments.ranks} ranks of 1 thread beside one process of {arguments.ranks}")
     for shape in arguments.shape:
         ways = ways_of(shape, arguments.ranks, arguments.peer)
-        answers = take_turns(ways, arguments.steps, arguments.warmup)
+        steps = [partial(worker.ask, words) for worker, words in ways.values()]
+        answers = dict(zip(ways, take_turns(steps, pace)))
         sums = statistics.median(ways[OURS].worker.ask('{"do": "sums"}')["seconds"] for _ in range(5))
-        print(report(shape, arguments.ranks, answers, sums), flush=True)
+        print(report(shape, arguments.ranks, pace, answers, sums), flush=True)
         for worker in {id(way.worker): way.worker for way in ways.values()}.values():
             end(worker)
 

@@ -1,6 +1,7 @@
 """Training speed beside PyTorch: python -m benchmarks.train --shape S --peer torch
 
-Forward, loss, backward and AdamW on random tokens. The sides take turns, a few steps at a time.
+Forward, loss, backward and AdamW on random tokens. The sides take turns. The limit is the speed of a machine that does
+nothing but the products, all at the rate at which it multiplies two matrices of 2,048 x 2,048 numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,18 @@ import platform
 from datetime import date
 
 from benchmarks.shapes import SHAPES
-from benchmarks.workers import SIDES, STEPS_A_TURN, Worker, take_turns
+from benchmarks.turns import Pace
+from benchmarks.workers import SIDES, Worker, time_steps
+from tricycle.configs import GPTConfig
 from tricycle.softmaxes import SOFTMAXES
+
+
+def operations_a_token(config: GPTConfig) -> int:
+    """Floating-point operations of the products of a token, forward and backward; attention is counted whole."""
+    width = config.embedding_dim
+    weights = config.n_layers * (4 * width**2 + 2 * width * config.hidden_size) + config.vocab_size * width
+    attention = 2 * config.n_layers * config.context_window * width  # scores, and the means of values
+    return 3 * 2 * (weights + attention)
 
 
 def main() -> None:
@@ -24,8 +35,7 @@ def main() -> None:
     others = [name for name in SOFTMAXES if name != "softmax"]
     parser.add_argument("--softmax", nargs="*", choices=others, default=[], help="add ours with these as further sides")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each side")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    Pace.add_flags(parser)
     arguments = parser.parse_args()
     names = ["tricycle"] + (["torch"] if arguments.peer == "torch" else []) + ["torch-compile"] * arguments.compile
     names += arguments.softmax
@@ -33,7 +43,7 @@ def main() -> None:
     config = SHAPES[arguments.shape]
     words = arguments.shape, arguments.precision
     workers = [Worker(name, arguments.threads, "benchmarks.workers", name, *words) for name in names]
-    times = dict(zip(names, take_turns(workers, arguments.steps, arguments.warmup)))
+    times = dict(zip(names, time_steps(workers, Pace.of(arguments))))
     # memory is read before the matrix product below, which has nothing to do with training
     memory = {worker.side: worker.ask("memory") for worker in workers}
     rates = {worker.side: worker.ask("matmul") for worker in workers}  # at that precision
@@ -45,12 +55,15 @@ def main() -> None:
     speeds = {name: n_tokens / seconds for name, seconds in times.items()}
     print(
         f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
-        f"{arguments.precision}, medians of {arguments.steps} steps, {STEPS_A_TURN} in a turn"
+        f"{arguments.precision}, medians of {Pace.of(arguments)}"
     )
-    print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'memory MB':>11}{'matmul GFLOP/s':>16}")
+    limit = 1e9 * max(rates.values()) / operations_a_token(config)
+    print(f"limit: {limit:,.0f} tokens a second, if all arithmetic went at the best rate below")
+    print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'limit':>8}{'memory MB':>11}{'matmul GFLOP/s':>16}")
     for name in names:
         ratio = speeds["tricycle"] / speeds[name]
-        print(f"{name:<15}{speeds[name]:>10,.0f}{ratio:>11.2f}{memory[name]:>11,.0f}{rates[name]:>16,.0f}")
+        columns = f"{speeds[name]:>10,.0f}{ratio:>11.2f}{speeds[name] / limit:>8.2f}"
+        print(f"{name:<15}{columns}{memory[name]:>11,.0f}{rates[name]:>16,.0f}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import SHAPES
+from benchmarks.turns import Pace, take_turns
 from tricycle import kernels
 from tricycle.configs import GPTConfig
 from tricycle.softmaxes import SOFTMAXES
@@ -27,14 +28,6 @@ from tricycle_accelerators.host import tune_host
 
 # Some build machines pin OpenBLAS to old kernels; users' machines do not.
 PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
-
-
-# Threads of the libraries below wait for more work by spinning, for up to a fifth of a second: long enough to
-# slow down whoever comes next.
-PAUSE = 0.5
-# After a pause the first steps are slow, until the system has spread the threads over the cores again. Training
-# goes on without pauses, so a turn has some steps that are not timed.
-SETTLING_STEPS, STEPS_A_TURN = 2, 3
 
 
 class Worker:
@@ -83,16 +76,10 @@ class Worker:
         self.process.communicate()
 
 
-def take_turns(workers: list[Worker], n_steps: int, warmup: int) -> list[float]:
-    """The median time of a step of each, in seconds, over at least `n_steps`."""
-    times: list[list[float]] = [[] for _ in workers]
-    for turn in range(-(-n_steps // STEPS_A_TURN)):
-        for worker, taken in zip(workers, times):
-            time.sleep(PAUSE)
-            for _ in range(SETTLING_STEPS if turn else warmup):
-                worker.ask("step")
-            taken += [worker.ask("step") for _ in range(STEPS_A_TURN)]
-    return [statistics.median(taken) for taken in times]
+def time_steps(workers: Sequence[Worker], pace: Pace) -> list[float]:
+    """The median time of a step of each, in seconds."""
+    times = take_turns([partial(worker.ask, "step") for worker in workers], pace)
+    return [statistics.median(seconds) for seconds in times]
 
 
 def batches(config: GPTConfig):
@@ -118,7 +105,9 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
 def torch_step(
     config: GPTConfig, precision: str = "float32", compiled: bool = False, wrap: Callable = lambda model: model
 ):
-    """The same model in PyTorch: scaled_dot_product_attention, fused AdamW, and autocast for other precisions."""
+    """The same model as an expert writes it in PyTorch: queries, keys and values from one product,
+    scaled_dot_product_attention, head and loss inside what is compiled, fused AdamW, autocast for other precisions.
+    """
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -152,9 +141,10 @@ def torch_step(
             if config.tied:
                 self.head.weight = self.tokens.weight
 
-        def forward(self, ids):
+        def forward(self, ids, labels):
             x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
-            return self.head(self.norm(self.blocks(x)))
+            logits = self.head(self.norm(self.blocks(x)))
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     model: Any = Model()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
@@ -166,7 +156,7 @@ def torch_step(
     def step() -> float:
         inputs, outputs = (torch.from_numpy(ids) for ids in next(data))
         with torch.autocast("cpu", getattr(torch, precision), enabled=precision != "float32"):
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), outputs.flatten())
+            loss = model(inputs, outputs)
         loss.backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)

@@ -19,20 +19,34 @@ PEERS = [("none", ["tricycle"]), pytest.param("torch", ["tricycle", "torch"], ma
 
 @pytest.mark.parametrize(("peer", "sides"), PEERS)
 def test_training_prints_its_table(peer, sides):
-    words = ["--shape", "tiny", "--peer", peer, "--steps", "1", "--warmup", "1", "--threads", "1"]
+    words = ["--shape", "tiny", "--peer", peer, "--turns", "1", "--seconds", "0", "--settling", "0", "--threads", "1"]
     out = good(call("-m", "benchmarks.train", *words))
     assert "shape tiny: batch 2 x 32 tokens" in out
     title = next(i for i, line in enumerate(out.splitlines()) if "tokens/s" in line)
     rows = [line.split() for line in out.splitlines()[title + 1 :]]
     assert [row[0] for row in rows] == sides
-    assert all(len(row) == 5 and float(row[1].replace(",", "")) > 0 for row in rows)
+    assert all(len(row) == 6 and float(row[1].replace(",", "")) > 0 for row in rows)
     assert rows[0][2] == "1.00"
     for side in sides:
         assert re.search(rf"^  {side}: .*\d+\.\d+", out, re.MULTILINE)
 
 
 def test_other_softmaxes_as_sides():
-    words = ["--shape", "tiny", "--peer", "none", "--softmax", "softmax1", "blocks", "--steps", "1", "--warmup", "1"]
+    words = [
+        "--shape",
+        "tiny",
+        "--peer",
+        "none",
+        "--softmax",
+        "softmax1",
+        "blocks",
+        "--turns",
+        "1",
+        "--seconds",
+        "0",
+        "--settling",
+        "0",
+    ]
     out = good(call("-m", "benchmarks.train", *words, "--threads", "1"))
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["tricycle", "softmax1", "blocks"]
 

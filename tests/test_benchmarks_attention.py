@@ -7,7 +7,7 @@ from test_programs import call, good
 
 from benchmarks.attention import ATTENTION, N_TOKENS, WIDTH
 
-QUICK = ["--steps", "1", "--warmup", "1", "--threads", "1"]
+QUICK = ["--turns", "1", "--seconds", "0", "--settling", "0", "--threads", "1"]
 
 
 @pytest.mark.parametrize(("peer", "sides"), PEERS)

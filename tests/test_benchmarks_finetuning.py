@@ -12,7 +12,9 @@ from benchmarks.finetuning_workers import STEPS
 NEEDS_THEM = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "peft")), reason="needs peft"
 )
-WORDS = "-m benchmarks.finetuning --model tiny --batch 2 --tokens 8 --steps 1 --warmup 1 --threads 1".split()
+WORDS = (
+    "-m benchmarks.finetuning --model tiny --batch 2 --tokens 8 --turns 1 --seconds 0 --settling 0 --threads 1".split()
+)
 
 
 @pytest.mark.parametrize("flags", [[], ["--recompute"]])

@@ -9,13 +9,28 @@ from test_programs import call, good
 from benchmarks.recurrent import CELLS, SIDES
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
-SMALL = ["--batch", "2", "--length", "5", "--width", "4", "--steps", "1", "--warmup", "1", "--threads", "1"]
+SMALL = [
+    "--batch",
+    "2",
+    "--length",
+    "5",
+    "--width",
+    "4",
+    "--turns",
+    "1",
+    "--seconds",
+    "0",
+    "--settling",
+    "0",
+    "--threads",
+    "1",
+]
 
 
 @pytest.mark.parametrize("peer", ["none", pytest.param("torch", marks=[NEEDS_TORCH, pytest.mark.slow])])
 def test_it_prints_its_table(peer):
     out = good(call("-m", "benchmarks.recurrent", *SMALL, "--peer", peer, "--cells", "LSTM", "GRU"))
-    assert "batch 2 x 5 steps, width 4: medians of 1" in out
+    assert "batch 2 x 5 steps, width 4: medians of 1 turns of 0 seconds" in out
     assert out.count("GFLOP/s") == 1 + (peer == "torch")
     title, *rows = out.splitlines()[-3:]
     assert ("PyTorch / ours" in title) == (peer == "torch")

@@ -178,7 +178,7 @@ def test_what_two_ranks_do_over_a_slow_link_is_predicted():
 
 @NEEDS_MPI
 def test_processes_print_their_table():
-    words = ["--shape", "tiny", "--peer", "none", "--steps", "1", "--warmup", "1"]
+    words = ["--shape", "tiny", "--peer", "none", "--turns", "1", "--seconds", "0", "--settling", "0"]
     out = good(call("-m", "benchmarks.processes", *words))
     rows = dict.fromkeys((processes.OURS, processes.LATE, processes.SILENT, processes.ONE))
     for name in rows:
@@ -191,7 +191,9 @@ def test_processes_print_their_table():
 @NEEDS_MPI
 def test_processes_beside_ddp():
     pytest.importorskip("torch")
-    out = good(call("-m", "benchmarks.processes", "--shape", "tiny", "--steps", "1", "--warmup", "1"))
+    out = good(
+        call("-m", "benchmarks.processes", "--shape", "tiny", "--turns", "1", "--seconds", "0", "--settling", "0")
+    )
     assert any(line.startswith("DDP  ") for line in out.splitlines())
 
 
