@@ -29,6 +29,10 @@ def register(array: type) -> None:
     if not available():
         return
     kernels.attention.on(array)(attention.attention)
+    kernels.attention_backward.on(array)(attention.attention_backward)
+    kernels.gelu.on(array)(elementwise.gelu)
+    kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
+    kernels.gelu_backward.on(array)(elementwise.gelu_backward)
     kernels.normalise.on(array)(generation.normalise)
     kernels.gated_swish.on(array)(generation.gated_swish)
     kernels.turn.on(array)(generation.turn)

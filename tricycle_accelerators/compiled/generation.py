@@ -12,10 +12,18 @@ from tricycle.kernels.reference.widening import is_narrow
 
 @cache
 def loops() -> ModuleType:
-    """The compiled functions; the first call imports Numba, and compiles where that has not been done before."""
+    """What Numba compiles for this; the first call imports it, and compiles where that has not been done before."""
     from tricycle_accelerators.compiled import loops
 
     return loops
+
+
+@cache
+def training_loops() -> ModuleType:
+    """The same for training."""
+    from tricycle_accelerators.compiled import training_loops
+
+    return training_loops
 
 
 def _fits(array: np.ndarray | None) -> bool:

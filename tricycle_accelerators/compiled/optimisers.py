@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.compiled.elementwise import SMALL
-from tricycle_accelerators.compiled.generation import loops
+from tricycle_accelerators.compiled.generation import training_loops
 from tricycle_accelerators.cpu.optimisers import by_rows
 
 
@@ -39,7 +39,7 @@ def adamw(
     rate = learning_rate * correction / (1 - beta1**step)
     numbers = np.array([share, beta1, 1 - beta1, beta2, 1 - beta2, eps * correction, rate, 1 - learning_rate * decay])
     numbers = numbers.astype(np.float32)
-    update = loops().adamw
+    update = training_loops().adamw
 
     def work(piece: slice) -> None:
         update(w[piece], g[piece], m[piece], v[piece], numbers)

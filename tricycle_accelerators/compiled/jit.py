@@ -1,0 +1,80 @@
+"""What the loops that Numba compiles are made with.
+
+Sums may be made in any order, so that processors add several numbers at once. Infinity and NaN are kept, but where it
+is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+ZERO, ONE = np.float32(0), np.float32(1)
+LOG2_E = np.float32(math.log2(math.e))
+FARTHEST = np.float32(87)  # e to this is near the ends of float32
+
+
+def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile for these types, or load what was compiled before."""
+
+    def compile_(loop: Callable[..., Any]) -> Any:
+        try:
+            return numba.njit(signature, cache=True, fastmath=ANY_ORDER, **OPTIONS)(loop)
+        except RuntimeError:  # there is no place to keep it
+            return numba.njit(signature, fastmath=ANY_ORDER, **OPTIONS)(loop)
+
+    return compile_
+
+
+@intrinsic
+def _power_of_two(context: Any, n: Any) -> Any:
+    """2^n of an int32, by its bits as a float32: Numba has no other way to these that keeps many numbers at a time."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        biased = builder.add(arguments[0], ir.Constant(ir.IntType(32), 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
+
+    return types.float32(types.int32), code
+
+
+@intrinsic
+def larger(context: Any, a: Any, b: Any) -> Any:
+    """The larger of two float32; of a number and NaN the number. The largest of a row is found many at a time."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        single = ir.FloatType()
+        kind = ir.FunctionType(single, [single, single])
+        maximum = builder.module.declare_intrinsic("llvm.maxnum", [single], kind)
+        return builder.call(maximum, arguments, fastmath=("fast",))
+
+    return types.float32(types.float32, types.float32), code
+
+
+@numba.njit(inline="always")
+def exp(x: Any) -> Any:
+    """e^x of a float32, with an error of 1e-7 of it, and between e^-87 and e^87; NaN of NaN.
+
+    As y 2^n, y by a polynomial: many at a time, as math.exp is not.
+    """
+    x = -FARTHEST if x < -FARTHEST else x
+    x = FARTHEST if x > FARTHEST else x
+    t = x * LOG2_E
+    n = np.floor(t + np.float32(0.5))
+    f = t - n
+    y = np.float32(1.535336188319500e-4)
+    y = y * f + np.float32(1.339887440266574e-3)
+    y = y * f + np.float32(9.618437357674640e-3)
+    y = y * f + np.float32(5.550332471162809e-2)
+    y = y * f + np.float32(2.402264791363012e-1)
+    y = y * f + np.float32(6.931472028550421e-1)
+    y = y * f + ONE
+    return y * _power_of_two(np.int32(n))

@@ -1,0 +1,239 @@
+"""The loops of training that Numba compiles. Importing this compiles them, or loads what was compiled before.
+
+Shapes: R rows, C channels; N numbers; H heads, T queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, larger
+
+LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
+CUBIC = np.float32(LINEAR * 0.044715)
+
+
+# -------------------------------------------------------------------- attention
+@numba.njit(inline="always")
+def _seen(row: np.ndarray, end: int, window: int) -> np.ndarray:
+    """The part of a row before `end` and, where there is a window, in it; the rest of the row becomes 0.
+
+    A loop over the indices of an array, unlike one from start to stop, is known to stay in it: that is what lets the
+    compiler take many numbers at a time.
+    """
+    stop = max(0, min(len(row), end))
+    start = max(0, min(stop, end - window)) if window else 0
+    row[:start] = 0
+    row[stop:] = 0
+    return row[start:stop]
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4, i8, i8)")
+def add_exponentials(
+    scores: np.ndarray, mixed: np.ndarray, shifts: np.ndarray, totals: np.ndarray, scale: float, last: int, window: int
+) -> None:
+    """Products of queries and some keys (H T, S), head after head, to e^(scale score - shift) in place, 0 where hidden.
+
+    A row's shift is the largest of its scores so far. What was summed with a smaller shift is made smaller by as much.
+
+    Args:
+        mixed: (H T, D), sums of values so far.
+        shifts, totals: (H, T), the shifts, and the sums of exponentials so far.
+        last: query t sees the keys up to t + last.
+        window: and of these the last so many; 0 for all.
+    """
+    n_heads, n_queries = totals.shape
+    for h in range(n_heads):
+        for t in range(n_queries):
+            row = _seen(scores[h * n_queries + t], t + last + 1, window)
+            shift = shifts[h, t]
+            for s in range(len(row)):
+                row[s] *= scale
+                shift = larger(shift, row[s])
+            if shift > shifts[h, t]:
+                smaller = exp(shifts[h, t] - shift) if totals[h, t] > ZERO else ZERO
+                totals[h, t] *= smaller
+                sums = mixed[h * n_queries + t]
+                for d in range(len(sums)):
+                    sums[d] *= smaller
+                shifts[h, t] = shift
+            total = ZERO
+            for s in range(len(row)):
+                row[s] = exp(row[s] - shift)
+                total += row[s]
+            totals[h, t] += total
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, :, :], f4[:, :])")
+def divide(mixed: np.ndarray, shifts: np.ndarray, totals: np.ndarray, out: np.ndarray, logs: np.ndarray) -> None:
+    """Sums of values (H T, D) to their means (H, T, D), and the logs (H, T) of what they were divided by."""
+    n_heads, n_queries = totals.shape
+    for h in range(n_heads):
+        for t in range(n_queries):
+            share = ONE / totals[h, t]
+            for d in range(mixed.shape[1]):
+                out[h, t, d] = mixed[h * n_queries + t, d] * share
+            logs[h, t] = np.float32(shifts[h, t] + math.log(totals[h, t]))
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, :], f4[:, :], f4, i8, i8)")
+def differentiate(
+    scores: np.ndarray,
+    slopes: np.ndarray,
+    logs: np.ndarray,
+    inner: np.ndarray,
+    scale: float,
+    last: int,
+    window: int,
+) -> None:
+    """In place: products of queries and keys to weights, and the gradients of weights to those of the products.
+
+    Args:
+        scores, slopes: (H T, S). logs, inner: (H, T), of `divide`, and the products of results and their gradients.
+        last, window: as of `add_exponentials`.
+    """
+    n_heads, n_queries = logs.shape
+    for h in range(n_heads):
+        for t in range(n_queries):
+            row = _seen(scores[h * n_queries + t], t + last + 1, window)
+            slope = _seen(slopes[h * n_queries + t], t + last + 1, window)
+            log, mean = logs[h, t], inner[h, t]
+            for s in range(len(row)):
+                weight = exp(row[s] * scale - log)
+                row[s] = weight
+                slope[s] = weight * (slope[s] - mean) * scale
+
+
+# -------------------------------------------------------------------- activations
+@compiled("void(f4[::1], f4[::1])")
+def gelu(x: np.ndarray, y: np.ndarray) -> None:
+    """(N,), by tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
+    for i in range(len(x)):
+        y[i] = x[i] / (ONE + exp(-x[i] * (LINEAR + CUBIC * x[i] * x[i])))
+
+
+@compiled("void(f4[::1], f4[::1], f4[::1])")
+def gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
+    for i in range(len(x)):
+        square = x[i] * x[i]
+        gate = ONE / (ONE + exp(-x[i] * (LINEAR + CUBIC * square)))
+        dx[i] = dy[i] * gate * (ONE + (ONE - gate) * x[i] * (LINEAR + np.float32(3) * CUBIC * square))
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def gated_swish_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
+    """(R, C) and (R, 2 C) to (R, 2 C)."""
+    n_rows, size = dy.shape
+    for i in range(n_rows):
+        for j in range(size):
+            gate = ONE / (ONE + exp(-x[i, size + j]))
+            value = x[i, size + j]
+            slope = dy[i, j] * gate
+            dx[i, j] = slope * value
+            dx[i, size + j] = slope * x[i, j] * (ONE + value * (ONE - gate))
+
+
+@compiled("void(f4[:, :, :], f4[:, ::1], f4[:, ::1], f4[:, :, ::1])")
+def turned(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -> None:
+    """(R, H, D); cos and sin (R, D / 2)."""
+    n_rows, n_heads, size = heads.shape
+    half = size // 2
+    for i in range(n_rows):
+        for h in range(n_heads):
+            for j in range(half):
+                first, second = heads[i, h, j], heads[i, h, half + j]
+                y[i, h, j] = first * cos[i, j] - second * sin[i, j]
+                y[i, h, half + j] = second * cos[i, j] + first * sin[i, j]
+
+
+# -------------------------------------------------------------------- norms
+@compiled("void(f4[:, ::1], f4[::1], f4[::1], f8, f4[:, ::1], f4[::1], f4[::1])")
+def layer_norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
+) -> None:
+    """What rows were diminished and then multiplied by goes into `means` and `scales`."""
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        total = ZERO
+        for j in range(size):
+            total += x[i, j]
+        mean = np.float32(total / size)
+        total = ZERO
+        for j in range(size):
+            total += (x[i, j] - mean) * (x[i, j] - mean)
+        scale = np.float32(1 / math.sqrt(total / size + eps))
+        for j in range(size):
+            y[i, j] = (x[i, j] - mean) * scale * gain[j] + bias[j]
+        means[i] = mean
+        scales[i] = scale
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])")
+def layer_norm_backward(
+    dy: np.ndarray,
+    x: np.ndarray,
+    gain: np.ndarray,
+    means: np.ndarray,
+    scales: np.ndarray,
+    dx: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """
+    Args:
+        sums: (2, C), to which the gradients of gain and bias are added.
+    """
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        mean, scale = means[i], scales[i]
+        total, inner = ZERO, ZERO
+        for j in range(size):
+            slope = dy[i, j] * gain[j]
+            total += slope
+            inner += slope * (x[i, j] - mean)
+        level = total / np.float32(size)
+        share = inner * scale * scale / np.float32(size)
+        for j in range(size):
+            centred = x[i, j] - mean
+            sums[0, j] += dy[i, j] * centred * scale
+            sums[1, j] += dy[i, j]
+            dx[i, j] = (dy[i, j] * gain[j] - level - centred * share) * scale
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])")
+def rms_norm_backward(
+    dy: np.ndarray, x: np.ndarray, gain: np.ndarray, scales: np.ndarray, dx: np.ndarray, sums: np.ndarray
+) -> None:
+    """
+    Args:
+        sums: (2, C), to which the gradients of gain and of a bias are added.
+    """
+    n_rows, size = x.shape
+    for i in range(n_rows):
+        scale = scales[i]
+        inner = ZERO
+        for j in range(size):
+            inner += dy[i, j] * gain[j] * x[i, j]
+        share = inner * scale * scale / np.float32(size)
+        for j in range(size):
+            sums[0, j] += dy[i, j] * x[i, j] * scale
+            sums[1, j] += dy[i, j]
+            dx[i, j] = (dy[i, j] * gain[j] - x[i, j] * share) * scale
+
+
+# -------------------------------------------------------------------- optimisers
+@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: np.ndarray) -> None:
+    """In place on weights and both moments, each of which is read and written once.
+
+    Args:
+        numbers: what the gradient is multiplied by; beta1, 1 - beta1, beta2, 1 - beta2, eps, the rate, what is kept.
+    """
+    share, beta1, rest1, beta2, rest2, eps, rate, kept = numbers
+    for i in range(len(w)):
+        slope = share * g[i]
+        m[i] = beta1 * m[i] + rest1 * slope
+        v[i] = beta2 * v[i] + rest2 * (slope * slope)
+        w[i] = kept * w[i] - rate * m[i] / (np.sqrt(v[i]) + eps)
