@@ -105,9 +105,7 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
 def torch_step(
     config: GPTConfig, precision: str = "float32", compiled: bool = False, wrap: Callable = lambda model: model
 ):
-    """The same model as an expert writes it in PyTorch: queries, keys and values from one product,
-    scaled_dot_product_attention, head and loss inside what is compiled, fused AdamW, autocast for other precisions.
-    """
+    """The same as an expert writes it in PyTorch: one product for q, k, v; loss compiled too; fused AdamW."""
     import torch
     from torch import nn
     from torch.nn import functional as F

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from tricycle import kernels
-from tricycle_accelerators.compiled import generation, optimisers
+from tricycle.kernels import Scoring
+from tricycle_accelerators import attention_blocks
+from tricycle_accelerators.compiled import attention, generation, optimisers
 from tricycle_accelerators.compiled.generation import loops
 
 pytest.importorskip("numba")
@@ -104,3 +106,38 @@ kernels.gated_swish(np.ones((1, 2), np.float32))
 assert "numba" in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+# -------------------------------------------------------------------- attention
+def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool, plain: bool) -> list:
+    """The result, the logs of sums, and the gradients of q, k and v."""
+    forward = kernels.attention.plain if plain else attention.attention
+    backward = kernels.attention_backward.plain if plain else attention.attention_backward
+    out, logs = forward(q, k, v, scoring, nothing)
+    gradients = [np.empty_like(array) for array in (q, k, v)]
+    assert backward(np.cos(out), q, k, v, out, logs, scoring, *gradients) is not NotImplemented
+    return [out, logs, *gradients]
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 64])
+@pytest.mark.parametrize("nothing", [False, True])
+@pytest.mark.parametrize("factor", [1, 30])
+def test_sums_of_exponentials_over_many_blocks(window, nothing, factor, monkeypatch):
+    """Scores up to some thousand, whose largest may come in any block of keys."""
+    monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 16)
+    monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 32)
+    q, k, v = factor * normal(2, 70, 4, 8), factor * normal(2, 90, 2, 8, seed=1), normal(2, 90, 2, 8, seed=2)
+    scoring = Scoring(0.5, 20, window)
+    expected = attended(*(array.astype(np.float64) for array in (q, k, v)), scoring, nothing, plain=True)
+    for mine, theirs in zip(attended(q, k, v, scoring, nothing, plain=False), expected):
+        np.testing.assert_allclose(mine, theirs, 1e-4, 1e-4 * np.abs(theirs).max())
+
+
+def test_a_broken_score_is_not_hidden():
+    q, k, v = normal(1, 40, 2, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8)
+    k[0, 3, 1, 0] = np.nan
+    results = attended(q, k, v, Scoring(0.5, 0), False, plain=False)
+    for result in results:
+        assert not np.isfinite(result).all()
+    assert np.isfinite(results[0][:, :3]).all()  # queries before the key
+    assert np.isfinite(results[0][:, :, 0]).all()  # and the other head

@@ -10,7 +10,7 @@ from tricycle.kernels import Scoring
 from tricycle_accelerators import pieces, threads
 
 QUERY_BLOCK, KEY_BLOCK = 128, 1024  # queries of a head, and keys
-LONG = 1024  # queries from which on blocks of twice as many are quicker, though more of their scores are hidden
+LONG = 1024  # queries, and keys seen, from which on blocks of twice as many queries are quicker, though more is hidden
 MOST_ROWS = 512  # of a product, where several heads share their keys: their scores stay in a core's cache
 
 
@@ -83,7 +83,7 @@ def make_plan(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> Plan:
     workers = 1 if threads.inside_work() else threads.n_threads()
     in_parts = n_sharing > 1 and n_items * n_key_heads < workers
     n_stacked = max(1, n_items * n_heads // (2 * workers)) if in_parts else n_sharing
-    step = _query_block(n_stacked, n_queries)
+    step = _query_block(n_stacked, min(n_queries, scoring.window or n_queries))
     blocks = _blocks(n_queries, n_keys, scoring, step)
     if in_parts:
         return Plan(_groups_in_parts(n_items, n_key_heads, n_sharing, n_stacked), blocks, in_parts)
@@ -93,9 +93,13 @@ def make_plan(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> Plan:
     return Plan(_groups(n_items, n_key_heads, n_sharing, n_together), blocks, in_parts)
 
 
-def _query_block(n_stacked: int, n_queries: int) -> int:
-    """How many queries of each of so many heads that share their keys; BLAS likes multiples of 16."""
-    most = QUERY_BLOCK if n_queries < LONG else 2 * QUERY_BLOCK
+def _query_block(n_stacked: int, n_seen: int) -> int:
+    """How many queries of each of so many heads that share their keys; BLAS likes multiples of 16.
+
+    Args:
+        n_seen: keys that a query sees at most, about.
+    """
+    most = QUERY_BLOCK if n_seen < LONG else 2 * QUERY_BLOCK
     return min(most, max(16, MOST_ROWS // (16 * n_stacked) * 16))
 
 

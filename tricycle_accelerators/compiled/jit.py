@@ -12,7 +12,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -40,8 +39,9 @@ def _power_of_two(context: Any, n: Any) -> Any:
     """2^n of an int32, by its bits as a float32: Numba has no other way to these that keeps many numbers at a time."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        biased = builder.add(arguments[0], ir.Constant(ir.IntType(32), 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
+        biased = builder.add(arguments[0], context.get_constant(types.int32, 127))
+        bits = builder.shl(biased, context.get_constant(types.int32, 23))
+        return builder.bitcast(bits, context.get_value_type(types.float32))
 
     return types.float32(types.int32), code
 
@@ -51,10 +51,8 @@ def larger(context: Any, a: Any, b: Any) -> Any:
     """The larger of two float32; of a number and NaN the number. The largest of a row is found many at a time."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        single = ir.FloatType()
-        kind = ir.FunctionType(single, [single, single])
-        maximum = builder.module.declare_intrinsic("llvm.maxnum", [single], kind)
-        return builder.call(maximum, arguments, fastmath=("fast",))
+        above = builder.fcmp_ordered(">", *arguments, flags=("fast",))
+        return builder.select(above, *arguments, flags=("fast",))
 
     return types.float32(types.float32, types.float32), code
 
