@@ -3,6 +3,8 @@
     python -m experiments.learned_statistics              trains a GPT, takes it apart, measures
     python -m experiments.learned_statistics --quick      a smaller form of the same
     python -m experiments.learned_statistics --model RUN  takes apart the model of a run folder or checkpoint
+    python -m experiments.learned_statistics --model smollm2      one that others trained, as `real.py` says; so with
+                                                          a folder in Hugging Face's form or a GGUF file
 
 What is finished lies in the output folder and is not done again when the command is given again.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.learned_statistics import report
+from experiments.learned_statistics import real, report
 from experiments.learned_statistics.bench import Bench, Job, Record, all_jobs
 from experiments.learned_statistics.study import SEEN_WINDOWS, Settings, about_maps, held_out_rows, look, new_subject
 from experiments.settings import at_least
@@ -33,6 +35,8 @@ QUICK: dict[str, Any] = {
 
 
 def main() -> int:
+    if real.is_asked_for(sys.argv[1:]):
+        return real.main()
     default = Settings(**QUICK) if "--quick" in sys.argv[1:] else Settings()  # other flags start from its values
     settings = parse(Settings, default, description=__doc__ or "")
     check(settings)

@@ -1,0 +1,293 @@
+"""What came out for a model that others trained, as Markdown tables and pictures; `real_page` makes the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.learned_statistics.real_bench import Record, job_of, learned, mean
+from experiments.learned_statistics.real_study import GRAINS, STARTS, Job, RealSettings
+from experiments.learned_statistics.report import SEED_TABLE
+from experiments.learned_statistics.study import block_starts
+from experiments.real_model import TEXTS
+from experiments.tables import cell, markdown
+from tricycle_lab.plot import COLOURS, plot_curves, save_figure
+
+WHOLE = Job("whole")
+# Scales in each layer, in words.
+GRAIN_WORDS = {
+    "layer": "a pair of blocks",
+    "head": "a head and pair of blocks",
+    "position": "a block and position (the seed's)",
+    "head and position": "a head, block and position",
+}
+
+
+class Results:
+    """The rows of a record, by their jobs."""
+
+    def __init__(self, record: Record, settings: RealSettings) -> None:
+        self.settings = settings
+        self.rows = {job_of(row): row for row in record.results["rows"]}
+        self.other = {name: value for name, value in record.results.items() if name != "rows"}
+
+    def has(self, job: Job) -> bool:
+        return job in self.rows
+
+    def perplexities(self, job: Job, text: str) -> np.ndarray:
+        """Of all seeds that there are."""
+        seeds = range(self.settings.seeds if job.kind == "learned" else 1)
+        rows = [self.rows[job._replace(seed=seed)] for seed in seeds if self.has(job._replace(seed=seed))]
+        return np.array([row["texts"][text]["perplexity"] for row in rows])
+
+    def same(self, job: Job, text: str) -> float:
+        return float(self.rows[job]["texts"][text]["same"])
+
+    def positions(self, job: Job, text: str) -> np.ndarray:
+        """Mean losses along the window."""
+        return np.array(self.rows[job]["texts"][text]["positions"])
+
+    def won_back(self, job: Job, text: str) -> np.ndarray:
+        """Which share of the perplexity that blocks without correction lose comes back, in percent."""
+        whole = self.perplexities(WHOLE, text)[0]
+        none = self.perplexities(Job("none", job.blocks), text)[0]
+        return 100 * (none - self.perplexities(job, text)) / (none - whole)
+
+
+def ways(settings: RealSettings, blocks: int) -> dict[str, Job]:
+    """What stands side by side for a number of blocks, by its name."""
+    return {
+        "none": Job("none", blocks),
+        "1 / k": Job("1 / k", blocks),
+        "mean shares": mean(settings, blocks=blocks),
+        "learned from 1": learned(settings, blocks=blocks, start="1"),
+        "learned from 1 / k": learned(settings, blocks=blocks),
+    }
+
+
+# -------------------------------------------------------------------- tables
+def perplexity_table(results: Results, text: str) -> str:
+    """A line for each number of blocks."""
+    settings = results.settings
+    names = list(ways(settings, 2))
+    lines = []
+    for n in settings.blocks:
+        cells = [_cell(results, job, text) for job in ways(settings, n).values()]
+        lines.append([str(n), _cell(results, WHOLE, text), *cells])
+    return markdown(["blocks", "whole", *names], lines)
+
+
+def won_back_table(results: Results) -> str:
+    """In percent: 0 is as bad as no correction, 100 as good as the whole softmax."""
+    names = list(ways(results.settings, 2))[1:]
+    lines = []
+    for text in TEXTS:
+        for n in results.settings.blocks:
+            jobs = ways(results.settings, n)
+            values = [results.won_back(jobs[name], text) for name in names]
+            lines.append([text, str(n), *(cell(value, 1) if value.size else "" for value in values)])
+    return markdown(["text", "blocks", *names], lines)
+
+
+def grain_table(results: Results) -> str:
+    """All kinds of scales at `middle` blocks: perplexity on each text, and how often the likeliest token is whole's."""
+    settings = results.settings
+    jobs = {"whole": WHOLE, "exact shares": Job("exact", settings.middle), "none": Job("none", settings.middle)}
+    jobs["1 / k"] = Job("1 / k", settings.middle)
+    for grain, words in GRAIN_WORDS.items():
+        jobs[f"mean shares, one for {words}"] = mean(settings, grain=grain)
+        for start in reversed(STARTS):
+            jobs[f"learned from {start}, one for {words}"] = learned(settings, grain=grain, start=start)
+    return _texts_table(results, jobs)
+
+
+def _texts_table(results: Results, jobs: dict[str, Job]) -> str:
+    """A line for each way, with two columns for each text."""
+    titles = ["scales", *TEXTS, *(f"same, {text}, %" for text in TEXTS)]
+    lines = []
+    for name, job in jobs.items():
+        if results.has(job):
+            same = [f"{100 * results.same(job, text):.1f}" for text in TEXTS]
+            lines.append([name, *(_cell(results, job, text) for text in TEXTS), *same])
+    return markdown(titles, lines)
+
+
+def transfer_table(results: Results) -> str:
+    """Scales from each text on each text."""
+    settings = results.settings
+    middle = settings.middle
+    jobs = {"whole": WHOLE, "1 / k": Job("1 / k", middle)}
+    jobs |= {f"mean shares of {text}": mean(settings, text=text) for text in TEXTS}
+    jobs |= {f"learned on {text}": learned(settings, text=text) for text in TEXTS}
+    jobs[f"nothing cut, one scale a position learned on {settings.text}"] = learned(settings, blocks=1)
+    return _texts_table(results, jobs)
+
+
+def rate_table(results: Results) -> str:
+    settings = results.settings
+    jobs = {
+        f"from {start} at {rate}": learned(settings, start=start, rate=rate)
+        for start in STARTS
+        for rate in sorted({settings.rate, *settings.other_rates})
+    }
+    return _texts_table(results, jobs)
+
+
+def explained_table(results: Results) -> str:
+    """In percent: of the exact shares' squared distance from 1 / k, what their means take away."""
+    found = results.other["explained"]
+    lines = [[n, *(f"{100 * found[n][grain]:.1f}" for grain in GRAINS)] for n in found]
+    return markdown(["blocks", *(f"one for {GRAIN_WORDS[grain]}" for grain in GRAINS)], lines)
+
+
+def written_table(results: Results) -> str:
+    """What is left of the whole softmax's texts."""
+    lines = []
+    for way in results.other["written"]:
+        job = Job(**{name: way[name] for name in Job._fields})
+        same = np.mean([results.same(job, text) for text in TEXTS]) if results.has(job) else np.nan
+        numbers = [f"{100 * same:.1f}", f"{100 * way['same']:.1f}", f"{way['until']:.1f}"]
+        lines.append([name_of(job), *numbers, f"{100 * way['repeated']:.1f}"])
+    titles = ["softmax", "same token after the same text, %", "same token in its place, %"]
+    return markdown([*titles, "tokens until the first other", "repeated runs of 4, %"], lines)
+
+
+def seed_table(results: Results) -> str:
+    """The seed document's figures beside ours, for two blocks with one scale a layer, block and position."""
+    lines = [
+        [name, f"{whole:.2f}", f"{ours:.2f}", f"{100 * (ours / whole - 1):+.1f}%"]
+        for name, (whole, ours) in SEED_TABLE.items()
+    ]
+    for text in TEXTS:
+        for start in STARTS:
+            job = learned(results.settings, blocks=2, start=start)
+            if results.has(job):
+                whole, found = results.perplexities(WHOLE, text)[0], results.perplexities(job, text)
+                change = 100 * (found.mean() / whole - 1)
+                lines.append([f"ours, {text}, from {start}", f"{whole:.2f}", cell(found), f"{change:+.1f}%"])
+    return markdown(["model", "perplexity, whole", "2 blocks, learned scales", "change"], lines)
+
+
+def name_of(job: Job) -> str:
+    """In a few words."""
+    if job.kind in ("whole", "none", "1 / k", "exact"):
+        return job.kind if job.kind == "whole" else f"{job.blocks} blocks, {job.kind}"
+    kind = "mean shares" if job.kind == "mean" else f"learned from {job.start}"
+    grain = "" if job.grain == "position" else f", one for {GRAIN_WORDS[job.grain]}"
+    return f"{job.blocks} blocks, {kind}{grain}"
+
+
+def _cell(results: Results, job: Job, text: str) -> str:
+    values = results.perplexities(job, text)
+    return cell(values) if values.size else ""
+
+
+# -------------------------------------------------------------------- pictures
+def plot_blocks(results: Results, path: Path) -> None:
+    """Perplexity against the number of blocks, a panel for each text."""
+    settings = results.settings
+    panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for text in TEXTS:
+        whole = results.perplexities(WHOLE, text)[0]
+        lines = panels[text] = {"whole": (list(settings.blocks), [whole] * len(settings.blocks))}
+        for name in ways(settings, 2):
+            jobs = {n: ways(settings, n)[name] for n in settings.blocks}
+            there = {n: results.perplexities(job, text).mean() for n, job in jobs.items() if results.has(job)}
+            if there:
+                lines[name] = list(there), list(there.values())
+    title = f"Perplexity of {settings.model} with its softmax in blocks; scales from {settings.text}"
+    plot_curves(panels, path, "blocks", "perplexity", title, log="xy")
+
+
+def plot_positions(results: Results, path: Path) -> None:
+    """How much is lost along the window, a panel for each text."""
+    settings = results.settings
+    panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for text in TEXTS:
+        whole = results.positions(WHOLE, text)
+        middles = (np.arange(len(whole)) + 0.5) * settings.window / len(whole)
+        lines = panels[text] = {}
+        for name, job in ways(settings, settings.middle).items():
+            if results.has(job):
+                lines[name] = middles, results.positions(job, text) - whole
+    title = f"{settings.middle} blocks: loss beside that of the whole softmax"
+    plot_curves(panels, path, "position of the token", "nats a token more", title)
+
+
+def plot_grains(results: Results, path: Path) -> None:
+    """Perplexity by the kind of scale at `middle` blocks, a panel for each text, bars."""
+    from matplotlib.figure import Figure
+
+    settings = results.settings
+    kinds = {
+        "mean shares": {grain: mean(settings, grain=grain) for grain in GRAINS},
+        "learned from 1 / k": {grain: learned(settings, grain=grain) for grain in GRAINS},
+        "learned from 1": {grain: learned(settings, grain=grain, start="1") for grain in GRAINS},
+    }
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    for axes, text in zip(figure.subplots(1, len(TEXTS)), TEXTS):
+        for i, (kind, jobs) in enumerate(kinds.items()):
+            values = [results.perplexities(job, text) for job in jobs.values()]
+            heights = [value.mean() if value.size else np.nan for value in values]
+            x = np.arange(len(GRAINS)) + 0.27 * (i - 1)
+            axes.bar(x, heights, 0.25, color=COLOURS[i], label=kind)
+        axes.axhline(results.perplexities(WHOLE, text)[0], color="black", linewidth=1, label="whole")
+        equal = results.perplexities(Job("1 / k", settings.middle), text)[0]
+        axes.axhline(equal, color="grey", linewidth=1, linestyle="--", label="1 / k")
+        axes.set_xticks(range(len(GRAINS)), [grain.replace(" and ", "\nand ") for grain in GRAINS], fontsize=8)
+        axes.set(title=text, yscale="log")
+        axes.grid(alpha=0.25, axis="y", which="both")
+    figure.axes[0].set_ylabel("perplexity")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.suptitle(f"{settings.middle} blocks: what each scale belongs to in a layer", fontsize=11)
+    save_figure(figure, path, 110)
+
+
+def plot_learning(results: Results, path: Path) -> None:
+    """Loss on the batches of learning, a panel for each start."""
+    settings = results.settings
+    panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for start in STARTS:
+        lines = panels[f"from {start}"] = {}
+        for grain in GRAINS:
+            job = learned(settings, grain=grain, start=start)
+            if results.has(job):
+                losses = results.rows[job]["losses"]
+                lines[grain] = np.arange(1, len(losses) + 1), losses
+        for n in settings.blocks:
+            job = learned(settings, blocks=n, start=start)
+            if n != settings.middle and results.has(job):
+                losses = results.rows[job]["losses"]
+                lines[f"position, {n} blocks"] = np.arange(1, len(losses) + 1), losses
+    title = f"Loss while scales learn, {settings.middle} blocks where no number stands"
+    plot_curves(panels, path, "update", "nats a token", title)
+
+
+def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str) -> None:
+    """Scales (n, W) of each layer as heat maps: a row for each way, a column for each block of keys.
+
+    Args:
+        scales: by the way's name, those of each layer.
+    """
+    from matplotlib.figure import Figure
+
+    n, window = next(iter(scales.values()))[0].shape
+    figure = Figure(figsize=(2.9 * n + 1, 2.3 * len(scales) + 0.8), layout="constrained")
+    grid = figure.subplots(len(scales), n, squeeze=False, sharex=True, sharey=True)
+    for axes_row, (name, arrays) in zip(grid, scales.items()):
+        for i, axes in enumerate(axes_row):
+            values = np.stack([array[i] for array in arrays]).astype(float)
+            values[:, : block_starts(n, window)[i]] = np.nan  # which do not see the block
+            image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+            if axes is axes_row[0]:
+                axes.set_ylabel(f"{name}\nlayer", fontsize=8)
+            if axes_row is grid[0]:
+                axes.set_title(f"block {i} of the keys", fontsize=9)
+    figure.supxlabel("position of the query", fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.colorbar(image, ax=grid, label="scale", shrink=0.7, extend="both")
+    save_figure(figure, path, 100)

@@ -1,0 +1,311 @@
+"""experiments/learned_statistics with a model that others trained: a tiny one of OPT's architecture, no download."""
+
+import dataclasses
+import json
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from matplotlib.image import imread
+
+from experiments.learned_statistics import __main__ as program
+from experiments.learned_statistics import random_opt, real, real_bench, real_report, real_study
+from experiments.learned_statistics.real_bench import Bench, Record, all_jobs, job_of, learned, mean, written_jobs
+from experiments.learned_statistics.real_study import (
+    GRAINS,
+    Job,
+    RealSettings,
+    coarsen,
+    cut,
+    digest,
+    exact_shares,
+    explained,
+    first_scales,
+    learn,
+    new_subject,
+    read,
+    repeated,
+    same_beginning,
+    spread,
+)
+from tricycle.evaluation import evaluate
+from tricycle.pretrained import load
+
+WINDOW = 22  # blocks of 6, of which the last is shorter
+SHAPE = random_opt.Settings(Path(), width=16, layers=2, heads=4, context_window=40, vocabulary=300)
+TEXTS = {
+    (text, part): " ".join(random.Random(f"{text} {part}").choices(f"{text} </script> one two three".split(), k=900))
+    for text in real.TEXTS
+    for part in ("train", "test")
+}
+
+
+def text_of(text: str, part: str) -> str:
+    return TEXTS[text, part]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _texts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real_study, "text_of", text_of)
+        patch.setattr(random_opt, "text_of", text_of)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """As the program of random weights leaves it."""
+    folder = tmp_path_factory.mktemp("models") / "an opt"
+    with pytest.MonkeyPatch.context() as patch:
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in vars(SHAPE).items() if name != "folder"]
+        patch.setattr(sys, "argv", ["random_opt", str(folder), *flags])
+        assert random_opt.main() == 0
+    return folder
+
+
+@pytest.fixture
+def settings(folder, tmp_path) -> RealSettings:
+    few = {"steps": 3, "batch_size": 2, "test_windows": 3, "measured_windows": 2, "prompts": 1, "n_written": 5}
+    return RealSettings(str(folder), blocks=(2, 4), window=WINDOW, seeds=2, rate=0.5, output=tmp_path / "out", **few)
+
+
+@pytest.fixture
+def subject(settings):
+    """With attention that differs from place to place, which that of first weights hardly does."""
+    subject = new_subject(settings)
+    for block in subject.model.blocks:
+        block.attention.qkv.weights.array *= 40
+        block.attention.projection.weights.array *= 40
+    return subject
+
+
+# -------------------------------------------------------------------- the model
+def test_the_model_has_opts_architecture(folder):
+    fields = json.loads((folder / "config.json").read_text())
+    assert (fields["model_type"], fields["architectures"]) == ("opt", ["OPTForCausalLM"])
+    assert (fields["num_hidden_layers"], fields["hidden_size"], fields["activation_function"]) == (2, 16, "relu")
+    model = load(folder).model
+    assert model.config.position_offset == 2
+    np.testing.assert_array_equal(
+        model.blocks[0].mlp.up.weights.array, random_opt.new_opt(SHAPE).blocks[0].mlp.up.weights.array
+    )
+
+
+def test_blocks_are_parts_of_the_window(settings, subject):
+    cut(subject.model, Job("learned", 4, "position"), first_scales(Job("learned", 4, "position"), 2, 4, WINDOW))
+    (scales, *_) = (block.attention.softmax_scales for block in subject.model.blocks)
+    assert scales.shape == (4, WINDOW)
+    assert [rows.shape for rows in subject.tests.values()] == [(3, WINDOW + 1)] * 3
+    assert [len(prompt) for prompt in subject.prompts] == [16] * 3
+    with pytest.raises(ValueError, match="expected --window of at most 40, got 41"):
+        new_subject(dataclasses.replace(settings, window=41))
+
+
+# -------------------------------------------------------------------- scales
+@pytest.mark.parametrize("grain", GRAINS)
+def test_nothing_but_scales_changes(subject, settings, grain):
+    job = learned(settings, grain=grain)
+    before = digest(subject.model)
+    scales, losses = learn(subject, job, settings)
+    assert digest(subject.model) == before
+    per_head, per_position = GRAINS[grain]
+    shape = (*[4] * per_head, 4, WINDOW if per_position else 4)
+    first = first_scales(job, 2, 4, WINDOW)
+    assert [array.shape for array in (*scales, *first)] == [shape] * 4
+    assert all(abs(a - b).max() > 0.05 for a, b in zip(scales, first))
+    assert len(losses) == settings.steps
+    again, _ = learn(subject, job, settings)
+    other, _ = learn(subject, job._replace(seed=1), settings)
+    for a, b, c in zip(scales, again, other):
+        np.testing.assert_array_equal(a, b)
+        assert abs(a - c).max() > 0
+
+
+def test_weights_that_change_are_noticed(subject, settings, monkeypatch):
+    def careless(model, *args):
+        model.norm.gain.array[0] += 1
+        return 1.0
+
+    monkeypatch.setattr(real_study, "train_on_batch", careless)
+    with pytest.raises(RuntimeError, match="expected the model's own weights to stay as they are"):
+        learn(subject, learned(settings), settings)
+
+
+def test_where_scales_begin():
+    job = Job("learned", 4, "position", start="1 / k")
+    (array,) = first_scales(job, 1, 3, WINDOW)
+    assert array[:, 0].tolist() == [1] * 4 and array[:, -1].tolist() == [0.25] * 4
+    (pairs,) = first_scales(job._replace(grain="layer"), 1, 3, WINDOW)
+    np.testing.assert_allclose(pairs, array[:, ::6])
+    (heads,) = first_scales(job._replace(grain="head", start="1"), 1, 3, WINDOW)
+    assert heads.shape == (3, 4, 4) and (heads == 1).all()
+
+
+# -------------------------------------------------------------------- shares
+def test_the_shares_of_one_row_are_what_is_missing(subject):
+    """With one row, its mean is exact: so attention is the whole softmax again."""
+    row = subject.tests["code"][:1]
+    shares = exact_shares(subject, row, (4,))
+    whole = read(subject.model, row)
+    begun = np.arange(WINDOW) >= np.arange(0, WINDOW, 6)[:, None]
+    np.testing.assert_allclose(shares.mean[4].sum(axis=2), 1, rtol=1e-5)
+    assert (shares.mean[4][..., ~begun] == 0).all()
+    cut(subject.model, Job("none", 4))
+    assert abs(read(subject.model, row).losses - whole.losses).max() > 0.1
+    means = coarsen(shares.mean[4], "head and position")
+    for job, arrays in ((Job("mean", 4, "head and position"), means), (Job("exact", 4), ())):
+        cut(subject.model, job, list(arrays))
+        np.testing.assert_allclose(read(subject.model, row).losses, whole.losses, rtol=1e-4)
+    assert explained(shares, 4, "head and position") == pytest.approx(1, abs=1e-5)
+
+
+def test_means_of_coarser_scales(subject):
+    shares = exact_shares(subject, subject.tests["code"], (2, 4))
+    mean = shares.mean[4]
+    np.testing.assert_allclose(mean[:, :, 0] + mean[:, :, 1] + mean[:, :, 2] + mean[:, :, 3], 1, rtol=1e-5)
+    np.testing.assert_allclose(coarsen(mean, "position"), mean.mean(axis=1), rtol=1e-6)
+    pairs = coarsen(mean, "head")
+    np.testing.assert_allclose(pairs[1, 2, 1, 3], mean[1, 2, 1, 18:].mean(), rtol=1e-6)
+    np.testing.assert_allclose(coarsen(mean, "layer"), pairs.mean(axis=1), rtol=1e-6)
+    assert all(spread(mean, grain).shape == mean.shape for grain in GRAINS)
+    np.testing.assert_allclose(spread(mean, "layer")[1, 3, 1, -1], pairs[1, :, 1, 3].mean(), rtol=1e-6)
+    known = {grain: explained(shares, 4, grain) for grain in GRAINS}
+    assert known["layer"] < min(known["head"], known["position"])
+    assert max(known["head"], known["position"]) < known["head and position"] < 1
+    # by the definition, over all rows of each window by itself
+    each = np.stack([exact_shares(subject, row[None], (4,)).mean[4] for row in subject.tests["code"]])
+    equal = np.where(np.arange(WINDOW) >= np.arange(0, WINDOW, 6)[:, None], 1 / (np.arange(WINDOW) // 6 + 1), 0)
+    distances = [((each - scales) ** 2)[..., 6:].sum() for scales in (spread(mean, "position"), equal)]
+    assert known["position"] == pytest.approx(1 - distances[0] / distances[1], rel=1e-4)
+
+
+# -------------------------------------------------------------------- measuring
+def test_losses_and_likeliest_tokens(subject):
+    rows = subject.tests["captions"]
+    found = read(subject.model, rows, 2)
+    means = [evaluate(subject.model, row, 1)[0] for row in rows]
+    np.testing.assert_allclose(found.losses.mean(axis=1), means, rtol=1e-5)
+    logits = subject.model(rows[:, :-1]).array
+    assert (found.likeliest == logits.argmax(axis=-1)).mean() > 0.99  # but for ties
+
+
+def test_what_texts_have_in_common():
+    assert repeated([1, 2, 3, 4, 5, 6]) == 0
+    assert repeated([1, 2, 1, 2, 1, 2], 2) == pytest.approx(3 / 5)
+    assert repeated([1, 2]) == 0
+    assert same_beginning([1, 2, 3], [1, 2, 4]) == 2 == same_beginning([1, 2], [1, 2, 4])
+
+
+def test_jobs():
+    jobs = all_jobs(RealSettings())
+    assert len(set(jobs)) == len(jobs)
+    assert len({job.file_name for job in jobs}) == len(jobs)
+    assert set(written_jobs(RealSettings())) <= set(jobs)
+    middle = {(job.grain, job.start) for job in jobs if job.kind == "learned" and job.blocks == 4}
+    assert len(middle) == 8
+    assert {job.text for job in jobs if job.kind == "learned"} == set(real.TEXTS)
+    assert {job.blocks for job in jobs if job.start == "1"} == {2, 4, 8, 16}
+
+
+def test_a_row_is_measured_once(subject, settings):
+    bench, record, job = Bench(settings, subject), Record(settings), learned(settings)
+    for row in (Job("whole"), job, mean(settings)):
+        record.add(row, bench.measure(row))
+    again = Record(dataclasses.replace(settings, seeds=5))
+    assert again.has(job) and again.row(job) == record.row(job) and not again.has(job._replace(seed=1))
+    assert bench.measure(job)["texts"] == record.row(job)["texts"]  # with scales from their file
+    assert record.row(Job("whole"))["texts"]["code"]["same"] == 1
+    with pytest.raises(ValueError, match="expected these settings, found others; name another --output"):
+        Record(dataclasses.replace(settings, steps=6))
+
+
+# -------------------------------------------------------------------- the program
+PICTURES = {"blocks.png", "positions.png", "grains.png", "learning.png", "scales.png"}
+
+
+def run(monkeypatch, capsys, *words) -> str:
+    monkeypatch.setattr(sys, "argv", ["learned_statistics", *map(str, words)])
+    assert program.main() == 0
+    return capsys.readouterr().out
+
+
+def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "a run"
+    words = ["--model", folder, "--output", output, "--window", WINDOW, "--steps", 2, "--batch-size", 1, "--seeds", 2]
+    words += ["--test-windows", 2, "--measured-windows", 1, "--prompts", 1, "--n-written", 4, "--blocks", 2, 4]
+    out = run(monkeypatch, capsys, *words)
+    assert {path.name for path in output.iterdir()} == {"results.json", "page.html", "scales", *PICTURES}
+    for name in PICTURES:
+        height, width, _ = imread(output / name).shape
+        assert height > 200 < width
+    results = json.loads((output / "results.json").read_text())
+    asked = RealSettings(str(folder), blocks=(2, 4), seeds=2)
+    assert [job_of(row) for row in results["rows"]] == all_jobs(asked)
+    assert [job_of(way) for way in results["written"]] == written_jobs(asked)
+    assert results["unchanged"] is True and "its own weights are what they were" in out
+    assert results["written"][0]["same"] == 1 and results["written"][0]["until"] == 4
+    page = (output / "page.html").read_text(encoding="utf-8")
+    assert page.count("</script>") == 1  # that of the prompts does not end the page's own
+    data = json.loads(re.search(r"const data = (.*);\n", page).group(1))
+    assert "</script>" in data["prompts"][0]
+    assert len(data["scales"]) == 3
+
+    def never(*args):
+        raise AssertionError("done again")
+
+    monkeypatch.setattr(real_bench, "learn", never)
+    monkeypatch.setattr(Bench, "measure", never)
+    for name in ("blocks", "positions", "grains", "learning", "scales"):  # which take long to draw
+        monkeypatch.setattr(real_report, f"plot_{name}", lambda *args: None)
+    assert run(monkeypatch, capsys, *words) == out
+
+
+@pytest.mark.parametrize(
+    ("words", "is_theirs"),
+    [
+        ("--model smollm2", True),
+        ("--quick --model=smollm2", True),
+        ("--model model.gguf", True),
+        ("--model FOLDER", True),
+        ("--model FOLDER/model.safetensors", True),
+        ("--model runs/mine", False),
+        ("--model=last.safetensors", False),
+        ("", False),
+    ],
+)
+def test_whose_model_is_named(folder, words, is_theirs):
+    assert real.is_asked_for([word.replace("FOLDER", str(folder)) for word in words.split()]) == is_theirs
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--seeds 0", "expected --seeds to be at least 1, got 0"),
+        ("--text poems", "expected --text to be one of code, shakespeare, captions, got poems"),
+        ("--rate 0", "expected rates above 0, got 0.0"),
+        ("--blocks 2 8", "expected --blocks of 2 or more with --middle among them, got 2 8 and 4"),
+        ("--window 12", "expected no more blocks than tokens in a window"),
+        ("--n-written 65", "expected --n-written of at most a quarter of --window, got 65"),
+    ],
+)
+def test_wrong_flags_are_refused(monkeypatch, words, said):
+    monkeypatch.setattr(sys, "argv", ["learned_statistics", "--model", "smollm2", *words.split()])
+    with pytest.raises(ValueError, match=said):
+        program.main()
+
+
+def test_a_folder_that_is_no_model(folder, tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    for path in broken.glob("token*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="expected a decoder with a tokeniser"):
+        new_subject(RealSettings(str(broken), window=WINDOW))
