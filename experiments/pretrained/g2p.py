@@ -19,7 +19,7 @@ import numpy as np
 
 from experiments.pretrained.packages import DAMAGED, G2P
 from experiments.settings import at_least
-from tricycle.layers import Dense, Embedding
+from tricycle.layers import Dense, Embedding, Generator, new_generator
 from tricycle.ops import as_tensor
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.recurrent import GRU
@@ -44,12 +44,13 @@ class Speller(EncoderDecoder):
         size: of embeddings and of both states.
     """
 
-    def __init__(self, size: int = 256) -> None:
-        self.letters = Embedding(len(LETTERS), size)
-        self.encoder = GRU(size, size)
-        self.sounds = Embedding(len(SOUNDS), size)
-        self.decoder = GRU(size, size)
-        self.output = Dense(size, len(SOUNDS), role="head")
+    def __init__(self, size: int = 256, generator: Generator = None) -> None:
+        generator = new_generator(generator)
+        self.letters = Embedding(len(LETTERS), size, generator=generator)
+        self.encoder = GRU(size, size, generator=generator)
+        self.sounds = Embedding(len(SOUNDS), size, generator=generator)
+        self.decoder = GRU(size, size, generator=generator)
+        self.output = Dense(size, len(SOUNDS), generator=generator, role="head")
 
     def start(self, source: Operand, lengths: Any = None, capacity: int = 0) -> State:
         _, final = self.encoder(self.letters(as_tensor(source)), lengths)

@@ -56,14 +56,22 @@ class CharacterModel(Layer):
         self.query = Parameter(np.zeros(width, np.float32), "embedding")
         self.output = Dense(width, n_characters, role="head")
 
-    def forward(self, tokens: Operand) -> Tensor:
-        """Whole numbers (B, T) to logits (B, V) of the character after the last."""
-        embedded = self.embedding(as_tensor(tokens))
+    def states(self, embedded: Operand) -> Tensor:
+        """What came of each character, (B, T, W): its own vector (B, T, E), and what both LSTMs say there."""
+        embedded = as_tensor(embedded)
         first, _ = self.first(embedded)
         second, _ = self.second(first)
-        x = concatenate([embedded, first, second], axis=-1)
-        query = self.query + x.xp.zeros((len(x), 1, 1), x.dtype)
-        return self.output(self.attention(query, x)[:, 0])
+        return concatenate([embedded, first, second], axis=-1)
+
+    def attend(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Their mean (B, W), and the weights (B, T) that it has."""
+        query = self.query + states.xp.zeros((len(states), 1, 1), states.dtype)
+        context, weights = self.attention(query, states, return_weights=True)
+        return context[:, 0], weights[:, 0]
+
+    def forward(self, tokens: Operand) -> Tensor:
+        """Whole numbers (B, T) to logits (B, V) of the character after the last."""
+        return self.output(self.attend(self.states(self.embedding(as_tensor(tokens))))[0])
 
 
 # -------------------------------------------------------------------- out of the package

@@ -1,0 +1,419 @@
+"""What the pronouncer of `g2p.py` does without attention: which letters its sounds come from, and what its state holds.
+
+    python -m experiments.pretrained.look_g2p                              as in the README
+    python -m experiments.pretrained.look_g2p --words tricycle gradient    maps of words of your own
+    python -m experiments.pretrained.look_g2p --quick                      200 words for the averages
+
+Averages are over words of the Python language reference, which comes with Python; its text differs a little from one
+version to the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.pretrained.g2p import LETTERS, SOUNDS, Speller, ids_of, load, pronounce
+from experiments.settings import at_least, save
+from experiments.tables import markdown
+from tricycle import kernels
+from tricycle.loss import CrossEntropy
+from tricycle.tensor import no_grad, to_tensor
+from tricycle_cli.flags import parse, run_main
+from tricycle_lab.plot import save_figure
+
+BEGIN, END = SOUNDS.index("<s>"), SOUNDS.index("</s>")
+LONGEST = 40  # sounds of a word: twice what g2p-en allows, so that nothing is cut off
+SURE: dict[str, set[str]] = {  # letters that are nearly always this sound
+    **{letter: {letter.upper()} for letter in "bdfklmptvz"},
+    "r": {"R", "ER0", "ER1", "ER2"},
+}
+HEARD = {**{sound: sound.lower() for sound in "BFLMNPRV"}, "NG": "n", "ER0": "r", "ER1": "r", "ER2": "r"}
+LENGTHS = ((3, 5), (6, 8), (9, 11), (12, 14), (15, 17), (18, 20), (21, 30))
+VIEWS = ("letter left out", "gradient", "gradient times vector", "probability's rise")
+
+
+# -------------------------------------------------------------------- views of one word
+def log_probabilities(model: Speller, hidden: Any, sounds: Sequence[int]) -> np.ndarray:
+    """Of each sound of the table, (N, T, V), where the decoder starts from (N, H) and has said the T sounds before."""
+    targets = np.tile([BEGIN, *sounds[:-1]], (len(hidden), 1))
+    return kernels.log_softmax(model.decode(targets, {"hidden": to_tensor(hidden)}).numpy().astype(np.float64))
+
+
+def left_out(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
+    """(T, S): by how many bits what is expected for a sound changes when a letter is left out of the word.
+
+    The Kullback-Leibler divergence KL(with all letters || without this one), both after the same sounds.
+    """
+    tokens, lengths = ids_of([word, *(word[:i] + word[i + 1 :] for i in range(len(word)))])
+    with no_grad():
+        log_p = log_probabilities(model, model.start(tokens, lengths)["hidden"].array, sounds)
+    return ((np.exp(log_p[:1]) * (log_p[:1] - log_p[1:])).sum(axis=-1) / np.log(2)).T
+
+
+def gradients(model: Speller, word: str, sounds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Two maps (T, S) from the gradient of a sound's log probability with respect to a letter's vector.
+
+    Its norm; and its product with that vector, which is how the log probability would fall, were it a line, if the
+    vector were 0.
+    """
+    n_sounds = len(sounds)
+    tokens, _ = ids_of([word] * n_sounds)  # one row of the batch for each sound
+    letters = to_tensor(model.letters(tokens).array)
+    _, final = model.encoder(letters)
+    logits = model.decode(np.tile([BEGIN, *sounds[:-1]], (n_sounds, 1)), {"hidden": final[0]})
+    rows = np.arange(n_sounds)
+    (CrossEntropy()(np.array(sounds), logits[rows, rows]) * -n_sounds).backward()
+    gradient = letters.grad.numpy()[:, : len(word)]
+    return np.linalg.norm(gradient, axis=-1), (gradient * letters.array[:, : len(word)]).sum(axis=-1)
+
+
+def states_of(model: Speller, word: str) -> np.ndarray:
+    """(S + 2, H): before the first letter, after each, and after the mark of the end."""
+    tokens, _ = ids_of([word])
+    with no_grad():
+        outputs, _ = model.encoder(model.letters(tokens))
+    return np.concatenate([np.zeros_like(outputs.array[0, :1]), outputs.array[0]])
+
+
+def so_far(model: Speller, word: str, sounds: Sequence[int]) -> np.ndarray:
+    """(T, S + 2): how probable a sound is, after those before it, if the decoder starts from an earlier state."""
+    with no_grad():
+        log_p = log_probabilities(model, states_of(model, word), sounds)
+    return np.exp(log_p[:, np.arange(len(sounds)), sounds]).T
+
+
+def views(model: Speller, word: str, sounds: Sequence[int]) -> dict[str, np.ndarray]:
+    """Maps (T, S) of sounds by letters, none below 0: where each sound comes from, in four ways."""
+    rise = np.diff(so_far(model, word, sounds), axis=1)[:, : len(word)]
+    maps = left_out(model, word, sounds), *gradients(model, word, sounds), rise
+    return {name: map_.clip(0) for name, map_ in zip(VIEWS, maps)}
+
+
+def said_from(model: Speller, hidden: np.ndarray) -> list[list[str]]:
+    """The likeliest sound each time, from states (N, H)."""
+    state, last = {"hidden": to_tensor(hidden)}, np.full(len(hidden), BEGIN)
+    rows = []
+    with no_grad():
+        for _ in range(LONGEST):
+            last = model.decode(last[:, None], state).array[:, -1].argmax(axis=-1)
+            rows.append(last)
+    ends = [[*sounds, END].index(END) for sounds in np.array(rows).T.tolist()]
+    return [[SOUNDS[row[i]] for row in rows[:end]] for i, end in enumerate(ends)]
+
+
+# -------------------------------------------------------------------- is it like an alignment?
+def sure_pairs(word: str, sounds: Sequence[str]) -> list[tuple[int, int]]:
+    """(sound, letter) where a letter that stands once in the word can only be the one sound that is there once."""
+    pairs = []
+    for letter, names in SURE.items():
+        places = [j for j, sound in enumerate(sounds) if sound in names]
+        if word.count(letter) == 1 and len(places) == 1:
+            pairs.append((places[0], word.index(letter)))
+    return pairs
+
+
+def in_order(places: np.ndarray) -> tuple[int, int]:
+    """Of all pairs of sounds that come from different letters, how many come in the order of these; and all."""
+    signs = np.sign(np.subtract.outer(places, places))[np.tril_indices(len(places), -1)]
+    return int((signs > 0).sum()), int((signs != 0).sum())
+
+
+def alignment(maps: Sequence[dict[str, np.ndarray]], words: Sequence[str], spoken: Sequence[list[str]]) -> dict:
+    """How far the largest number of each row is like an alignment, for each view and for one by the places alone."""
+    measured = {}
+    for view in (*VIEWS, "by its place alone"):
+        hits, near, n_pairs, ordered, n_ordered = 0, 0, 0, 0, 0
+        for word, sounds, of_word in zip(words, spoken, maps):
+            if view in of_word:
+                largest = of_word[view].argmax(axis=1)[: len(sounds)]
+            else:
+                largest = np.arange(len(sounds)) * len(word) // max(len(sounds), 1)
+            pairs = sure_pairs(word, sounds)
+            hits += sum(largest[j] == i for j, i in pairs)
+            near += sum(abs(largest[j] - i) <= 1 for j, i in pairs)
+            n_pairs += len(pairs)
+            forward, different = in_order(largest)
+            ordered, n_ordered = ordered + forward, n_ordered + different
+        shares = {"hit": hits / max(n_pairs, 1), "near": near / max(n_pairs, 1)}
+        measured[view] = {**shares, "in order": ordered / max(n_ordered, 1), "pairs": n_pairs}
+    return measured
+
+
+def mean_map(maps: Sequence[np.ndarray], size: int = 24) -> np.ndarray:
+    """(size, size) of many (T, S): each row sums to 1, and both ends of each word stand at the same places."""
+    total = np.zeros((size, size))
+    for map_ in maps:
+        shares = map_ / np.maximum(map_.sum(axis=1, keepdims=True), 1e-12)
+        rows, columns = (np.arange(size) * n // size for n in shares.shape)
+        total += shares[np.ix_(rows, columns)] * shares.shape[1] / size
+    return total / len(maps)
+
+
+def delays(model: Speller, words: Sequence[str], spoken: Sequence[list[str]]) -> list[int]:
+    """How many letters after its own a sound's probability rises most; the mark of the end is one more letter."""
+    late = []
+    for word, sounds in zip(words, spoken):
+        rise = np.diff(so_far(model, word, [SOUNDS.index(sound) for sound in sounds]), axis=1) if sounds else []
+        late += [int(rise[j].argmax()) - i for j, i in sure_pairs(word, sounds)]
+    return late
+
+
+# -------------------------------------------------------------------- what does the state hold?
+def letters_held(states: np.ndarray, words: Sequence[str], seed: int, penalty: float = 1.0) -> dict[int, list[float]]:
+    """By length, of words that have their first, second, ... letter read from the state by a linear map, the share.
+
+    Of lengths that eight words or more have. Ridge regression for each place, fitted on four fifths of the words,
+    measured on the others, five times.
+
+    Args:
+        states: (N, H), the last of each word.
+    """
+    fold = np.random.default_rng(seed).permutation(len(words)) % 5
+    features = np.concatenate([states, np.ones_like(states[:, :1])], axis=1).astype(np.float64)
+    sizes = np.array([len(word) for word in words])
+    right: dict[int, list[float]] = {n: [] for n, count in enumerate(np.bincount(sizes)) if count >= 8}
+    for place in range(max(right, default=0)):
+        letters = np.array([LETTERS.index(word[place]) if len(word) > place else 0 for word in words])
+        is_right = np.zeros(len(words), bool)
+        for number in range(5):
+            fitted = (fold != number) & (sizes > place)
+            x, y = features[fitted], np.eye(len(LETTERS))[letters[fitted]]
+            weights = np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ y)
+            tested = fold == number
+            is_right[tested] = (features[tested] @ weights).argmax(axis=1) == letters[tested]
+        for length in (length for length in right if length > place):
+            right[length].append(float(is_right[sizes == length].mean()))
+    return right
+
+
+def skeleton(word: str) -> str:
+    """The letters of a word that are heard as they are written: b, f, l, m, n, p, r, v; doubled ones once."""
+    plain = word.replace("ph", "f").replace("mb", "m").replace("mn", "m")
+    return re.sub(r"(.)\1+", r"\1", "".join(letter for letter in plain if letter in "bflmnprv"))
+
+
+def heard(sounds: Sequence[str]) -> str:
+    """These letters, as a pronunciation has them."""
+    return re.sub(r"(.)\1+", r"\1", "".join(HEARD.get(sound, "") for sound in sounds))
+
+
+def missed(word: str, sounds: Sequence[str]) -> tuple[int, int]:
+    """Of these letters, how many the pronunciation does not have in their order; and all."""
+    written = skeleton(word)
+    blocks = SequenceMatcher(None, written, heard(sounds), autojunk=False).get_matching_blocks()
+    return len(written) - sum(block.size for block in blocks), len(written)
+
+
+def missed_by_length(words: Sequence[str], spoken: Sequence[list[str]]) -> dict[str, tuple[int, float]]:
+    """By the word's length: how many words, and the share of such letters that are missed."""
+    counts = [missed(word, sounds) for word, sounds in zip(words, spoken)]
+    return {label: (len(rows), share(rows)) for label, rows in by_length(words, counts).items()}
+
+
+def missed_of_two(joined: Sequence[str], apart: Sequence[list[str]], together: Sequence[list[str]]) -> dict:
+    """By the length of two words written as one, the share of the sounds of the first, and of the second, missed.
+
+    Args:
+        apart: what is said for the first word, for the second, and so on. Stress does not count.
+    """
+    counts = []
+    for first, second, sounds in zip(apart[::2], apart[1::2], together):
+        wanted, said = ([sound.rstrip("012") for sound in sequence] for sequence in (first + second, sounds))
+        blocks = SequenceMatcher(None, wanted, said, autojunk=False).get_matching_blocks()
+        there = [i for block in blocks for i in range(block.a, block.a + block.size)]
+        n_first = sum(i < len(first) for i in there)
+        counts.append((len(first) - n_first, len(first), len(second) - len(there) + n_first, len(second)))
+    rows = by_length(joined, counts)
+    return {label: [share([row[:2] for row in of]), share([row[2:] for row in of])] for label, of in rows.items()}
+
+
+def by_length(words: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str, list[tuple[int, ...]]]:
+    """What belongs to words of like length, where there are any."""
+    table = {}
+    for least, most in LENGTHS:
+        of_length = [row for word, row in zip(words, rows) if least <= len(word) <= most]
+        table |= {f"{least} to {most}": of_length} if of_length else {}
+    return table
+
+
+def share(counts: Sequence[tuple[int, ...]]) -> float:
+    """Of pairs (some, all): how large a part all of the first are of all of the second."""
+    some, all_ = np.array(counts).sum(axis=0)
+    return float(some / max(all_, 1))
+
+
+# -------------------------------------------------------------------- pictures
+def draw_maps(path: Path, model: Speller, words: Sequence[str]) -> None:
+    """A row for each word: sounds by letters, in three ways."""
+    from matplotlib.figure import Figure
+
+    spoken = pronounce(model, list(words))
+    heights = [len(sounds) + 3 for sounds in spoken]
+    figure = Figure(figsize=(12, 0.21 * sum(heights) + 0.8), layout="constrained")
+    grid = figure.subplots(len(words), 3, squeeze=False, height_ratios=heights)
+    for row, word, sounds in zip(grid, words, spoken):
+        ids = [*(SOUNDS.index(sound) for sound in sounds), END]
+        gradient, _ = gradients(model, word, ids)
+        maps = left_out(model, word, ids), gradient / gradient.sum(axis=1, keepdims=True), so_far(model, word, ids)
+        columns = list(word), list(word), ["·", *word, "end"]
+        for axes, map_, letters in zip(row, maps, columns):
+            axes.imshow(map_, cmap="gist_heat_r", aspect="auto", vmin=0, vmax=1 if letters[0] == "·" else None)
+            axes.set_xticks(range(len(letters)), letters, fontsize=8)
+            axes.set_yticks(range(len(ids)), [*sounds, "end"], fontsize=8, family="monospace")
+    titles = (
+        "this letter left out: bits by which\nthe sound's distribution changes",
+        "shares of the norm of the gradient\nof the sound's log probability",
+        "probability of the sound if\nreading ends here",
+    )
+    for axes, title in zip(grid[0], titles):
+        axes.set_title(title, fontsize=9)
+    save_figure(figure, path, 110)
+
+
+def draw_memory(path: Path, mean: np.ndarray, delay: Sequence[int], held: dict, errors: dict) -> None:
+    """The mean map, when sounds are known, which letters the state holds, what long words lose."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    (place, when), (memory, lost) = figure.subplots(2, 2)
+    place.imshow(mean, cmap="gist_heat_r", vmin=0, extent=(0, 1, 1, 0), aspect="auto")
+    place.set(title="letter left out: mean of many words", xlabel="place of the letter", ylabel="place of the sound")
+    late = np.clip(delay, -2, 6)
+    shares = [100 * float((late == n).mean()) for n in range(-2, 7)]
+    when.bar(range(-2, 7), shares)
+    when.set_xticks(range(-2, 7), ["≤ -2", *range(-1, 6), "≥ 6"])
+    when.set(title="when a sound becomes probable", xlabel="letters after its own", ylabel="sounds, %")
+    lengths = list(held)
+    grid = np.full((len(lengths), max(lengths)), np.nan)
+    for row, length in zip(grid, lengths):
+        row[:length] = held[length]
+    image = memory.imshow(100 * grid, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    memory.set_yticks(range(len(lengths)), lengths)
+    memory.set_xticks(range(0, max(lengths), 2), range(1, max(lengths) + 1, 2))
+    memory.set(title="letters that can be read from the last state, %", xlabel="letter", ylabel="letters of the word")
+    figure.colorbar(image, ax=memory)
+    for label, of_length in errors.items():
+        lost.plot(list(of_length), [100 * part for _, part in of_length.values()], marker="o", label=label)
+    lost.set(
+        title="consonants (b f l m n p r v) that go missing", xlabel="letters of the word", ylabel="%", ylim=(0, None)
+    )
+    lost.legend(frameon=False)
+    lost.grid(alpha=0.25)
+    save_figure(figure, path, 110)
+
+
+# -------------------------------------------------------------------- the program
+@dataclass(frozen=True)
+class Settings:
+    """What to look at."""
+
+    words: tuple[str, ...] = ("softmax", "transformer", "transformation")  # whose maps are drawn
+    path: Path | None = None  # as of `g2p.py`
+    most: int = 10_000  # words of the reference, for the averages
+    seed: int = 0  # of which words are held out, which are joined, and of an untrained network
+    quick: bool = False  # 200 words
+    output: Path = Path("runs/pretrained")  # where the pictures and g2p.json are left
+
+
+def reference_words(most: int) -> list[str]:
+    """Small words of three letters or more that stand twice or more in the texts of the reference, not in grammars."""
+    from pydoc_data.topics import topics
+
+    counts: dict[str, int] = {}
+    for line in "\n".join(topics.values()).splitlines():
+        for word in () if "::=" in line else re.findall(r"(?<![\w.\"'*])[a-z]{3,20}(?![\w(\"'*])", line):
+            counts[word] = counts.get(word, 0) + 1
+    words = sorted(word for word, count in counts.items() if count > 1)
+    return words[:: -(-len(words) // most)]
+
+
+def look(model: Speller, settings: Settings) -> dict[str, Any]:
+    """All that is measured, and the two pictures."""
+    words = reference_words(200 if settings.quick else settings.most)
+    last = np.array([states_of(model, word)[-2:] for word in words])  # after the last letter, and after the end
+    spoken, unended = said_from(model, last[:, 1]), said_from(model, last[:, 0])
+    maps = [views(model, w, [*map(SOUNDS.index, sounds), END]) for w, sounds in zip(words, spoken)]
+    others = np.random.default_rng(settings.seed).permutation(len(words))
+    joined = [words[i] + words[other] for i, other in enumerate(others)]
+    together = said_from(model, np.array([states_of(model, word)[-1] for word in joined]))
+    apart = [spoken[i] for pair in enumerate(others) for i in pair]
+    errors = {"a word": missed_by_length(words, spoken), "two joined": missed_by_length(joined, together)}
+    held = letters_held(last[:, 1], words, settings.seed)
+    untrained = Speller(last.shape[-1], settings.seed)
+    random = letters_held(np.array([states_of(untrained, word)[-1] for word in words]), words, settings.seed)
+    delay = delays(model, words, spoken)
+    draw_maps(settings.output / "g2p-maps.png", model, settings.words)
+    mean = mean_map([of_word[VIEWS[0]][:-1] for of_word in maps])
+    draw_memory(settings.output / "g2p-memory.png", mean, delay, held, errors)
+    return {
+        "words": len(words),
+        "alignment": alignment(maps, words, spoken),
+        "delay": {str(n): float(np.mean(np.array(delay) == n)) for n in sorted(set(delay))},
+        "same unended": float(np.mean([a == b for a, b in zip(spoken, unended)])),
+        "letters held": {"trained": held, "untrained": random},
+        "consonants missed": errors,
+        "sounds missed of two joined": missed_of_two(joined, apart, together),
+    }
+
+
+def main() -> int:
+    settings = parse(Settings, description=__doc__ or "")
+    at_least(settings, most=50, seed=0)
+    if not settings.words or not all(word.isalpha() for word in settings.words):
+        raise ValueError(f"expected --words with a word or more, of letters alone, got {' '.join(settings.words)}")
+    settings.output.mkdir(parents=True, exist_ok=True)
+    model = load(settings.path)
+    for word in settings.words:
+        print(f"\n{word}: what is said if reading ends after some letters, without the mark of the end; then with it")
+        said = said_from(model, states_of(model, word)[1:])
+        for prefix, sounds in zip([*(word[: i + 1] for i in range(len(word))), f"{word}."], said):
+            print(f"  {prefix:<22}{' '.join(sounds)}")
+    results = look(model, settings)
+    save(settings.output / "g2p.json", settings, **results)
+    report(results)
+    print(f"\n{settings.output}: g2p.json, g2p-maps.png, g2p-memory.png")
+    return 0
+
+
+def report(results: dict[str, Any]) -> None:
+    """The tables of the README."""
+    rows = [
+        [view, *(f"{100 * of_view[key]:.1f}" for key in ("hit", "near", "in order"))]
+        for view, of_view in results["alignment"].items()
+    ]
+    n_pairs = results["alignment"][VIEWS[0]]["pairs"]
+    print(f"\n{results['words']} words, {n_pairs} letters whose sound is sure; %\n")
+    print(markdown(["", "the right letter", "it or a neighbour", "pairs in order"], rows))
+    print("\nletters after its own at which a sound's probability rises most, %:", end=" ")
+    print(", ".join(f"{n}: {100 * share:.1f}" for n, share in results["delay"].items() if share >= 0.005))
+    print(f"said the same without the mark of the end: {100 * results['same unended']:.1f}%\n")
+    rows = []
+    for name, held in results["letters held"].items():
+        for least, most in LENGTHS[:4]:  # of longer words there are too few
+            of_length = [held[n] for n in range(least, most + 1) if n in held]
+            if of_length:
+                ends = [np.mean([shares[k] for shares in of_length]) for k in (0, 1, -2, -1)]
+                middle = np.mean([shares[len(shares) // 2] for shares in of_length])
+                means = (*ends[:2], middle, *ends[2:])
+                rows.append([f"{name}, {least} to {most}", *(f"{100 * mean:.0f}" for mean in means)])
+    print(markdown(["letters read from the last state, %", "1st", "2nd", "middle", "last but one", "last"], rows))
+    rows = []
+    for length in dict.fromkeys(length for of_length in results["consonants missed"].values() for length in of_length):
+        row = [length]
+        for of_length in results["consonants missed"].values():
+            row += [str(of_length[length][0]), f"{100 * of_length[length][1]:.1f}"] if length in of_length else ["", ""]
+        shares = results["sounds missed of two joined"].get(length, [])
+        rows.append(row + [f"{100 * part:.1f}" for part in shares] + [""] * (2 - len(shares)))
+    titles = ["letters", "words", "consonants missed, %", "two words joined", "consonants missed, %"]
+    print(f"\n{markdown([*titles, 'sounds of the first, %', 'of the second, %'], rows)}")
+
+
+if __name__ == "__main__":
+    run_main(main)

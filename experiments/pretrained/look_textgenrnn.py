@@ -1,0 +1,381 @@
+"""Where the attention of `textgenrnn.py` looks among the last 40 characters, and what would be lost without it.
+
+python -m experiments.pretrained.look_textgenrnn                       as in the README
+python -m experiments.pretrained.look_textgenrnn --titles "My cat ate my homework"
+python -m experiments.pretrained.look_textgenrnn --quick               three titles, and no other text
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.looked_at import Answer, Item, plain, write_page
+from experiments.pretrained.textgenrnn import MARK, TITLES, WINDOW, CharacterModel, load, windows
+from experiments.settings import save
+from experiments.tables import markdown
+from tricycle import kernels
+from tricycle.loss import CrossEntropy
+from tricycle.tensor import to_tensor
+from tricycle_cli.flags import parse, run_main
+from tricycle_lab.plot import COLOURS, save_figure
+
+MORE_TITLES = (
+    "What is something that everyone should know before they turn 30?",
+    "TIL that octopuses have three hearts and blue blood",
+    "My girlfriend made this cake for my birthday",
+    "I just finished the game for the first time and I have a question about the ending",
+    "[Discussion] Is it worth buying a new phone this year?",
+    "Found this little guy in my backyard this morning",
+    "Man arrested after police find 200 snakes in his car",
+    "ELI5: Why does the sky look blue during the day and red at night?",
+    "When your mom says that dinner is ready",
+    "Trump says he will meet with the president of France next week",
+    "LPT: If you want to save money, never go shopping when you are hungry",
+    "The new season is so much better than the last one",
+)
+NOTE = (
+    "Each text is what the network saw before it gave a character: the last 40, of which · stand before a text's "
+    "beginning and ⊢ for its mark. The truth is the character that came. Attention: its weights. Gradient: shares of "
+    "the norm of the gradient of that character's log probability with respect to each character's vector."
+)
+SHOWN = {MARK: "⊢", " ": "␣"}
+KINDS = ("small letter", "capital", "digit", "space", "other sign", "mark", "before the beginning")
+VISIBLE = (1, 2, 3, 5, 8, 12, 16, 20, 25, 30, 35, 40)  # last characters that are left standing
+
+
+class Read(NamedTuple):
+    """What the network made of texts, character by character.
+
+    Attributes:
+        tokens: (N, 40) what it saw. labels: (N,) what came.
+        states: (N, 40, W). scores, weights: (N, 40).
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    states: np.ndarray
+    scores: np.ndarray
+    weights: np.ndarray
+
+
+def read(model: CharacterModel, vocabulary: dict[str, int], texts: Sequence[str]) -> Read:
+    """Texts with what comes after each character, the mark of their end included."""
+    tokens = np.concatenate([windows(vocabulary, list(text)) for text in texts])
+    labels = [[*(vocabulary.get(character, 0) for character in text), vocabulary[MARK]] for text in texts]
+    return _read(model, tokens, np.concatenate(labels))
+
+
+def _read(model: CharacterModel, tokens: np.ndarray, labels: np.ndarray) -> Read:
+    with model.evaluating():
+        states = model.states(model.embedding(to_tensor(tokens, dtype=int)))
+        _, weights = model.attend(states)
+    scores = states.array @ model.query.array
+    return Read(tokens, labels, states.array, scores, weights.array)
+
+
+# -------------------------------------------------------------------- does it matter?
+def other_weights(weights: np.ndarray, seed: int = 0) -> dict[str, np.ndarray]:
+    """What could stand in the place of the weights (N, 40)."""
+    last, largest = np.zeros_like(weights), np.zeros_like(weights)
+    last[:, -1] = 1
+    np.put_along_axis(largest, weights.argmax(axis=1)[:, None], 1, axis=1)
+    others = weights * (1 - last)
+    generator = np.random.default_rng(seed)
+    return {
+        "as it is": weights,
+        "the last alone": last,
+        "the largest alone": largest,
+        "their mean, the same every time": np.broadcast_to(weights.mean(axis=0), weights.shape),
+        "all alike": np.full_like(weights, 1 / weights.shape[1]),
+        "without the last": others / others.sum(axis=1, keepdims=True),
+        "in random order": generator.permuted(weights, axis=1),
+    }
+
+
+def bits(model: CharacterModel, states: np.ndarray, weights: np.ndarray, labels: np.ndarray) -> float:
+    """The mean of what each character costs where the states (N, T, W) are weighed so."""
+    with model.evaluating():
+        logits = model.output((weights[:, None] @ states)[:, 0]).numpy().astype(np.float64)
+    return float(-kernels.log_softmax(logits)[np.arange(len(labels)), labels].mean() / np.log(2))
+
+
+def bits_by_visible(model: CharacterModel, reading: Read, n_visible: Sequence[int] = VISIBLE) -> list[float]:
+    """Where only the last few characters are left, and before them stand zeros, as before a beginning."""
+    costs = []
+    for n in n_visible:
+        tokens = np.where(np.arange(WINDOW) >= WINDOW - n, reading.tokens, 0)
+        part = _read(model, tokens, reading.labels)
+        costs.append(bits(model, part.states, part.weights, part.labels))
+    return costs
+
+
+def other_windows(model: CharacterModel, vocabulary: dict[str, int], text: str, sizes: Sequence[int]) -> list[dict]:
+    """Windows of other sizes than 40, full of characters: the same characters are asked for each time."""
+    ids = np.array([vocabulary.get(character, 0) for character in text])
+    asked = np.arange(max(sizes), len(ids))
+    rows = []
+    for size in sizes:
+        part = _read(model, ids[asked[:, None] - np.arange(size, 0, -1)], ids[asked])
+        last = np.eye(size, dtype=np.float32)[-1:].repeat(len(asked), axis=0)
+        cost = {"attention": bits(model, part.states, part.weights, part.labels)}
+        cost["the last alone"] = bits(model, part.states, last, part.labels)
+        rows.append({"size": size, "weight on the last": float(part.weights[:, -1].mean()), **cost})
+    return rows
+
+
+# -------------------------------------------------------------------- what is looked at?
+def gradient_shares(model: CharacterModel, reading: Read) -> np.ndarray:
+    """(N, 40): shares of the norm of the gradient of each label's log probability by each character's vector."""
+    embedded = to_tensor(model.embedding(reading.tokens).array)
+    logits = model.output(model.attend(model.states(embedded))[0])
+    (CrossEntropy()(reading.labels, logits) * len(reading.labels)).backward()
+    norms = np.linalg.norm(embedded.grad.numpy(), axis=-1)
+    return norms / norms.sum(axis=1, keepdims=True)
+
+
+def kind_of(character: str | None) -> str:
+    """One of KINDS; None is what stands before a beginning, or what the network does not know."""
+    if character is None:
+        return KINDS[6]
+    if character == MARK:
+        return KINDS[5]
+    tests = character.islower(), character.isupper(), character.isdigit(), character.isspace(), True
+    return KINDS[tests.index(True)]
+
+
+def by_kind(reading: Read, gradient: np.ndarray, characters: Mapping[int, str]) -> dict[str, dict[str, float]]:
+    """Each kind of character's shares of places, attention and gradient, and the mean weight on it where it is last."""
+    kinds = {number: kind_of(characters.get(number)) for number in np.unique(reading.tokens).tolist()}
+    of_tokens = np.vectorize(kinds.get)(reading.tokens)
+    table = {}
+    for kind in (kind for kind in KINDS if (of_tokens == kind).any()):
+        there = of_tokens == kind
+        shares = {"places": there.mean(), "attention": reading.weights[there].sum() / len(there)}
+        shares["gradient"] = gradient[there].sum() / len(there)
+        table[kind] = {name: float(value) for name, value in shares.items()}
+        if there[:, -1].any():
+            table[kind]["where last"] = float(reading.weights[there[:, -1], -1].mean())
+    return table
+
+
+def by_word(shares: np.ndarray, texts: Sequence[str]) -> dict[str, float]:
+    """How many times its due a word of three letters or more gets, once it stands complete before what is written.
+
+    Its due is what characters so far back get in the mean of all windows; a word that comes again is counted as one.
+
+    Args:
+        shares: (N, 40), of the windows of all texts.
+    """
+    due = shares.mean(axis=0)
+    got: dict[str, np.ndarray] = {}
+    start = 0
+    for text in texts:
+        for match in re.finditer(r"[^\W\d_]{3,}", text):
+            for now in range(match.end() + 1, min(len(text), match.start() + WINDOW) + 1):
+                places = np.arange(match.start(), match.end()) + WINDOW - now
+                pair = np.array([shares[start + now, places].sum(), due[places].sum()])
+                got[match[0].lower()] = got.get(match[0].lower(), 0) + pair
+        start += len(text) + 1
+    return {word: float(share / due_share) for word, (share, due_share) in got.items()}
+
+
+def least_on_last(reading: Read, characters: Mapping[int, str], n: int = 6) -> dict[str, tuple[float, str]]:
+    """By their end, the windows whose last character has the least weight: this, and the character with the most."""
+    rows: dict[str, tuple[float, str]] = {}
+    for i in np.argsort(reading.weights[:, -1]):
+        texts = [characters.get(token, "") for token in reading.tokens[i].tolist()]
+        end = "".join(texts[-16:]).replace(MARK, SHOWN[MARK])
+        rows.setdefault(end, (float(reading.weights[i, -1]), texts[reading.weights[i].argmax()]))
+        if len(rows) == n:
+            break
+    return rows
+
+
+# -------------------------------------------------------------------- pictures and page
+def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
+    """A map for each of the shares (T + 1, 40): characters to be written by the characters that are looked at."""
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    columns, rows = [SHOWN[MARK], *text], [*text, SHOWN[MARK]]
+    figure = Figure(figsize=(7 * len(shares), 0.13 * len(rows) + 1.2), layout="constrained")
+    for axes, (title, array) in zip(figure.subplots(1, len(shares), squeeze=False)[0], shares.items()):
+        map_ = np.zeros((len(rows), len(columns)))
+        for i, row in enumerate(array):
+            n = min(i + 1, WINDOW)
+            map_[i, i + 1 - n : i + 1] = row[WINDOW - n :]
+        image = axes.imshow(map_, norm=PowerNorm(0.5, 0, 1), cmap="gist_heat_r", aspect="auto")
+        style = {"fontsize": 7, "family": "monospace"}
+        axes.set_xticks(range(len(columns)), [visible(character) for character in columns], **style)
+        axes.set_yticks(range(len(rows)), [visible(character) for character in rows], **style)
+        axes.set(title=title, xlabel="looked at", ylabel="to be written")
+    figure.colorbar(image, ax=figure.axes, label="share", aspect=30)
+    save_figure(figure, path, 110)
+
+
+def visible(character: str) -> str:
+    return plain(SHOWN.get(character, character))
+
+
+def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequence[float], least: float) -> None:
+    """By how far back a character stands: shares, scores; and what it costs to see fewer."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    shares, scores, costs = figure.subplots(1, 3)
+    back = np.arange(WINDOW, 0, -1)
+    for (label, array), colour in zip({"attention": reading.weights, "gradient": gradient}.items(), COLOURS):
+        shares.semilogy(back, 100 * array.mean(axis=0), color=colour, label=label)
+    shares.set(title="who is looked at", ylabel="share, %", ylim=(1e-4, 120))
+    shares.yaxis.set_major_formatter("{x:g}")
+    low, mean, high = (np.quantile(reading.scores, q, axis=0) for q in (0.05, 0.5, 0.95))
+    scores.plot(back, mean, color=COLOURS[0], label="median")
+    scores.fill_between(back, low, high, color=COLOURS[0], alpha=0.25, linewidth=0, label="nine of ten")
+    scores.set(title="the attention's score", ylabel="score before the softmax")
+    costs.plot(VISIBLE, seen, color=COLOURS[0], marker="o", label="the others are zeros")
+    costs.axhline(least, color=COLOURS[1], linestyle="--", label="attention replaced by the last state")
+    costs.set(title="what seeing fewer costs", xlabel="last characters seen", ylabel="bits a character")
+    for axes in (shares, scores):
+        axes.set_xlabel("characters back")
+        axes.invert_xaxis()
+    for axes in (shares, scores, costs):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, path, 110)
+
+
+def write_looked_at(
+    path: Path, model: CharacterModel, reading: Read, gradient: np.ndarray, characters: Mapping[int, str]
+) -> None:
+    """The page: each window with its characters coloured by attention and by gradient, side by side."""
+    with model.evaluating():
+        logits = model(reading.tokens).numpy().astype(np.float64)
+    p = np.exp(kernels.log_softmax(logits))
+    numbers = sorted({*reading.labels.tolist(), *p.argmax(axis=1).tolist()})
+    classes = [SHOWN.get(characters.get(number, "·"), characters.get(number, "·")) for number in numbers]
+    items = []
+    for row, label, ours, theirs, q in zip(reading.tokens.tolist(), reading.labels, reading.weights, gradient, p):
+        texts = [characters.get(token, "·") for token in row]
+        texts = [{MARK: SHOWN[MARK], " ": "\N{NO-BREAK SPACE}"}.get(text, text) for text in texts]  # else it may vanish
+        answer = numbers.index(int(q.argmax()))
+        seen = {"attention": Answer(ours, answer, q.max()), "gradient": Answer(theirs, answer, q.max())}
+        items.append(Item(texts, [""] * WINDOW, [False] * WINDOW, numbers.index(int(label)), seen))
+    write_page(path, "Titles: what the attention looked at", NOTE, classes, items)
+
+
+# -------------------------------------------------------------------- the program
+@dataclass(frozen=True)
+class Settings:
+    """What to look at."""
+
+    titles: tuple[str, ...] = TITLES + MORE_TITLES  # the first is drawn, the first three are on the page
+    path: Path | None = None  # as of `textgenrnn.py`
+    seed: int = 0  # of the random order
+    quick: bool = False  # three titles
+    output: Path = Path("runs/pretrained")  # where the pictures, the page and textgenrnn.json are left
+
+
+def zen() -> tuple[str, ...]:
+    """The lines of the Zen of Python, which comes with it: short sentences that are no titles."""
+    with contextlib.redirect_stdout(io.StringIO()):  # importing it prints it
+        import this
+    return tuple(line for line in codecs.decode(this.s, "rot13").splitlines() if line)
+
+
+def look(model: CharacterModel, vocabulary: dict[str, int], settings: Settings) -> dict[str, Any]:
+    """All that is measured, the pictures and the page."""
+    characters = {number: character for character, number in vocabulary.items()}
+    texts = {"titles": settings.titles} | ({} if settings.quick else {"Zen of Python": zen()})
+    readings = {name: read(model, vocabulary, of) for name, of in texts.items()}
+    costs = {
+        name: {way: bits(model, r.states, w, r.labels) for way, w in other_weights(r.weights, settings.seed).items()}
+        for name, r in readings.items()
+    }
+    titles = readings["titles"]
+    gradient = gradient_shares(model, titles)
+    seen = bits_by_visible(model, titles)
+    first = slice(len(settings.titles[0]) + 1)
+    draw_title(
+        settings.output / "textgenrnn-title.png",
+        settings.titles[0],
+        {"attention's weights": titles.weights[first], "gradient's shares": gradient[first]},
+    )
+    path = settings.output / "textgenrnn-averages.png"
+    draw_averages(path, titles, gradient, seen, costs["titles"]["the last alone"])
+    shown = sum(len(title) + 1 for title in settings.titles[:3])
+    part = Read(*(array[:shown] for array in titles))
+    write_looked_at(settings.output / "textgenrnn.html", model, part, gradient[:shown], characters)
+    return {
+        "characters": {name: len(r.labels) for name, r in readings.items()},
+        "bits": costs,
+        "by distance": {
+            name: array.mean(axis=0)[::-1].round(5).tolist()
+            for name, array in {"attention": titles.weights, "gradient": gradient}.items()
+        },
+        "last has the most": float((titles.weights.argmax(axis=1) == WINDOW - 1).mean()),
+        "by kind": by_kind(titles, gradient, characters),
+        "by word": by_word(gradient, settings.titles),
+        "least on the last": least_on_last(titles, characters),
+        "visible": dict(zip(map(str, VISIBLE), seen)),
+        "windows": other_windows(model, vocabulary, " ".join(settings.titles), (10, 20, 30, 40, 50, 60, 80)),
+    }
+
+
+def main() -> int:
+    quick = Settings(titles=TITLES) if "--quick" in sys.argv[1:] else None
+    settings = parse(Settings, quick, description=__doc__ or "")
+    if sum(map(len, settings.titles)) < 100 or not settings.titles[0]:
+        raise ValueError("expected --titles with 100 characters or more")
+    model, vocabulary = load(settings.path)
+    settings.output.mkdir(parents=True, exist_ok=True)
+    results = look(model, vocabulary, settings)
+    save(settings.output / "textgenrnn.json", settings, **results)
+    report(results)
+    files = "textgenrnn.json, textgenrnn-title.png, textgenrnn-averages.png, textgenrnn.html"
+    print(f"\n{settings.output}: {files}")
+    return 0
+
+
+def report(results: dict[str, Any]) -> None:
+    """The tables of the README."""
+    costs = results["bits"]
+    ways = next(iter(costs.values()))
+    rows = [[way, *(f"{of[way]:.3f}" for of in costs.values())] for way in ways]
+    counts = [f"{name}, {results['characters'][name]:,} characters" for name in costs]
+    print(f"\nBits a character by how the states are weighed\n\n{markdown(['', *counts], rows)}")
+    rows = [
+        [name, *(f"{100 * share:.1f}" for share in shares[:5]), f"{100 * sum(shares[5:]):.1f}"]
+        for name, shares in results["by distance"].items()
+    ]
+    print(f"\n{markdown(['characters back, share in %', '1', '2', '3', '4', '5', '6 to 40'], rows)}")
+    print(f"\nthe last has the largest weight in {100 * results['last has the most']:.1f}% of the windows\n")
+    rows = [[kind, *(f"{100 * x:.1f}" for x in shares.values())] for kind, shares in results["by kind"].items()]
+    rows = [row + [""] * (5 - len(row)) for row in rows]  # nothing stands last that is before a beginning
+    print(markdown(["%", "of the places", "of the attention", "of the gradient", "weight where it is last"], rows))
+    words = sorted(results["by word"].items(), key=lambda row: -row[1])
+    for title, some in {"most": words[:10], "least": words[-10:]}.items():
+        print(f"\n{title} of the gradient, times what is due so far back:", ", ".join(f"{w} {x:.1f}" for w, x in some))
+    print("\nleast weight on the last:")
+    for end, (weight, most) in results["least on the last"].items():
+        print(f"  {end!r}: {weight:.2f}, most on {most!r}")
+    rows = [
+        [str(row["size"]), f"{100 * row['weight on the last']:.1f}"]
+        + [f"{row[way]:.2f}" for way in ("attention", "the last alone")]
+        for row in results["windows"]
+    ]
+    print(f"\n{markdown(['window', 'weight on the last, %', 'bits by attention', 'by the last alone'], rows)}")
+    print("\nbits by characters seen:", ", ".join(f"{n}: {cost:.2f}" for n, cost in results["visible"].items()))
+
+
+if __name__ == "__main__":
+    run_main(main)
