@@ -368,6 +368,18 @@ _rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1))
 _rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), torch_adaptive)
 
 
+@of("SinkSoftmax")
+def _sink_softmax(draw):
+    x = normal(draw, *draw(hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=6)))
+    sinks = normal(draw, *x.shape[:-2]) * draw(st.sampled_from([1, 5]))
+
+    def torch_op(torch: Any, x: Any, sinks: Any) -> Any:
+        column = sinks[..., None, None].expand(*x.shape[:-1], 1)
+        return torch.cat([x, column], -1).softmax(-1)[..., :-1]
+
+    return Call(softmaxes.SinkSoftmax(), (x, sinks), torch_op, narrow=False)
+
+
 @of("BlockSoftmax")
 def _block_softmax(draw):
     n_blocks, correction = draw(SOME), draw(st.sampled_from(["learned", "none", "exact"]))

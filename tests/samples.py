@@ -417,6 +417,16 @@ for _shape, _scales in [((4, 6), (2, 4)), ((3, 4, 5), (2, 4)), ((2, 3, 4, 7), (3
     add("BlockSoftmax", softmaxes.BlockSoftmax(2), normal(*_shape), normal(*_scales), torch=_block_softmax)
 _rows("BlockSoftmax", softmaxes.BlockSoftmax(3, "none"), None, ROWS)
 _rows("BlockSoftmax", softmaxes.BlockSoftmax(3, "exact"), lambda torch, x: x.softmax(-1), ROWS)
+
+
+def _sink_softmax(torch, x, sinks):
+    column = sinks.reshape(*sinks.shape, *[1] * min(x.ndim, 2)).expand(*x.shape[:-1], 1)
+    return torch.cat([x, column], -1).softmax(-1)[..., :-1]
+
+
+for _shape, _sinks in [((4,), ()), ((4, 6), ()), ((3, 4, 5), (3,)), ((2, 3, 4, 7), (3,)), ((2, 3, 4, 1), (2, 1))]:
+    add("SinkSoftmax", softmaxes.SinkSoftmax(), normal(*_shape), normal(*_sinks), torch=_sink_softmax)
+_rows("SinkSoftmax", softmaxes.SinkSoftmax(), _softmax1, ROWS)
 _rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1), ROWS)
 PAIRED_ROWS = [(4,), (2, 6), (2, 1, 2), (0, 4), (2, 0)]
 for _gate in (activation.GeLU(), activation.GeLU(False), activation.ReLUSquared(), functions.Tanh()):
@@ -512,6 +522,9 @@ for _per_head, _tokens in [(False, 19), (True, 7)]:  # a scale for each pair of 
         normal(2, _tokens, 12),
         normal(*[2] * _per_head, 3, 3),
     )
+for _causal, _tokens in [(True, 5), (False, 5), (True, 19)]:
+    _op = SelfAttention(2, _causal, "sink")
+    add("Attention", lambda x, sinks, op=_op: op(x, None, sinks), 2 * normal(2, _tokens, 12), normal(2))
 for _correction in ("none", "exact"):
     _softmax = softmaxes.BlockSoftmax(3, _correction)
     add("Attention", SelfAttention(2, True, _softmax), normal(2, 19, 12))
@@ -540,7 +553,7 @@ for _shape in [(2, 7), (2, 5, 7), (2, 2, 1, 7), (2, 18, 7)]:
     _mask[0, ..., 0] = True
     _mask[(1, *[0] * (len(_shape) - 2))] = False
     _queries = 18 if 18 in _shape else 5
-    for _name in ("softmax", "softmax1", "adaptive"):
+    for _name in ("softmax", "softmax1", "adaptive", "sink"):
         add(
             "Attention",
             lambda *tensors, op=CrossAttention(2, _name), mask=_mask: op(*tensors, mask=mask),  # noqa: B008
@@ -588,6 +601,15 @@ for _key_heads, _window in [(2, None), (1, 4)]:
         normal(1, 19, _key_heads, 2),
         normal(1, 19, _key_heads, 2),
         normal(2, 20),
+    )
+for _key_heads, _options in [(2, {}), (1, {"window": 4}), (4, {"cap": 1.5})]:
+    add(
+        "Attention",
+        lambda q, k, v, s, op=attention.Attention("sink", **_options): op(q, k, v, None, s),  # noqa: B008
+        normal(2, 19, 4, 2),
+        normal(2, 21, _key_heads, 2),
+        normal(2, 21, _key_heads, 3),
+        normal(4),
     )
 for _items, _tokens, _heads, _size in [(1, 1, 1, 2), (2, 5, 2, 4), (2, 3, 3, 8)]:
     add("Rotary", attention.Rotary(), normal(_items, _tokens, _heads, _size))

@@ -43,6 +43,7 @@ CONFIGS: dict[str, GPTConfig] = {
     "modern": replace(BASE, positions="rotary", norm="rms_norm", activation="swiglu", bias=False),
     "softmax1": replace(BASE, softmax="softmax1"),
     "adaptive": replace(BASE, softmax="adaptive"),
+    "sink": replace(BASE, softmax="sink"),
     "blocks": replace(BASE, softmax="blocks", softmax_blocks=2, bias=False),
     "mixed": replace(BASE, positions="rotary", activation="swiglu", expansion_ratio=2.5),
 }
@@ -109,6 +110,9 @@ class TorchGPT:
     def weigh(self, scores: torch.Tensor, scales: str) -> torch.Tensor:
         if self.config.softmax == "softmax1":
             return torch.cat([scores, torch.zeros_like(scores[..., :1])], -1).softmax(-1)[..., :-1]
+        if self.config.softmax == "sink":
+            sink = self.p[scales][:, None, None].expand(*scores.shape[:-1], 1)
+            return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         if self.config.softmax == "adaptive":
             plain = scores.softmax(-1)
             entropy = -(plain * torch.where(plain > 0, plain, 1).log()).sum(-1, keepdim=True)

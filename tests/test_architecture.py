@@ -9,7 +9,7 @@ from imports import ROOT, SHIPPED, name_of, tree_of
 from test_rooms import ROOMS
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-TEXT = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # blocks are run by test_readme.py
+TEXT = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # blocks are run by test_pages.py
 IN_TICKS = re.findall(r"`([^`\n]+)`", TEXT)
 STOPS = re.findall(r"^### (\d+)\. .*?`([\w/]+\.py):([\w.]+)`$(.*?)(?=^##)", TEXT, re.MULTILINE | re.DOTALL)
 PLACES = sorted({ticked for ticked in IN_TICKS if re.fullmatch(r"[\w/]+\.py:[\w.]+", ticked)})

@@ -119,7 +119,7 @@ def test_hidden_keys_are_as_if_they_were_not_there(softmax: str, n_queries: int,
 @pytest.mark.parametrize("n_queries", [3, 20])
 def test_a_query_that_sees_nothing_gets_zeros(softmax: str, n_queries: int, rng: np.random.Generator) -> None:
     q, k, v = (to_tensor(rng.standard_normal((2, n, 8))) for n in (n_queries, 9, 9))
-    scales = to_tensor(np.ones((2, n_queries))) if softmax == "blocks" else None
+    scales = {"blocks": to_tensor(np.ones((2, n_queries))), "sink": to_tensor(np.zeros(2))}.get(str(softmax))
     out = CrossAttention(2, softmax)(q, k, v, scales, mask=length_mask([0, 9], 9))
     out.backward()
     assert (out.array[0] == 0).all() and (np.abs(out.array[1]).sum(axis=-1) > 0).all()

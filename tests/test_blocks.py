@@ -35,6 +35,7 @@ BLOCKS: dict[str, Callable[[], Layer]] = {
     "attention, softmax1": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="softmax1", generator=0),
     "attention, adaptive": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="adaptive", generator=0),
     "attention, blocks": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="blocks", generator=0),
+    "attention, sink": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="sink", generator=0),
     "block": lambda: GPT2TransformerBlock(8, 2, 24, generator=0),
     "block, modern": lambda: GPT2TransformerBlock(
         8, 2, 24, activation="swiglu", norm="rms_norm", bias=False, positions="rotary", generator=0

@@ -77,7 +77,7 @@ CHOICES = {
     "norm_placement": "one of before, after, both",
     "positions": "one of learned, rotary, none",
     "rotary_scaling": "one of none, linear, llama3",
-    "softmax": "one of softmax, softmax1, adaptive, blocks",
+    "softmax": "one of softmax, softmax1, adaptive, blocks, sink",
     "optimiser": "one of adamw, muon",
     "schedule": "one of cosine, linear",
     "precision": "one of float32, tf32, bfloat16, float16",

@@ -13,9 +13,10 @@ from matplotlib.image import imread
 from experiments.translation import __main__ as program
 from experiments.translation import report, study
 from experiments.translation.alignment import align
-from experiments.translation.data import Pairs, Vocabulary, bleu
+from experiments.translation.data import Pairs, bleu
 from experiments.translation.models import RECIPES, Recipe, new_model
-from experiments.translation.study import Plan, Training, load_model, mean_loss, translate
+from experiments.translation.study import Plan, Training, mean_loss, translate
+from tricycle.sequences.translators import Vocabulary, load_translator
 from tricycle_datasets import multi30k as module
 from tricycle_datasets.multi30k import SHA256, SPLITS, multi30k
 
@@ -213,7 +214,7 @@ def test_parameters_of_both_languages_are_shared():
     for name in RECIPES:
         model = new_model(name, SMALL, 300, np.random.default_rng(0))
         assert sum(p.shape == (300, 16) for p in model.parameters()) == 1
-    with pytest.raises(ValueError, match="expected a model of fixed, bahdanau"):
+    with pytest.raises(ValueError, match="expected name to be one of fixed, bahdanau"):
         new_model("cnn", SMALL, 300, np.random.default_rng(0))
 
 
@@ -276,7 +277,7 @@ def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
     assert sum(part["sentences"] for part in run["by_length"]) == 15
     call(monkeypatch, tmp_path, "--translate", "The dog sees the man.", "--model", "fixed")
     said = capsys.readouterr().out
-    model, vocabulary = load_model(tmp_path / "fixed-de-0.safetensors")
+    model, vocabulary, _ = load_translator(tmp_path / "fixed-de-0.safetensors")
     assert said.strip() == translate(model, vocabulary, ["The dog sees the man."], 5, progress=False)[0]
     for name in ("transformer", "bahdanau", "luong"):
         words = ["--look", "The dog sees => Der Hund", "--model", name, "--out", str(tmp_path / "look.html")]
@@ -305,7 +306,7 @@ def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
         (["--beam", "0"], "expected --beam to be at least 1, got 0"),
         (["--vocab-size", "3"], "expected --vocab-size to be at least 260, got 3"),
         (["--report"], "expected results of runs such as transformer-de-0.json, found none"),
-        (["--translate", "A dog."], "transformer-de-0.safetensors: expected a trained model of this experiment"),
+        (["--translate", "A dog."], "transformer-de-0.safetensors: expected a saved encoder-decoder"),
     ],
 )
 def test_wrong_flags_are_refused(monkeypatch, tmp_path, words, said):

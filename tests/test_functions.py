@@ -1,5 +1,7 @@
 """Softmax and its kin at the edges, the linear map, gradients computed together."""
 
+import re
+
 import numpy as np
 import pytest
 from tables import bad_input
@@ -7,7 +9,7 @@ from tables import bad_input
 from tricycle import to_tensor
 from tricycle.functions import LogSoftmax, RowSoftmax, Sigmoid, Softmax, Softmax1, Tanh, linear
 from tricycle.kernels import Scoring, attention_scores, use_reference
-from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, new_softmax
+from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax, SinkSoftmax, new_softmax
 
 INF = np.inf
 
@@ -157,6 +159,45 @@ def test_a_hidden_block_gives_zeros(correction):
     assert np.isfinite(x.grad.array).all()
 
 
+# -------------------------------------------------------------------- a learned sink
+def test_the_sink_lies_between_softmax_and_softmax1(rng):
+    x = to_tensor(rng.standard_normal((2, 3, 4, 5)), dtype=float)
+    np.testing.assert_allclose(SinkSoftmax()(x).array, Softmax1()(x).array, rtol=1e-12)
+    np.testing.assert_allclose(SinkSoftmax(-700.0)(x).array, Softmax()(x).array, rtol=1e-12)
+    sinks = to_tensor([-1.0, 0.0, 2.0], dtype=float)
+    weights = SinkSoftmax()(x, sinks).array
+    e = np.exp(x.array)
+    np.testing.assert_allclose(weights, e / (np.exp([-1, 0, 2])[:, None, None] + e.sum(-1, keepdims=True)), rtol=1e-12)
+    np.testing.assert_allclose(SinkSoftmax().rows(x.array, sinks.array), weights, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+def test_extreme_scores_and_sinks(rng):
+    x = to_tensor([[1e4, -1e4, -INF], [-INF] * 3, [-1e4] * 3], dtype=float)
+    for sink in (-1e5, -1e4, 0.0, 1e5):
+        sinks = to_tensor(sink, dtype=float)
+        y = SinkSoftmax()(x, sinks)
+        y.backward()
+        assert np.isfinite(y.array).all() and np.isfinite(x.grad.array).all() and np.isfinite(sinks.grad.array)
+        assert (y.array[1] == 0).all()
+        x.zero_grad()
+    q, k, v = (1e3 * rng.standard_normal((1, 3, 2, 4)) for _ in range(3))
+    for sink in (-np.inf, -1e8, 1e8):
+        out, backward = SinkSoftmax().attend(q, k, v, Scoring(1.0, 0), None, np.array([sink, 0.0]))
+        slopes = [np.full(q.shape, np.nan) for _ in range(3)]
+        assert np.isfinite(backward(np.ones(out.shape), *slopes)).all() and np.isfinite(slopes).all()
+        assert (out[:, :, 0] == 0).all() == (sink == 1e8)
+
+
+def test_wrong_sinks():
+    with pytest.raises(ValueError, match=re.escape("expected sinks that broadcast to (3,), got shape (2,)")):
+        SinkSoftmax()(np.ones((3, 4, 5)), np.ones(2))
+    with pytest.raises(ValueError, match=re.escape("expected sinks of shape (2,), one for each head, got (3,)")):
+        SinkSoftmax().attend(*[np.ones((1, 3, 2, 4))] * 3, Scoring(1.0), None, np.ones(3))
+    with pytest.raises(ValueError, match="expected a finite initial number, got -inf"):
+        SinkSoftmax(-INF)
+
+
 # -------------------------------------------------------------------- names
 # offsets, windows and caps of 11 queries and 17 keys
 SCORINGS = [Scoring(0.5), Scoring(0.5, 6, None, 2.0), Scoring(0.5, 6, 5), Scoring(0.5, 12, 3, 2.0), Scoring(0.5, -4, 2)]
@@ -165,7 +206,15 @@ SCORINGS = [Scoring(0.5), Scoring(0.5, 6, None, 2.0), Scoring(0.5, 6, 5), Scorin
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 @pytest.mark.parametrize(
     "softmax",
-    [Softmax(), Softmax1(), AdaptiveSoftmax(), BlockSoftmax(3, "exact"), BlockSoftmax(3, "none"), BlockSoftmax(3)],
+    [
+        Softmax(),
+        Softmax1(),
+        AdaptiveSoftmax(),
+        BlockSoftmax(3, "exact"),
+        BlockSoftmax(3, "none"),
+        BlockSoftmax(3),
+        SinkSoftmax(0.5),
+    ],
     ids=str,
 )
 def test_attention_of_every_softmax_is_its_rows_of_scores(softmax, scoring, rng):
@@ -196,7 +245,8 @@ def test_attention_of_every_softmax_is_its_rows_of_scores(softmax, scoring, rng)
 
 
 def test_softmaxes_by_name():
-    assert [type(new_softmax(name)) for name in SOFTMAXES] == [Softmax, Softmax1, AdaptiveSoftmax, BlockSoftmax]
+    kinds = [Softmax, Softmax1, AdaptiveSoftmax, BlockSoftmax, SinkSoftmax]
+    assert [type(new_softmax(name)) for name in SOFTMAXES] == kinds
     assert new_softmax("blocks", 7).n_blocks == 7
     mine = Softmax1()
     assert new_softmax(mine) is mine
@@ -206,7 +256,7 @@ SCORES = to_tensor(np.ones((2, 6)))
 REFUSED = {
     "an unknown name": (
         lambda: new_softmax("softmax2"),
-        "softmax: expected one of softmax, softmax1, adaptive, blocks, got 'softmax2'",
+        "softmax: expected one of softmax, softmax1, adaptive, blocks, sink, got 'softmax2'",
     ),
     "no block": (lambda: BlockSoftmax(0), "BlockSoftmax: expected n_blocks to be a whole number above 0, got 0"),
     "an unknown correction": (

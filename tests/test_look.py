@@ -64,7 +64,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def unpack(text: str, shape: list[int]) -> np.ndarray:
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8).reshape(shape)
+    return np.frombuffer(base64.b64decode(text), np.uint8).reshape(shape)
 
 
 # -------------------------------------------------------------------- what pages are told
@@ -93,6 +93,8 @@ def test_maps_are_those_of_a_probe(kind: str) -> None:
     for name, weights in probe.weights.items():
         for head in range(2):
             told = reading.attention(name, head)
+            small = reading.attention(name, head, small=True)
+            assert zlib.decompress(base64.b64decode(small["weights"])) == base64.b64decode(told["weights"])
             scores = probe.scores[name][0, head]
             found = (unpack(told["weights"], told["shape"]) / 255) ** 2
             np.testing.assert_allclose(found, np.clip(weights[0, head], 0, 1), atol=1 / 255)
@@ -171,6 +173,69 @@ def test_no_earlier_block_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TypeError):
         subject.read(before.ids, Changes(off=("blocks.0.mlp",)), before)
     subject.read(before.ids, Changes(off=("blocks.1.mlp",)), before)
+
+
+# a text with other tokens, and how many of the first n stay
+EDITS: dict[str, tuple[Any, Any]] = {
+    "a token": (lambda ids: [*ids[:4], 7, *ids[5:]], lambda n: 4),
+    "several for one": (lambda ids: [*ids[:3], 7, 8, 9, *ids[4:]], lambda n: 3),
+    "the first": (lambda ids: [7, *ids[1:]], lambda n: 0),
+    "the last": (lambda ids: [*ids[:-1], 7], lambda n: n - 1),
+    "one more": (lambda ids: [*ids, 7], lambda n: n),
+    "fewer": (lambda ids: ids[:5], lambda n: 4),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+@each_kind
+def test_another_token_leaves_those_before_it(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = subject_of(KINDS[kind])
+    changes = Changes(heads=(("blocks.1.attention", 0),), temperature=0.5)
+    before = read(subject, heads=changes.heads, temperature=0.5)
+    ids, stay = EDITS[case][0](before.ids), EDITS[case][1](len(before.ids))
+    anew = subject.read(ids, changes)
+    asked: list[int] = []
+    with monkeypatch.context() as patch:
+        hidden = subject.model.hidden
+        patch.setattr(subject.model, "hidden", lambda t, *more: asked.append(t.shape[-1]) or hidden(t, *more))
+        reading = subject.read(ids, changes, before)
+    assert asked == [len(ids) - stay]
+    again = subject.read(ids, changes, subject.read(before.ids, changes, reading))
+    for other in (reading, again):
+        assert other.ids == ids
+        for name, numbers in vars(anew.predictions).items():
+            np.testing.assert_allclose(vars(other.predictions)[name], numbers, atol=2e-4, err_msg=name)
+        for name, x in anew.stream.items():
+            np.testing.assert_allclose(other.stream[name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+        for site, wanted in zip(other.sites, anew.sites):
+            for one, two in zip(site.look(), wanted.look()):
+                np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+
+
+def test_where_tokens_mix_otherwise_everything_is_read_again() -> None:
+    subject = subject_of(replace(CONFIG, token_shift=True))
+    before = read(subject)
+    ids = [*before.ids[:-1], 7]
+    assert subject.spared(ids, Changes(), before) == 0
+    reading, anew = subject.read(ids, Changes(), before), subject.read(ids, Changes())
+    np.testing.assert_array_equal(reading.predictions.log_p, anew.predictions.log_p)
+
+
+def test_of_several_changes_the_earlier_ones_stay() -> None:
+    subject = subject_of()
+    first = Changes(off=("blocks.1.mlp",), temperature=2.0)
+    both = replace(first, heads=(("blocks.2.attention", 1),))
+    desk = Desk([subject], TEXT)
+    ids = subject.ids_of(TEXT)
+    before = subject.read(ids, first)
+    assert subject.spared(ids, both, before) == pytest.approx(2 / 3)
+    assert subject.spared(ids, both, subject.read(ids, Changes())) == 0
+    assert subject.spared(ids, first, before) == 1
+    anew = subject.read(ids, both)
+    np.testing.assert_allclose(subject.read(ids, both, before).predictions.log_p, anew.predictions.log_p, atol=1e-5)
+    same = subject.read(ids, replace(first, off=("blocks.1.mlp",) * 2), before)
+    np.testing.assert_allclose(same.predictions.log_p, before.predictions.log_p, atol=1e-5)
+    assert desk.answer("view", {"text": TEXT})["reading"] == 1
 
 
 def test_an_encoder_says_nothing_but_attends() -> None:
@@ -325,7 +390,7 @@ test_bad_input = bad_input(
         "true": (lambda: changes_of(heads=[["blocks.0.attention", True]]), PAIRS),
         "a list": (
             lambda: changes_of(softmax=["softmax"]),
-            "changes: expected softmax to be one of softmax, softmax1, adaptive, blocks",
+            "changes: expected softmax to be one of softmax, softmax1, adaptive, blocks, sink",
         ),
         "too cold": (lambda: changes_of(temperature=0), "changes: expected a temperature from 0.001 to 1000"),
         "not a number": (
@@ -380,6 +445,11 @@ def test_a_page_and_its_questions(server: LookServer) -> None:
     assert status == 200
     known = {"reading": view["reading"]}
     assert ask(server, "attention", site="blocks.0.attention", head=1, **known)[0] == 200
+    assert "map" not in view
+    _, same = ask(server, "view", text=TEXT, map=[0, 1])
+    assert same["map"] == ask(server, "attention", site="blocks.0.attention", head=1, **known)[1]
+    for place in ([9, 0], [0, 2], [0, -1], [0], "00", {"0": 1}, [True, "a"]):
+        assert "map" not in ask(server, "view", text=TEXT, map=place)[1]
     assert len(ask(server, "overview", start=0, stop=2, **known)[1]["heads"]) == 2
     assert len(ask(server, "states", **known)[1]) == 4
     assert len(ask(server, "token", place=3, **known)[1]["rivals"]) == 10

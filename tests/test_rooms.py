@@ -34,7 +34,7 @@ kernels.reference.generation kernels.reference.losses
 kernels.reference.tables kernels.reference.attention kernels.reference.recurrence kernels.reference.optimisers
 kernels.reference kernels
 ops einsum __init__ gradcheck
-functions softmaxes.adaptive softmaxes.blocks softmaxes activation loss
+functions softmaxes.adaptive softmaxes.blocks softmaxes.sink softmaxes activation loss
 precision initialisers layers recompute
 attention.masks attention.attend attention.cache attention.rotary attention.shift attention
 configs.checked configs.model configs.training configs.presets configs
@@ -44,7 +44,7 @@ sequences.classifiers sequences.autoencoders
 processes shards optimisers scheduler files locks memory safetensors_file tokeniser
 pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
 pretrained.ggml_tokens
-dataset packing checkpoint training preferences decoding sampling generate likeliest evaluation
+dataset packing checkpoint sequences.translators training preferences decoding sampling generate likeliest evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.same pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
 pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi

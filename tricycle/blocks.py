@@ -35,7 +35,7 @@ class _MultiHead(Layer):
         chosen = new_softmax(softmax)
         window = self.context_window
         scales = chosen.new_scales(self.n_heads, window or 1)
-        if scales is not None and window is None:
+        if chosen.by_place and scales is not None and window is None:
             raise ValueError(f"{type(self).__name__}: expected a context_window with {chosen}")
         now = self.attention
         chosen = chosen.for_window(window) if window else chosen

@@ -279,7 +279,8 @@ def _mix(layer: MultiHeadSelfAttention, q: np.ndarray, keys: np.ndarray, values:
     attention = layer.attention
     scale = 1 / math.sqrt(layer.head_size) if attention.scale is None else attention.scale
     n_new, n_seen = len(q), keys.shape[1]
-    if n_new <= FEW_ROWS and attention.softmax.fused and layer.n_heads * n_seen < SHORT:
+    is_plain = attention.softmax.fused and layer.softmax_scales is None
+    if n_new <= FEW_ROWS and is_plain and layer.n_heads * n_seen < SHORT:
         # each as if it came alone, so that it makes no difference whether it does
         past = range(n_seen - n_new + 1, n_seen + 1)
         few = [_mix_one(attention, scale, q[i], keys[0, :n], values[0, :n]) for i, n in enumerate(past)]

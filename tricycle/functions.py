@@ -28,9 +28,10 @@ class RowSoftmax(Op, is_base=True):
     Attributes:
         name: of the results.
         fused: whether the kernels know it, so that its products may have operands of 16 bits.
+        by_place: whether its parameter, if any, has a last axis of places in a text.
     """
 
-    name, fused = "rows", False
+    name, fused, by_place = "rows", False, False
 
     def rows(self, scores: Array) -> Array:
         """Weights for scores (..., S), which are -inf where a key is hidden."""
@@ -75,7 +76,7 @@ class RowSoftmax(Op, is_base=True):
         return None
 
     def scales_of(self, scales: Array, n_keys: int) -> Array:
-        """That parameter for each position, (..., W): `forward` and `rows` take those of their rows last."""
+        """What `forward` and `rows` take last: with `by_place` that parameter for each position, (..., W)."""
         return scales
 
     def _scores(self, x: Operand) -> Tensor:

@@ -18,12 +18,13 @@ import tyro
 
 from tricycle.encoder import TextEncoder
 from tricycle.models import GPT
+from tricycle.sequences.translators import saved_translators
 from tricycle_cli.flags import parse
 from tricycle_cli.models import Device, Weights, load_file, load_model
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.page import page, whole, write_page
 from tricycle_lab.look.server import Desk, LookServer, Picture
-from tricycle_lab.look.subjects import Stack, Subject
+from tricycle_lab.look.subjects import Stack, Subject, saved_translator
 
 EXAMPLE = "The cat sat on the mat, and the dog lay down beside it. When the cat got up, the dog"
 
@@ -33,11 +34,12 @@ class Arguments:
     """What to look into."""
 
     source: Annotated[str, tyro.conf.Positional] = ""
-    """a model, as `tricycle generate` takes it, or an encoder; with --graph an example (product, neuron, softmax,
-    cross-entropy, attention, norm, norm-layer, block), a formula such as "x * y + exp(x)", or FILE.py:function, of a
-    file of your own, which is run"""
+    """a model, as `tricycle generate` takes it, an encoder or an encoder-decoder; with --graph an example (product,
+    neuron, softmax, cross-entropy, attention, norm, norm-layer, block), a formula such as "x * y + exp(x)", or
+    FILE.py:function, of a file of your own, which is run"""
     text: Annotated[str | None, tyro.conf.Positional] = None
-    """what it is to read; with --graph the values of the inputs, such as "x=2, y=[1, 2]\""""
+    """what it is to read, of an encoder-decoder its source, and maybe => and a target; with --graph the values of the
+    inputs, such as "x=2, y=[1, 2]\""""
     graph: bool = False
     """look at gradients"""
     beside: str | None = None
@@ -94,6 +96,9 @@ def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subje
     Raises:
         FileNotFoundError, ValueError: one line about what is wrong.
     """
+    translators = saved_translators(source)
+    if translators:
+        return translator_of(translators, source, arguments)
     loaded: Any = load_file(source, arguments.weights)
     if isinstance(loaded.model, GPT):
         tokeniser, adapter = (None, None) if beside else (arguments.tokeniser, arguments.adapter)
@@ -103,6 +108,21 @@ def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subje
     if loaded.tokeniser is None:
         raise ValueError(f"{source}: expected a model with a tokeniser; --tokeniser names one for a model without")
     return Stack(loaded.model, loaded.tokeniser, Path(source).name or source)
+
+
+def translator_of(paths: Sequence[Path], source: str, arguments: Arguments) -> Subject:
+    """The encoder-decoder in a folder, or in a file.
+
+    Raises:
+        ValueError: there are several, or what is asked for is for other models.
+    """
+    if len(paths) > 1:
+        raise ValueError(f"{source}: expected one encoder-decoder, name one of {', '.join(map(str, paths))}")
+    plain = Arguments()
+    for name in ("softmax", "tokeniser", "adapter", "weights"):
+        if getattr(arguments, name) != getattr(plain, name):
+            raise ValueError(f"--{name}: expected a decoder, {paths[0]} holds an encoder-decoder")
+    return saved_translator(paths[0])
 
 
 def write_file(subjects: Sequence[Subject], text: str, path: Path) -> None:

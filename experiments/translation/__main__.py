@@ -29,15 +29,16 @@ import numpy as np
 from experiments.settings import at_least
 from experiments.translation import report
 from experiments.translation.alignment import SHOWN, align
-from experiments.translation.data import Pairs, Vocabulary, bleu, bleu_metric
+from experiments.translation.data import Pairs, bleu, bleu_metric
 from experiments.translation.models import CONTEXT_WINDOW, RECIPES, Recipe
-from experiments.translation.study import Plan, Training, load_model, mean_loss, translate
+from experiments.translation.study import Plan, Training, mean_loss, translate
 from tricycle.files import atomic_write
+from tricycle.sequences.translators import Vocabulary, load_translator
 from tricycle_accelerators.threads import n_threads
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.look import show
 from tricycle_datasets.multi30k import LANGUAGES, multi30k
-from tricycle_lab.look.subjects import Translator
+from tricycle_lab.look.subjects import saved_translator
 
 QUICK = {"minutes": 0.4, "measurements": 2, "measured": 50, "tested": 100}
 TEST = "test_2016_flickr"
@@ -114,16 +115,10 @@ def main() -> int:
     if settings.translate or settings.look:
         name = "transformer" if settings.model == "all" else settings.model
         path = path_of(settings, name, "safetensors")
-        model, vocabulary = load_model(path)
         if settings.look:
-            ends = vocabulary.begin, vocabulary.end
-            say = lambda token: vocabulary.texts([token])[0]
-            show(
-                [Translator(model, vocabulary.encode, say, *ends, path.stem, CONTEXT_WINDOW)],
-                settings.look,
-                settings.out,
-            )
+            show([saved_translator(path)], settings.look, settings.out)
             return 0
+        model, vocabulary, _ = load_translator(path)
         how = settings.beam, settings.length_penalty
         print(*translate(model, vocabulary, [settings.translate], *how, progress=False))
         return 0

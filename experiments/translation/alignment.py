@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.translation.data import Vocabulary
 from experiments.translation.study import translate
 from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.sequences.translators import Vocabulary
 from tricycle.tensor import no_grad
 from tricycle_lab.probe import Probe
 

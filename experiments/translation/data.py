@@ -1,4 +1,4 @@
-"""Pairs of sentences as numbers: one byte-pair vocabulary for both languages, batches of like length, BLEU.
+"""Pairs of sentences as numbers: one byte-pair vocabulary for both languages, BLEU.
 
 Shapes: B batch, S source tokens, T target tokens.
 """
@@ -6,63 +6,11 @@ Shapes: B batch, S source tokens, T target tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from tricycle.dataset import pad
-from tricycle.tokeniser import BPETokeniser
-
-SPECIAL = ("<pad>", "<begin>", "<end>")
-
-
-class Batch(NamedTuple):
-    """
-    Attributes:
-        source: (B, S). lengths: (B,) of the sources.
-        target: (B, T), what the decoder is given: the target behind <begin>.
-        labels: (B, T), what it should say: the target and <end>.
-    """
-
-    source: np.ndarray
-    lengths: np.ndarray
-    target: np.ndarray
-    labels: np.ndarray
-
-
-class Vocabulary:
-    """Text to token ids and back, with ids for padding, the beginning and the end."""
-
-    def __init__(self, tokeniser: BPETokeniser) -> None:
-        self.tokeniser = tokeniser
-        self.pad, self.begin, self.end = (tokeniser.special_tokens[name] for name in SPECIAL)
-
-    @classmethod
-    def learn(cls, sentences: Sequence[str], vocab_size: int, progress: bool = True) -> Vocabulary:
-        """Of both languages together, so that names, numbers and signs are one token on both sides."""
-        text = "\n".join(f" {sentence}" for sentence in sentences)
-        return cls(BPETokeniser(vocab_size, SPECIAL).train(text, progress))
-
-    def __len__(self) -> int:
-        return self.tokeniser.n_vocab
-
-    def encode(self, sentence: str) -> np.ndarray:
-        """With a space in front, so that a first word has the token that it has elsewhere."""
-        return self.tokeniser.encode(f" {sentence}").astype(np.int64)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Leaves out special tokens, which a model that has learnt little may say."""
-        return self.tokeniser.decode([i for i in ids if i < self.pad]).strip()
-
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """Each token for itself, to write beside a picture."""
-        return [self.tokeniser.decode([i]) for i in ids]
-
-    def batch(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> Batch:
-        source, lengths = pad(sources, self.pad)
-        target, _ = pad([[self.begin, *ids] for ids in targets], self.pad)
-        labels, _ = pad([[*ids, self.end] for ids in targets], self.pad)
-        return Batch(source, lengths, target, labels)
+from tricycle.sequences.translators import Batch, Vocabulary
 
 
 class Pairs:

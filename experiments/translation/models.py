@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tricycle.sequences.attentions import AdditiveAttention, LuongAttention
-from tricycle.sequences.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, Transformer
+from tricycle.sequences.seq2seq import EncoderDecoder
+from tricycle.sequences.translators import TranslatorConfig, new_translator
 
 CONTEXT_WINDOW = 128  # tokens of a sentence, more than any in the data
 
@@ -34,6 +34,11 @@ class Recipe:
     expansion: float = 2
     norm_first: bool = True
 
+    def config(self, name: str, n_vocab: int) -> TranslatorConfig:
+        """What of it is the model's."""
+        shape = (self.width, self.n_layers, self.dropout, self.n_heads, self.expansion, self.norm_first)
+        return TranslatorConfig(name, n_vocab, *shape, CONTEXT_WINDOW)
+
 
 RECIPES = {
     "fixed": Recipe("fixed context (Cho et al. 2014)", 256, 1, 3e-3, 0.2, 2048),
@@ -45,31 +50,4 @@ RECIPES = {
 
 def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Generator) -> EncoderDecoder:
     """A model whose source and target embeddings are one table, for both languages share a vocabulary."""
-    width, layers, dropout = recipe.width, recipe.n_layers, recipe.dropout
-    if name == "transformer":
-        return Transformer(
-            n_vocab,
-            n_vocab,
-            width,
-            recipe.n_heads,
-            layers,
-            CONTEXT_WINDOW,
-            dropout=dropout,
-            norm_first=recipe.norm_first,
-            expansion_ratio=recipe.expansion,
-            tied=True,
-            generator=generator,
-        )
-    sizes = n_vocab, n_vocab, width, width, layers
-    more = {"cell": "gru", "dropout": dropout, "generator": generator}
-    if name == "fixed":
-        model = Seq2Seq(*sizes, **more)
-    elif name == "bahdanau":
-        attention = AdditiveAttention(width, 2 * width, width, generator=generator)
-        model = Seq2SeqAttention(attention, *sizes, **more, before=True)
-    elif name == "luong":
-        model = Seq2SeqAttention(LuongAttention(width, 2 * width, generator=generator), *sizes, **more, before=False)
-    else:
-        raise ValueError(f"expected a model of {', '.join(RECIPES)}, got {name!r}")
-    model.embedding = model.encoder.embedding
-    return model
+    return new_translator(recipe.config(name, n_vocab), generator)

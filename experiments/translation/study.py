@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.translation.data import Batch, Pairs, Vocabulary, bleu
+from experiments.translation.data import Pairs, bleu
 from experiments.translation.models import CONTEXT_WINDOW, Recipe, new_model
 from tricycle.checkpoint import expecting
 from tricycle.dataset import Buckets
@@ -26,8 +26,8 @@ from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder
+from tricycle.sequences.translators import Batch, Vocabulary
 from tricycle.tensor import Tensor, no_grad
-from tricycle.tokeniser import BPETokeniser
 from tricycle.training import train_on_batch
 
 A_RUN = "a trained model of this experiment"
@@ -222,16 +222,6 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 def part(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(f"{prefix}."): a for name, a in tensors.items() if name.startswith(f"{prefix}.")}
-
-
-def load_model(path: Path) -> tuple[EncoderDecoder, Vocabulary]:
-    """A trained model, ready to translate."""
-    tensors, about = read(path)
-    vocabulary = Vocabulary(BPETokeniser.from_dict(about["tokeniser"]))
-    model = new_model(about["name"], Recipe(**about["recipe"]), len(vocabulary), np.random.default_rng(0))
-    model.load_state_dict(part(tensors, "mean"))
-    model.eval()
-    return model, vocabulary
 
 
 # -------------------------------------------------------------------- using a model

@@ -71,7 +71,7 @@ class Attention(Op):
             key: (B, S, K, D), K a divisor of H: query head h goes to key head h // (H / K).
             value: (B, S, K, E).
             mask: which keys may be seen beside that, as `additive_mask` takes it.
-            scales: the parameter of `BlockSoftmax`.
+            scales: the parameter of a softmax that learns, as `BlockSoftmax` and `SinkSoftmax`.
             precision: of the products, for a softmax that the kernels know.
 
         Returns:
@@ -120,9 +120,11 @@ class Attention(Op):
         scores = kernels.attention_scores(q, k, scoring, hidden)
         if scales is None:
             return scores, self.softmax.rows(scores)
-        start = scoring.offset or 0
-        of_places = self.softmax.scales_of(scales.array, k.shape[1])
-        return scores, self.softmax.rows(scores, of_places[..., start : start + q.shape[1]])
+        parameter = self.softmax.scales_of(scales.array, k.shape[1])
+        if self.softmax.by_place:
+            start = scoring.offset or 0
+            parameter = parameter[..., start : start + q.shape[1]]
+        return scores, self.softmax.rows(scores, parameter)
 
     def _scoring(self, q: Array, k: Array) -> Scoring:
         scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale

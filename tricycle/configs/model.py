@@ -75,7 +75,7 @@ class ModelConfig(Checked):
     score_scale: float = 0.0  # what products of queries and keys are multiplied by; 0 for 1 / sqrt(head size)
     score_cap: float = 0.0  # scores are bent to stay below this: cap tanh(score / cap); 0 leaves them
     token_shift: bool = False  # whether attention takes each token mixed with the one before it
-    softmax: str = "softmax"  # how attention weighs keys: softmax, softmax1, adaptive or blocks
+    softmax: str = "softmax"  # how attention weighs keys: softmax, softmax1, adaptive, blocks or sink
     softmax_blocks: int = 2  # into how many blocks "blocks" cuts the keys
     # ---- biases
     bias: bool = True  # whether linear layers and norms have biases

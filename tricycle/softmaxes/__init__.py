@@ -10,14 +10,16 @@ from collections.abc import Callable
 from tricycle.functions import RowSoftmax, Softmax, Softmax1
 from tricycle.softmaxes.adaptive import AdaptiveSoftmax
 from tricycle.softmaxes.blocks import BlockSoftmax
+from tricycle.softmaxes.sink import SinkSoftmax
 
-__all__ = ["SOFTMAXES", "AdaptiveSoftmax", "BlockSoftmax", "new_softmax"]
+__all__ = ["SOFTMAXES", "AdaptiveSoftmax", "BlockSoftmax", "SinkSoftmax", "new_softmax"]
 
 SOFTMAXES: dict[str, Callable[[], RowSoftmax]] = {
     "softmax": Softmax,
     "softmax1": Softmax1,
     "adaptive": AdaptiveSoftmax,
     "blocks": BlockSoftmax,
+    "sink": SinkSoftmax,
 }
 
 

@@ -67,7 +67,7 @@ class BlockSoftmax(RowSoftmax):
             that there is one for each pair of a block of keys and a block of queries.
     """
 
-    name = "block_softmax"
+    name, by_place = "block_softmax", True
 
     def __init__(
         self,

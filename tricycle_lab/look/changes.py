@@ -68,12 +68,12 @@ class Changes:
         """Whether all attention is changed."""
         return self.softmax is not None or not math.isclose(self.temperature, 1.0)
 
-    def first_block(self, names: Sequence[str]) -> int:
-        """The first of some blocks that computes otherwise; their number where none does."""
-        if self.weighs:
+    def first_block(self, names: Sequence[str], other: Changes) -> int:
+        """The first of some blocks that computes otherwise than with other changes; their number where none does."""
+        if (self.softmax, self.temperature) != (other.softmax, other.temperature):
             return 0
-        changed = [*self.off, *(name for name, _ in self.heads)]
-        hit = [i for i, name in enumerate(names) if any((other + ".").startswith(name + ".") for other in changed)]
+        changed = [*{*self.off} ^ {*other.off}, *(name for name, _ in {*self.heads} ^ {*other.heads})]
+        hit = [i for i, name in enumerate(names) if any((part + ".").startswith(name + ".") for part in changed)]
         return min(hit, default=len(names))
 
 

@@ -38,9 +38,10 @@ function paint(canvas, bytes, height, width, shades, scale = 1) {
   return context;
 }
 
-/** The bytes of what was deflated and written in base64. */
-async function unpack(text) {
+/** The bytes of what was written in base64, and maybe deflated before. */
+async function unpack(text, deflated) {
   const packed = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  if (!deflated) return packed;
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }

@@ -43,9 +43,10 @@ class Side {
   /** Reads a text, or the ids of the one that is shown, and shows what came of it. */
   async read(fields) {
     const asked = ++this.asked, started = performance.now();
-    const view = await ask("view", { side: this.number, changes: this.changes, ...fields });
+    const view = await ask("view", { side: this.number, changes: this.changes, map: [this.site, this.head], ...fields });
     if (asked !== this.asked) return;
     this.take(view);
+    if (view.map) await this.keepMap(this.mapKey, view.map);
     await this.showMap();
     document.body.dataset.took = Math.round(performance.now() - started);
     this.showToken();
@@ -400,30 +401,37 @@ class Side {
     const n = held.shape[1], start = this.rowOf() * n;
     return held.bytes.weights.subarray(start, start + n);
   }
+  get mapKey() {
+    return this.view.sites[this.site].name + "/" + this.head;
+  }
   /** The maps of the chosen head, if they have come. */
   get held() {
-    return this.maps.get(this.view.sites[this.site].name + "/" + this.head);
+    return this.maps.get(this.mapKey);
   }
   rowOf() {
     return this.view.sites[this.site].kind === "source" ? 0 : this.token;
   }
 
   async showMap() {
-    const site = this.view.sites[this.site], head = this.head, key = site.name + "/" + head, asked = this.asked;
+    const key = this.mapKey, asked = this.asked;
     if (!this.maps.has(key)) {
-      let held;
       try {
-        held = await this.get("attention", { site: site.name, head });
+        const held = await this.get("attention", { site: this.view.sites[this.site].name, head: this.head });
+        if (asked !== this.asked) return;
+        await this.keepMap(key, held);
       } catch (error) {
         tell(error.message);
         return;
       }
-      const [weights, scores] = await Promise.all([unpack(held.weights), unpack(held.scores)]);
-      if (asked !== this.asked) return;
-      this.maps.set(key, { ...held, bytes: { weights, scores } });
     }
+    if (asked !== this.asked) return;
     this.drawMap();
     this.shadeTokens();
+  }
+
+  async keepMap(key, held) {
+    const asked = this.asked, [weights, scores] = await Promise.all([unpack(held.weights, held.deflated), unpack(held.scores, held.deflated)]);
+    if (asked === this.asked) this.maps.set(key, { ...held, bytes: { weights, scores } });
   }
 
   drawMap() {

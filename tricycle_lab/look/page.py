@@ -61,7 +61,7 @@ def whole(subject: Subject, reading: Reading) -> dict[str, Any]:
     """All that a page can show of a reading, for one that has nobody to ask."""
     attention: dict[str, list[dict[str, Any]]] = {}
     for site in reading.sites:
-        attention[site.name] = [reading.attention(site.name, head) for head in range(site.n_heads)]
+        attention[site.name] = [reading.attention(site.name, head, small=True) for head in range(site.n_heads)]
         site.forget()
     return {
         "about": subject.about(),

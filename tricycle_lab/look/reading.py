@@ -16,6 +16,8 @@ import numpy as np
 
 from tricycle.devices import Array, to_cpu
 from tricycle.tensor import Tensor
+from tricycle_accelerators import threads
+from tricycle_lab.look.changes import Changes
 from tricycle_lab.probe import entropy, excess_kurtosis
 
 N_RIVALS = 10
@@ -36,12 +38,15 @@ class Site:
         kind: "self", "cross" or "source": an encoder's own.
         n_heads: H.
         looked: gives scores and weights, (H, T, S) each.
+        op, args: what was called with queries (1, T, H, D), keys and values (1, S, K, D), and what there is more.
     """
 
     name: str
     kind: str
     n_heads: int
     looked: Look | None = None
+    op: Any = None
+    args: tuple[Any, ...] = ()
     _held: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
@@ -80,6 +85,10 @@ class Predictions:
     best_p: np.ndarray
     entropy: np.ndarray
 
+    def first(self, count: int) -> Predictions:
+        """Those after the first so many tokens."""
+        return Predictions(*(numbers[:count] for numbers in vars(self).values()))
+
 
 @dataclass
 class Reading:
@@ -94,6 +103,7 @@ class Reading:
         predictions: None where there are no logits.
         source: ids of what an encoder read.
         said: logits (T, V) of a model without a residual stream.
+        changes: what was changed in the model.
     """
 
     ids: list[int]
@@ -106,6 +116,7 @@ class Reading:
     predictions: Predictions | None = None
     source: tuple[int, ...] = ()
     said: np.ndarray | None = None
+    changes: Changes = field(default_factory=Changes)
 
     def same(self, ids: Sequence[int], source: Sequence[int]) -> bool:
         """Whether it is of this text, and of this source."""
@@ -144,10 +155,13 @@ class Reading:
             }
         return shown
 
-    def attention(self, name: str, head: int) -> dict[str, Any]:
-        """The maps of one head before and after the softmax, as bytes.
+    def attention(self, name: str, head: int, small: bool = False) -> dict[str, Any]:
+        """The maps of one head before and after the softmax, as bytes in base64.
 
         Of a weight w the byte is 255 sqrt(w), of a score 1 + 254 (s - low) / (high - low), and 0 where a key is hidden.
+
+        Args:
+            small: bytes are deflated first, for a file; to inflate them takes a browser longer than to fetch them.
 
         Raises:
             ValueError: no such layer or head.
@@ -163,8 +177,9 @@ class Reading:
         roots = np.rint(np.sqrt(np.clip(weights, 0, 1)) * 255).astype(np.uint8)
         return {
             "shape": list(weights.shape),
-            "weights": _packed(roots),
-            "scores": _packed(np.where(seen, 1 + np.rint(shares * 254), HIDDEN).astype(np.uint8)),
+            "deflated": small,
+            "weights": _packed(roots, small),
+            "scores": _packed(np.where(seen, 1 + np.rint(shares * 254), HIDDEN).astype(np.uint8), small),
             "low": _figure(low),
             "high": _figure(high),
             "entropy": _rounded(entropy(weights), 2),
@@ -222,11 +237,17 @@ class Reading:
         return {"texts": texts, "tokens": best.tolist(), "p": [_rounded(row, 3) for row in p]}
 
     # ---------------------------------------------------------------- numbers
-    def predict(self, x: np.ndarray) -> None:
-        """Compute the predictions from the last state of the stream (T, C)."""
-        following = np.append(self.ids[1:], -1)
-        made = [summed_up(logits, following[rows]) for rows, logits in self._in_parts(x)]
-        self.predictions = Predictions(*(np.concatenate(parts) for parts in zip(*made)))
+    def predict(self, x: np.ndarray, known: Predictions | None = None) -> None:
+        """Compute the predictions from the last state of the stream (T, C).
+
+        Args:
+            known: of the first tokens, which need not be computed again.
+        """
+        start = 0 if known is None else len(known.log_p)
+        following = np.append(self.ids[1:], -1)[start:]
+        made = [summed_up(logits, following[rows]) for rows, logits in self._in_parts(x[start:])]
+        parts = [] if known is None else [list(vars(known).values())]
+        self.predictions = Predictions(*(np.concatenate(numbers) for numbers in zip(*parts, *made)))
 
     def _in_parts(self, x: np.ndarray) -> Any:
         """Some rows at a time, and their logits."""
@@ -248,7 +269,8 @@ class Reading:
         count = min(count, len(logits))
         top = np.argpartition(logits, -count)[-count:]
         top = top[np.argsort(-logits[top], kind="stable")]
-        log_total = float(np.logaddexp.reduce(logits.astype(np.float64)))
+        highest = float(logits.max())
+        log_total = highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
         said: dict[str, Any] = {
             "top": [
                 {
@@ -267,9 +289,15 @@ class Reading:
 
 def summed_up(logits: np.ndarray, following: np.ndarray) -> list[np.ndarray]:
     """The fields of `Predictions` for some rows (R, V); the logits are overwritten."""
-    some = [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(logits), ROWS_AT_ONCE)]
-    parts = [_summed_up_rows(logits[rows], following[rows]) for rows in some]
-    return [np.concatenate(numbers) for numbers in zip(*parts)]
+    starts = range(0, len(logits), ROWS_AT_ONCE)
+    parts: dict[int, list[np.ndarray]] = {}
+
+    def work(start: int) -> None:
+        rows = slice(start, start + ROWS_AT_ONCE)
+        parts[start] = _summed_up_rows(logits[rows], following[rows])
+
+    threads.parallel(work, starts)
+    return [np.concatenate(numbers) for numbers in zip(*(parts[start] for start in starts))]
 
 
 def _summed_up_rows(logits: np.ndarray, following: np.ndarray) -> list[np.ndarray]:
@@ -312,9 +340,10 @@ def _state(name: str, x: np.ndarray) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- as JSON
-def _packed(array: np.ndarray) -> str:
-    """Bytes, deflated, in base64."""
-    return base64.b64encode(zlib.compress(array.tobytes(), 1)).decode("ascii")
+def _packed(array: np.ndarray, small: bool) -> str:
+    """Bytes in base64, deflated first or not."""
+    content = zlib.compress(array.tobytes(), 1) if small else array.tobytes()
+    return base64.b64encode(content).decode("ascii")
 
 
 def _figure(value: float) -> float | None:

@@ -48,7 +48,7 @@ class Desk:
     def __init__(self, subjects: Sequence[Subject], text: str) -> None:
         self.subjects = subjects
         self.text = text
-        self._readings: list[OrderedDict[int, tuple[Reading, Changes]]] = [OrderedDict() for _ in subjects]
+        self._readings: list[OrderedDict[int, Reading]] = [OrderedDict() for _ in subjects]
         self._count = 0
         self._lock = threading.Lock()
         self._questions = {
@@ -96,21 +96,33 @@ class Desk:
         ids = self._ids(subject, fields)
         changes = Changes.of(fields.get("changes"), subject.parts, subject.n_heads)
         kept = self._readings[side]
-        for number, (reading, made) in kept.items():
-            if made == changes and reading.same(ids, subject.source):
+        for number, reading in kept.items():
+            if reading.changes == changes and reading.same(ids, subject.source):
                 kept.move_to_end(number)
-                return {"reading": number, **reading.view()}
-        reading = subject.read(ids, changes, self._unchanged(side, ids) if changes != Changes() else None)
+                return self._shown(number, reading, fields)
+        most = max(kept.values(), key=lambda before: subject.spared(ids, changes, before), default=None)
+        reading = subject.read(ids, changes, most)
         self._count += 1
-        kept[self._count] = reading, changes
+        kept[self._count] = reading
         while len(kept) > KEPT:
             self._drop_one(kept)
-        return {"reading": self._count, **reading.view()}
+        return self._shown(self._count, reading, fields)
 
     @staticmethod
-    def _drop_one(kept: OrderedDict[int, tuple[Reading, Changes]]) -> None:
+    def _shown(number: int, reading: Reading, fields: Fields) -> Fields:
+        """What a page shows first, with the map of one head if it says which: its layer with attention, and its own."""
+        shown = {"reading": number, **reading.view()}
+        match fields.get("map"):
+            case [int(layer), int(head)] if (
+                0 <= layer < len(reading.sites) and 0 <= head < reading.sites[layer].n_heads
+            ):
+                shown["map"] = reading.attention(reading.sites[layer].name, head)
+        return shown
+
+    @staticmethod
+    def _drop_one(kept: OrderedDict[int, Reading]) -> None:
         """The oldest that is changed, so that the text as it was stays; else the oldest."""
-        changed = [number for number, (_, changes) in kept.items() if changes != Changes()]
+        changed = [number for number, reading in kept.items() if reading.changes != Changes()]
         del kept[changed[0] if len(changed) > 1 else next(iter(kept))]
 
     def _ids(self, subject: Subject, fields: Fields) -> list[int]:
@@ -131,18 +143,12 @@ class Desk:
             raise ValueError("expected an edit with a place and a text or an id")
         return subject.edited(ids, edit["place"], edit["by"])
 
-    def _unchanged(self, side: int, ids: Sequence[int]) -> Reading | None:
-        for reading, changes in reversed(self._readings[side].values()):
-            if changes == Changes() and reading.same(ids, self.subjects[side].source):
-                return reading
-        return None
-
     def _reading(self, side: int, fields: Fields) -> Reading:
         number = fields.get("reading")
         kept = self._readings[side]
         if type(number) is not int or number not in kept:
             raise ValueError("this reading is no longer kept: read the text again")
-        return kept[number][0]
+        return kept[number]
 
     def _attention(self, side: int, fields: Fields) -> Fields:
         name, head = fields.get("site"), fields.get("head")

@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tricycle.attention import KeyValueCache
+from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.devices import to_cpu
 from tricycle.encoder import TextEncoder
 from tricycle.functions import linear
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Tensor, no_grad
 from tricycle_lab.look.changes import Changes
@@ -130,9 +134,13 @@ class Subject:
         """Let the model read a text.
 
         Args:
-            before: the same text unchanged, whose first blocks need not be computed again.
+            before: an earlier reading, of which what stays need not be computed again.
         """
         raise NotImplementedError
+
+    def spared(self, ids: Sequence[int], changes: Changes, before: Reading) -> float:
+        """How much of an earlier reading stays, from 0 to 1."""
+        return 0.0
 
 
 def _start_of(tokeniser: Any) -> list[int]:
@@ -195,16 +203,27 @@ class Watch:
         self._on.close()
 
     def _look(self, site: Site, op: Any, out: Tensor, *args: Any) -> None:
-        def looked() -> tuple[Any, Any]:
-            scores, weights = op.look(*args)
-            return scores[0], weights[0]
-
-        site.looked = looked
+        let_look(site, op, args)
 
     def _keep(self, name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
         if not self.stream:
             self.stream["embedding"] = _numbers(x)
         self.stream[name] = _numbers(out)
+
+
+def let_look(site: Site, op: Any, args: tuple[Any, ...]) -> None:
+    """Let its maps be computed from what attention is called with."""
+
+    def looked() -> tuple[Any, Any]:
+        scores, weights = op.look(*args)
+        return scores[0], weights[0]
+
+    site.looked, site.args, site.op = looked, args, op
+
+
+def _joined(earlier: Tensor, count: int, later: Tensor) -> Tensor:
+    """Queries (1, T, H, D) of the first so many tokens, and those of the others."""
+    return Tensor(later.xp.concatenate([earlier.array[:, :count], later.array], axis=1), requires_grad=False)
 
 
 def _numbers(x: Tensor) -> np.ndarray:
@@ -222,29 +241,75 @@ class Stack(Subject):
         self.kind = "decoder" if isinstance(model, GPT) else "encoder"
 
     def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
+        n_blocks, n_tokens = (0, 0) if before is None else self._kept(ids, changes, before)
         model = self.model
-        first = changes.first_block(self.layer_names) if before is not None else 0
-        states = list(before.stream.values()) if before is not None else []
         with model.evaluating(), Watch(model, self.sites, self.layer_names) as watch, Probe(model, "") as probe:
             changes.make(probe)
-            if before is not None and 0 < first < len(model.blocks):
-                x = model.place(Tensor(states[first][None], requires_grad=False))
-                for block in model.blocks[first:]:
-                    x = block(x)
-            else:
-                tokens = model.place(np.array([list(ids)]))
-                model.hidden(tokens) if isinstance(model, GPT) else model(tokens)
-        stream, sites = watch.stream, watch.sites
-        if before is not None:  # what was not computed again is as it was
-            kept = dict(list(before.stream.items())[: 1 + first])
-            stream = {**kept, **{name: x for name, x in stream.items() if name not in kept}}
+            self._run(ids, before, n_blocks, n_tokens)
+        sites, stream = watch.sites, watch.stream
+        if before is not None and n_blocks:  # what was not computed again is as it was
+            stream = {**stream, **dict(list(before.stream.items())[: 1 + n_blocks])}
+            stream = {name: stream[name] for name in before.stream}
             sites = {name: site if site.looked else before.site(name) for name, site in sites.items()}
-        texts = [self.say(token) for token in ids]
+        elif before is not None and n_tokens:
+            stream = {name: np.concatenate([before.stream[name][:n_tokens], x]) for name, x in stream.items()}
+            for name, site in sites.items():
+                query, *others = site.args
+                let_look(site, site.op, (_joined(before.site(name).args[0], n_tokens, query), *others))
         logits = self._logits if isinstance(model, GPT) else None
-        reading = Reading(list(ids), texts, None, list(sites.values()), stream, logits, self.say)
-        if logits is not None:
-            reading.predict(list(stream.values())[-1])
+        texts = [self.say(token) for token in ids]
+        reading = Reading(list(ids), texts, None, list(sites.values()), stream, logits, self.say, changes=changes)
+        if logits is not None:  # what comes after the last token that stays is another
+            known = before.predictions.first(n_tokens - 1) if n_tokens and before and before.predictions else None
+            reading.predict(list(stream.values())[-1], known)
         return reading
+
+    def _run(self, ids: Sequence[int], before: Reading | None, n_blocks: int, n_tokens: int) -> None:
+        """Compute what is not as it was: all blocks but the first, or all tokens but the first, or everything."""
+        model = self.model
+        if before is not None and n_blocks:
+            # the stream before the first block that changes; the later ones put theirs in its place
+            x = model.place(Tensor(list(before.stream.values())[n_blocks][None], requires_grad=False))
+            for block in model.blocks[n_blocks:]:
+                x = block(x)
+            return
+        tokens = model.place(np.array([list(ids[n_tokens:])]))
+        if not isinstance(model, GPT):
+            model(tokens)
+        elif before is None or not n_tokens:
+            model.hidden(tokens)
+        else:
+            model.hidden(tokens, [self._cache(before.site(name), n_tokens) for name in self.n_heads])
+
+    def _cache(self, site: Site, n_tokens: int) -> KeyValueCache:
+        """The first keys and values of a layer, all of them, for maps are of all that was read."""
+        cache = KeyValueCache(self.model.config.context_window)
+        _, keys, values, *_ = site.args
+        cache.append(keys.array[:, :n_tokens], values.array[:, :n_tokens])
+        return cache
+
+    def _kept(self, ids: Sequence[int], changes: Changes, before: Reading) -> tuple[int, int]:
+        """How many of the first blocks stay as they were, or how many of the first tokens in all blocks."""
+        if before.ids == list(ids):
+            return changes.first_block(self.layer_names, before.changes), 0
+        if before.changes != changes or not self._sees_earlier_alone:
+            return 0, 0
+        pairs = zip(before.ids, ids)
+        shared = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(before.ids), len(ids)))
+        return 0, min(shared, len(ids) - 1)
+
+    def spared(self, ids: Sequence[int], changes: Changes, before: Reading) -> float:
+        n_blocks, n_tokens = self._kept(ids, changes, before)
+        return max(n_blocks / len(self.layer_names), n_tokens / len(ids))
+
+    @property
+    def _sees_earlier_alone(self) -> bool:
+        """Whether what a token is made of is its own, and keys and values of those before it."""
+        model = self.model
+        return isinstance(model, GPT) and all(
+            isinstance(block.attention, MultiHeadSelfAttention) and block.attention.shift is None
+            for block in model.blocks
+        )
 
     def _logits(self, x: Tensor) -> Tensor:
         with self.model.evaluating():
@@ -267,7 +332,7 @@ class Translator(Subject):
     def __init__(
         self,
         model: EncoderDecoder,
-        encode: Callable[[str], Sequence[int]],
+        encode: Callable[[str], Any],
         say: Callable[[int], str],
         begin: int,
         end: int,
@@ -346,6 +411,21 @@ class Translator(Subject):
         reading.said = None if reading.stream else numbers
         reading.predictions = Predictions(*summed_up(numbers.copy(), following))
         return reading
+
+
+def saved_translator(path: Path) -> Translator:
+    """One that `load_translator` opens.
+
+    Raises:
+        FileNotFoundError, ValueError: as there.
+    """
+    model, vocabulary, config = load_translator(path)
+
+    def say(token: int) -> str:
+        return vocabulary.texts([token])[0]
+
+    ends = vocabulary.begin, vocabulary.end
+    return Translator(model, vocabulary.encode, say, *ends, path.stem, min(MOST_TOKENS, config.context_window))
 
 
 def weighing_rows(changes: Changes) -> Exchange:

@@ -1,4 +1,4 @@
-"""Everything that the README says can be run is run."""
+"""Everything that README.md and the pages of docs/ say can be run is run, or checked by its flags."""
 
 import contextlib
 import io
@@ -7,28 +7,42 @@ import os
 import re
 import shlex
 import shutil
-import tomllib
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from pages import DATA, EXTRAS, PAGES, Block, blocks_of, check_flags, commands, python_of
 from test_programs import INFER, NEEDS_SHAKESPEARE, ROOT, TRAIN, cache, call, good, shrink_shakespeare, text  # noqa: F401 (fixtures)
 
 from tricycle import configs
 from tricycle.softmaxes import SOFTMAXES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-PYTHON = [block for kind, block in BLOCKS if kind == "python"]
-BASH = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines() if line.strip()]
+START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 
 
-def test_every_block_is_python_or_bash():
-    assert {kind for kind, _ in BLOCKS} == {"python", "bash"}
-    assert len(BLOCKS) * 2 == README.count("```")
-    assert len(PYTHON) > 8
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# -------------------------------------------------------------------- blocks
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_blocks_are_of_known_kinds(path):
+    """What is neither Python nor commands is data; commands stand in a `bash` fence or in an indented block."""
+    for block in blocks_of(path):
+        assert block.kind in ("python", "bash", "", *DATA), block
+        assert block.kind not in ("json", "toml", "yaml", "html") or not block.commands()
+
+
+def test_what_blocks_are():
+    fence = Block("bash", "tricycle chat x   # talk\nmpiexec -n 2 \\\n    python a.py\n\n", False)
+    assert fence.commands() == ["tricycle chat x", "mpiexec -n 2 python a.py"]
+    shown = Block("", "tricycle look X             a page\nsmollm2: 134 parameters\n", False)
+    assert shown.commands() == ["tricycle look X"]
+    assert Block("python", "tricycle = 1\n", False).commands() == []
 
 
 # -------------------------------------------------------------------- python
@@ -56,7 +70,7 @@ def numbers(line: str) -> list[float]:
 def toy(tmp_path_factory, cache) -> Path:  # noqa: F811
     """The folder with the model.pkl that the toy script leaves, with few steps of a small model."""
     folder = tmp_path_factory.mktemp("toy")
-    (script,) = [block for block in PYTHON if "pickle.dump" in block]
+    (script,) = [block for block in python_of(ROOT / "docs" / "start.md") if "pickle.dump" in block]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "to_gpu")
         shrink_shakespeare(patch)
@@ -82,38 +96,28 @@ def softmaxes():
     SOFTMAXES.update(before)
 
 
-def test_python_blocks_in_order(tmp_path, monkeypatch, softmaxes):
-    pytest.importorskip("sklearn")
+NEEDS = {"sklearn": ["sklearn"], "openai": ["openai"], "tricycle_serve": ["starlette", "uvicorn"]}
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if python_of(path)], ids=name_of)
+def test_python_blocks_in_order(path, tmp_path, monkeypatch, softmaxes):
+    """They run, one after the other, print what their comments say, and leave nothing behind."""
+    blocks = python_of(path)
+    for package, needed in NEEDS.items():
+        if any(re.search(rf"^from {package}\b", block, re.MULTILINE) for block in blocks):
+            for module in needed:
+                pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRICYCLE_TUNE_HOST", "0")  # of the process of the tests
+    monkeypatch.setenv("TRICYCLE_CACHE", str(tmp_path / "cache"))  # a page may set it, and it is set back
     names: dict = {"__name__": "__main__"}
-    for block in PYTHON:
+    for block in blocks:
         if "pickle.dump" not in block:
             run_block(block, names)
     assert list(tmp_path.iterdir()) == []
 
 
-DOCS = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
-
-
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_pages_of_the_docs(path, softmaxes):
-    """Their Python runs and prints what it says; their links lead somewhere; they hold no other commands."""
-    page = path.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert blocks and {kind for kind, _ in blocks} == {"python"} and len(blocks) * 2 == page.count("```")
-    for package in re.findall(r"^from (openai|tricycle_serve)\b", page, re.MULTILINE):
-        for needed in ("starlette", "uvicorn") if package == "tricycle_serve" else (package,):
-            pytest.importorskip(needed)
-    names: dict = {}
-    for _, block in blocks:
-        run_block(block, names)
-    for link in re.findall(r"\]\(([^)\s]+)\)", page):
-        assert re.match(r"https://[\w./-]+$", link) or (path.parent / link.split("#")[0]).exists(), link
-
-
 # -------------------------------------------------------------------- bash
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 QUICK = "--preset debug --steps 2 --context-window 128 --batch-size 32 --sample-interval 0"
 
 
@@ -170,6 +174,11 @@ def the_tests(request, line: str) -> None:
     installs(first)
     assert second == "pytest -n auto"
     assert any("pytest-xdist" in package for package in EXTRAS["test"])
+
+
+def the_site(request, line: str) -> None:
+    """tests/test_site.py builds it."""
+    check_flags(line)
 
 
 def conda_create(request, line: str) -> None:
@@ -290,6 +299,8 @@ def command(request, line: str) -> None:
             words += shlex.split("--vocab-size 300 --embedding-dim 32 --n-heads 2 --n-layers 1 --context-window 64")
     if words[1] == "export" and not (place / "runs" / "portable").exists():
         command(request, next(line for line in LINES if "--preset portable" in line))
+    if words[1] == "export":
+        shutil.rmtree(place / "my-model", ignore_errors=True)
     if words[1] == "look":
         words += ["--out", "look.html"]
     good(call("-m", *words, folder=place))
@@ -315,7 +326,12 @@ def finetune(request, line: str) -> None:
         assert "held-out loss" in good(call("-m", "tricycle", *words, "--steps", "2", folder=folder))
         return
     if not (folder / "runs" / "mine").exists():
-        finetune(request, next(line for line in LINES if "finetune" in line))
+        finetune(request, next(line for line in LINES if "tricycle finetune" in line))
+    if words[0] == "export":
+        shutil.rmtree(folder / "my-model", ignore_errors=True)  # of another line
+        good(call("-m", "tricycle", *words, folder=folder))
+        shutil.rmtree(folder / "my-model")
+        return
     good(call("-m", "tricycle", *words, "--length", "3", folder=folder))
 
 
@@ -350,6 +366,8 @@ LINES = {
     'pip install -e ".[serve]" && tricycle serve smollm2': serve,
     "tricycle finetune smollm2 --data chats.jsonl --run-folder runs/mine": finetune,
     "tricycle chat smollm2 --adapter runs/mine": finetune,
+    "tricycle export smollm2 my-model --adapter runs/mine": finetune,
+    'pip install -e ".[docs]" && sphinx-build -j auto -W docs site': the_site,
     "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,
     'pip install -e ".[bf16]" && python train_smol_gpt.py --precision bfloat16': bfloat16_run,
     "pip install -e . && python train_smol_gpt.py": default_run,
@@ -381,36 +399,76 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", BASH)
-def test_bash_lines(line, request):
-    assert line in LINES, "a new line: say in this test how it is run"
+@pytest.mark.parametrize("line", commands(flags_only=False))
+def test_commands_that_are_run(line, request):
+    message = "a new command: say in LINES how it is run, or before its block <!-- checked by flags: the reason -->"
+    assert line in LINES, message
     LINES[line](request, line)
 
 
-def test_the_table_has_no_line_that_the_readme_has_not():
-    assert set(LINES) == set(BASH)
+def test_the_table_has_no_line_that_no_page_has():
+    assert set(LINES) == set(commands(flags_only=False))
 
 
-def test_commands_in_the_text_are_known():
-    for line in re.findall(r"`(pip install [^`]*)`", README):
-        installs(line)
+@pytest.mark.parametrize("line", commands(flags_only=True))
+def test_commands_that_are_checked_by_their_flags(line):
+    check_flags(line)
+
+
+IN_TEXT = (
+    r"`((?:[A-Z_]+=\S+ )*(?:tricycle [a-z]+|python -m [\w.]+|python \w+\.py|pip install|pytest|sphinx-build) [^`]*)`"
+)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_commands_within_the_text(path):
+    page = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for line in re.findall(IN_TEXT, page):
+        check_flags(" ".join(line.split()))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tricycle chat smollm2 --loud",
+        "python train_smol_gpt.py --perset debug",
+        "python -m experiments.dates --quickly",
+        'pip install -e ".[nonsense]"',
+        "pytest tests/test_nothing.py",
+        "mpiexec -n 2 python train_smol_gpt.py --nothing 1",
+    ],
+)
+def test_flags_that_are_not_there_are_noticed(line):
+    with pytest.raises(AssertionError):
+        check_flags(line)
 
 
 # -------------------------------------------------------------------- links and names
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)\s]+)\)", README))))
-def test_links_point_to_something(link):
-    if re.match(r"https?://", link):
-        assert re.fullmatch(r"https://[\w./-]+", link)
-    else:
-        assert (ROOT / link.split("#")[0]).exists()
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_point_to_something(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if re.match(r"https?://", link):
+            assert re.fullmatch(r"https://[\w./-]+", link)
+        else:
+            place, _, anchor = link.partition("#")
+            target = path.parent / place if place else path
+            assert target.exists(), link
+            target = target / "README.md" if anchor and target.is_dir() else target
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def anchors(page: str) -> set[str]:
+    """What GitHub, and MyST, call the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_presets_and_methods_that_the_text_names_exist():
     from tricycle.layers import Layer
 
-    for name in re.search(r"presets \((.*?)\)", README)[1].replace("`", "").split(", "):
+    for name in re.search(r"presets \((.*?)\)", START)[1].replace("`", "").split(", "):
         assert name in configs.PRESETS
-    walkers = re.search(r"shows the tree\. (.*?) walk over it", README, re.DOTALL)[1]
+    walkers = re.search(r"shows the tree\. (.*?) walk over it", TUTORIAL, re.DOTALL)[1]
     for name in re.findall(r"(\w+)\(\)`", walkers):
         assert callable(getattr(Layer, name)), name
 

@@ -1,0 +1,199 @@
+"""Encoder-decoders between two languages that share a vocabulary: how one is made, and opened where it was saved.
+
+A saved one is a safetensors file. Its weights are the tensors "mean.<parameter>", and its metadata has under
+"translation" a JSON object with the fields `name` and `recipe`, which say what the model is (`TranslatorConfig`), and
+`tokeniser`; whoever trains may keep more beside these, as `experiments/translation` does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from tricycle.checkpoint import expecting
+from tricycle.configs.checked import Checked, Rule
+from tricycle.dataset import pad
+from tricycle.safetensors_file import read_places
+from tricycle.sequences.attentions import AdditiveAttention, LuongAttention
+from tricycle.sequences.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, Transformer
+from tricycle.tokeniser import BPETokeniser
+
+SPECIAL = ("<pad>", "<begin>", "<end>")
+RULES: list[Rule] = [
+    ("vocab_size width n_layers n_heads context_window", lambda size: size >= 1, "1 or more"),
+    ("expansion", lambda factor: 0 < factor < math.inf, "above 0"),
+    ("dropout", lambda share: 0 <= share < 1, "from 0 to below 1"),
+]
+KEY, WEIGHTS = "translation", "mean."
+MOST_PLACES = 2**26  # numbers in a table of positions, which no file holds
+A_TRANSLATOR = "a saved encoder-decoder"
+
+
+# -------------------------------------------------------------------- texts
+class Batch(NamedTuple):
+    """
+    Attributes:
+        source: (B, S). lengths: (B,) of the sources.
+        target: (B, T), what the decoder is given: the target behind <begin>.
+        labels: (B, T), what it should say: the target and <end>.
+    """
+
+    source: np.ndarray
+    lengths: np.ndarray
+    target: np.ndarray
+    labels: np.ndarray
+
+
+class Vocabulary:
+    """Text to token ids and back, with ids for padding, the beginning and the end."""
+
+    def __init__(self, tokeniser: BPETokeniser) -> None:
+        self.tokeniser = tokeniser
+        self.pad, self.begin, self.end = (tokeniser.special_tokens[name] for name in SPECIAL)
+
+    @classmethod
+    def learn(cls, sentences: Sequence[str], vocab_size: int, progress: bool = True) -> Vocabulary:
+        """Of both languages together, so that names, numbers and signs are one token on both sides."""
+        text = "\n".join(f" {sentence}" for sentence in sentences)
+        return cls(BPETokeniser(vocab_size, SPECIAL).train(text, progress))
+
+    def __len__(self) -> int:
+        return self.tokeniser.n_vocab
+
+    def encode(self, sentence: str) -> np.ndarray:
+        """With a space in front, so that a first word has the token that it has elsewhere."""
+        return self.tokeniser.encode_plain(f" {sentence}").astype(np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Leaves out special tokens, which a model that has learnt little may say."""
+        return self.tokeniser.decode([i for i in ids if i < self.pad]).strip()
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Each token for itself, to write beside a picture."""
+        return [self.tokeniser.decode([i]) for i in ids]
+
+    def batch(self, sources: Sequence[Any], targets: Sequence[Any]) -> Batch:
+        """Pairs side by side, padded."""
+        source, lengths = pad(sources, self.pad)
+        target, _ = pad([[self.begin, *ids] for ids in targets], self.pad)
+        labels, _ = pad([[*ids, self.end] for ids in targets], self.pad)
+        return Batch(source, lengths, target, labels)
+
+
+# -------------------------------------------------------------------- models
+@dataclass(frozen=True)
+class TranslatorConfig(Checked):
+    """What a translator is. Its source and target embeddings are one table.
+
+    Attributes:
+        name: "fixed" (Cho et al. 2014), "bahdanau" (Bahdanau et al. 2015), "luong" (Luong et al. 2015) or "transformer"
+            (Vaswani et al. 2017).
+        vocab_size: of both languages together.
+        width: channels of embeddings and of states.
+        n_layers: of the encoder and of the decoder each.
+        dropout: probability of dropping an element.
+        n_heads, expansion, norm_first, context_window: of a Transformer; expansion is how many times wider than the
+            rest the hidden layer of its MLP is.
+    """
+
+    name: Literal["fixed", "bahdanau", "luong", "transformer"]
+    vocab_size: int
+    width: int
+    n_layers: int
+    dropout: float = 0.0
+    n_heads: int = 4
+    expansion: float = 2.0
+    norm_first: bool = True
+    context_window: int = 128
+
+    def __post_init__(self) -> None:
+        self._check(RULES)
+
+    @property
+    def least_numbers(self) -> int:
+        """No model of this shape has fewer weights."""
+        hidden = self.expansion if self.name == "transformer" else 1
+        return int(self.vocab_size * self.width + self.n_layers * self.width**2 * max(1, hidden))
+
+
+def new_translator(config: TranslatorConfig, generator: np.random.Generator) -> EncoderDecoder:
+    """A model with random weights."""
+    n_vocab, width, dropout = config.vocab_size, config.width, config.dropout
+    if config.name == "transformer":
+        return Transformer(
+            n_vocab,
+            n_vocab,
+            width,
+            config.n_heads,
+            config.n_layers,
+            config.context_window,
+            dropout=dropout,
+            norm_first=config.norm_first,
+            expansion_ratio=config.expansion,
+            tied=True,
+            generator=generator,
+        )
+    sizes = n_vocab, n_vocab, width, width, config.n_layers
+    more: dict[str, Any] = {"cell": "gru", "dropout": dropout, "generator": generator}
+    model: Seq2Seq
+    if config.name == "fixed":
+        model = Seq2Seq(*sizes, **more)
+    elif config.name == "bahdanau":
+        attention = AdditiveAttention(width, 2 * width, width, generator=generator)
+        model = Seq2SeqAttention(attention, *sizes, **more, before=True)
+    else:
+        model = Seq2SeqAttention(LuongAttention(width, 2 * width, generator=generator), *sizes, **more, before=False)
+    model.embedding = model.encoder.embedding
+    return model
+
+
+# -------------------------------------------------------------------- files
+def saved_translators(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of translators that a folder holds, or the file itself if it is of one. Headers alone are read."""
+    path = Path(path)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return [file for file in files if file.suffix == ".safetensors" and file.is_file() and _is_translator(file)]
+
+
+def _is_translator(path: Path) -> bool:
+    try:
+        _, metadata, _ = read_places(path)
+    except ValueError:  # damaged, or something else: whoever opens it says so
+        return False
+    return KEY in metadata
+
+
+def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocabulary, TranslatorConfig]:
+    """A trained model, ready to translate. Nothing in the file is executed.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is something else, or damaged.
+    """
+    from safetensors import safe_open
+
+    path = Path(path)
+    with expecting(path, A_TRANSLATOR), safe_open(path, framework="numpy") as file:
+        about = json.loads((file.metadata() or {})[KEY])
+        names = [name for name in file.keys() if name.startswith(WEIGHTS)]  # noqa: SIM118 (no iterator here)
+        weights = {name.removeprefix(WEIGHTS): file.get_tensor(name) for name in names}
+        vocabulary = Vocabulary(BPETokeniser.from_dict(about["tokeniser"]))
+        known = {field.name for field in fields(TranslatorConfig)}
+        shape = {name: value for name, value in about["recipe"].items() if name in known}
+        config = TranslatorConfig(**{**shape, "name": about["name"], "vocab_size": len(vocabulary)})
+        n_numbers = sum(array.size for array in weights.values())
+        if config.least_numbers > n_numbers:  # before a crafted file asks for more memory than there is
+            raise ValueError(f"expected at least {config.least_numbers} numbers in its weights, got {n_numbers}")
+        if config.context_window * config.width > MOST_PLACES:
+            raise ValueError(f"expected context_window times width of at most {MOST_PLACES}")
+        model = new_translator(config, np.random.default_rng(0))
+        model.load_state_dict(weights)
+    model.eval()
+    return model, vocabulary, config

@@ -1,0 +1,109 @@
+"""A softmax with one more key, whose score is learned and whose value is nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tricycle import kernels, ops
+from tricycle.devices import Array, array_module
+from tricycle.functions import AttendBackward, RowSoftmax, Softmax
+from tricycle.kernels import Scoring
+from tricycle.ops import as_tensor
+from tricycle.tensor import Operand, Parameter, Tensor
+
+
+class SinkSoftmax(RowSoftmax):
+    """exp(x_i) / (exp(b) + sum_j exp(x_j)) over the last axis, with a number b that each head of attention learns.
+
+    A row may attend to nothing, as much as suits its head: b = 0 is softmax1, b = -inf is softmax. Inside attention it
+    costs what softmax costs: from the log L of a row's sum of exponentials, what softmax mixes is multiplied by
+    exp(L) / (exp(b) + exp(L)).
+
+    Sources: Miller 2023, "Attention is off by one", for the 1 in the denominator; OpenAI 2025, gpt-oss-120b &
+    gpt-oss-20b model card, section 2.2, for the learned one.
+
+    Args:
+        initial: what b begins with in a new layer.
+    """
+
+    name, fused = "sink_softmax", True
+
+    def __init__(self, initial: float = 0.0) -> None:
+        if not math.isfinite(initial):
+            raise ValueError(f"SinkSoftmax: expected a finite initial number, got {initial!r}")
+        self.initial = initial
+
+    def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
+        return Parameter(np.full(n_heads, self.initial, np.float32), "scale")
+
+    def forward(self, x: Operand, sinks: Operand | None = None) -> Tensor:
+        """
+        Args:
+            x: scores (..., T, S), or (S,).
+            sinks: b, of any shape that broadcasts to (...): (H,) for scores (B, H, T, S). `initial` unless given.
+
+        Raises:
+            ValueError: another shape.
+        """
+        x = self._scores(x)
+        sinks = as_tensor(self.initial if sinks is None else sinks, x)
+        lead = x.shape[:-2]
+        if sinks.ndim > len(lead) or any(n not in (1, m) for n, m in zip(sinks.shape[::-1], lead[::-1])):
+            raise ValueError(f"{self}: expected sinks that broadcast to {lead}, got shape {sinks.shape}")
+        each_row = x.xp.zeros((*x.shape[:-1], 1), x.dtype)
+        column = ops.reshape(sinks, *sinks.shape, *[1] * min(x.ndim, 2)) + each_row
+        result = Softmax()(ops.concatenate([x, column], axis=-1))[..., :-1]
+        result.name = self.name
+        return result
+
+    def rows(self, scores: Array, sinks: Array | None = None) -> Array:
+        xp = array_module(scores)
+        column = xp.asarray(self.initial if sinks is None else sinks, scores.dtype)[..., None, None]
+        one_more = xp.concatenate([scores, xp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
+        return kernels.softmax(one_more)[..., :-1]
+
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        scoring: Scoring,
+        mask: Array | None = None,
+        sinks: Array | None = None,
+        *,
+        dtype: Any = None,
+    ) -> tuple[Array, AttendBackward]:
+        """
+        Args:
+            sinks: b of each head, (H,); `initial` unless given.
+
+        Raises:
+            ValueError: another shape.
+        """
+        xp = array_module(q)
+        b = xp.full(q.shape[2], self.initial, np.float32) if sinks is None else sinks
+        if b.shape != q.shape[2:3]:
+            raise ValueError(f"{self}: expected sinks of shape {q.shape[2:3]}, one for each head, got {b.shape}")
+        plain, log_plain = kernels.attention(q, k, v, scoring, False, mask, dtype)
+        log_total = xp.logaddexp(log_plain, b[:, None].astype(log_plain.dtype))
+        shift = xp.where(xp.isneginf(log_total), 0, log_total)
+        out = (plain * _by_query(xp.exp(log_plain - shift))).astype(plain.dtype, copy=False)
+
+        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
+            # with the total of all keys and the sink each weight is right, and so is its gradient
+            kernels.attention_backward(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask)
+            if sinks is None:
+                return None
+            # a weight w_i loses w_i w_b as b grows, and so does the mix of values
+            share = _by_query(xp.exp(b[:, None] - shift))
+            return -(share * grad * out).sum(axis=(0, 1, 3)).astype(b.dtype, copy=False)
+
+        return out, backward
+
+
+def _by_query(rows: Array) -> Array:
+    """(B, H, T) to (B, T, H, 1)."""
+    return rows.transpose(0, 2, 1)[..., None]
