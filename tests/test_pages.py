@@ -350,6 +350,13 @@ def serve(request, line: str) -> None:
         assert running.ask("/v1/models")[1]["data"][0]["id"] == "tiny"
 
 
+def exercises(request, line: str) -> None:
+    folder = request.getfixturevalue("tmp_path")
+    call("-m", "tricycle_lab.exercises", "mine.py", "--write", folder=folder)
+    done = call(*line.split()[1:], folder=folder)
+    assert "not yet" in done.stdout or "it is there already" in done.stderr, done.stderr
+
+
 COMMANDS = [
     'tricycle look runs/my-run "def main("',
     'tricycle look --graph "tanh(w * x + b)"',
@@ -391,6 +398,8 @@ LINES = {
         for name in ("dates", "translation", "sentiment", "names", "autoencoder", "anomalies", "comparison")
     },
     "python -m tricycle": machine,
+    "python -m tricycle_lab.exercises mine.py --write": exercises,
+    "python -m tricycle_lab.exercises mine.py": exercises,
     "python -m benchmarks.train --shape S --peer torch": benchmark,
     "python -m benchmarks.step --shape S --out step.png": benchmark_of_a_step,
     "python -m benchmarks.attention": benchmark_of_attention,

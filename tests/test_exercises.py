@@ -1,0 +1,150 @@
+"""The exercises: right answers pass, typical wrong ones get a line that helps."""
+
+import numpy as np
+import pytest
+from test_programs import call
+
+from tricycle.ops import OPS
+from tricycle_lab.exercise_sheet import EPS, EXERCISES
+from tricycle_lab.exercises import NOT_YET, RIGHT, WRONG, exercise_named, grade, main
+
+
+def probabilities(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def cross_entropy(grad, labels, logits, y):
+    p = probabilities(logits)
+    p[np.arange(len(labels)), labels] -= 1
+    return grad * p / len(labels)
+
+
+def rms_norm(grad, x, gain, y):
+    scale = np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+    dhat = grad * gain
+    return dhat / scale - x * (dhat * x).mean(-1, keepdims=True) / scale**3, (grad * x / scale).sum(0)
+
+
+def layer_norm(grad, x, gain, bias, y):
+    centred = x - x.mean(-1, keepdims=True)
+    scale = np.sqrt((centred**2).mean(-1, keepdims=True) + EPS)
+    dhat = grad * gain
+    d = dhat / scale - centred * (dhat * centred).mean(-1, keepdims=True) / scale**3
+    return d - d.mean(-1, keepdims=True), (grad * centred / scale).sum(0), grad.sum(0)
+
+
+def attention(grad, q, k, v, y):
+    w = probabilities(q @ k.T / np.sqrt(q.shape[1]))
+    dw = grad @ v.T
+    ds = w * (dw - (dw * w).sum(-1, keepdims=True)) / np.sqrt(q.shape[1])
+    return ds @ k, ds.T @ q, w.T @ grad
+
+
+ANSWERS = {
+    "multiply": lambda grad, a, b, y: (grad * b, (grad * a).sum(0)),
+    "mean_of_rows": lambda grad, x, y: np.repeat(grad[:, None], x.shape[1], 1) / x.shape[1],
+    "matmul": lambda grad, a, b, y: (grad @ b.T, a.T @ grad),
+    "relu": lambda grad, x, y: grad * (x > 0),
+    "sigmoid": lambda grad, x, y: grad * y * (1 - y),
+    "softmax": lambda grad, x, y: y * (grad - (grad * y).sum(-1, keepdims=True)),
+    "cross_entropy": cross_entropy,
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "attention": attention,
+}
+
+
+def test_every_exercise_has_an_answer_and_asks_for_an_op():
+    assert {exercise.name for exercise in EXERCISES} == set(ANSWERS)
+    assert {"matmul", "mean", "Softmax", "CrossEntropy", "Attention", "ReLU", "Sigmoid"} <= set(OPS)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_right_answer_passes(name):
+    assert grade(name, ANSWERS[name]) == (name, RIGHT, f"Tricycle's own: {exercise_named(name).place}")
+
+
+MISTAKES = [(one.name, mistaken, said) for one in EXERCISES for mistaken, said in one.mistakes]
+
+
+@pytest.mark.parametrize(
+    ("name", "mistaken", "said"), MISTAKES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_common_mistake_is_named(name, mistaken, said):
+    if name == "matmul":  # which has the right shape where matrices are square
+        assert "transposed" in grade(name, lambda grad, a, b, y: (grad @ b.T, (a.T @ grad).T)).said
+        return
+    assert grade(name, mistaken) == (name, WRONG, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "said"),
+    [
+        ("softmax", lambda grad, x, y: -ANSWERS["softmax"](grad, x, y), "its sign is turned"),
+        ("softmax", lambda grad, x, y: 0 * x, "0 everywhere"),
+        ("softmax", lambda grad, x, y: None, "it returns None"),
+        ("softmax", lambda grad, x, y: "y", "expected an array, got a str"),
+        ("softmax", lambda grad, x, y: x / 0, "not finite"),
+        ("softmax", lambda grad, x: x, "it raises TypeError"),
+        ("softmax", lambda grad, x, y: grad.__isub__(y), "changes grad in place"),
+        ("softmax", lambda grad, x, y: x.__isub__(y), "changes x in place"),
+        ("softmax", lambda grad, x, y: ANSWERS["softmax"](grad, x, y) + (x == x.max()), "1 of 12 values are wrong"),
+        ("sigmoid", lambda grad, x, y: y * (1 - y), "the chain rule multiplies by grad"),
+        ("sigmoid", lambda grad, x, y: 3 * grad * y * (1 - y), "it is 3 times the right one"),
+        ("multiply", lambda grad, a, b, y: grad * b, "expected the gradients of a, b, in this order, got 1 of 2"),
+        (
+            "multiply",
+            lambda grad, a, b, y: (grad * b, grad * a),
+            "expected the shape (4,) of b, got (3, 4); where broad",
+        ),
+        ("layer_norm", lambda *all: layer_norm(*all)[::-1], "the gradient of x: expected the shape (3, 4)"),
+        ("attention", lambda *all: (*attention(*all)[:2], 2 * attention(*all)[2]), "the gradient of v: it is 2 times"),
+    ],
+)
+def test_what_is_said_of_other_mistakes(name, function, said):
+    name, verdict, line = grade(name, function)
+    assert verdict == WRONG
+    assert said in line
+    assert "\n" not in line
+
+
+def test_central_differences_judge_too(monkeypatch):
+    """Should Tricycle's own gradient be wrong one day, an answer that is wrong alike does not pass."""
+    from dataclasses import replace
+
+    from tricycle.tensor import record
+
+    def wrongly(x):
+        return record(x.array**2, (x,), lambda grad, wanted: (grad * x.array,), "square")
+
+    exercise = replace(exercise_named("relu"), name="square", op=wrongly, mistakes=())
+    verdict = grade(exercise, lambda grad, x, y: grad * x)
+    assert verdict.verdict == WRONG
+    assert "finite differences give" in verdict.said
+
+
+def test_the_sheet(tmp_path, capsys):
+    sheet = tmp_path / "mine.py"
+    assert main([str(sheet), "--write"]) == 0
+    assert main([str(sheet), "--write"]) == 1  # nobody's work is overwritten
+    assert "it is there already" in capsys.readouterr().err
+    assert main([str(sheet)]) == 1
+    out = capsys.readouterr().out
+    assert out.count(NOT_YET) == len(EXERCISES)
+    assert f"0 of {len(EXERCISES)} right" in out
+    text = sheet.read_text(encoding="utf-8")
+    sheet.write_text(text.replace("raise NotImplementedError", "return grad * (x > 0)"), encoding="utf-8")
+    assert main([str(sheet), "--only", "relu"]) == 0
+    assert main([str(sheet), "--only", "relus"]) == 1
+    assert main([str(tmp_path / "nothing.py")]) == 1
+    sheet.write_text("1 +", encoding="utf-8")
+    assert main([str(sheet)]) == 1
+    assert "SyntaxError" in capsys.readouterr().err
+
+
+def test_the_program(tmp_path):
+    assert call("-m", "tricycle_lab.exercises", tmp_path / "mine.py", "--write").returncode == 0
+    done = call("-m", "tricycle_lab.exercises", tmp_path / "mine.py")
+    assert done.returncode == 1
+    assert "softmax        not yet" in done.stdout

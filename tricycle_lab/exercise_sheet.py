@@ -1,0 +1,290 @@
+"""Exercises: write the gradient of an operation yourself. What is asked, Tricycle's own op, and what often goes wrong.
+
+Everything that a student writes is about plain NumPy arrays in float64. `grad` is the gradient of the result `y`, in
+its shape; what is asked for is the gradient of each input that has one, in the input's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tricycle.activation import ReLU
+from tricycle.attention import Attention
+from tricycle.einsum import matmul
+from tricycle.functions import Sigmoid, Softmax
+from tricycle.layers import LayerNorm, RMSNorm
+from tricycle.loss import CrossEntropy
+from tricycle.ops import mean, multiply
+from tricycle.tensor import Tensor
+
+Gradients = tuple[np.ndarray, ...]
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One gradient to be written.
+
+    Attributes:
+        name: of the function that the student writes.
+        arguments: the names of what the function takes after `grad`; the last is the result, `y`.
+        task: what is computed, with shapes, and what is asked for.
+        op: Tricycle's own: takes a Tensor for each input.
+        place: where that is written.
+        inputs: makes arrays of two different shapes, from a generator.
+        mistakes: what the gradients become by a common mistake, and what to say to it. Each takes what the student's
+            function takes.
+    """
+
+    name: str
+    arguments: str
+    task: str
+    op: Callable[..., Tensor]
+    place: str
+    inputs: Callable[[np.random.Generator], list[list[np.ndarray]]]
+    mistakes: tuple[tuple[Callable[..., Any], str], ...] = ()
+
+    def code(self) -> str:
+        """What the student is given."""
+        lines = [f"    {line}" if line else "" for line in self.task.splitlines()]
+        body = "\n".join(lines).strip()
+        return f'def {self.name}(grad, {self.arguments}):\n    """{body}\n    """\n    raise NotImplementedError\n'
+
+
+# -------------------------------------------------------------------- ops of more than one class
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    """Tricycle's layer norm with a gain and a bias that are given."""
+    layer: Any = LayerNorm(x.shape[-1], eps=EPS)
+    layer.gain, layer.bias = gain, bias
+    return layer(x)
+
+
+def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
+    """Tricycle's RMS norm with a gain that is given."""
+    layer: Any = RMSNorm(x.shape[-1], eps=EPS)
+    layer.gain = gain
+    return layer(x)
+
+
+def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Tricycle's attention for one head of one item: (T, D), (S, D), (S, E) to (T, E)."""
+    tensors = (tensor.reshape(1, tensor.shape[0], 1, tensor.shape[1]) for tensor in (q, k, v))
+    return Attention(causal=False)(*tensors).reshape(q.shape[0], v.shape[1])
+
+
+# -------------------------------------------------------------------- mistakes
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _one_hot(labels: np.ndarray, n: int) -> np.ndarray:
+    return np.eye(n)[labels]
+
+
+def _normalised(x: np.ndarray, centred: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The values that a gain multiplies, and the deviation that they were divided by."""
+    deviation = x - x.mean(-1, keepdims=True) if centred else x
+    scale = np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
+    return deviation / scale, scale
+
+
+def _norm(grad: Any, x: Any, gain: Any, centred: bool, by_mean: bool, by_scale: bool, with_gain: bool = True) -> Any:
+    """The gradients of a norm of which the mean, the deviation or the gain is forgotten."""
+    hat, scale = _normalised(x, centred)
+    dhat = grad * gain if with_gain else grad
+    dx = dhat.copy()
+    if centred and by_mean:
+        dx -= dhat.mean(-1, keepdims=True)
+    if by_scale:
+        dx -= hat * (dhat * hat).mean(-1, keepdims=True)
+    rest = (grad.sum(0),) if centred else ()
+    return (dx / scale, (grad * hat).sum(0), *rest)
+
+
+def _attention(grad: Any, q: Any, k: Any, v: Any, scaled: bool, whole: bool) -> Any:
+    scale = 1 / np.sqrt(q.shape[-1])
+    w = _softmax(q @ k.T * scale)
+    dw = grad @ v.T
+    ds = w * (dw - (dw * w).sum(-1, keepdims=True)) if whole else dw
+    ds = ds * scale if scaled else ds
+    return ds @ k, ds.T @ q, w.T @ grad
+
+
+COPIED = "a number of y multiplied a whole column of x: its gradient is the sum over the column, in the shape of y"
+DIAGONAL = (
+    "each y of a row hangs on every x of the row, for they share a denominator; what is missing is - y * the row's sum "
+    "of grad * y"
+)
+CONSTANT_SCALE = "the deviation that you divide by is computed from x too: a gradient goes back through it"
+CONSTANT_MEAN = "the mean that you subtract is computed from x too: a gradient goes back through it"
+NO_GAIN = "what comes back to the normalised x has gone through the gain: grad * gain"
+
+# -------------------------------------------------------------------- the sheet
+EXERCISES = (
+    Exercise(
+        "multiply",
+        "a, b, y",
+        "y = a * b. a: (N, C); b: (C,), which every row of a is multiplied by.\n\nReturn the gradients of a and of b.",
+        multiply,
+        "tricycle/ops.py:multiply",
+        lambda r: [[r.normal(size=(3, 4)), r.normal(size=4)], [r.normal(size=(5, 2)), r.normal(size=2)]],
+        (
+            (lambda grad, a, b, y: (grad * a, (grad * b).sum(0)), "a and b are swapped: the gradient of a is grad * b"),
+            (lambda grad, a, b, y: (grad * b, (grad * a).mean(0)), "copies add up: a sum over the rows, and no mean"),
+        ),
+    ),
+    Exercise(
+        "mean_of_rows",
+        "x, y",
+        "y = x.mean(axis=-1). x: (N, C); y: (N,).\n\nReturn the gradient of x.",
+        lambda x: mean(x, -1),
+        "tricycle/ops.py:mean",
+        lambda r: [[r.normal(size=(3, 4))], [r.normal(size=(2, 7))]],
+        (
+            (
+                lambda grad, x, y: grad[:, None] + 0 * x,
+                "each x is one of C in the mean: its share of the gradient is 1 / C",
+            ),
+        ),
+    ),
+    Exercise(
+        "matmul",
+        "a, b, y",
+        "y = a @ b. a: (N, K); b: (K, M); y: (N, M).\n\nReturn the gradients of a and of b.",
+        matmul,
+        "tricycle/einsum.py:matmul",
+        lambda r: [[r.normal(size=(3, 4)), r.normal(size=(4, 2))], [r.normal(size=(3, 3)), r.normal(size=(3, 3))]],
+        (
+            (
+                lambda grad, a, b, y: (grad @ b, a @ grad) if a.shape == b.shape else None,
+                "right but for transposing: only grad @ b.T has the letters (N, M) (M, K)",
+            ),
+        ),
+    ),
+    Exercise(
+        "relu",
+        "x, y",
+        "y = max(x, 0), element by element.\n\nReturn the gradient of x.",
+        ReLU(),
+        "tricycle/activation.py:ReLU",
+        lambda r: [[r.normal(size=(3, 4)) + 0.1], [r.normal(size=7) - 0.1]],
+        (
+            (lambda grad, x, y: grad * (grad > 0), "where x is above 0, and not where grad is"),
+            (lambda grad, x, y: grad * y, "the slope is 1 where x is above 0: grad itself, not grad * y"),
+        ),
+    ),
+    Exercise(
+        "sigmoid",
+        "x, y",
+        "y = 1 / (1 + exp(-x)), element by element.\n\nReturn the gradient of x. It can be had from y alone.",
+        Sigmoid(),
+        "tricycle/functions.py:Sigmoid",
+        lambda r: [[r.normal(size=(3, 4))], [3 * r.normal(size=7)]],
+        ((lambda grad, x, y: grad * x * (1 - x), "y * (1 - y), of the result: here are x's values"),),
+    ),
+    Exercise(
+        "softmax",
+        "x, y",
+        "y = exp(x) / sum of exp(x), over the last axis. x, y: (N, C)."
+        "\n\nReturn the gradient of x. It can be had from y.",
+        Softmax(),
+        "tricycle/functions.py:Softmax",
+        lambda r: [[r.normal(size=(3, 4))], [2 * r.normal(size=(2, 6))]],
+        (
+            (lambda grad, x, y: grad * y * (1 - y), DIAGONAL),
+            (lambda grad, x, y: grad * y, DIAGONAL),
+            (
+                lambda grad, x, y: y * (grad - (grad * y).sum()),
+                "rows are separate: the sum runs over the last axis alone, keepdims=True",
+            ),
+            (lambda grad, x, y: grad - (grad * y).sum(-1, keepdims=True), "right but for a factor y in front"),
+        ),
+    ),
+    Exercise(
+        "cross_entropy",
+        "labels, logits, y",
+        "y = the mean over rows of -log softmax(logits)[label]. labels: (N,), whole numbers; logits: (N, V)."
+        "\n\nReturn the gradient of logits. y and grad are one number each.",
+        CrossEntropy(),
+        "tricycle/loss.py:CrossEntropy",
+        lambda r: [
+            [r.integers(0, 4, 3), r.normal(size=(3, 4))],
+            [r.integers(0, 6, 5), 2 * r.normal(size=(5, 6))],
+        ],
+        (
+            (
+                lambda grad, t, x, y: grad * (_softmax(x) - _one_hot(t, x.shape[1])),
+                "the loss is a mean: divide by the number of rows",
+            ),
+            (
+                lambda grad, t, x, y: grad * _softmax(x) / len(t),
+                "the label's own logit is missing: take 1 away from its probability",
+            ),
+            (
+                lambda grad, t, x, y: grad * (_one_hot(t, x.shape[1]) - _softmax(x)) / len(t),
+                "the sign is turned: a larger logit of the label makes the loss smaller",
+            ),
+        ),
+    ),
+    Exercise(
+        "rms_norm",
+        "x, gain, y",
+        f"y = x / sqrt(mean of x^2 over the last axis + {EPS}) * gain. x: (N, C); gain: (C,)."
+        "\n\nReturn the gradients of x and of gain.",
+        rms_norm,
+        "tricycle/layers.py:RMSNorm",
+        lambda r: [[r.normal(size=(3, 4)), 1 + r.random(4)], [r.normal(size=(2, 6)), 1 + r.random(6)]],
+        (
+            (lambda grad, x, gain, y: _norm(grad, x, gain, False, False, False), CONSTANT_SCALE),
+            (lambda grad, x, gain, y: _norm(grad, x, gain, False, False, True, False), NO_GAIN),
+        ),
+    ),
+    Exercise(
+        "layer_norm",
+        "x, gain, bias, y",
+        f"y = (x - mean) / sqrt(variance + {EPS}) * gain + bias, both over the last axis. x: (N, C); gain, bias: (C,)."
+        "\n\nReturn the gradients of x, of gain and of bias.",
+        layer_norm,
+        "tricycle/layers.py:LayerNorm",
+        lambda r: [
+            [r.normal(size=(3, 4)), 1 + r.random(4), r.normal(size=4)],
+            [2 + r.normal(size=(2, 6)), 1 + r.random(6), r.normal(size=6)],
+        ],
+        (
+            (
+                lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, False, False),
+                f"{CONSTANT_MEAN}; and {CONSTANT_SCALE}",
+            ),
+            (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, True, False), CONSTANT_SCALE),
+            (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, False, True), CONSTANT_MEAN),
+            (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, True, True, False), NO_GAIN),
+        ),
+    ),
+    Exercise(
+        "attention",
+        "q, k, v, y",
+        "y = softmax(q k^T / sqrt(D)) v, one head without a mask. q: (T, D); k: (S, D); v: (S, E); y: (T, E)."
+        "\n\nReturn the gradients of q, of k and of v.",
+        one_head,
+        "tricycle/attention/attend.py:Attention",
+        lambda r: [
+            [r.normal(size=(3, 4)), r.normal(size=(5, 4)), r.normal(size=(5, 2))],
+            [r.normal(size=(2, 3)), r.normal(size=(2, 3)), r.normal(size=(2, 3))],
+        ],
+        (
+            (
+                lambda grad, q, k, v, y: _attention(grad, q, k, v, False, True),
+                "scores were divided by sqrt(D): so is their gradient, on its way to q and k",
+            ),
+            (
+                lambda grad, q, k, v, y: _attention(grad, q, k, v, True, False),
+                "grad @ v.T is the gradient of the weights: it goes back through the softmax to reach the scores",
+            ),
+        ),
+    ),
+)
