@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from experiments.quiet_attention.pretrained import Settings
+from experiments.quiet_attention.pretrained import measure as measure_model
+from experiments.quiet_attention.pretrained_report import report as report_model
 from experiments.quiet_attention.report import report
 from experiments.settings import at_least
 from tricycle import devices
@@ -50,11 +53,16 @@ class Arguments:
     """the folder for everything"""
     device: str = "auto"
     """"auto" takes a GPU if there is one, "cpu" does not"""
+    model: str = ""
+    """ask a model that others trained instead, such as smollm2: with softmax1 and a learned sink"""
 
 
 def main() -> None:
     arguments = parse(Arguments, description=__doc__ or "")
     at_least(arguments, seeds=1, measurements=1, steps=0, batch_size=0)
+    if arguments.model:
+        ask_model(arguments)
+        return
     on_gpu = arguments.device != "cpu" and devices.gpu_available()
     corpus = Shakespeare(BYTES)
     tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
@@ -64,6 +72,20 @@ def main() -> None:
             config = new_config(arguments, on_gpu, seed, variant)
             run(config, corpus.train, held_out, arguments.output / f"{variant}-{seed}", arguments.measurements, on_gpu)
     report(arguments.output, VARIANTS, arguments.seeds, corpus.tokeniser, tokens)
+
+
+def ask_model(arguments: Arguments) -> None:
+    """The same question of a model that others trained, on two CPU cores: 20 variants of it, or 5 with "quick"."""
+    sizes = {"rows": 2, "tokens": 128, "tested": 2, "rounded": 1, "inside": 1, "survey": 4} if arguments.quick else {}
+    settings = Settings(
+        model=arguments.model,
+        seeds=1 if arguments.quick else arguments.seeds,
+        steps=arguments.steps or (4 if arguments.quick else 32),
+        output=arguments.output / f"{Path(arguments.model).name}{'-quick' * arguments.quick}",
+        **sizes,
+    )
+    results = measure_model(settings, arguments.quick)
+    report_model(settings, results)
 
 
 def new_config(arguments: Arguments, on_gpu: bool, seed: int, variant: str) -> GPTConfig:

@@ -1,0 +1,99 @@
+"""Weights and activations rounded to 8 bits, in plain sight: what a model loses by it.
+
+A value x becomes s round(x / s) with s = max |x| / 127: symmetric, by the largest value (absmax). With one scale a
+tensor, one outlier makes s large for all. Products of such values in float32 are those that int8 hardware would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.layers import Dense
+from tricycle.models import GPT
+from tricycle.tensor import Tensor
+from tricycle_lab.taps import tap
+
+LEVELS = 127
+
+
+class Way(NamedTuple):
+    """What is rounded, and how many scales there are.
+
+    Attributes:
+        weights, activations: of the products within blocks: "tensor" for one scale, "row" for one for each column of a
+            matrix and for each token; "" leaves them.
+        stream: the stream behind each block is rounded too, with one scale for a text.
+        first: of activations the first token's are rounded too, and count for the scale.
+    """
+
+    weights: str = ""
+    activations: str = ""
+    stream: bool = False
+    first: bool = True
+
+
+WAYS = {
+    "weights, a scale a tensor": Way("tensor"),
+    "weights and activations, a scale a tensor": Way("tensor", "tensor"),
+    "weights and activations, a scale a row": Way("row", "row"),
+    "weights, activations and stream, a scale a tensor": Way("tensor", "tensor", True),
+}
+MORE_WAYS = {  # of models as they are: what is to be gained at all
+    "the same without the first token's activations": Way("tensor", "tensor", first=False),
+    "activations, a scale a tensor": Way("", "tensor"),
+    "weights, a scale a row": Way("row"),
+}
+
+
+def rounded(x: np.ndarray, scales: str, axis: int = -1) -> np.ndarray:
+    """
+    Args:
+        scales: "tensor", or "row" for one scale along each line of the axis.
+    """
+    largest = abs(x).max(axis=axis, keepdims=True) if scales == "row" else abs(x).max()
+    scale = np.maximum(largest, np.finfo(np.float32).tiny) / np.float32(LEVELS)
+    return (np.rint(x / scale) * scale).astype(x.dtype, copy=False)
+
+
+@contextmanager
+def eight_bits(model: GPT, way: Way) -> Iterator[None]:
+    """Within this block the matrices of a model's blocks and what is multiplied by them are rounded; without gradients.
+
+    Activations have a scale for what comes together: give rows one at a time.
+    """
+    with ExitStack() as undo:
+        for block in model.blocks:
+            for layer in block.layers():
+                if isinstance(layer, Dense):
+                    undo.callback(_put, layer, layer.weights.array)
+                    if way.weights:
+                        layer.weights.array = rounded(layer.weights.array, way.weights, axis=0)
+                    if way.activations:
+                        undo.callback(tap(layer, "exchanges", _rounds_input(way)))
+            if way.stream:
+                undo.callback(tap(block, "changes", _rounded_output))
+        yield
+
+
+def _put(layer: Any, array: np.ndarray) -> None:
+    layer.weights.array = array
+
+
+def _rounds_input(way: Way) -> Any:
+    def exchange(layer: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        x, *rest = args
+        if way.first:
+            new = rounded(x.array, way.activations)
+        else:
+            new = np.concatenate([x.array[:, :1], rounded(x.array[:, 1:], way.activations)], axis=1)
+        return layer, (Tensor(new, False), *rest)
+
+    return exchange
+
+
+def _rounded_output(out: Tensor, *args: Any) -> Tensor:
+    return Tensor(rounded(out.array, "tensor"), False)

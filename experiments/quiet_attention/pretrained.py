@@ -1,0 +1,202 @@
+"""The question asked of a model that others trained: every variant is made, measured, and kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS, Way, eight_bits
+from experiments.quiet_attention.inside import attention_maps, look_inside, weight_outliers
+from experiments.quiet_attention.teaching import Lesson, Variant, teach, use_softmax
+from experiments.real_model import (
+    TEXTS,
+    Windows,
+    bits_per_byte,
+    load_model,
+    perplexity,
+    text_of,
+    token_losses,
+    windows,
+)
+from experiments.settings import save
+from tricycle.pretrained import Pretrained
+from tricycle_cli import clock
+
+LEARNT_CHARACTERS = 2**20  # of each text, to draw from
+SHOWN_TOKENS = 40
+BEGINNINGS = "<|im_start|>", "<|endoftext|>", "\n", " the", ".", " King", "def", " ", "0"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is learnt and looked at."""
+
+    model: str
+    """as `tricycle.pretrained.load` takes it"""
+    seeds: int
+    """how often what is learnt is learnt"""
+    steps: int
+    """updates of each training"""
+    rows: int = 4
+    """pieces of text an update"""
+    tokens: int = 256
+    """of each piece"""
+    tested: int = 8
+    """pieces of each text that perplexity is taken of"""
+    rounded: int = 4
+    """of these, how many with 8 bits"""
+    inside: int = 2
+    """of these, how many are looked into"""
+    survey: int = 24
+    """pieces of each text in which massive tokens are counted, of the model as it is"""
+    output: Path = Path("runs/quiet_attention/model")
+    """where everything is left"""
+
+
+def variants_of(settings: Settings, quick: bool) -> list[Variant]:
+    """All that is made, the first seed of everything before the others."""
+    made = [Variant("softmax"), Variant("softmax1")]
+    if quick:
+        return [*made, Variant("sink", "sinks"), Variant("softmax", "lora"), Variant("softmax1", "lora")]
+    for seed in range(settings.seeds):
+        made.append(Variant("sink", "sinks", seed))
+        made += [Variant(softmax, method, seed) for method in ("lora", "all") for softmax in ("softmax", "softmax1")]
+        if seed == 0:
+            made += [Variant("sink", "sinks", 0, -5.0), Variant("sink", "all", 0), Variant("sink", "lora", 0)]
+    return made
+
+
+def measure(settings: Settings, quick: bool = False) -> dict[str, Any]:
+    """The results, those of earlier calls too: what is finished is not done again.
+
+    Raises:
+        ValueError: results of other settings lie there.
+    """
+    results = kept(settings)
+    loaded = load_model(settings.model)
+    pieces = {
+        name: windows(loaded.tokeniser, text_of(name, "test"), settings.tested, settings.tokens) for name in TEXTS
+    }
+    lesson: Lesson | None = None
+    if "before" not in results:
+        results["before"] = survey(loaded, settings)
+        write(settings, results)
+    for variant in variants_of(settings, quick):
+        if variant.key in results["variants"]:
+            continue
+        print(f"=== {variant.key}", flush=True)
+        lesson = lesson or lesson_of(loaded, settings)
+        loaded = load_model(settings.model)
+        started = clock.awake_seconds()
+        losses = teach(loaded, variant, lesson)
+        taught = clock.awake_seconds()
+        result = look(loaded, pieces, settings, WAYS if variant.method else WAYS | MORE_WAYS)
+        seconds = {"teaching": round(taught - started, 1), "looking": round(clock.awake_seconds() - taught, 1)}
+        about = {"variant": variant._asdict(), "title": variant.title, "losses": np.round(losses, 4).tolist()}
+        results["variants"][variant.key] = {**about, "seconds": seconds, **result}
+        write(settings, results)
+    return results
+
+
+def kept(settings: Settings) -> dict[str, Any]:
+    path = settings.output / "results.json"
+    if not path.is_file():
+        return {"variants": {}}
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    now = {name: value for name, value in vars(settings).items() if name not in ("output", "seeds")}
+    other = [
+        f"{name} {results['settings'].get(name)!r} there and {value!r} here"
+        for name, value in now.items()
+        if results["settings"].get(name) != value
+    ]
+    if other:
+        raise ValueError(f"{path} holds results of other settings: {'; '.join(other)}; name another --output")
+    return results
+
+
+def write(settings: Settings, results: dict[str, Any]) -> None:
+    settings.output.mkdir(parents=True, exist_ok=True)
+    results |= save(
+        settings.output / "results.json", settings, before=results.get("before"), variants=results["variants"]
+    )
+
+
+def lesson_of(loaded: Pretrained, settings: Settings) -> Lesson:
+    texts = [loaded.tokeniser.encode_plain(text_of(name, "train")[:LEARNT_CHARACTERS]) for name in TEXTS]
+    return Lesson([ids.astype(np.int64) for ids in texts], settings.steps, settings.rows, settings.tokens)
+
+
+# -------------------------------------------------------------------- what is measured
+def look(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings, ways: dict[str, Way]) -> dict[str, Any]:
+    """Of each text: bits a byte and perplexity, with 8 bits too; and what goes on inside."""
+    model = loaded.model
+    result: dict[str, Any] = {"texts": {}}
+    for name, some in pieces.items():
+        losses = token_losses(model, some.ids, n_rows=1)
+        few = Windows(some.ids[: settings.rounded], some.n_bytes[: settings.rounded])
+        found: dict[str, Any] = {"all": figures(losses, some.n_bytes)}
+        found["same pieces"] = figures(losses[: settings.rounded], few.n_bytes)
+        for way_name, way in ways.items():
+            with eight_bits(model, way):
+                found[way_name] = figures(token_losses(model, few.ids, n_rows=1), few.n_bytes)
+        result["texts"][name] = found
+    rows = np.concatenate([some.ids[: settings.inside, :-1] for some in pieces.values()])
+    result["inside"] = look_inside(model, rows).as_dict()
+    sinks = [p.numpy().round(3).tolist() for name, p in model.named_parameters() if name.endswith("softmax_scales")]
+    return result | ({"sinks": sinks} if sinks else {})
+
+
+def figures(losses: np.ndarray, n_bytes: np.ndarray) -> list[float]:
+    """Perplexity a token and bits a byte."""
+    return [round(perplexity(losses), 4), round(bits_per_byte(losses, n_bytes), 5)]
+
+
+def survey(loaded: Pretrained, settings: Settings) -> dict[str, Any]:
+    """Of the model as it is: outliers of its weights, and which tokens are massive in many pieces of text.
+
+    Returns:
+        "weights"; by text "first_is_massive", the share of pieces whose first token is, "first_share", the weight that
+        goes to the first token, and "others": other massive tokens with their place; and "beginnings": the largest
+        value at the first token for some tokens in its place, before the same piece of text.
+    """
+    result: dict[str, Any] = {"weights": weight_outliers(loaded.model), "texts": {}}
+    for name in TEXTS:
+        ids = windows(loaded.tokeniser, text_of(name, "test"), settings.survey, settings.tokens).ids[:, :-1]
+        inside = look_inside(loaded.model, ids)
+        firsts = [number for number, place, _ in inside.tokens if place == 0]
+        others = [(place, loaded.tokeniser.decode([token])) for _, place, token in inside.tokens if place]
+        result["texts"][name] = {
+            "first_is_massive": len(firsts) / len(ids),
+            "first_share": np.round(inside.first, 4).tolist(),
+            "massive_share": np.round(inside.massive, 4).tolist(),
+            "others": others,
+        }
+    result["beginnings"] = beginnings(loaded, settings)
+    return result
+
+
+def beginnings(loaded: Pretrained, settings: Settings) -> dict[str, list[float]]:
+    """For tokens put before one and the same text: largest value of the stream at the first token, and the mean share
+    of weight that it gets."""
+    text = windows(loaded.tokeniser, text_of("shakespeare", "test"), 1, settings.tokens - 1).ids[0]
+    found = {}
+    for token in BEGINNINGS:
+        ids = loaded.tokeniser.encode(token, add_special_tokens=False)[:1]
+        inside = look_inside(loaded.model, np.array([[*ids, *text[:-1]]]))
+        found[token] = [round(float(inside.largest_first.max()), 1), round(float(inside.first.mean()), 4)]
+    return found
+
+
+def maps(settings: Settings, layers: list[int]) -> tuple[list[str], dict[str, dict[str, np.ndarray]]]:
+    """Tokens of a short text, and attention to them with softmax and softmax1, of the model as it is."""
+    loaded = load_model(settings.model)
+    row = windows(loaded.tokeniser, text_of("shakespeare", "test"), 3, SHOWN_TOKENS - 1).ids[1]
+    found = {}
+    for softmax in ("softmax", "softmax1"):
+        use_softmax(loaded.model, Variant(softmax))
+        found[softmax] = attention_maps(loaded.model, row, layers)
+    return [loaded.tokeniser.decode([int(token)]) for token in row], found

@@ -1,0 +1,189 @@
+"""The question of softmax1 asked of a model that others trained, here a tiny one: rounding, looking, teaching."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from tiny_models import TEXT, lively_model, write_folder
+
+from experiments import real_model
+from experiments.quiet_attention import __main__ as program
+from experiments.quiet_attention import pretrained
+from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS, Way, eight_bits, rounded
+from experiments.quiet_attention.inside import look_inside, massive_tokens, weight_outliers
+from experiments.quiet_attention.pretrained import Settings, kept, variants_of
+from experiments.quiet_attention.pretrained_report import grouped, report
+from experiments.quiet_attention.teaching import Lesson, Variant, teach, use_softmax
+from experiments.real_model import load_model, token_losses
+from tricycle_lab.probe import excess_kurtosis
+
+SMALL = {"steps": 2, "rows": 2, "tokens": 24, "tested": 2, "rounded": 1, "inside": 1, "survey": 2}
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return np.random.default_rng(1).integers(3, 400, (3, 33))
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    monkeypatch.setattr(real_model, "READERS", dict.fromkeys(real_model.TEXTS, lambda held_out: TEXT))
+
+
+# -------------------------------------------------------------------- 8 bits
+def test_rounding():
+    x = np.array([[1, -127, 0.4], [10, 5, 0]], np.float32)
+    assert rounded(x, "tensor").tolist() == [[1, -127, 0], [10, 5, 0]]
+    by_row = rounded(x, "row")
+    assert by_row[0].tolist() == [1, -127, 0]
+    np.testing.assert_allclose(by_row[1], [10, 10 / 127 * 64, 0], rtol=1e-6)
+    columns = rounded(x, "row", axis=0)
+    np.testing.assert_allclose(columns[:, 2], [0.4, 0], rtol=1e-6)
+    assert rounded(np.zeros((2, 3), np.float32), "tensor").tolist() == np.zeros((2, 3)).tolist()
+
+
+def test_rounding_one_model_for_a_while(ids):
+    model = lively_model()
+    plain = token_losses(model, ids, n_rows=1)
+    weights = {name: p.array.copy() for name, p in model.named_parameters()}
+    losses = {}
+    for name, way in {**WAYS, **MORE_WAYS, "nothing": Way()}.items():
+        with eight_bits(model, way):
+            losses[name] = token_losses(model, ids, n_rows=1)
+    assert all(np.array_equal(p.array, weights[name]) for name, p in model.named_parameters())
+    np.testing.assert_array_equal(token_losses(model, ids, n_rows=1), plain)
+    np.testing.assert_allclose(losses.pop("nothing"), plain, rtol=1e-5)
+    off = {name: abs(some - plain).mean() for name, some in losses.items()}
+    assert min(off.values()) > 1e-4
+    assert off["weights and activations, a scale a row"] < off["weights and activations, a scale a tensor"]
+
+
+def test_an_outlier_costs_where_there_is_one_scale(ids):
+    model = lively_model()
+    for block in model.blocks:
+        block.mlp.up.weights.array[0, 0] = 500.0
+    plain = token_losses(model, ids, n_rows=1)
+    off = {}
+    for scales in ("tensor", "row"):
+        with eight_bits(model, Way(scales)):
+            off[scales] = abs(token_losses(model, ids, n_rows=1) - plain).mean()
+    assert off["tensor"] > 5 * off["row"]
+
+
+# -------------------------------------------------------------------- inside
+def test_massive_tokens():
+    streams = np.random.default_rng(0).standard_normal((3, 20, 8))
+    assert not massive_tokens(streams).any()
+    streams[1, [0, 7], 3] = 5000, -900
+    streams[1, 9, 3] = 90
+    assert np.flatnonzero(massive_tokens(streams)).tolist() == [0, 7]
+
+
+def test_what_is_seen_inside(ids):
+    model = lively_model()
+    inside = look_inside(model, ids[:, :-1])
+    assert inside.first.shape == (2, 4)
+    assert inside.kurtosis.shape == (2,)
+    np.testing.assert_allclose(inside.nothing, 0, atol=1e-6)
+    use_softmax(model, Variant("sink", "sinks", initial=50.0))
+    quiet = look_inside(model, ids[:, :-1])
+    assert quiet.nothing.min() > 0.99
+    assert quiet.first.max() < 0.01
+    json.dumps(inside.as_dict())
+
+
+def test_outliers_of_weights():
+    model = lively_model()
+    model.blocks[1].attention.qkv.weights.array[3, 8] = 50.0  # of the second head's queries
+    found = weight_outliers(model)
+    assert len(found["heads"]["queries"][1]) == 4
+    assert len(found["heads"]["keys"][1]) == 2
+    assert int(np.argmax(found["heads"]["queries"][1])) == 1
+    kurtosis, largest = found["matrices"]["attention.qkv"][1]
+    assert kurtosis == pytest.approx(excess_kurtosis(model.blocks[1].attention.qkv.weights.array), abs=1e-3)
+    assert largest > found["matrices"]["attention.qkv"][0][1]
+
+
+# -------------------------------------------------------------------- teaching
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("sink", "sinks", initial=-1.0),
+        Variant("sink", "lora"),
+        Variant("softmax1", "lora"),
+        Variant("sink", "all"),
+    ],
+    ids=lambda variant: variant.title,
+)
+def test_only_what_is_to_learn_learns(variant, tmp_path):
+    loaded = load_model(str(write_folder(tmp_path / "tiny")))
+    before = {name: p.array.copy() for name, p in loaded.model.named_parameters()}
+    text = loaded.tokeniser.encode_plain(TEXT).astype(np.int64)
+    losses = teach(loaded, variant, Lesson([text, text[::-1]], 3, 2, 16))
+    assert len(losses) == 3
+    assert all(map(math.isfinite, losses))
+    after = dict(loaded.model.named_parameters())
+    changed = {name for name, array in before.items() if not np.array_equal(after[name].array, array)}
+    sinks = [p for name, p in after.items() if name.endswith("softmax_scales")]
+    assert len(sinks) == (2 if variant.softmax == "sink" else 0)
+    assert all((p.array != variant.initial).all() for p in sinks)
+    if variant.method == "sinks":
+        assert not changed
+    elif variant.method == "lora":
+        assert {name.rpartition(".")[2] for name in changed} == {"weights"}
+        assert not any("embedding" in name for name in changed)
+        assert after.keys() - before.keys() == {name for name in after if name.endswith("softmax_scales")}
+    else:
+        assert changed == before.keys()
+
+
+def test_it_learns_a_text(tmp_path):
+    loaded = load_model(str(write_folder(tmp_path / "tiny")))
+    text = loaded.tokeniser.encode_plain(TEXT).astype(np.int64)
+    losses = teach(loaded, Variant("softmax1", "lora"), Lesson([text], 30, 2, 16))
+    assert np.mean(losses[-5:]) < 0.92 * np.mean(losses[:5])
+
+
+# -------------------------------------------------------------------- all of it
+def test_the_first_seed_of_everything_comes_before_the_others():
+    variants = variants_of(Settings("tiny", 3, 1), quick=False)
+    assert len({variant.key for variant in variants}) == len(variants) == 20
+    seeds = [variant.seed for variant in variants]
+    assert seeds == sorted(seeds)
+
+
+def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
+    folder = write_folder(tmp_path / "tiny")
+    settings = Settings(str(folder), 1, output=tmp_path / "out", **SMALL)
+    monkeypatch.setattr(pretrained, "BEGINNINGS", ("the", "\n"))
+    monkeypatch.setattr(pretrained, "variants_of", lambda *_: [Variant("softmax"), Variant("sink", "lora")])
+    results = pretrained.measure(settings, quick=True)
+    report(settings, results)
+    names = {path.name for path in settings.output.iterdir()}
+    assert names >= {"results.json", "model.png", "model.html"}
+    tables = capsys.readouterr().out
+    assert "Training reads 96 tokens in 2 updates." in tables
+    assert "| softmax, as it is |" in tables
+    assert "| sink, LoRA |" in tables
+    monkeypatch.setattr(pretrained, "teach", lambda *_: pytest.fail("taught again"))
+    assert pretrained.measure(settings, quick=True)["variants"] == results["variants"]
+    with pytest.raises(ValueError, match="steps 2 there and 3 here"):
+        kept(Settings(str(folder), 1, output=tmp_path / "out", **{**SMALL, "steps": 3}))
+    assert list(grouped(results["variants"])) == ["softmax, as it is", "sink, LoRA"]
+
+
+def test_the_flag(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(program, "measure_model", lambda settings, quick: asked.append((settings, quick)))
+    monkeypatch.setattr(program, "report_model", lambda settings, results: None)
+    monkeypatch.setattr("sys.argv", ["x", "--model", "smollm2", "--quick", "--output", str(tmp_path)])
+    program.main()
+    settings, quick = asked[0]
+    assert quick
+    assert (settings.model, settings.seeds, settings.steps, settings.tokens) == ("smollm2", 1, 4, 128)
+    assert settings.output == tmp_path / "smollm2-quick"
