@@ -48,14 +48,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="of the text, about")
     parser.add_argument("--times", type=int, default=3, help="that each change is made")
     settings = parser.parse_args()
-    text = (TEXT * (1 + settings.tokens // 39)).split()
-    text = " ".join(text[: round(settings.tokens / 1.14)])
-    with looking(settings.model, text, settings.weights) as (address, loading), browsing() as driver:
+    text = " ".join((TEXT * (1 + settings.tokens // 39)).split()[: round(settings.tokens / 1.075)])
+    with browsing() as driver, looking(settings.model, text, settings.weights) as (address, loading):
         print(f"the command, until it prints the address: {loading:.1f} s")
-        for when in ("first", "second"):
+        for when in ("from there to the first view, the browser being open", "to the view when it is opened again"):
+            began = time.perf_counter()
             driver.get(address)
-            ready = until(driver, "return document.body.dataset.ready")
-            print(f"the {when} view: {float(ready) / 1000:.2f} s")
+            until(driver, "return document.body.dataset.ready")
+            print(f"{when}: {time.perf_counter() - began:.2f} s")
         n_tokens, n_layers = driver.execute_script("return [sides[0].view.ids.length, sides[0].view.sites.length]")
         print(
             f"\n{n_tokens} tokens, {n_layers} layers; seconds from the click, median and slowest of {settings.times}\n"

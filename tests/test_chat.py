@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 
-from tiny_models import write_folder
+from tiny_models import smollm2_file, write_folder
 
 from tricycle import generate as generation
 from tricycle.checkpoint import save_checkpoint
@@ -24,7 +24,6 @@ from tricycle.configs import DebugConfig
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
-from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
@@ -264,19 +263,11 @@ def test_the_template_says_what_ends_an_answer(tmp_path):
 @pytest.mark.slow
 def test_smollm2_knows_the_capital_of_france():
     """As `transformers` answers from the same file, taking the likeliest token each time."""
-    path = smollm2()
+    path = smollm2_file()
     out = talk(
         path, "What is the capital of France?\n", "--temperature", "0", "--top-p", "1", "--repetition-penalty", "1"
     )
     assert out.stdout.decode() == "The capital of France is Paris.\n"
-
-
-def smollm2() -> Path:
-    """The file, where it is."""
-    try:
-        return Path(os.environ.get("TRICYCLE_SMOLLM2") or smollm2_path())
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
 
 
 def test_settings_are_the_makers_own(tmp_path):

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from browser import DESKTOP, PHONE, Browser, browsing
 from test_look import TEXT, TOKENISER, subject_of, translator_of, translators
+from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
-from tricycle.pretrained.packaged import smollm2_path
 from tricycle_cli import look
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.functions import graph_named
@@ -326,11 +326,10 @@ SENTENCE = "The keys to the old cabinet in the kitchen were on the table, becaus
 @pytest.mark.slow
 def test_smollm2_with_pictures(browser: Browser) -> None:
     pytest.importorskip("gguf")
-    try:
-        smollm2_path()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    served = serving(Desk([look.subject_of(look.Arguments("smollm2"), "smollm2")], SENTENCE))
+    path = str(smollm2_file())
+    subject = look.subject_of(look.Arguments(path), path)
+    subject.title = "smollm2"
+    served = serving(Desk([subject], SENTENCE))
     browser.open(served.address, (1440, 900))
     browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
     assert browser.run("return document.querySelectorAll('[role=option]').length") == 19

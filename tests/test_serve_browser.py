@@ -15,10 +15,9 @@ pytest.importorskip("uvicorn")
 
 from browser import DESKTOP, PHONE, browsing
 from serving import Alone, serving, until
-from tiny_models import write_folder
+from tiny_models import smollm2_file, write_folder
 
 from tricycle.generate import Batch
-from tricycle.pretrained.packaged import smollm2_path
 
 LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
 TEXTS = "return [...document.querySelectorAll('article p')].map((one) => one.textContent)"
@@ -179,11 +178,7 @@ def test_a_model_that_was_not_taught_to_talk(browser, tmp_path):
 @pytest.mark.slow
 def test_the_picture_of_the_docs(browser):
     """docs/serving.png is what this leaves, in the folder TRICYCLE_SCREENSHOTS."""
-    try:
-        smollm2_path()
-    except FileNotFoundError:
-        pytest.skip("SmolLM2 is not here")
-    with serving(Path("smollm2")) as running:
+    with serving(smollm2_file(), name="smollm2") as running:
         browser.open(running.url, (900, 560))
         for said in ("What is the capital of France?", "And what flows through it?"):
             browser.find("#said").send_keys(said)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import smollm2_file
 
 from tricycle.generate import generate
 from tricycle.pretrained import load, packaged
@@ -32,15 +32,6 @@ told me all about it." Mr. Bennet made no answer. "Do not you want to know who h
 impatiently. "You want to tell me, and I have no objection to hearing it." This was invitation enough."""
 QUESTIONS = ("What is a tricycle?", "Name three colours.", "Write a line of Python that prints the squares below 50.")
 N_TOKENS = 64
-
-
-def file_path() -> Path:
-    if "TRICYCLE_SMOLLM2" in os.environ:
-        return Path(os.environ["TRICYCLE_SMOLLM2"])
-    try:
-        return packaged.smollm2_path()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
 
 
 # -------------------------------------------------------------------- where it is found
@@ -67,7 +58,7 @@ def test_the_package_is_not_run(tmp_path, monkeypatch):
 # -------------------------------------------------------------------- beside transformers
 @pytest.fixture(scope="module")
 def ours() -> Any:
-    return load(file_path())
+    return load(smollm2_file())
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +67,7 @@ def theirs() -> tuple[Any, Any]:
     pytest.importorskip("gguf")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    path = file_path()
+    path = smollm2_file()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     )
@@ -200,7 +191,7 @@ print(loaded - start, end - loaded, int(most.split()[1]) / 2**10)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the most memory as Linux does")
 def test_seconds_and_memory(capsys):
     """Of loading, in processes of their own: import, load (s), the most memory (MiB)."""
-    path = file_path()
+    path = smollm2_file()
     library = "transformers" if "TRICYCLE_BESIDE" in os.environ else "tricycle"
     environment = os.environ | {"OMP_NUM_THREADS": "2", "TRICYCLE_NUM_THREADS": "2"}
     measured = {}

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import pickle
 import random
 import sys
@@ -14,10 +13,10 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from chat_templates import CHATML, LONGER
+from tiny_models import smollm2_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tricycle.pretrained import tokenizer_json as form
-from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.tokenisers import (
     PretrainedTokeniser,
     from_folder,
@@ -407,10 +406,7 @@ def test_templates_in_a_gguf_file():
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Path, dict]:
     gguf = pytest.importorskip("gguf")
-    try:
-        path = Path(os.environ.get("TRICYCLE_SMOLLM2") or smollm2_path())
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+    path = smollm2_file()
     return path, {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 

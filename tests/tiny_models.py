@@ -1,15 +1,20 @@
-"""A tiny model as other people hand theirs on, in Hugging Face's form, with a tokeniser and a chat template."""
+"""A tiny model as other people hand theirs on, in Hugging Face's form, with a tokeniser and a chat template; and where
+a small one lies that people really use.
+"""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 from chat_templates import CHATML
 
 from tricycle.configs import ModelConfig
 from tricycle.models import GPT
 from tricycle.pretrained import tokenizer_json as form
 from tricycle.pretrained.export import export_folder
+from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.tokeniser import BPETokeniser
@@ -59,3 +64,11 @@ def write_folder(folder: Path, chat_template: str | None = CHATML, settings=None
     settings = settings or GenerationSettings(top_k=40, stop_tokens=(2,))  # so it takes the likeliest token
     export_folder(lively_model(**changes), tiny_tokeniser(chat_template), folder, generation=settings)
     return folder
+
+
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct, where TRICYCLE_SMOLLM2 or its package says; tests are skipped where it is not."""
+    try:
+        return Path(os.environ.get("TRICYCLE_SMOLLM2") or smollm2_path())
+    except FileNotFoundError as error:
+        pytest.skip(str(error))

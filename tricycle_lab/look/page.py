@@ -22,7 +22,7 @@ def page(frame: str, title: str, data: Any, served: bool = False) -> str:
     """The text of a page.
 
     Args:
-        frame: the name of its files: `<frame>.html`, `.css` and `.js`, behind what all pages share.
+        frame: the name of its files: `<frame>.html`, `.css` and `.js`, within and behind what all pages share.
         data: what JSON can hold, for the script to read.
         served: it may ask who served it.
     """
@@ -32,10 +32,11 @@ def page(frame: str, title: str, data: Any, served: bool = False) -> str:
         "__POLICY__": policy(style, script, served),
         "__TITLE__": html.escape(title),
         "__STYLE__": style,
+        "__BODY__": _text(f"{frame}.html"),
         "__DATA__": for_script(data),
         "__SCRIPT__": script,
     }
-    return re.sub("|".join(parts), lambda mark: parts[mark[0]], _text(f"{frame}.html"))
+    return re.sub("|".join(parts), lambda mark: parts[mark[0]], _text("common.html"))
 
 
 def policy(style: str, script: str, served: bool) -> str:
