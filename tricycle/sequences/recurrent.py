@@ -147,7 +147,6 @@ class _Run:
         d_gates = xp.empty((self.kind.n_grads, *self.gates.shape), self.gates.dtype)
         d_initial = grad[:, -1].copy()
         dx = xp.empty(self.rows.shape, self.gates.dtype)
-        d_matrix = xp.zeros_like(self.matrix)
         step_back = self.kind.step_back
 
         def go_back(piece: slice) -> None:
@@ -156,11 +155,10 @@ class _Run:
             step_back(_around(grad, piece), *known, d_gates[:, piece], d_initial, *self.kind.options)
 
         def multiply(piece: slice) -> None:
-            d = _flat(d_gates[0, piece])
-            kernels.matmul(d, self.matrix.T, None, _flat(dx[piece]))
-            d_matrix[...] += kernels.matmul(_flat(self.rows[piece]).T, d)
+            kernels.matmul(_flat(d_gates[0, piece]), self.matrix.T, None, _flat(dx[piece]))
 
         kernels.pipeline(self.gates, self.pieces[::-1], go_back, multiply)
+        d_matrix = kernels.matmul(_flat(self.rows).T, _flat(d_gates[0]))
         d_hidden = kernels.matmul(_flat(self.states[0, :-1]).T, _flat(d_gates[-1]))
         gradients = [dx, d_initial, d_matrix, d_hidden]
         if has_biases:

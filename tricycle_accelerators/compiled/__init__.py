@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from tricycle import kernels
-from tricycle_accelerators.compiled import attention, elementwise, generation, normalisation, optimisers
+from tricycle_accelerators.compiled import attention, elementwise, generation, normalisation, optimisers, recurrence
 
 
 @cache
@@ -42,4 +42,8 @@ def register(array: type) -> None:
     kernels.rotate.on(array)(elementwise.rotate)
     kernels.layer_norm.on(array)(normalisation.layer_norm)
     kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
+    kernels.lstm.on(array)(recurrence.lstm)
+    kernels.lstm_backward.on(array)(recurrence.lstm_backward)
+    kernels.gru.on(array)(recurrence.gru)
+    kernels.gru_backward.on(array)(recurrence.gru_backward)
     kernels.adamw.on(array)(optimisers.adamw)

@@ -237,3 +237,111 @@ def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: n
         m[i] = beta1 * m[i] + rest1 * slope
         v[i] = beta2 * v[i] + rest2 * (slope * slope)
         w[i] = kept * w[i] - rate * m[i] / (np.sqrt(v[i]) + eps)
+
+
+# -------------------------------------------------------------------- steps of recurrent layers
+@numba.njit(inline="always")
+def _sigmoid(x: np.float32) -> np.float32:
+    return ONE / (ONE + exp(-x))
+
+
+@numba.njit(inline="always")
+def _tanh(x: np.float32) -> np.float32:
+    """Near 0, where the two exponentials are nearly equal, by its series."""
+    square = x * x
+    series = np.float32(62 / 2835)
+    series = series * square - np.float32(17 / 315)
+    series = series * square + np.float32(2 / 15)
+    series = series * square - np.float32(1 / 3)
+    series = x + x * (series * square)
+    far = np.float32(2) * _sigmoid(np.float32(2) * x) - ONE
+    return series if square < np.float32(0.0625) else far
+
+
+@compiled("void(f4[::1], f4[::1])")
+def _to_sigmoid(x: np.ndarray, more: np.ndarray) -> None:
+    """Of the sum, in place."""
+    for j in range(len(x)):
+        x[j] = _sigmoid(x[j] + more[j])
+
+
+@compiled("void(f4[::1], f4[::1])")
+def _to_tanh(x: np.ndarray, more: np.ndarray) -> None:
+    for j in range(len(x)):
+        x[j] = _tanh(x[j] + more[j])
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def lstm_step(
+    gates: np.ndarray, recurrent: np.ndarray, c_before: np.ndarray, h: np.ndarray, c: np.ndarray, tanh_c: np.ndarray
+) -> None:
+    """Gates i, f, g, o (B, 4 H) to their values, in place, and the states (B, H) after them.
+
+    In several loops, each over few arrays: of more the compiler does not see that they lie apart.
+    """
+    n_items, size = h.shape
+    for b in range(n_items):
+        _to_sigmoid(gates[b, : 2 * size], recurrent[b, : 2 * size])
+        _to_tanh(gates[b, 2 * size : 3 * size], recurrent[b, 2 * size : 3 * size])
+        _to_sigmoid(gates[b, 3 * size :], recurrent[b, 3 * size :])
+        i, f, g = gates[b, :size], gates[b, size : 2 * size], gates[b, 2 * size : 3 * size]
+        for j in range(size):
+            c[b, j] = f[j] * c_before[b, j] + i[j] * g[j]
+        o = gates[b, 3 * size :]
+        for j in range(size):
+            tanh_c[b, j] = _tanh(c[b, j])
+            h[b, j] = o[j] * tanh_c[b, j]
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def lstm_step_back(
+    gates: np.ndarray, c_before: np.ndarray, tanh_c: np.ndarray, dh: np.ndarray, dc: np.ndarray, d_gates: np.ndarray
+) -> None:
+    """The gradients of what went into the gates; in place those of the states before, but for what weights give."""
+    n_items, size = dh.shape
+    for b in range(n_items):
+        for j in range(size):
+            i, f, g, o = gates[b, j], gates[b, size + j], gates[b, 2 * size + j], gates[b, 3 * size + j]
+            slope = dc[b, j] + dh[b, j] * o * (ONE - tanh_c[b, j] * tanh_c[b, j])
+            d_gates[b, j] = slope * g * i * (ONE - i)
+            d_gates[b, size + j] = slope * c_before[b, j] * f * (ONE - f)
+            d_gates[b, 2 * size + j] = slope * i * (ONE - g * g)
+            d_gates[b, 3 * size + j] = dh[b, j] * tanh_c[b, j] * o * (ONE - o)
+            dc[b, j] = slope * f
+            dh[b, j] = ZERO
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def gru_step(gates: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np.ndarray, part: np.ndarray) -> None:
+    """Gates r, z, n (B, 3 H) to their values, in place, the state (B, H) after them, and the recurrent part of n."""
+    n_items, size = h.shape
+    for b in range(n_items):
+        _to_sigmoid(gates[b, : 2 * size], recurrent[b, : 2 * size])
+        part[b] = recurrent[b, 2 * size :]
+        r, z, n = gates[b, :size], gates[b, size : 2 * size], gates[b, 2 * size :]
+        for j in range(size):
+            n[j] = _tanh(n[j] + r[j] * recurrent[b, 2 * size + j])
+        for j in range(size):
+            h[b, j] = n[j] + z[j] * (before[b, j] - n[j])
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def gru_step_back(
+    gates: np.ndarray, before: np.ndarray, part: np.ndarray, dh: np.ndarray, to_input: np.ndarray, to_state: np.ndarray
+) -> None:
+    """The gradients of what the input and what the state before gave to the gates; in place that of this state."""
+    n_items, size = dh.shape
+    for b in range(n_items):
+        for j in range(size):
+            r, z, n = gates[b, j], gates[b, size + j], gates[b, 2 * size + j]
+            rest = ONE - z
+            dn = dh[b, j] * rest * (ONE - n * n)
+            dr = dn * part[b, j] * r * (ONE - r)
+            dz = dh[b, j] * (before[b, j] - n) * z * rest
+            to_input[b, j] = dr
+            to_state[b, j] = dr
+            to_input[b, size + j] = dz
+            to_state[b, size + j] = dz
+            to_input[b, 2 * size + j] = dn
+            to_state[b, 2 * size + j] = dn * r
+            dh[b, j] *= z

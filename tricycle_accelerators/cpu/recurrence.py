@@ -88,7 +88,7 @@ def pipeline(
     return None
 
 
-def _by_items(plain: Callable[..., None], *arguments: Any) -> None:
+def by_items(plain: Callable[..., None], *arguments: Any) -> None:
     """Threads take some items of the batch each through the whole sequence, for items know nothing of each other.
 
     No fewer, though there be threads without work: the calls of NumPy would be so short that threads mostly wait for
@@ -108,19 +108,19 @@ def _by_items(plain: Callable[..., None], *arguments: Any) -> None:
 def rnn(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None, relu: bool
 ) -> None:
-    _by_items(kernels.rnn.plain, gates, states, weights, bias, active, relu)
+    by_items(kernels.rnn.plain, gates, states, weights, bias, active, relu)
 
 
 def gru(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
 ) -> None:
-    _by_items(kernels.gru.plain, gates, states, weights, bias, active)
+    by_items(kernels.gru.plain, gates, states, weights, bias, active)
 
 
 def lstm(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
 ) -> None:
-    _by_items(kernels.lstm.plain, gates, states, weights, bias, active)
+    by_items(kernels.lstm.plain, gates, states, weights, bias, active)
 
 
 def rnn_backward(
@@ -133,7 +133,7 @@ def rnn_backward(
     d_states: np.ndarray,
     relu: bool,
 ) -> None:
-    _by_items(kernels.rnn_backward.plain, grad, gates, states, weights, active, d_gates, d_states, relu)
+    by_items(kernels.rnn_backward.plain, grad, gates, states, weights, active, d_gates, d_states, relu)
 
 
 def gru_backward(
@@ -145,7 +145,7 @@ def gru_backward(
     d_gates: np.ndarray,
     d_states: np.ndarray,
 ) -> None:
-    _by_items(kernels.gru_backward.plain, grad, gates, states, weights, active, d_gates, d_states)
+    by_items(kernels.gru_backward.plain, grad, gates, states, weights, active, d_gates, d_states)
 
 
 def lstm_backward(
@@ -157,4 +157,4 @@ def lstm_backward(
     d_gates: np.ndarray,
     d_states: np.ndarray,
 ) -> None:
-    _by_items(kernels.lstm_backward.plain, grad, gates, states, weights, active, d_gates, d_states)
+    by_items(kernels.lstm_backward.plain, grad, gates, states, weights, active, d_gates, d_states)

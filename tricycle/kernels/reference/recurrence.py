@@ -46,7 +46,9 @@ Step = Callable[[Array, Array, Array, Array], None]
 StepBack = Callable[[Array, Array, Array, Array, Array], None]
 
 
-def _forward(step: Step, gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
+def through_time(
+    step: Step, gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None
+) -> None:
     xp = array_module(gates)
     for t in range(gates.shape[0]):
         before, after = states[:, t], states[:, t + 1]
@@ -58,7 +60,7 @@ def _forward(step: Step, gates: Array, states: Array, weights: Array, bias: Arra
             after[...] = xp.where(active[t], after, before)
 
 
-def _backward(
+def back_through_time(
     step: StepBack,
     grad: Array,
     gates: Array,
@@ -107,7 +109,7 @@ def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active:
         gate += recurrent
         after[0] = xp.maximum(gate, 0) if relu else xp.tanh(gate)
 
-    _forward(step, gates, states, weights, bias, active)
+    through_time(step, gates, states, weights, bias, active)
 
 
 @kernel
@@ -127,7 +129,7 @@ def rnn_backward(
         d[0] = d_states[0] * ((h > 0) if relu else 1 - h * h)
         d_states[...] = 0
 
-    _backward(step, grad, gates, states, weights, active, d_gates, d_states)
+    back_through_time(step, grad, gates, states, weights, active, d_gates, d_states)
 
 
 # -------------------------------------------------------------------- GRU
@@ -138,7 +140,7 @@ def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active:
 
     states[1] takes that recurrent part, which the backward needs.
     """
-    _forward(_gru_step, gates, states, weights, bias, active)
+    through_time(_gru_step, gates, states, weights, bias, active)
 
 
 def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
@@ -158,7 +160,7 @@ def _gru_step(gate: Array, recurrent: Array, before: Array, after: Array) -> Non
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    _backward(_gru_step_back, grad, gates, states, weights, active, d_gates, d_states)
+    back_through_time(_gru_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
 def _gru_step_back(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
@@ -182,7 +184,7 @@ def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active
 
     Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.
     """
-    _forward(_lstm_step, gates, states, weights, bias, active)
+    through_time(_lstm_step, gates, states, weights, bias, active)
 
 
 def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> None:
@@ -203,7 +205,7 @@ def _lstm_step(gate: Array, recurrent: Array, before: Array, after: Array) -> No
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
 ) -> None:
-    _backward(_lstm_step_back, grad, gates, states, weights, active, d_gates, d_states)
+    back_through_time(_lstm_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
 def _lstm_step_back(gate: Array, before: Array, after: Array, d_states: Array, d: Array) -> None:
