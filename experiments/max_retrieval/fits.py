@@ -1,0 +1,182 @@
+"""Temperatures fitted to a language model: by the gradient of its loss for each head, or by costs of single rows.
+
+Shapes: N texts, T tokens, L layers, H heads, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.max_retrieval.prompts import Prompt
+from experiments.max_retrieval.tempering import Betas, tempered
+from tricycle import kernels
+from tricycle.attention import KeyValueCache
+from tricycle.devices import to_cpu
+from tricycle.functions import LogSoftmax
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.softmaxes import AdaptiveSoftmax
+from tricycle.tensor import Tensor, no_grad
+from tricycle_lab.taps import tap
+from tricycle_lab.temperature import fit_adaptive_temperature
+
+TRIED = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)  # inverse temperatures of the polynomial's fit
+
+
+# -------------------------------------------------------------------- answers of prompts
+def padded(prompts: Sequence[Prompt]) -> np.ndarray:
+    """(N, T): zeros behind the shorter ones, which nothing before them sees."""
+    ids = np.zeros((len(prompts), max(len(prompt.ids) for prompt in prompts)), np.int64)
+    for row, prompt in zip(ids, prompts):
+        row[: len(prompt.ids)] = prompt.ids
+    return ids
+
+
+def answer_places(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
+    """Text and position of every token of an answer, both (number of such tokens,)."""
+    pairs = [
+        (i, at) for i, prompt in enumerate(prompts) for part in prompt.answers for at in range(part.start, part.stop)
+    ]
+    rows, places = np.array(pairs, int).reshape(-1, 2).T
+    return rows, places
+
+
+def answer_logits(model: GPT, prompts: Sequence[Prompt]) -> tuple[Tensor, np.ndarray]:
+    """Logits for all tokens of the answers, and these tokens."""
+    ids = padded(prompts)
+    rows, places = answer_places(prompts)
+    hidden = model.hidden(ids[:, :-1])
+    return model.logits(hidden[rows, places - 1]), ids[rows, places]
+
+
+def loss_of_answers(model: GPT, prompts: Sequence[Prompt]) -> Tensor:
+    """Mean over the tokens of answers, in nats."""
+    logits, labels = answer_logits(model, prompts)
+    return CrossEntropy()(labels, logits)
+
+
+def loss_of_text(model: GPT, ids: np.ndarray) -> Tensor:
+    """Mean over the tokens of (N, T + 1), in nats."""
+    return model.loss(ids[:, :-1], ids[:, 1:])
+
+
+def grade(model: GPT, prompts: Sequence[Prompt]) -> tuple[list[bool], list[float]]:
+    """For each question whether the likeliest tokens are the answer, all of it, and -log of its probability."""
+    with no_grad():
+        logits, labels = answer_logits(model, prompts)
+        log_shares = to_cpu(LogSoftmax()(logits).array)
+    right = log_shares.argmax(axis=-1) == labels
+    nats = -log_shares[np.arange(len(labels)), labels].astype(float)
+    sizes = [part.stop - part.start for prompt in prompts for part in prompt.answers]
+    ends = np.cumsum(sizes)[:-1]
+    return [bool(part.all()) for part in np.split(right, ends)], [float(part.sum()) for part in np.split(nats, ends)]
+
+
+# -------------------------------------------------------------------- by gradient
+def fit_betas(
+    model: GPT, betas: Betas, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Tensor], rate: float = 0.03
+) -> list[float]:
+    """Change the inverse temperatures by Adam, one update for each batch; the model is frozen. Returns the losses."""
+    optimiser = AdamW(rate, weight_decay=0)
+    losses = []
+    with tempered(model, betas):
+        for batch in batches:
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(float(loss.array))
+            optimiser.update((f"betas.{i}", parameter) for i, parameter in enumerate(betas.parameters))
+            for parameter in betas.parameters:
+                parameter.zero_grad()
+    return losses
+
+
+def slopes(model: GPT, batches: Sequence[Any], loss_of: Callable[[GPT, Any], Tensor]) -> np.ndarray:
+    """The mean gradient of the loss by the log of each head's inverse temperature, where all are 1: (batches, L, H).
+
+    Below 0 where a head that is a little sharper lowers the loss.
+    """
+    config = model.config
+    rows = []
+    for batch in batches:
+        betas = Betas(np.zeros((config.n_layers, config.n_heads)))
+        with tempered(model, betas):
+            loss_of(model, batch).backward()
+        rows.append([level.grad.array if level.grad is not None else 0 * level.array for level in betas.levels])
+    return np.array(rows, float)
+
+
+# -------------------------------------------------------------------- the paper's way
+def fit_polynomial(model: GPT, prompts: Sequence[Prompt], tried: Sequence[float] = TRIED) -> AdaptiveSoftmax:
+    """The polynomial from entropy to inverse temperature that costs the first tokens of answers least.
+
+    For each text and layer the rows are those of all heads at the last token before the first answer that counts. They
+    are made sharper together, all else staying as it is, and each of them is charged the loss of that answer's first
+    token: what one of them alone is worth is lost in the mean of many.
+    """
+    cases = [case for prompt in prompts for case in _cases_of(model, prompt)]
+
+    def costs(number: int, weights: np.ndarray) -> np.ndarray:
+        return np.full(len(weights), cases[number][1](weights))
+
+    scores = [case[0] for case in cases]
+    used = sum(int((AdaptiveSoftmax().temperature(rows)[-1] > 0.5).sum()) for rows in scores)
+    n_bins = max(6, min(20, used))
+    return AdaptiveSoftmax(fit_adaptive_temperature(scores, costs, tried, n_bins=n_bins))
+
+
+Case = tuple[np.ndarray, Callable[[np.ndarray], float]]
+
+
+def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
+    """For each layer its scores (H, S) at the last token of a question, and the loss by weights in their place."""
+    at = prompt.answers[0].start
+    answer = int(prompt.ids[at])
+    caches = model.new_caches()
+    scores: list[np.ndarray] = []
+    streams: list[Tensor] = []
+
+    def listen(op: Any, out: Tensor, *args: Any) -> None:
+        scores.append(op.look(*args)[0][0, :, 0])
+
+    with no_grad():
+        model.hidden(prompt.ids[None, : at - 1], caches)
+        undo = [tap(block.attention.attention, "listeners", listen) for block in model.blocks]
+        undo += [tap(block, "listeners", lambda block, out, x, *rest: streams.append(x)) for block in model.blocks]
+        model.hidden(prompt.ids[None, at - 1 : at], caches)
+        for leave in undo:
+            leave()
+    _forget_last(caches)
+
+    def cost_of(layer: int) -> Callable[[np.ndarray], float]:
+        return lambda weights: _loss_with(model, caches, layer, streams[layer], weights, answer)
+
+    return [(rows, cost_of(layer)) for layer, rows in enumerate(scores)]
+
+
+def _loss_with(
+    model: GPT, caches: list[KeyValueCache], layer: int, stream: Tensor, weights: np.ndarray, answer: int
+) -> float:
+    """The loss of a token where the last row of each head of a layer weighs keys so, (H, S)."""
+
+    def mixed(out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        by_head = np.repeat(value.array[0].swapaxes(0, 1), query.shape[2] // value.shape[2], axis=0)  # (H, S, D)
+        return Tensor((weights[:, None] @ by_head).swapaxes(0, 1)[None], requires_grad=False)
+
+    with no_grad():
+        leave = tap(model.blocks[layer].attention.attention, "changes", mixed)
+        x = stream
+        for block, cache in zip(model.blocks[layer:], caches[layer:]):
+            x = block(x, cache, None)
+        leave()
+        logits = model.logits(x)
+    _forget_last(caches[layer:])
+    return float(-kernels.log_softmax(logits.array[0, -1])[answer])
+
+
+def _forget_last(caches: list[KeyValueCache]) -> None:
+    for cache in caches:
+        cache.crop(cache.length - 1)

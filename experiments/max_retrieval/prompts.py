@@ -1,0 +1,135 @@
+"""Retrieval tasks as texts for a language model: the largest of n numbers, a name said n lines ago, a key in a table.
+
+The first questions of a text come with their answers, as examples of the task. All questions of a text are asked in one
+go, each after the right answers to those before it, so a text is read once whatever the answers are.
+
+Shapes: N texts, T tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NAMES = (
+    "Anna Peter Maria Paul Laura Simon Helen Martin Julia Oscar Sarah Daniel Alice Thomas Emma Robert Clara Henry Rose "
+    "David Nora Frank Ruth Jack Grace Adam Lucy Mark Kate Victor Jane Luke Eva Max Ella Leo Amy Ben Mary Sam"
+).split()
+ROLES = "captain doctor baker teacher painter driver farmer lawyer singer judge nurse cook".split()
+DEEDS = (
+    "walked to the market|opened the window|read a long letter|waited for the train|bought some bread|lost the key|"
+    "sat by the river|painted the door|called a friend|closed the shop|drank some coffee|fed the horses|"
+    "found an old coin|slept until noon|fixed the roof|wrote a short note"
+).split("|")
+KEYS = (
+    "apple river stone cloud garden silver window candle forest mirror bridge paper orange winter summer castle "
+    "mountain island desert flower shadow feather copper marble basket hammer ladder anchor pencil bottle button "
+    "carpet curtain dragon engine falcon guitar harbor helmet jacket jungle kitchen lantern lemon magnet meadow needle "
+    "ocean palace parrot pepper pillow planet pocket ribbon rocket saddle salmon spider temple thunder ticket tiger "
+    "tower tunnel valley velvet village violin wagon wallet whale wheel willow zebra blanket"
+).split()
+N_EXAMPLES = 4  # questions with answers that do not count
+N_QUESTIONS = 8  # that count, where a text has so many
+
+
+class Prompt(NamedTuple):
+    """
+    Attributes:
+        ids: whole numbers (T,).
+        answers: for each question that counts the places of its answer in ids.
+    """
+
+    ids: np.ndarray
+    answers: Sequence[slice]
+
+
+class Text(NamedTuple):
+    """
+    Attributes:
+        context: comes first.
+        questions: and then these, each with its answer.
+        n_examples: how many of them do not count.
+    """
+
+    context: str
+    questions: Sequence[tuple[str, str]]
+    n_examples: int
+
+
+def words_of(tokeniser: Any) -> tuple[str, ...]:
+    """Words to stand for keys: a tokeniser's own of 4 to 8 letters, or if it has few, two of KEYS each."""
+    tokens = [tokeniser.decode([i]) for i in range(min(tokeniser.n_vocab, 12_000))]
+    words = tuple(dict.fromkeys(token[1:] for token in tokens if re.fullmatch(" [a-z]{4,8}", token)))
+    return words if len(words) >= 1000 else tuple(f"{first} {second}" for first in KEYS for second in KEYS)
+
+
+def largest(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
+    """The largest of n different numbers, below a bound that differs: how many there are does not tell it.
+
+    The examples before it have four numbers each.
+    """
+    lists = [_numbers(4, generator) for _ in range(N_EXAMPLES)] + [_numbers(n, generator)]
+    asked = [f"Numbers: {', '.join(map(str, numbers))}\nThe largest number is" for numbers in lists]
+    return Text("", [(text, f" {max(numbers)}\n\n") for text, numbers in zip(asked, lists)], N_EXAMPLES)
+
+
+def _numbers(n: int, generator: np.random.Generator) -> list[int]:
+    below = int(generator.integers(max(100, n), 1000))
+    return generator.permutation(below)[:n].tolist()
+
+
+def name(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
+    """Who is the captain, the doctor, ...; then n lines about others; then the question who each of them is."""
+    n_examples = 2
+    names = generator.permutation(NAMES)
+    people = [(f"The {role} is called", f" {who}.\n") for role, who in zip(generator.permutation(ROLES)[:8], names)]
+    others = names[len(people) :]
+    lines = [f"{generator.choice(others)} {generator.choice(DEEDS)}.\n" for _ in range(n)]
+    asked = [people[i] for i in generator.permutation(len(people))]
+    return Text("".join(question + answer for question, answer in people) + "".join(lines), asked, n_examples)
+
+
+def table(n: int, words: Sequence[str], generator: np.random.Generator) -> Text:
+    """n rows of a word and a name; then some of the words again, from anywhere in it."""
+    rows = [(f"{key}:", f" {generator.choice(NAMES)}\n") for key in generator.choice(words, n, replace=False)]
+    asked = [rows[i] for i in generator.permutation(n)[: N_EXAMPLES + N_QUESTIONS]]
+    listed = "".join(key + value for key, value in rows)
+    return Text(f"{listed}\nLook up:\n", asked, min(N_EXAMPLES, n // 2))
+
+
+TASKS: dict[str, Callable[[int, Sequence[str], np.random.Generator], Text]] = {
+    "largest": largest,
+    "name": name,
+    "table": table,
+}
+
+
+def new_prompt(tokeniser: Any, text: Text) -> Prompt:
+    """The text in tokens. An answer ends before its full stop or the end of its line."""
+    ids = list(tokeniser.encode(text.context)) if text.context else []
+    places = []
+    for i, (question, answer) in enumerate(text.questions):
+        ids += tokeniser.encode(question)
+        said = answer.rstrip(".\n")
+        tokens = list(tokeniser.encode(said))
+        if i >= text.n_examples:
+            places.append(slice(len(ids), len(ids) + len(tokens)))
+        ids += tokens
+        ids += tokeniser.encode(answer[len(said) :])
+    return Prompt(np.array(ids, np.int64), places)
+
+
+class Prompter:
+    """Makes texts of the tasks for one tokeniser."""
+
+    def __init__(self, tokeniser: Any) -> None:
+        self.tokeniser = tokeniser
+        self.words = words_of(tokeniser)
+
+    def prompts(self, task: str, n: int, n_texts: int, key: Sequence[int]) -> list[Prompt]:
+        """Some texts of a task, from the stream of random numbers with this key."""
+        generator = np.random.default_rng((*key, list(TASKS).index(task), n))
+        return [new_prompt(self.tokeniser, TASKS[task](n, self.words, generator)) for _ in range(n_texts)]

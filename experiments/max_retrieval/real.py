@@ -1,0 +1,323 @@
+"""Adaptive temperature asked of a language model that the world uses, without training it.
+
+    python -m experiments.max_retrieval --model smollm2            the tables of the README
+    python -m experiments.max_retrieval --model smollm2 --quick    three minutes
+
+How the entropy of each head grows with the length of a text; how well answers are looked up in texts of growing length,
+and how well each token is predicted by its position, with one temperature after another in attention. Each part leaves
+its numbers in the folder, so that a run that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.max_retrieval import fits, real_report
+from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter
+from experiments.max_retrieval.tempering import Betas, LogN, Temperature, tempered
+from experiments.real_model import TEXTS, load_model, text_of, token_losses, windows
+from experiments.settings import at_least, save
+from tricycle.attention import Attention
+from tricycle.files import atomic_write
+from tricycle.models import GPT
+from tricycle.softmaxes import AdaptiveSoftmax
+from tricycle.tensor import Tensor, no_grad
+from tricycle_cli.flags import parse
+from tricycle_lab.probe import entropy
+from tricycle_lab.taps import tap
+
+FITTING, EVALUATION, CHOICE = 11, 12, 13  # streams that share no number
+FIT_SIZES = {"largest": (2, 4, 8, 16), "name": (4, 8, 16, 32, 64), "table": (4, 8, 16, 32, 64)}
+SIZES = {"largest": (2, 4, 8, 16, 32), "name": (4, 16, 64, 256, 512), "table": (4, 16, 64, 256, 512)}
+STARTS = (16, 32, 64, 128, 256)  # of ln n, to choose from
+LAST = 8  # queries before each length whose entropy is measured
+TOKENS_AT_ONCE = 2048  # of prompts together
+BEST = 10  # heads
+
+
+@dataclass(frozen=True)
+class RealSettings:
+    """What is asked of a model, and how often."""
+
+    model: str = "smollm2"
+    """what `tricycle.pretrained.load` takes"""
+    quick: bool = False
+    """three minutes: one seed, small lists, short texts, few updates"""
+    seeds: int = 3
+    """sets of tasks, each with other names, words and numbers"""
+    texts: int = 2
+    """texts of a set for each size, more of the small ones"""
+    largest_size: int = 512
+    """lines of the longest task"""
+    steps: int = 40
+    """updates of each fit by gradient"""
+    length: int = 8192
+    """tokens of the longest text"""
+    beyond: int = 16_384
+    """tokens of a text longer than the model's window; 0 for none"""
+    output: Path = Path("runs/max_retrieval_smollm2")
+    """where everything is left"""
+
+
+QUICK = RealSettings(quick=True, seeds=1, texts=1, largest_size=16, steps=3, length=512, beyond=0)
+
+
+def main(words: list[str]) -> int:
+    settings = parse(RealSettings, QUICK if "--quick" in words else RealSettings(), words, __doc__ or "")
+    at_least(settings, seeds=1, texts=1, largest_size=4, steps=1, length=64, beyond=0)
+    study = Study(settings)
+    study.run()
+    results = study.results()
+    save(settings.output / "results.json", settings, **results)
+    real_report.report(settings.output, results)
+    return 0
+
+
+class Study:
+    """All parts of the experiment, each computed once.
+
+    Attributes:
+        parts: by name, numbers that are there.
+    """
+
+    def __init__(self, settings: RealSettings) -> None:
+        self.settings = settings
+        self.folder = settings.output / "parts"
+        self.parts: dict[str, Any] = {}
+        loaded = load_model(settings.model)
+        self.model: GPT = loaded.model.freeze()
+        self.model.use_order("F")
+        self.tokeniser = loaded.tokeniser
+        self.prompter = Prompter(loaded.tokeniser)
+
+    def part(self, name: str, work: Callable[[], Any]) -> Any:
+        """What stands in its file, or else what comes out of the work, with the seconds that it took."""
+        path = self.folder / f"{name.replace(' ', '-').replace(',', '')}.json"
+        about = {key: value for key, value in dataclasses.asdict(self.settings).items() if not isinstance(value, Path)}
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["settings"] != about:
+                raise ValueError(f"{path}: expected a run with these settings, found another; name another --output")
+        else:
+            started = time.perf_counter()
+            kept = {"settings": about, "value": work(), "seconds": 0.0}
+            kept["seconds"] = round(time.perf_counter() - started, 1)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path, text=True) as file:
+                json.dump(kept, file)
+            print(f"{name}: {kept['seconds']:.0f} s", flush=True)
+        self.parts[name] = kept
+        return kept["value"]
+
+    def run(self) -> None:
+        temperatures = self.temperatures()
+        lengths = text_lengths(self.settings.length)
+        for seed in range(self.settings.seeds):
+            for name, temperature in temperatures.items():
+                self.part(f"tasks, {name}, {seed}", partial(self.grade_tasks, temperature, seed))
+        for text, length in lengths.items():
+            for name, temperature in temperatures.items():
+                self.part(f"text, {name}, {text}", partial(self.read, temperature, text, length))
+        if self.settings.beyond:
+            widen(self.model, self.settings.beyond)
+            for name in ("softmax", "ln n"):
+                work = partial(self.read, temperatures[name], "shakespeare", self.settings.beyond)
+                self.part(f"beyond, {name}, shakespeare", work)
+
+    def results(self) -> dict[str, Any]:
+        """All numbers, by the kind of part."""
+        kinds: dict[str, Any] = {"seconds": round(sum(part["seconds"] for part in self.parts.values()))}
+        for name, part in self.parts.items():
+            kind, _, rest = name.partition(", ")
+            kinds.setdefault(kind, {})[rest] = part["value"]
+        return kinds
+
+    # ---------------------------------------------------------------- temperatures
+    def temperatures(self) -> dict[str, Temperature]:
+        """The temperatures to compare, by name, fitted where there is something to fit."""
+        shape = self.model.config.n_layers, self.model.config.n_heads
+        gains = np.array(self.part("fit, slopes", self.head_slopes)["tasks"]).mean(axis=0)
+        start = self.part("fit, ln n", self.choose_start)["start"]
+        coefficients = self.part("fit, polynomial", self.fit_polynomial)
+        heads, grown = (
+            Betas.from_table(self.part(f"fit, {name}", partial(self.fit_betas, betas, self.task_batches())))
+            for name, betas in (
+                ("heads, tasks", Betas(np.zeros(shape))),
+                ("heads with ln n, tasks", Betas(np.zeros(shape), np.zeros(shape))),
+            )
+        )
+        by_text = self.part("fit, heads, text", lambda: self.fit_betas(Betas(np.zeros(shape)), self.text_batches()))
+        return {
+            "softmax": None,
+            "paper's polynomial": AdaptiveSoftmax(),
+            "fitted polynomial": AdaptiveSoftmax(coefficients),
+            "heads, tasks": heads,
+            "heads, text": Betas.from_table(by_text),
+            "ln n": LogN(start),
+            "heads with ln n, tasks": grown,
+            f"{BEST} heads": few_heads(heads, gains, BEST),
+        }
+
+    def task_batches(self, stream: int = FITTING) -> Iterator[list[Prompt]]:
+        """A text of each task, the sizes changing from batch to batch."""
+        for step in range(self.settings.steps):
+            batch = []
+            for task, sizes in FIT_SIZES.items():
+                sizes = tuple(n for n in sizes if n <= self.settings.largest_size)
+                batch += self.prompter.prompts(task, sizes[step % len(sizes)], 1, (stream, step))
+            yield batch
+
+    def text_batches(self) -> Iterator[np.ndarray]:
+        """Windows of 1,024 tokens, from one text after the other, nothing held out among them."""
+        n_tokens = min(1024, self.settings.length)
+        parts = [
+            windows(self.tokeniser, text_of(text, "train"), -(-self.settings.steps // len(TEXTS)), n_tokens).ids
+            for text in TEXTS
+        ]
+        for step in range(self.settings.steps):
+            yield parts[step % len(TEXTS)][step // len(TEXTS)][None]
+
+    def fit_betas(self, betas: Betas, batches: Iterator[Any]) -> dict[str, Any]:
+        chosen = list(batches)
+        loss_of: Any = fits.loss_of_answers if isinstance(chosen[0], list) else fits.loss_of_text
+        losses = fits.fit_betas(self.model, betas, chosen, loss_of)
+        return {**betas.table(), "losses": np.round(losses, 4).tolist()}
+
+    def head_slopes(self) -> dict[str, Any]:
+        """What a little more sharpness of each head does to the loss, on some batches of tasks and of text."""
+        count = min(9, self.settings.steps)
+        tasks = list(self.task_batches(CHOICE))[:count]
+        texts = list(self.text_batches())[:count]
+        found = {
+            "tasks": fits.slopes(self.model, tasks, fits.loss_of_answers),
+            "text": fits.slopes(self.model, texts, fits.loss_of_text),
+        }
+        return {name: np.round(rows, 6).tolist() for name, rows in found.items()}
+
+    def choose_start(self) -> dict[str, Any]:
+        """The start of ln n with the lowest loss of answers, on prompts that are not measured."""
+        batches = list(self.task_batches(CHOICE))[:8]
+        losses = {}
+        for start in STARTS:
+            with tempered(self.model, LogN(start)), no_grad():
+                losses[start] = float(np.mean([fits.loss_of_answers(self.model, batch).array for batch in batches]))
+        with no_grad():
+            plain = float(np.mean([fits.loss_of_answers(self.model, batch).array for batch in batches]))
+        return {"start": min(losses, key=lambda start: losses[start]), "losses": losses, "softmax": plain}
+
+    def fit_polynomial(self) -> list[float]:
+        prompts = [
+            prompt
+            for batch in list(self.task_batches(CHOICE))[: max(1, min(5, self.settings.steps // 8))]
+            for prompt in batch
+        ]
+        return list(fits.fit_polynomial(self.model, prompts).coefficients)
+
+    # ---------------------------------------------------------------- measuring
+    def grade_tasks(self, temperature: Temperature, seed: int) -> dict[str, Any]:
+        """Accuracy and mean nats of the answers, by task and size."""
+        result: dict[str, Any] = {}
+        for task in TASKS:
+            for n in SIZES[task]:
+                if n > self.settings.largest_size:
+                    continue
+                prompts = self.prompter.prompts(task, n, self.n_texts(task, n), (EVALUATION, seed))
+                right: list[bool] = []
+                nats: list[float] = []
+                with tempered(self.model, temperature):
+                    for batch in in_batches(prompts):
+                        for all_rows, rows in zip((right, nats), fits.grade(self.model, batch)):
+                            all_rows.extend(rows)
+                numbers = {"accuracy": float(np.mean(right)), "nats": round(float(np.mean(nats)), 4)}
+                size = round(float(np.mean([len(prompt.ids) for prompt in prompts])))
+                result.setdefault(task, {})[n] = {**numbers, "questions": len(right), "tokens": size}
+        return result
+
+    def n_texts(self, task: str, n: int) -> int:
+        """More where they are short; and more where there is one question in each."""
+        if task == "largest":
+            return 5 * self.settings.texts
+        return max(1, self.settings.texts if n > 64 else 2 * self.settings.texts)
+
+    def read(self, temperature: Temperature, text: str, n_tokens: int) -> dict[str, Any]:
+        """The loss by position and the entropy of each head by length, on a held-out text."""
+        ids = windows(self.tokeniser, text_of(text, "test"), 1, n_tokens).ids
+        lengths = [2**i for i in range(6, 20) if 2**i <= n_tokens]
+        with tempered(self.model, temperature), Listening(self.model, lengths) as heard:
+            losses = token_losses(self.model, ids)[0]
+        edges = [0, *lengths]
+        nats = [float(losses[low:high].mean()) for low, high in pairwise(edges)]
+        return {"lengths": lengths, "nats": np.round(nats, 4).tolist(), **heard.table()}
+
+
+def text_lengths(length: int) -> dict[str, int]:
+    """The plays whole; the other texts a quarter as long, for the time goes with the square of the length."""
+    return {"shakespeare": length, "code": max(64, length // 4), "captions": max(64, length // 4)}
+
+
+def in_batches(prompts: list[Prompt]) -> Iterator[list[Prompt]]:
+    """Prompts together, as long as they have no more tokens than that."""
+    together = max(1, TOKENS_AT_ONCE // max(len(prompt.ids) for prompt in prompts))
+    for start in range(0, len(prompts), together):
+        yield prompts[start : start + together]
+
+
+def few_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:
+    """The same for the heads whose sharpness promises the most, and 1 for all others.
+
+    Args:
+        gains: (L, H), the slope of the loss by the log of each inverse temperature.
+    """
+    levels = np.array([row.array for row in betas.levels])
+    promise = gains * levels  # to first order, what the loss changes by
+    chosen = promise <= np.sort(promise, axis=None)[min(count, promise.size) - 1]
+    return Betas(np.where(chosen, levels, 0))
+
+
+def widen(model: GPT, n_tokens: int) -> None:
+    """Let a model with rotary positions read texts longer than its window."""
+    model.config = dataclasses.replace(model.config, context_window=max(n_tokens, model.config.context_window))
+    for block in model.blocks:
+        block.attention.context_window = model.config.context_window
+
+
+class Listening:
+    """Within its block the entropy of each head is kept, of the queries before each length.
+
+    Attributes:
+        entropies, first: by layer, (lengths, H): of the weights, in nats, and their share on the first token.
+    """
+
+    def __init__(self, model: GPT, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.model = model
+        self.entropies: list[np.ndarray] = []
+        self.first: list[np.ndarray] = []
+
+    def __enter__(self) -> Listening:
+        self.undo = [tap(block.attention.attention, "listeners", self._hear) for block in self.model.blocks]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for leave in self.undo:
+            leave()
+
+    def _hear(self, op: Attention, out: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
+        rows = [op.look(query[:, n - LAST : n], key[:, :n])[1][0] for n in self.lengths]  # (H, LAST, n)
+        self.entropies.append(np.array([entropy(weights).mean(axis=-1) for weights in rows]))
+        self.first.append(np.array([weights[..., 0].mean(axis=-1) for weights in rows]))
+
+    def table(self) -> dict[str, Any]:
+        """(lengths, L, H), rounded."""
+        pairs = {"entropy": self.entropies, "first": self.first}
+        return {name: np.round(np.stack(rows, axis=1).astype(float), 3).tolist() for name, rows in pairs.items()}

@@ -1,0 +1,264 @@
+"""What came out for a language model: Markdown tables, pictures, and a page in which heads can be chosen.
+
+Shapes: L layers, H heads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.tables import cell, markdown
+from tricycle.files import atomic_write
+from tricycle_lab.plot import plot_curves, save_figure
+
+PAGE = Path(__file__).with_name("heads.html")
+TITLES = {
+    "largest": "the largest of n numbers",
+    "name": "a name said n lines ago",
+    "table": "a key in a table of n rows",
+}
+PLAIN = "softmax"
+N_LISTED = 12  # heads
+
+
+def report(folder: Path, results: dict[str, Any]) -> None:
+    """Print the tables; leave them as tables.md, pictures and heads.html in the folder."""
+    sections = {
+        "Accuracy, % of answers that are right as a whole": task_table(results, "accuracy", 1, 100),
+        "Nats an answer": task_table(results, "nats"),
+        "Perplexity by position": text_table(results),
+        "Entropy by length": entropy_table(results),
+        "Heads whose sharpness the tasks ask for most": head_table(results),
+        "The start of ln n": start_table(results),
+    }
+    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in sections.items() if table)
+    with atomic_write(folder / "tables.md", text=True) as file:
+        file.write(text + "\n")
+    print(f"\n{text}\n")
+    plot_tasks(results, folder)
+    plot_texts(results, folder / "positions.png")
+    plot_entropies(results, folder / "entropy.png")
+    plot_heads(results, folder / "heads.png")
+    write_page(results, folder / "heads.html")
+    print(f"{results['seconds'] / 60:.0f} minutes; {folder}: results.json, tables.md, heads.html, pictures")
+
+
+# -------------------------------------------------------------------- what there is
+def split_last(names: dict[str, Any]) -> list[str]:
+    """The names before the last comma, each once: "heads, tasks" of "heads, tasks, 0"."""
+    return list(dict.fromkeys(name.rpartition(", ")[0] for name in names))
+
+
+def of_seeds(results: dict[str, Any], temperature: str, task: str, n: str, key: str) -> list[float]:
+    """One number for each seed that there is."""
+    parts = [value for name, value in results["tasks"].items() if name.rpartition(", ")[0] == temperature]
+    tables = [{str(size): numbers for size, numbers in part.get(task, {}).items()} for part in parts]
+    return [table[n][key] for table in tables if n in table]
+
+
+def sizes_of(results: dict[str, Any], task: str) -> list[str]:
+    return [str(n) for n in next(iter(results["tasks"].values())).get(task, {})]
+
+
+def layers(results: dict[str, Any], key: str, text: str = "shakespeare") -> tuple[list[int], np.ndarray]:
+    """Lengths, and what was measured of each head there with the model's own softmax: (lengths, L, H).
+
+    The longest reading there is: one beyond the model's window, if it was made.
+    """
+    value = results.get("beyond", {}).get(f"{PLAIN}, {text}") or results["text"][f"{PLAIN}, {text}"]
+    return value["lengths"], np.array(value[key])
+
+
+def growth(lengths: list[int], entropies: np.ndarray) -> np.ndarray:
+    """Slope of the entropy by ln(length), (L, H), up to the model's window: 1 spreads over all keys, 0 stays sharp."""
+    x = np.log(np.array(lengths))
+    x = x - x.mean()
+    return np.einsum("n,nlh->lh", x, entropies - entropies.mean(axis=0)) / (x @ x)
+
+
+# -------------------------------------------------------------------- tables
+def task_table(results: dict[str, Any], key: str, digits: int = 2, scale: float = 1) -> str:
+    """A row for each task and size, a column for each temperature."""
+    names = split_last(results["tasks"])
+    rows = []
+    for task, title in TITLES.items():
+        for n in sizes_of(results, task):
+            values = [of_seeds(results, name, task, n, key) for name in names]
+            rows.append([f"{title}: {n}", *(cell(v, digits, scale) if v else "" for v in values)])
+    return markdown(["task", *names], rows)
+
+
+def text_table(results: dict[str, Any]) -> str:
+    """Perplexity between two positions with the model's softmax, and the difference in nats with each other."""
+    names = split_last(results.get("text", {}))
+    rows = []
+    for kind in ("text", "beyond"):
+        for text in dict.fromkeys(name.rpartition(", ")[2] for name in results.get(kind, {})):
+            found = {name: results[kind].get(f"{name}, {text}") for name in names}
+            plain = found[PLAIN]
+            for i, high in enumerate(plain["lengths"]):
+                low = plain["lengths"][i - 1] if i else 0
+                others = [found[name] for name in names if name != PLAIN]
+                shifts = [f"{other['nats'][i] - plain['nats'][i]:+.3f}" if other else "" for other in others]
+                if kind == "text" or high == plain["lengths"][-1]:
+                    rows.append([f"{text}, {low + 1:,} to {high:,}", f"{np.exp(plain['nats'][i]):.2f}", *shifts])
+    return markdown(["tokens", f"{PLAIN}, perplexity", *(n for n in names if n != PLAIN)], rows) if rows else ""
+
+
+def entropy_table(results: dict[str, Any]) -> str:
+    """How the heads' entropies lie at each length, in nats, and the share of weight that goes to the first token."""
+    lengths, entropies = layers(results, "entropy")
+    first = layers(results, "first")[1]
+    rows = []
+    for i, n in enumerate(lengths):
+        quarters = np.percentile(entropies[i], (10, 50, 90))
+        spread = entropies[i].mean() / np.log(n)
+        shares = [f"{value:.2f}" for value in (np.log(n), entropies[i].mean(), *quarters, spread, first[i].mean())]
+        rows.append([f"{n:,}", *shares])
+    titles = ["length", "ln n", "mean", "lowest tenth below", "median", "highest tenth above", "mean / ln n"]
+    return markdown([*titles, "on the first token"], rows)
+
+
+def head_table(results: dict[str, Any]) -> str:
+    """The heads with the steepest slope of the loss of answers, and what else is known of them."""
+    slopes = {name: np.array(rows) for name, rows in results["fit"]["slopes"].items()}
+    tasks, text = slopes["tasks"].mean(axis=0), slopes["text"].mean(axis=0)
+    lengths, entropies = layers(results, "entropy")
+    grows = growth(lengths, entropies)
+    betas = {name: np.exp(results["fit"][name]["levels"]) for name in ("heads, tasks", "heads, text")}
+    rows = []
+    for place in np.argsort(tasks, axis=None)[:N_LISTED]:
+        layer, head = divmod(int(place), tasks.shape[1])
+        at = layer, head
+        numbers = [slopes["tasks"][:, layer, head].std(ddof=1) if len(slopes["tasks"]) > 1 else np.nan, text[at]]
+        signs = f"{tasks[at]:+.4f} ± {numbers[0]:.4f}"
+        others = [f"{beta[at]:.2f}" for beta in betas.values()]
+        rows.append([f"{layer}.{head}", signs, f"{text[at]:+.4f}", *others, f"{grows[at]:.2f}"])
+    titles = ["head", "slope, tasks", "slope, text", "beta, tasks", "beta, text", "entropy by ln n"]
+    return markdown(titles, rows)
+
+
+def start_table(results: dict[str, Any]) -> str:
+    found = results["fit"]["ln n"]
+    rows = [[str(start), f"{loss:.3f}"] for start, loss in found["losses"].items()]
+    return markdown(["start", "loss of answers"], [*rows, ["softmax", f"{found['softmax']:.3f}"]])
+
+
+# -------------------------------------------------------------------- pictures
+def plot_tasks(results: dict[str, Any], folder: Path) -> None:
+    """Accuracy and nats against n, a panel for each task."""
+    names = split_last(results["tasks"])
+    for key, label, scale in (("accuracy", "answers right, %", 100), ("nats", "nats an answer", 1)):
+        panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+        for task, title in TITLES.items():
+            sizes = sizes_of(results, task)
+            for name in names:
+                values = [of_seeds(results, name, task, n, key) for n in sizes]
+                n_seeds = min(map(len, values))
+                ys = scale * np.array([column[:n_seeds] for column in values]).T
+                panels.setdefault(title, {})[name] = np.array(sizes, int), ys
+        plot_curves(panels, folder / f"{key}.png", "n", label, log="x", share_y=key == "accuracy")
+
+
+def plot_texts(results: dict[str, Any], path: Path) -> None:
+    """What each temperature changes in the loss by position, a panel for each text."""
+    panels: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for name, value in results.get("text", {}).items():
+        temperature, _, text = name.rpartition(", ")
+        plain = results["text"].get(f"{PLAIN}, {text}")
+        if temperature not in (PLAIN, "paper's polynomial") and plain:
+            shift = np.array(value["nats"]) - np.array(plain["nats"])
+            panels.setdefault(text, {})[temperature] = np.array(value["lengths"]), shift
+    if panels:
+        plot_curves(panels, path, "up to token", "nats more than with softmax", log="x")
+
+
+def plot_entropies(results: dict[str, Any], path: Path) -> None:
+    """A line for each head, and below it the share of its weight that goes to the first token."""
+    from matplotlib.figure import Figure
+
+    lengths, entropies = layers(results, "entropy")
+    first = layers(results, "first")[1]
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    grows = growth(lengths, entropies).ravel()
+    import matplotlib
+
+    shades = matplotlib.colormaps["viridis"](np.clip(grows, 0, 1))
+    for axes, values in ((left, entropies), (right, first)):
+        for line, shade in zip(values.reshape(len(lengths), -1).T, shades):
+            axes.plot(lengths, line, color=shade, linewidth=0.7, alpha=0.6)
+        axes.plot(lengths, values.mean(axis=(1, 2)), "o-", color="#d55e00", linewidth=2.2, label="mean of all heads")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths], fontsize=8)
+        axes.set_xlabel("tokens read")
+        axes.grid(alpha=0.25)
+    left.plot(lengths, np.log(lengths), "--", color="black", label="ln n: all keys alike")
+    left.set_ylabel("entropy of the weights, nats")
+    right.set_ylabel("share of weight on the first token")
+    left.legend(frameon=False)
+    scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, 1), "viridis")
+    figure.colorbar(scale, ax=right, label="entropy by ln n")
+    save_figure(figure, path, 110)
+
+
+def plot_heads(results: dict[str, Any], path: Path) -> None:
+    """Four maps of all heads, a column for each layer."""
+    from matplotlib.figure import Figure
+
+    fit = results["fit"]
+    lengths, entropies = layers(results, "entropy")
+    maps = {
+        "entropy by ln n (0 stays sharp, 1 spreads)": (growth(lengths, entropies), "viridis", 0, 1),
+        "slope of the answers' loss by ln beta (blue: sharper is better)": (_mean(fit["slopes"]["tasks"]), "coolwarm"),
+        "slope of the texts' loss by ln beta": (_mean(fit["slopes"]["text"]), "coolwarm"),
+        "beta fitted to tasks": (np.exp(fit["heads, tasks"]["levels"]), "coolwarm_r", 0.5, 1.5),
+    }
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    for axes, (title, (values, colours, *limits)) in zip(figure.subplots(len(maps), 1), maps.items()):
+        extent = np.percentile(abs(values), 98) or 1
+        low, high = limits or (-extent, extent)
+        image = axes.imshow(np.array(values).T, cmap=colours, vmin=low, vmax=high, aspect="auto")
+        axes.set_title(title, fontsize=10)
+        axes.set_ylabel("head")
+        figure.colorbar(image, ax=axes)
+    axes.set_xlabel("layer")
+    save_figure(figure, path, 100)
+
+
+def _mean(rows: Any) -> np.ndarray:
+    return np.array(rows).mean(axis=0)
+
+
+# -------------------------------------------------------------------- the page
+def write_page(results: dict[str, Any], path: Path) -> None:
+    """One HTML file that needs nothing else: all heads as a map, and the chosen one's entropy, slopes and betas."""
+    fit = results["fit"]
+    lengths, entropies = layers(results, "entropy")
+    heads = {
+        "growth": np.round(growth(lengths, entropies), 3).tolist(),
+        "slope, tasks": np.round(_mean(fit["slopes"]["tasks"]), 5).tolist(),
+        "slope, text": np.round(_mean(fit["slopes"]["text"]), 5).tolist(),
+        "beta, tasks": np.round(np.exp(fit["heads, tasks"]["levels"]), 3).tolist(),
+        "beta, text": np.round(np.exp(fit["heads, text"]["levels"]), 3).tolist(),
+    }
+    names = split_last(results["tasks"])
+    tasks = {
+        title: {
+            "sizes": sizes_of(results, task),
+            "lines": {
+                name: [round(100 * float(np.mean(of_seeds(results, name, task, n, "accuracy"))), 1) for n in sizes]
+                for name in names
+            },
+        }
+        for task, title in TITLES.items()
+        if (sizes := sizes_of(results, task))
+    }
+    curves = {key: layers(results, key)[1].tolist() for key in ("entropy", "first")}
+    data = json.dumps({"lengths": lengths, "heads": heads, "curves": curves, "tasks": tasks}).replace("<", "\\u003c")
+    with atomic_write(path, text=True) as file:
+        file.write(PAGE.read_text(encoding="utf-8").replace("__DATA__", data))

@@ -1,0 +1,105 @@
+"""Other temperatures in the attention of a model that is there, without a change to the model.
+
+An inverse temperature beta multiplies a row's scores. Since these are products of a query with keys, it may as well
+multiply the query: then the fused kernels do the rest, and its gradient comes with the query's.
+
+Shapes: B batch, T tokens, L layers, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from tricycle import ops
+from tricycle.attention import Attention
+from tricycle.functions import RowSoftmax
+from tricycle.models import GPT
+from tricycle.tensor import Parameter, Tensor
+from tricycle_lab.taps import tap
+
+MIDDLE = 256  # visible keys at which what grows with their number counts 0
+
+
+class Betas:
+    """exp(levels) + growth ln(visible keys / MIDDLE), one of each for a head, and never below `least`.
+
+    Args:
+        levels, growth: (L, H). growth None: it is the same for all lengths.
+    """
+
+    def __init__(self, levels: np.ndarray, growth: np.ndarray | None = None, least: float = 0.1) -> None:
+        self.levels = [Parameter(np.asarray(row, np.float32), "gain") for row in levels]
+        self.growth = None if growth is None else [Parameter(np.asarray(row, np.float32), "gain") for row in growth]
+        self.least = least
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return self.levels + (self.growth or [])
+
+    def of(self, layer: int, n_queries: int, n_keys: int) -> Tensor:
+        """(T or 1, H, 1)."""
+        beta = ops.exp(self.levels[layer])
+        if self.growth is None:
+            return beta[None, :, None]
+        visible = np.arange(n_keys - n_queries + 1, n_keys + 1)
+        log = Tensor(np.log(visible / MIDDLE).astype(np.float32)[:, None], requires_grad=False)
+        beta = beta[None] + log * self.growth[layer][None]
+        return ops.maximum(beta, self.least)[:, :, None]
+
+    def table(self) -> dict[str, list[list[float]]]:
+        """As numbers for a file."""
+        kinds = {"levels": self.levels, "growth": self.growth or []}
+        return {kind: [np.round(row.array.astype(float), 4).tolist() for row in rows] for kind, rows in kinds.items()}
+
+    @classmethod
+    def from_table(cls, table: dict[str, Any]) -> Betas:
+        return cls(np.array(table["levels"]), np.array(table["growth"]) if table["growth"] else None)
+
+
+class LogN:
+    """max(1, ln(visible keys) / ln(start)): from a length on, sharper as the highest entropy there can be grows.
+
+    Sources: Su 2021 (kexue.fm/archives/8823), who scales all rows by ln n; Bai et al. 2023, "Qwen technical report",
+    from the length of training on; Nakanishi 2025, "Scalable-Softmax", where the factor of ln n is learned.
+
+    Args:
+        start: visible keys up to which nothing changes.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def of(self, layer: int, n_queries: int, n_keys: int) -> Tensor:
+        """(T, 1, 1)."""
+        visible = np.arange(n_keys - n_queries + 1, n_keys + 1)
+        beta = np.maximum(1, np.log(visible) / np.log(self.start)).astype(np.float32)
+        return Tensor(beta[:, None, None], requires_grad=False)
+
+
+Temperature = Betas | LogN | RowSoftmax | None
+
+
+@contextmanager
+def tempered(model: GPT, temperature: Temperature) -> Iterator[None]:
+    """Within this block the model's attention weighs keys so; None leaves it as it is."""
+    with ExitStack() as undo:
+        if temperature is not None:
+            # a model whose parts are exchanged must not take a way around them
+            undo.callback(tap(model, "listeners", lambda *args, **kwargs: None))
+            for layer, block in enumerate(model.blocks):
+                undo.callback(tap(block.attention.attention, "exchanges", _exchange(layer, temperature)))
+        yield
+
+
+def _exchange(layer: int, temperature: Betas | LogN | RowSoftmax) -> Callable[[Any, tuple], tuple[Any, tuple]]:
+    def exchange(op: Attention, args: tuple[Any, ...]) -> tuple[Attention, tuple[Any, ...]]:
+        if isinstance(temperature, RowSoftmax):
+            return Attention(temperature, op.causal, op.window, op.scale, op.cap), args
+        query, key, *rest = args
+        return op, (query * temperature.of(layer, query.shape[1], key.shape[1]), key, *rest)
+
+    return exchange
