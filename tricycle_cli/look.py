@@ -1,5 +1,6 @@
 """Look inside a model: a page about what it makes of a text, served to this machine's browser or written as a file.
 
+Of two run folders or more, a page that compares the runs: `tricycle look runs/a runs/b`.
 With --graph, a page about a small function: the graph behind its result, and the gradients that go back through it.
 """
 
@@ -19,6 +20,7 @@ import tyro
 from tricycle.encoder import TextEncoder
 from tricycle.models import GPT
 from tricycle.sequences.translators import saved_translators
+from tricycle_cli import compare
 from tricycle_cli.flags import parse
 from tricycle_cli.models import Device, Weights, load_file, load_model
 from tricycle_lab.look.changes import Changes
@@ -63,7 +65,11 @@ class Arguments:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    arguments = parse(Arguments, args=args, description=__doc__ or "")
+    words = sys.argv[1:] if args is None else args
+    if compare.are_runs(words):
+        compare_runs(parse(compare.Arguments, args=words, description=__doc__ or ""))
+        return
+    arguments = parse(Arguments, args=words, description=__doc__ or "")
     if arguments.graph:
         show_graph(arguments)
         return
@@ -138,6 +144,15 @@ def keep(content: str, path: Path) -> None:
     print(f"{path}: {len(content.encode('utf-8')) / 1e6:.2f} MB, for any browser")
 
 
+def compare_runs(arguments: compare.Arguments) -> None:
+    """The page about several runs."""
+    runs = compare.Runs(arguments.folders)
+    if arguments.out is not None:
+        keep(runs.page(), arguments.out)
+    else:
+        serve(runs, arguments.port, arguments.browser)
+
+
 def show_graph(arguments: Arguments) -> None:
     """The page about the gradients of a function."""
     from tricycle_lab.look.functions import graph_named
@@ -150,7 +165,7 @@ def show_graph(arguments: Arguments) -> None:
         serve(Picture(content), arguments.port, arguments.browser)
 
 
-def serve(desk: Desk | Picture, port: int, browser: bool) -> None:
+def serve(desk: Desk | Picture | compare.Runs, port: int, browser: bool) -> None:
     """Answer a browser of this machine until Ctrl-C."""
     server = LookServer(desk, port)
     print(f"{server.address}\nfor browsers of this machine alone; Ctrl-C ends it", flush=True)

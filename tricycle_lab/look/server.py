@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -193,6 +193,14 @@ class Picture:
         raise NoSuchQuestion(question)
 
 
+class Page(Protocol):
+    """What a server needs of what it serves."""
+
+    def page(self) -> str: ...
+
+    def answer(self, question: str, fields: Any) -> Any: ...
+
+
 class LookServer(ThreadingHTTPServer):
     """Serves the page of a desk under an address that holds a secret token.
 
@@ -206,7 +214,7 @@ class LookServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = False  # two that share a port would be worse than one that says so
 
-    def __init__(self, desk: Desk | Picture, port: int = 0) -> None:
+    def __init__(self, desk: Page, port: int = 0) -> None:
         self.desk = desk
         self.token = secrets.token_urlsafe(16)
         try:

@@ -1,0 +1,233 @@
+"""The page that compares runs: what it says is what the folders hold, whatever state they are in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_training import CONFIG, TOKENISER, TOKENS, new_run, stop_at
+
+from tricycle.configs import DebugConfig
+from tricycle.training import new_state
+from tricycle_cli import compare, look
+from tricycle_cli.compare import Runs, are_runs, names_of, read_run
+from tricycle_cli.run import train
+from tricycle_lab.look.runs import MOST_POINTS, RunRead, comparison, differences
+
+
+def write_run(folder: Path, n_steps: int = 40, finished: bool = True, seed: int = 0, **changes: Any) -> Path:
+    """A run folder as training leaves it, without a training."""
+    config = DebugConfig(steps=40, eval_interval=10, seed=seed, **changes)
+    folder.mkdir(parents=True)
+    tokens = config.batch_size * config.context_window * config.accumulation_steps
+    rng = np.random.default_rng(seed)
+    lines: list[dict[str, Any]] = []
+    for step in range(1, n_steps + 1):
+        loss = 2 + 4 / step**0.5 * (1 + config.max_learning_rate) + 0.1 * float(rng.standard_normal())
+        lines.append({"step": step, "loss": loss, "learning_rate": 1e-3, "tokens_per_second": tokens * (2 + seed)})
+        if step % 10 == 0:
+            lines.append({"step": step, "held_out_loss": loss, "bits_per_byte": 0.5 * loss})
+    if finished:
+        lines.append({"step": n_steps, "final_loss": 2.5, "final_bits_per_byte": 1.25, "best_step": n_steps})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / "data.json").write_text(json.dumps({"data": "python", "files": [], "corpus": "abc"}))
+    (folder / "tokeniser.json").write_text(f"{config.vocab_size}")
+    samples = [f"--- sample at step {step}\ndef f(x):\n    return <b>{step}</b>\n" for step in range(10, n_steps, 10)]
+    (folder / "samples.txt").write_text("".join(samples))
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    return [write_run(tmp_path / "a"), write_run(tmp_path / "b", 25, False, 1, n_layers=3, max_learning_rate=0.01)]
+
+
+def data_of(folders: list[Path]) -> dict[str, Any]:
+    names = names_of(folders)
+    return comparison([read_run(folder, name) for folder, name in zip(folders, names)])
+
+
+# -------------------------------------------------------------------- what it says
+def test_curves_figures_and_differences(two: list[Path]) -> None:
+    data = data_of(two)
+    a, b = data["runs"]
+    assert (a["name"], b["name"]) == ("a", "b")
+    assert a["training"]["step"] == list(range(1, 41))
+    assert a["training"]["seconds"] == [step / 2 for step in range(1, 41)]  # two updates a second
+    assert b["training"]["seconds"][2] == 1.0
+    assert a["held_out"]["step"] == [10, 20, 30, 40]
+    assert a["held_out"]["seconds"] == [5, 10, 15, 20]
+    assert a["bits"] == 0.5
+    assert a["figures"] == {
+        "state": "finished",
+        "weights": None,
+        "tokens": 40 * a["tokens"],
+        "seconds": 20.0,
+        "speed": 2 * a["tokens"],
+        "best_step": a["figures"]["best_step"],
+        "best_loss": min(line["held_out_loss"] for line in lines_of(two[0]) if "held_out_loss" in line),
+        "best_bits": min(line["bits_per_byte"] for line in lines_of(two[0]) if "bits_per_byte" in line),
+        "final_loss": 2.5,
+        "final_bits": 1.25,
+    }
+    assert b["figures"]["state"] == "step 25 of 40"
+    assert b["figures"]["final_loss"] is None
+    assert {row["field"]: row["values"] for row in data["differences"]} == {
+        "n_layers": ["2", "3"],
+        "max_learning_rate": [f"{DebugConfig().max_learning_rate:g}", "0.01"],
+        "seed": ["0", "1"],
+    }
+    assert data["unit"] == "bits"
+    assert data["notes"] == []
+    assert [sample["title"] for sample in a["samples"]] == [
+        "sample at step 10",
+        "sample at step 20",
+        "sample at step 30",
+    ]
+    assert a["samples"][0]["text"] == "def f(x):\n    return <b>10</b>"
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_real_runs(tmp_path: Path) -> None:
+    """What training writes is what is read."""
+    folders = []
+    for name, step in (("whole", 20), ("half", 9)):
+        state, run = new_state(CONFIG, TOKENS), new_run(tmp_path / name)
+        run.stop = stop_at(state, step)
+        train(state, run)
+        (run.folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+        (run.folder / "data.json").write_text(json.dumps({"data": "text", "files": []}))
+        TOKENISER.save(run.folder / "tokeniser.json")
+        folders.append(run.folder)
+    whole, half = data_of(folders)["runs"]
+    assert whole["training"]["step"] == list(range(1, 21))
+    assert half["training"]["step"] == list(range(1, 10))
+    assert whole["training"]["loss"][:9] == half["training"]["loss"]
+    assert whole["figures"]["weights"] == half["figures"]["weights"] == state.model.n_parameters
+    assert whole["figures"]["seconds"] > 0
+
+
+def test_damage_is_left_out_and_said(two: list[Path]) -> None:
+    path = two[0] / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    lines[3] = "\x00" * 30
+    lines[7] = lines[7][:20]
+    lines[9] = '{"step": 10, "loss": "low"}'
+    path.write_text("\n".join(lines) + '\n{"step": 41, "lo')
+    (two[1] / "samples.txt").write_bytes(b"\xff\xfe--- sample\n\xff")
+    (two[1] / "data.json").write_text("{")
+    data = data_of(two)
+    assert data["notes"][-1] == "a: 4 damaged lines of metrics.jsonl were left out."
+    assert 4 not in data["runs"][0]["training"]["step"]
+    assert data["runs"][0]["training"]["seconds"][-1] == 20.0  # time goes on over gaps
+    json.dumps(data, allow_nan=False)
+
+
+def test_what_is_not_there_yet(two: list[Path]) -> None:
+    for name in ("metrics.jsonl", "samples.txt", "tokeniser.json"):
+        (two[0] / name).unlink()
+    data = data_of(two)
+    assert "a: no update has been recorded." in data["notes"]
+    assert data["runs"][0]["training"]["step"] == []
+    assert data["runs"][0]["figures"]["state"] == "step 0 of 40"
+    assert data["runs"][0]["samples"] == []
+    assert data["unit"] == "nats"
+    assert Runs(two).page()
+
+
+def test_other_vocabularies_and_texts_are_said(two: list[Path]) -> None:
+    (two[1] / "tokeniser.json").write_text("another")
+    (two[1] / "data.json").write_text(json.dumps({"data": "text", "files": [], "corpus": "other"}))
+    notes = data_of(two)["notes"]
+    assert "bits a byte do" in notes[0]
+    assert "different texts" in notes[1]
+
+
+def test_a_fine_tuning_is_shown_over_steps(two: list[Path]) -> None:
+    flags = {"rank": 8, "method": "lora"}
+    (two[1] / "data.json").write_text(json.dumps({"data": [], "corpus": "abc", "arguments": flags}))
+    data = data_of(two)
+    assert data["runs"][1]["training"]["seconds"] == []
+    assert data["runs"][1]["figures"]["seconds"] is None
+    assert ["", "8"] in [row["values"] for row in data["differences"] if row["field"] == "rank"]
+    assert "over steps alone" in data["notes"][-1]
+
+
+def test_losses_that_are_not_finite_are_left_out(two: list[Path]) -> None:
+    with (two[0] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "not_finite": "the loss is nan", "on_nan": "skip"}\n')
+        file.write('{"step": 42, "loss": NaN, "tokens_per_second": 0}\n{"step": 43, "held_out_loss": Infinity}\n')
+    json.dumps(data_of(two), allow_nan=False)
+
+
+def test_long_runs_are_thinned() -> None:
+    lines = [{"step": step, "loss": float(step % 2), "tokens_per_second": 10.0} for step in range(1, 10_001)]
+    curve = comparison([RunRead("a", {}, lines, tokens=10)])["runs"][0]["training"]
+    assert len(curve["step"]) <= MOST_POINTS
+    assert curve["step"][-1] == 10_000
+    assert curve["seconds"][-1] == 10_000
+    assert abs(np.mean(curve["loss"]) - 0.5) < 0.1
+
+
+def test_differences_of_configs() -> None:
+    found = differences([{"a": 1, "b": 0.1, "c": "x"}, {"a": 1, "b": 0.1 + 1e-12, "d": True}])
+    assert found == [{"field": "c", "values": ["x", ""]}, {"field": "d", "values": ["", "True"]}]
+
+
+# -------------------------------------------------------------------- the command
+def test_which_words_are_runs(two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert are_runs(["a", "b"])
+    assert are_runs(["a", "--out", "x.html", "b", "--no-browser"])
+    for words in (
+        ["a"],
+        ["a", "a text"],
+        ["a", "--beside", "b"],
+        ["a", "b", "--graph"],
+        ["--out"],
+        ["a", "--port"],
+        [],
+    ):
+        assert not are_runs(words)
+    with pytest.raises(ValueError, match="c: expected a run folder, as the others are"):
+        are_runs(["a", "b", "c"])
+
+
+def test_names_differ(tmp_path: Path) -> None:
+    assert names_of([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+    assert names_of([tmp_path / "run", tmp_path / "other"]) == ["run", "other"]
+    assert names_of([tmp_path / "run", tmp_path / "run"])[1].endswith("(2)")
+
+
+def test_the_command_writes_a_file(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "runs.html"
+    look.main([str(two[0]), str(two[1]), "--out", str(out)])
+    page = out.read_text(encoding="utf-8")
+    assert "<b>10</b>" not in page  # nothing of a sample is markup
+    assert "runs.html" in capsys.readouterr().out
+    assert "connect-src" not in page
+
+
+def test_a_served_page_is_as_new_as_the_folders(two: list[Path]) -> None:
+    runs = Runs(two)
+    before = runs.page()
+    with (two[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 26, "loss": 1.5, "tokens_per_second": 100}\n')
+    assert runs.page() != before
+
+
+def test_what_is_refused(two: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "MOST_RUNS", 1)
+    with pytest.raises(ValueError, match="expected at most 1 run folders, got 2"):
+        Runs(two)
+    monkeypatch.undo()
+    (two[0] / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config.json: expected a JSON object"):
+        Runs(two)

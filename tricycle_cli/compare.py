@@ -1,0 +1,172 @@
+"""Several run folders beside each other: `tricycle look runs/a runs/b`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from tricycle.configs import GPTConfig
+from tricycle.files import read_file, read_json_object
+from tricycle.safetensors_file import read_places
+from tricycle_cli.run import read_metrics
+from tricycle_lab.look.page import page
+from tricycle_lab.look.runs import RunRead, comparison, digest
+from tricycle_lab.look.server import NoSuchQuestion
+
+MOST_RUNS = 30
+MOST_SAMPLES = 2**24  # bytes of samples.txt
+MOST_TOKENISER = 2**28
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Which runs to compare."""
+
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """two run folders or more"""
+    out: Path | None = None
+    """write one HTML file that needs nothing else, and serve nothing"""
+    port: int = 0
+    """where to serve the page on this machine; 0 for any port that is free"""
+    browser: bool = True
+    """open the page"""
+
+
+def are_runs(words: Sequence[str]) -> bool:
+    """Whether a command line names several run folders, and nothing else but what `Arguments` has.
+
+    Raises:
+        ValueError: three words or more of which some are run folders, and one is none.
+    """
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    flags.add_argument("--out")
+    flags.add_argument("--port")
+    flags.add_argument("--browser", action=argparse.BooleanOptionalAction)
+    try:
+        places = flags.parse_known_args(list(words))[1]
+    except argparse.ArgumentError:
+        return False
+    if len(places) < 2 or any(word.startswith("-") for word in places):
+        return False
+    runs = [is_run(Path(word)) for word in places]
+    if len(places) > 2 and any(runs) and not all(runs):
+        raise ValueError(
+            f"{places[runs.index(False)]}: expected a run folder, as the others are; it has no config.json"
+        )
+    return all(runs)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a training left this folder."""
+    with contextlib.suppress(OSError, ValueError):
+        return (folder / "config.json").is_file() and (folder / "data.json").is_file()
+    return False
+
+
+class Runs:
+    """Serves the page; it is made anew, from the folders as they are, whenever somebody loads it."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        if len(folders) > MOST_RUNS:
+            raise ValueError(f"expected at most {MOST_RUNS} run folders, got {len(folders)}")
+        self.folders = folders
+        self.page()  # so that what cannot be read is an error of the command
+
+    def page(self) -> str:
+        """What a browser gets.
+
+        Raises:
+            ValueError: a folder whose config cannot be read.
+        """
+        names = names_of(self.folders)
+        read = [read_run(folder, name) for folder, name in zip(self.folders, names)]
+        return page("runs", f"{len(read)} runs", comparison(read))
+
+    def prepare(self) -> None:
+        """It is made when it is asked for."""
+
+    def answer(self, question: str, fields: Any) -> Any:
+        """There is none."""
+        raise NoSuchQuestion(question)
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Short names, all different."""
+    places = [folder.resolve() for folder in folders]
+    for n_parts in range(1, 1 + max(len(place.parts) for place in places)):
+        names = [Path(*place.parts[-n_parts:]).as_posix() for place in places]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({i})" for i, name in enumerate(names, 1)]  # the same folder twice
+
+
+def read_run(folder: Path, name: str) -> RunRead:
+    """What a folder tells, whatever state it is in.
+
+    Raises:
+        ValueError: its config cannot be read.
+    """
+    config = GPTConfig.from_dict(read_json_object(folder / "config.json"))
+    data: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        data = read_json_object(folder / "data.json")
+    is_tuning = "arguments" in data  # whose rows are of any length
+    metrics = read_metrics(folder / "metrics.jsonl")
+    return RunRead(
+        name,
+        fields_of(config, data),
+        metrics,
+        n_damaged=n_lines(folder / "metrics.jsonl") - len(metrics),
+        n_weights=n_weights(folder / "last.safetensors"),
+        tokeniser=digest_of(folder / "tokeniser.json"),
+        text=str(data.get("corpus", "")),
+        tokens=0 if is_tuning else config.batch_size * config.context_window * config.accumulation_steps,
+        samples=samples_of(folder / "samples.txt"),
+    )
+
+
+def fields_of(config: GPTConfig, data: dict[str, Any]) -> dict[str, Any]:
+    """All settings of a run: of its text, its config, and of a fine-tuning its flags."""
+    said = {name: data[name] for name in ("data", "tokeniser", "init_from", "on_nan") if name in data}
+    flags = data.get("arguments")
+    return {**said, **config.to_dict(), **(flags if isinstance(flags, dict) else {})}
+
+
+def n_lines(path: Path) -> int:
+    """That are not empty; the last may be cut off."""
+    if not path.is_file():
+        return 0
+    return sum(bool(line.strip()) for line in read_file(path).splitlines())
+
+
+def n_weights(checkpoint: Path) -> int:
+    """Of a checkpoint, by its header; 0 where there is none."""
+    try:
+        places = read_places(checkpoint)[0]
+    except (OSError, ValueError):
+        return 0
+    return sum(math.prod(place.shape) for name, place in places.items() if name.startswith("model."))
+
+
+def digest_of(path: Path) -> str:
+    try:
+        return digest(read_file(path, MOST_TOKENISER))
+    except (OSError, ValueError):
+        return ""
+
+
+def samples_of(path: Path) -> list[tuple[str, str]]:
+    """Title and text of each sample."""
+    try:
+        text = read_file(path, MOST_SAMPLES).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return []
+    parts = ("\n" + text).split("\n--- ")[1:]
+    return [(title, body.strip("\n")) for title, _, body in (part.partition("\n") for part in parts)]
