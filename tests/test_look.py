@@ -45,6 +45,7 @@ KINDS = {
     "rotary, few key heads, cap": replace(CONFIG, positions="rotary", n_key_heads=1, score_cap=2.0, bias=False),
     "softmax1, window": replace(CONFIG, softmax="softmax1", window=4, full_layers=(1,)),
     "blocks": replace(CONFIG, softmax="blocks"),
+    "sink": replace(CONFIG, softmax="sink"),
     "parallel, untied": replace(CONFIG, parallel=True, tied=False, logit_cap=3.0),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -210,6 +211,14 @@ def test_another_token_leaves_those_before_it(kind: str, case: str, monkeypatch:
         for site, wanted in zip(other.sites, anew.sites):
             for one, two in zip(site.look(), wanted.look()):
                 np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "transformer", "additive, before"])
+def test_a_text_of_one_token(kind: str) -> None:
+    subject = subject_of() if kind == "decoder" else translator_of(translators()[kind])
+    reading = subject.read(subject.ids_of("a =>")[:1], Changes())
+    assert len(reading.view()["predictions"]["logP"]) == 1
+    json.dumps(whole(subject, reading), allow_nan=False)
 
 
 def test_where_tokens_mix_otherwise_everything_is_read_again() -> None:

@@ -1,5 +1,4 @@
 const SHADES = { surprise: "how surprising it was", attention: "attention from the chosen token", change: "what your changes did", norm: "its norm in the last layer" };
-const SOFTMAXES = ["softmax", "softmax1", "adaptive", "blocks"];
 const STRONGEST = 0.55; // of a shade behind text
 let shades = palette();
 
@@ -614,7 +613,7 @@ async function start() {
   $("static").hidden = data.served;
   $("command").textContent = data.command ?? "tricycle look";
   add($("softmax"), "option", "as it is", { value: "" });
-  for (const name of SOFTMAXES) add($("softmax"), "option", name, { value: name });
+  for (const name of data.softmaxes ?? []) add($("softmax"), "option", name, { value: name });
   if (sides.some((side) => side.about.kind === "translator")) $("text-label").textContent = "Source; after => a target, if the model is not to write its own";
   $("text").value = data.text;
   $("form").onsubmit = (event) => (event.preventDefault(), readText());

@@ -244,7 +244,7 @@ class Reading:
             known: of the first tokens, which need not be computed again.
         """
         start = 0 if known is None else len(known.log_p)
-        following = np.append(self.ids[1:], -1)[start:]
+        following = np.array([*self.ids[1:], -1])[start:]
         made = [summed_up(logits, following[rows]) for rows, logits in self._in_parts(x[start:])]
         parts = [] if known is None else [list(vars(known).values())]
         self.predictions = Predictions(*(np.concatenate(numbers) for numbers in zip(*parts, *made)))

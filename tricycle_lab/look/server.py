@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from tricycle.softmaxes import SOFTMAXES
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.page import page
 from tricycle_lab.look.reading import Reading
@@ -64,7 +65,8 @@ class Desk:
         """What a browser gets first."""
         about = [{"about": subject.about()} for subject in self.subjects]
         title = " and ".join(subject.title for subject in self.subjects)
-        return page("look", title, {"served": True, "text": self.text, "sides": about}, served=True)
+        data = {"served": True, "text": self.text, "sides": about, "softmaxes": list(SOFTMAXES)}
+        return page("look", title, data, served=True)
 
     def prepare(self) -> None:
         """Read the text already, while the browser is being opened."""

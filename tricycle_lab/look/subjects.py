@@ -406,7 +406,7 @@ class Translator(Subject):
         sites = list(watch.sites.values())
         reading = Reading(list(ids), texts, sources, sites, watch.stream, of_stream, self.say)
         reading.source = tuple(self.source)
-        following = np.append(reading.ids[1:], -1)
+        following = np.array([*reading.ids[1:], -1])
         numbers = to_cpu(logits).astype(np.float32)
         reading.said = None if reading.stream else numbers
         reading.predictions = Predictions(*summed_up(numbers.copy(), following))
