@@ -53,7 +53,7 @@ class Arguments:
     browser: bool = True
     """open the page"""
     softmax: str | None = None
-    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks, sink"""
+    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
     adapter: Path | None = None
