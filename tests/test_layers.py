@@ -15,7 +15,7 @@ from tricycle.activation import GeLU, ReLU
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm, Sequential
 from tricycle.optimisers import AdamW, StochasticGradientDescent
-from tricycle.tensor import Tensor, no_grad, to_tensor
+from tricycle.tensor import Parameter, Tensor, no_grad, to_tensor
 
 
 def check_layer_gradients(layer: Layer, *inputs: Any, **forward_options: Any) -> None:
@@ -585,3 +585,30 @@ def test_a_layer_without_forward_says_so() -> None:
 
     with pytest.raises(NotImplementedError, match=r"^Empty defines no forward$"):
         Empty()(1)
+
+
+@pytest.mark.parametrize("first", ["embedding", "head"])
+@pytest.mark.parametrize("n_rows", [5, 200])
+def test_a_table_that_is_used_twice_gets_both_gradients(first, n_rows, rng):
+    """With more rows than ids, too, where only the rows that were taken are added to what has come before."""
+    embedding = Embedding(n_rows, 4)
+    ids = rng.integers(0, n_rows, (6, 7))
+    factors = rng.standard_normal((n_rows, 4)).astype(np.float32)
+    taken = (embedding(ids) * 2).sum()
+    used = (embedding.weights * factors).sum()
+    shared = used + (embedding.weights * 3).sum() if n_rows > 5 else used  # gradients that one array holds, and a sum
+    loss = taken + shared if first == "head" else shared + taken
+    loss.backward()
+    expected = factors + 2 * np.bincount(ids.ravel(), minlength=n_rows)[:, None] + (3 if n_rows > 5 else 0)
+    np.testing.assert_allclose(embedding.weights.grad.array, expected, 1e-5)
+
+
+def test_rows_of_a_table_do_not_come_to_a_gradient_that_others_hold(rng):
+    table = Parameter(rng.standard_normal((50, 4)).astype(np.float32))
+    other = Parameter(rng.standard_normal((50, 4)).astype(np.float32))
+    embedding = Embedding(50, 4)
+    embedding.weights = table
+    both = (table + other) * 3  # one array is the gradient of both
+    (both.sum() + embedding([[1, 2, 2]]).sum()).backward()
+    assert (other.grad.array == 3).all()
+    assert table.grad.array[[0, 1, 2], 0].tolist() == [3, 4, 5]

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from tricycle import devices, kernels
-from tricycle.devices import Array
+from tricycle.devices import Array, on_gpu
 from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, normal, xavier
 from tricycle.kernels import FewBits
 from tricycle.ops import Wanted, as_tensor, check_device, check_range, check_width, floating, positive
 from tricycle.precision import check_precision
-from tricycle.tensor import Operand, Parameter, Tensor, changed_in_place, no_grad, record, to_tensor
+from tricycle.tensor import Operand, Parameter, Part, Tensor, changed_in_place, no_grad, record, to_tensor
 
 
 class Updater(Protocol):
@@ -399,9 +399,12 @@ class Embedding(Layer):
         check_device("Embedding", table, index)
         check_range(f"Embedding(from_size={self.from_size})", index, self.from_size)
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
-            rows = grad.reshape(-1, self.to_size)
-            return (kernels.embedding_backward(rows, index.reshape(-1), self.from_size),)
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array | Part]:
+            rows, places = grad.reshape(-1, self.to_size), index.reshape(-1)
+            if on_gpu(grad) or len(places) >= self.from_size:
+                return (kernels.embedding_backward(rows, places, self.from_size),)
+            present, places = np.unique(places, return_inverse=True)  # of a large table the rows that were taken
+            return (Part(kernels.embedding_backward(rows, places, len(present)), present, once=True),)
 
         rows = table[index]
         rows = rows.astype(np.float32) if rows.dtype.itemsize == 2 else rows  # tables that are kept in 16 bits

@@ -25,8 +25,9 @@ from tricycle.recompute import lean, recompute
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Parameter, Tensor
 
-# The most logits that a loss holds at a time in host memory: 64 MB of them, and as much of their gradients.
-LOGITS_AT_ONCE = 2**24
+# The most logits that a loss holds at a time in host memory: 128 MB of them, and as much of their gradients.
+# Each part converts the head's matrix, and adds to its gradient, anew.
+LOGITS_AT_ONCE = 2**25
 
 DRAWN = ("matrix", "embedding", "position", "head")  # roles of what does not start at 0 or 1
 

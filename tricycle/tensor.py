@@ -630,10 +630,14 @@ class Part(NamedTuple):
 
     An op that takes a part of its arg gives this instead of an array full of zeros. All parts of one arg are put
     together when its turn comes: a sequence that is taken apart step by step costs no more than its length.
+
+    Attributes:
+        once: whether it is known that no element is taken twice by the index.
     """
 
     array: Array
     index: Any
+    once: bool = False
 
 
 class _GradientSums:
@@ -671,9 +675,17 @@ class _GradientSums:
 
     def take(self, node: Tensor) -> Array | None:
         """The whole gradient of a Tensor whose turn has come; None where none has arrived."""
-        if self.parts and id(node) in self.parts:
-            self.add(node, _assembled(self.parts.pop(id(node)), node.array))
-        return self.arrays.pop(id(node), None)
+        key = id(node)
+        if self.parts and key in self.parts:
+            parts = self.parts.pop(key)
+            if key not in self.arrays:
+                self.add(node, _assembled(parts, node.array))
+            elif key in self.ours:
+                _add_parts(self.arrays[key], parts)
+            else:
+                self.arrays[key] = array_module(node.array).array(self.arrays[key])  # a copy
+                _add_parts(self.arrays[key], parts)
+        return self.arrays.pop(key, None)
 
 
 def _assembled(parts: list[Part], like: Array) -> Array:
@@ -688,12 +700,17 @@ def _assembled(parts: list[Part], like: Array) -> Array:
         whole = side_by_side(neighbours)
         return xp.concatenate(neighbours, axis=-1) if whole is None else whole
     total = xp.zeros(like.shape, like.dtype)
-    for array, index in parts:
-        if is_basic(index):
+    _add_parts(total, parts)
+    return total
+
+
+def _add_parts(total: Array, parts: list[Part]) -> None:
+    """In place."""
+    for array, index, once in parts:
+        if once or is_basic(index):
             total[index] += array
         else:
-            xp.add.at(total, index, array)  # an element taken twice gets both gradients
-    return total
+            array_module(total).add.at(total, index, array)  # an element taken twice gets both gradients
 
 
 def is_basic(index: Any) -> bool:
@@ -705,7 +722,7 @@ def is_basic(index: Any) -> bool:
 def _tiles(parts: list[Part], shape: tuple[int, ...]) -> list[Array]:
     """The arrays of parts that make up a whole along its last axis, in order; none if they do not."""
     placed: list[tuple[int, int, Array]] = []
-    for array, index in parts:
+    for array, index, _ in parts:
         if not (shape and isinstance(index, tuple) and len(index) == len(shape)):
             return []
         *before, last = index
