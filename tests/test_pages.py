@@ -222,11 +222,14 @@ def infer_pickle(request, line: str) -> None:
     assert len(run(request.getfixturevalue("toy"), line)) > 10
 
 
+ONE_TURN = "--turns 1 --seconds 0 --settling 0 --threads 1".split()
+
+
 def benchmark(request, line: str) -> None:
     words = shlex.split(line)
     assert words == ["python", "-m", "benchmarks.train", "--shape", "S", "--peer", "torch"]
     tiny = ["tiny" if word == "S" else "none" if word == "torch" else word for word in words[1:]]
-    assert "tokens/s" in good(call(*tiny, "--steps", "1", "--warmup", "1"))
+    assert "tokens/s" in good(call(*tiny, *ONE_TURN))
 
 
 def machine(request, line: str) -> None:
@@ -234,7 +237,7 @@ def machine(request, line: str) -> None:
 
 
 def benchmark_of_attention(request, line: str) -> None:
-    quick = ["--lengths", "64", "--peer", "none", "--steps", "1", "--warmup", "1"]
+    quick = ["--lengths", "64", "--peer", "none", *ONE_TURN]
     assert "MB ours" in good(call(*line.split()[1:], *quick))
 
 
