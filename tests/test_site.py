@@ -1,0 +1,184 @@
+"""The documentation site: what it must name, and that it builds without a warning."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from imports import ROOT, SHIPPED, module_of, name_of, tree_of
+from pages import STUB
+
+DOCS = ROOT / "docs"
+DESCRIBED = ("tricycle", "tricycle_lab", "tricycle_mpi", "tricycle_datasets")
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.py"))
+
+
+def is_described(path: Path) -> bool:
+    """Whether the reference has the module of a file."""
+    package = name_of(path).split("/")[0]
+    return (package in DESCRIBED and path.name != "__main__.py") or module_of(path) == "tricycle_accelerators.host"
+
+
+PUBLIC = [path for path in SHIPPED if is_described(path)]
+
+
+# -------------------------------------------------------------------- what there must be
+def test_the_reference_has_every_public_module_once():
+    pages = [path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.rst"))]
+    named = re.findall(r"^\.\. automodule:: (\S+)$", "\n".join(pages), re.MULTILINE)
+    assert sorted(named) == sorted(map(module_of, PUBLIC)), "add it to a page of docs/reference/"
+    titles = re.findall(r"^(tricycle\S*)\n-+\n\n\.\. automodule:: \1$", "\n".join(pages), re.MULTILINE)
+    assert len(titles) == len(named)
+
+
+def test_every_page_is_in_the_table_of_contents():
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", index, re.MULTILINE | re.DOTALL)
+    named = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    pages = [path for suffix in ("md", "rst", "py") for path in DOCS.rglob(f"*.{suffix}")]
+    pages = [path for path in pages if path.name not in ("index.md", "conf.py") and path.parent.name != "_extensions"]
+    assert sorted(named) == sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in pages)
+
+
+def test_what_lies_elsewhere_is_shown():
+    shown = set()
+    for path in DOCS.rglob("*.md"):
+        if stub := STUB.match(path.read_text(encoding="utf-8")):
+            assert (path.parent / stub[1]).is_file(), stub[1]
+            shown.add(Path(os.path.relpath(path.parent / stub[1], ROOT)).as_posix())
+    wanted = {name_of(path) for path in (ROOT / "experiments").glob("**/README.md")}
+    kept = {name for name in ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md") if (ROOT / name).is_file()}
+    assert shown >= wanted | kept | {"benchmarks/RESULTS.md"}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_text(path):
+    """Scripts in jupytext's percent form, which begin with words and have no output in them."""
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ---\n# jupyter:\n#   jupytext:\n#     formats: py:percent\n")
+    assert text.count("\n# %%") >= 6
+    assert "\n# %% [markdown]\n# # " in text
+    ast.parse(text)
+
+
+def test_a_notebook_runs_as_a_script(tmp_path):
+    """The others, which take longer, run when the site is built."""
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", str(DOCS / "notebooks" / "autograd.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    by_hand, by_difference, by_tricycle, fitted = done.stdout.splitlines()
+    assert by_hand.split()[1][:6] == by_difference[:6] == "1.2391"
+    assert "Tensor(1.23910" in by_tricycle
+    first, last = map(float, fitted.split())
+    assert last < 0.05 * first
+
+
+# -------------------------------------------------------------------- the site
+class Page(HTMLParser):
+    """What a page links to, what it loads, and the places in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.places: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        values = dict(attributes)
+        self.places.update(filter(None, (values.get("id"), values.get("name"))))
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"])
+        elif tag in ("script", "img") and values.get("src"):
+            self.loaded.append(values["src"])
+        elif tag == "link" and values.get("href"):
+            self.loaded.append(values["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    for needed in ("sphinx", "furo", "myst_nb", "jupytext", "latex2mathml"):
+        pytest.importorskip(needed)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-j", "2", "-W", "--keep-going", str(DOCS), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=900)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@cache
+def page_at(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 200
+    for path in pages:
+        for target in page_at(path).loaded:
+            assert target.startswith("data:") or (path.parent / target.split("?")[0]).exists(), (path, target)
+        for link in page_at(path).links:
+            if not re.match(r"[a-z]+:", link):
+                _leads_somewhere(site, path, link)
+
+
+def _leads_somewhere(site: Path, path: Path, link: str) -> None:
+    place, _, anchor = link.partition("#")
+    target = Path(os.path.normpath(path.parent / place)) if place else path
+    if not target.is_relative_to(site):  # a file of the repository, for a site that lies in it
+        assert (ROOT / target.relative_to(site.parent)).exists(), (path, link)
+        return
+    assert target.exists(), (path, link)
+    assert not anchor or target.suffix != ".html" or anchor in page_at(target).places, (path, link)
+
+
+def names_in(path: Path) -> list[str]:
+    """Public functions, classes and methods that a file defines, with the module's name in front."""
+    names = []
+    for node in tree_of(path).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            names.append(f"{module_of(path)}.{node.name}")
+            if isinstance(node, ast.ClassDef):
+                methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+                names += [f"{names[-1]}.{part.name}" for part in methods if not part.name.startswith("_")]
+    return list(dict.fromkeys(names))
+
+
+@pytest.mark.slow
+def test_nothing_public_is_missing(site):
+    from sphinx.util.inventory import InventoryFile
+
+    with open(site / "objects.inv", "rb") as file:
+        inventory = InventoryFile.load(file, "", os.path.join)
+    objects = getattr(inventory, "data", inventory)  # a dict before Sphinx 8.2 or so
+    described = {name for kind in objects for name in objects[kind] if kind.startswith("py:")}
+    missing = [name for path in PUBLIC for name in names_in(path) if name not in described]
+    assert missing == []
+    assert len(described) > 1500
+
+
+@pytest.mark.slow
+def test_notebooks_show_what_they_print_and_draw(site):
+    for path in NOTEBOOKS:
+        page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")
+        if path.stem == "smollm2":
+            try:
+                from tricycle.pretrained.packaged import smollm2_path
+
+                smollm2_path()
+            except FileNotFoundError:
+                continue  # it is shown without its outputs
+            assert "Rome" in page
+        assert re.search(r'<img[^>]* src="\.\./_images/', page), path
+        assert 'class="output' in page
+    learnt = (site / "notebooks" / "finetune.html").read_text(encoding="utf-8")
+    first, taught, again = re.findall(r"copies: ([\d.]+) backwards: ([\d.]+)", learnt)
+    assert float(first[0]) > 0.9 < float(taught[1])
+    assert again[0] == first[0] or float(again[0]) > 0.9
