@@ -34,7 +34,7 @@ extensions = [
 ]
 
 # -------------------------------------------------------------------- pages
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "html_image"]
 myst_heading_anchors = 4  # links to headings are written as GitHub makes them
 myst_url_schemes = ["http", "https", "mailto", "repo"]
 highlight_language = "text"  # of what stands in no fence: commands, and what they print
@@ -59,12 +59,12 @@ autodoc_default_options = {
 }
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_class_signature = "separated"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 viewcode_line_numbers = True
+viewcode_follow_imported_members = False
 
 # -------------------------------------------------------------------- looks
 html_theme = "furo"

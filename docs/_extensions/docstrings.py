@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -27,7 +28,16 @@ def skipped(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: An
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
+def plain_kernels(app: Sphinx) -> None:
+    """A kernel is described by its plain version, where that stands."""
+    from tricycle.kernels import KERNELS
+
+    for name, kernel in KERNELS.items():
+        setattr(sys.modules[kernel.plain.__module__], name, kernel.plain)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", plain, priority=100)  # before napoleon
+    app.connect("builder-inited", plain_kernels)
     app.connect("autodoc-skip-member", skipped)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
