@@ -153,8 +153,8 @@ def test_it_learns_a_text(tmp_path):
 def test_the_first_seed_of_everything_comes_before_the_others():
     variants = variants_of(Settings("tiny", 3, 1), quick=False)
     assert len({variant.key for variant in variants}) == len(variants) == 20
-    seeds = [variant.seed for variant in variants]
-    assert seeds == sorted(seeds)
+    taught = [variant.seed for variant in variants if variant.softmax != "sink"]
+    assert taught == sorted(taught)
 
 
 def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):

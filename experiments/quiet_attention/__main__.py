@@ -76,7 +76,7 @@ def main() -> None:
 
 def ask_model(arguments: Arguments) -> None:
     """The same question of a model that others trained, on two CPU cores: 20 variants of it, or 5 with "quick"."""
-    sizes = {"rows": 2, "tokens": 128, "tested": 2, "rounded": 1, "inside": 1, "survey": 4} if arguments.quick else {}
+    sizes = {"tokens": 128, "tested": 2, "rounded": 1, "inside": 1, "survey": 4} if arguments.quick else {}
     settings = Settings(
         model=arguments.model,
         seeds=1 if arguments.quick else arguments.seeds,

@@ -40,10 +40,10 @@ WAYS = {
     "weights, a scale a tensor": Way("tensor"),
     "weights and activations, a scale a tensor": Way("tensor", "tensor"),
     "weights and activations, a scale a row": Way("row", "row"),
-    "weights, activations and stream, a scale a tensor": Way("tensor", "tensor", True),
 }
 MORE_WAYS = {  # of models as they are: what is to be gained at all
     "the same without the first token's activations": Way("tensor", "tensor", first=False),
+    "weights, activations and stream, a scale a tensor": Way("tensor", "tensor", True),
     "activations, a scale a tensor": Way("", "tensor"),
     "weights, a scale a row": Way("row"),
 }
