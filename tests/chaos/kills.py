@@ -10,14 +10,12 @@ left alone.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -26,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .runs import PHASES, Bench, Case, Outcome, differences, finish, write_text
+from .runs import PHASES, Bench, Case, Outcome, differences, finish, parser_of, temporary_bench, write_text
 
 MARKS = """
 import importlib
@@ -294,19 +292,15 @@ def large_text(folder: Path, generator: random.Random, n: int, n_jobs: int) -> l
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, jobs=2)
     parser.add_argument("--n", type=int, default=200, help="SIGKILLs at random moments")
     parser.add_argument("--signals", type=int, default=30, help="others at random moments, each")
     parser.add_argument("--phases", type=int, default=2, help="times that each comes in each phase")
     parser.add_argument("--large", type=int, default=2, help="times that each comes in the phases of a large text")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--folder", type=Path, help="where runs are; one in memory leaves a slow disk out of the times")
     arguments = parser.parse_args()
     generator = random.Random(arguments.seed)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos-", dir=arguments.folder) as name:
-        bench = Bench(Path(name))
+    with temporary_bench(arguments.folder) as bench:
         whole = bench.case("whole")
         profile = profile_of(whole)
         trials = random_kills(generator, profile, arguments.n, signal.SIGKILL)
@@ -316,7 +310,7 @@ def main() -> int:
         tried = try_all(bench, whole.run, trials, arguments.jobs)
         if arguments.large:
             print(table(tried), flush=True)
-            tried += large_text(Path(name), generator, arguments.large, arguments.jobs)
+            tried += large_text(bench.folder, generator, arguments.large, arguments.jobs)
     print(table(tried))
     wrong = [trial for trial in tried if trial.trouble]
     for trial in wrong:

@@ -9,14 +9,12 @@ within rounding. A second table is of ranks that fail by themselves: how soon al
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -32,7 +30,7 @@ from benchmarks.ranks import SETTINGS, mpiexec
 from tricycle_cli.run import read_metrics
 
 from .kills import MARKS, SIGNALS, Profile, Trial, Watched, random_moment, table
-from .runs import PHASES, Bench, Case, Outcome, differences, finish
+from .runs import PHASES, Case, Outcome, differences, finish, parser_of, temporary_bench
 
 LIMIT = 10.0  # seconds in which all are to end
 ROUNDING = 1e-3  # of weights and moments, after a few updates in another order of sums
@@ -357,18 +355,14 @@ def failure_table(failures: Sequence[Failure]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, jobs=1)
     parser.add_argument("--n", type=int, default=2, help="times that each signal comes to each at a random moment")
     parser.add_argument("--phases", type=int, default=1, help="times that it comes in each phase")
     parser.add_argument("--failures", type=int, default=6, help="times that a rank fails in each way")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--folder", type=Path, help="where runs are; one in memory leaves a slow disk out of the times")
     arguments = parser.parse_args()
     generator = random.Random(arguments.seed)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos-", dir=arguments.folder) as name:
-        bench = Bench(Path(name))
+    with temporary_bench(arguments.folder) as bench:
         whole = bench.case("whole")
         profile = profile_of(whole)
         trials = trials_of(generator, profile, arguments.n, arguments.phases, [signal.SIGKILL, *SIGNALS])

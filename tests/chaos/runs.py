@@ -13,6 +13,7 @@ assert differences(case.run, whole.run) == []
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -21,7 +22,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -167,6 +170,22 @@ class Bench:
         return Case(self.folder / name, text, flags)
 
 
+@contextmanager
+def temporary_bench(folder: Path | None) -> Iterator[Bench]:
+    """In a folder that is gone afterwards; within another one, where this is named."""
+    with tempfile.TemporaryDirectory(prefix="chaos-", dir=folder) as name:
+        yield Bench(Path(name))
+
+
+def parser_of(docstring: str | None, jobs: int) -> argparse.ArgumentParser:
+    """What each of these programs asks; `jobs` unless others are named."""
+    parser = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=jobs, help="runs at the same time")
+    parser.add_argument("--folder", type=Path, help="where runs are; one in memory leaves a slow disk out of the times")
+    return parser
+
+
 def write_text(path: Path, n_lines: int = 300, seed: int = 0) -> None:
     """Words in random order, about 45 bytes a line."""
     generator = random.Random(seed)
@@ -219,15 +238,15 @@ def checkpoint_differences(path: Path, other: Path) -> list[str]:
 
 def metrics_differences(path: Path, other: Path) -> list[str]:
     """All lines, without the speed."""
-    found = []
+    both = []
     for file in (path, other):
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        found.append([{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines])
-    if found[0] == found[1]:
+        both.append([{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines])
+    if both[0] == both[1]:
         return []
-    differing = [(a, b) for a, b in zip(*found) if a != b]
+    differing = [(a, b) for a, b in zip(*both) if a != b]
     first = f"{differing[0][0]} and {differing[0][1]}" if differing else "one ends sooner"
-    return [f"{path.name}: {len(found[0])} and {len(found[1])} lines; {first}"]
+    return [f"{path.name}: {len(both[0])} and {len(both[1])} lines; {first}"]
 
 
 def content_differences(path: Path, other: Path) -> list[str]:

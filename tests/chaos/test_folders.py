@@ -7,14 +7,9 @@ import signal
 import pytest
 
 from .kills import Watched
-from .runs import Bench, differences, finish
+from .runs import differences, finish
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("folders"))
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,10 @@ import sys
 import pytest
 
 from .kills import PHASES, SIGNALS, Trial, Watched, kills_by_phase, perform, profile_of, random_kills
-from .runs import Bench, differences, finish
+from .runs import differences, finish
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 PATIENT = 30.0  # seconds: machines that test many things at once are slow; the long form has the limit that is promised
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("kills"))
-
-
-@pytest.fixture(scope="module")
-def whole(bench):
-    return bench.case("whole")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from test_training import TOKENISER, TOKENS
 from tricycle import training
 from tricycle.checkpoint import NotFiniteError, load_checkpoint
 from tricycle.evaluation import HeldOut
-from tricycle.tensor import _forgets
 from tricycle.training import NonFiniteError, new_state, resume_state
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, read_metrics, train
@@ -23,7 +22,7 @@ WEIGHT = "blocks.0.mlp.up.weights"
 
 
 class Poison:
-    """Spoils something at a step, or with a batch; counts how often it did."""
+    """Spoils something at a step, or with a batch; counts in how many updates it did."""
 
     def __init__(self, kind: str, monkeypatch) -> None:
         self.kind, self.count = kind, 0
@@ -31,7 +30,7 @@ class Poison:
         usual_step, usual_loss, usual_norm = running.train_step, training.labelled, training.gradient_norm
 
         def train_step(state):
-            self.state = state
+            self.state, self.counted = state, False
             if kind in ("weight", "moment") and state.step == BAD_STEP - 1 and self.left:
                 self.take()
                 parameter = dict(state.model.named_parameters())[WEIGHT]
@@ -47,8 +46,7 @@ class Poison:
                 # a batch is known by its position: the same one is bad whenever it comes
                 is_bad = self.state.dataset.position == BAD_STEP * CONFIG.batch_size or kind == "always"
                 if is_bad and factor != 1.0:
-                    if _forgets.get():  # else what is bad is computed again, to be named
-                        self.take()
+                    self.take()
                     return usual(batch, share) * factor
                 return usual(batch, share)
 
@@ -65,8 +63,10 @@ class Poison:
         monkeypatch.setattr(training, "gradient_norm", gradient_norm)
 
     def take(self) -> None:
-        self.left -= 1
-        self.count += 1
+        if not self.counted:  # a loss that is bad is computed again, for what is bad in it to be named
+            self.left -= 1
+            self.count += 1
+        self.counted = True
 
 
 @pytest.fixture

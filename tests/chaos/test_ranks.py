@@ -13,22 +13,12 @@ from benchmarks.ranks import mpiexec
 
 from .kills import SIGNALS
 from .ranks import FAILURES, TARGETS, RankTrial, fail, perform, profile_of, rough_differences, trials_of
-from .runs import PHASES, Bench
+from .runs import PHASES
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or mpiexec() is None or importlib.util.find_spec("mpi4py") is None,
     reason="needs Linux, mpi4py and mpiexec",
 )
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(scope="module")
-def whole(bench):
-    return bench.case("whole")
 
 
 @pytest.fixture(scope="module")

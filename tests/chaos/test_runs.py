@@ -4,12 +4,7 @@ import json
 
 import pytest
 
-from .runs import Bench, differences
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("chaos"))
+from .runs import differences
 
 
 @pytest.fixture(scope="module")
