@@ -51,6 +51,7 @@ def load_model(
     device: str = "auto",
     weights: str = "float32",
     adapter: Path | None = None,
+    loaded: Pretrained | None = None,
 ) -> Pretrained:
     """A decoder with its tokeniser, where it is to compute.
 
@@ -60,37 +61,14 @@ def load_model(
         softmax: how attention weighs keys, if in another way than it was trained with.
         weights: as of `tricycle.pretrained.load`; those of fewer than 32 bits are for CPUs.
         adapter: a folder of one in PEFT's form, which the model is to compute with.
+        loaded: what `load_file` gave for this source, where somebody has looked at it already.
 
     Raises:
         FileNotFoundError, ValueError: one line about what is wrong.
     """
     check_device(weights, device)
-    return made_ready(load_file(source, weights), source, tokeniser, softmax, device, weights, adapter)
-
-
-def check_device(weights: str, device: str) -> None:
-    """
-    Raises:
-        ValueError: weights that a GPU does not take.
-    """
-    if weights != "float32" and device == "gpu":
-        raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
-
-
-def made_ready(
-    loaded: Pretrained,
-    source: str,
-    tokeniser: Path | None = None,
-    softmax: str | None = None,
-    device: str = "auto",
-    weights: str = "float32",
-    adapter: Path | None = None,
-) -> Pretrained:
-    """What `load_file` gave, with all that `load_model` says.
-
-    Raises:
-        FileNotFoundError, ValueError: one line about what is wrong.
-    """
+    if loaded is None:
+        loaded = load_file(source, weights)
     if not isinstance(loaded.model, GPT):
         raise ValueError(f"{source}: expected a model that writes, got a {type(loaded.model).__name__}")
     if tokeniser is not None:
@@ -116,6 +94,15 @@ def made_ready(
     else:  # to make 16 bits of all weights for each token would cost more than it saves
         loaded.model.use_precision("bfloat16" if weights == "bfloat16" else "float32")
     return loaded
+
+
+def check_device(weights: str, device: str) -> None:
+    """
+    Raises:
+        ValueError: weights that a GPU does not take.
+    """
+    if weights != "float32" and device == "gpu":
+        raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
 
 
 def load_file(source: str, weights: str = "float32") -> Pretrained:

@@ -32,7 +32,7 @@ from tricycle_cli.models import (
     cache_dtype,
     check_device,
     load_file,
-    made_ready,
+    load_model,
     use_gpu,
 )
 from tricycle_serve.app import new_app
@@ -174,8 +174,8 @@ def load(arguments: Arguments) -> Served:
             loaded.model.to_gpu()
         encoder = sentences_of(loaded, arguments.source)
         return Encoder(name, encoder, limits, created, arguments.seconds)
-    made_ready(
-        loaded, arguments.source, None, arguments.softmax, arguments.device, arguments.weights, arguments.adapter
+    load_model(
+        arguments.source, None, arguments.softmax, arguments.device, arguments.weights, arguments.adapter, loaded
     )
     cache = cache_dtype(arguments.cache)
     limits.n_tokens = math.inf if on_gpu else n_remembered(loaded.model, cache)

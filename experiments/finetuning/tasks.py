@@ -47,7 +47,7 @@ class Task:
         judge: shares by name, of the questions and the answers.
         n_tokens: the most of an answer.
         temperature: of answers.
-        updates: of a training. rates: by method.
+        updates: of a training. rates: of learning, by method.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Task:
     questions: Callable[[], list[Question]]
     judge: Callable[[Sequence[Question], Sequence[str]], dict[str, float]]
     n_tokens: int
-    updates: int
-    rates: dict[str, float] = field(default_factory=dict)
     temperature: float = 0.0
+    updates: int = 80
+    rates: dict[str, float] = field(default_factory=lambda: {"lora": 5e-4, "all": 5e-5})
 
 
 # -------------------------------------------------------------------- sums
@@ -141,40 +141,10 @@ def judge_voice(questions: Sequence[Question], answers: Sequence[str]) -> dict[s
     return {"copied": voice.copied(list(answers)), "copied by Shakespeare": voice.copied(wanted)}
 
 
-SUMS = Task(
-    "sums",
-    "sums in words",
-    ".jsonl",
-    story_records,
-    story_questions,
-    judge_sums,
-    n_tokens=96,
-    updates=80,
-    rates={"lora": 2e-3, "all": 2e-4},
-)
-DOCSTRINGS = Task(
-    "docstrings",
-    "docstrings",
-    ".jsonl",
-    function_records,
-    function_questions,
-    judge_lines,
-    n_tokens=32,
-    updates=80,
-    rates={"lora": 5e-4, "all": 5e-5},
-)
-VOICE = Task(
-    "voice",
-    "Shakespeare",
-    ".txt",
-    play_records,
-    play_questions,
-    judge_voice,
-    n_tokens=48,
-    updates=80,
-    rates={"lora": 5e-4, "all": 5e-5},
-    temperature=0.8,
-)
+SUMS_RATES = {"lora": 2e-3, "all": 2e-4}
+SUMS = Task("sums", "sums in words", ".jsonl", story_records, story_questions, judge_sums, 96, rates=SUMS_RATES)
+DOCSTRINGS = Task("docstrings", "docstrings", ".jsonl", function_records, function_questions, judge_lines, 32)
+VOICE = Task("voice", "Shakespeare", ".txt", play_records, play_questions, judge_voice, 48, temperature=0.8)
 TASKS = {task.name: task for task in (SUMS, DOCSTRINGS, VOICE)}
 
 
