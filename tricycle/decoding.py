@@ -24,8 +24,7 @@ from tricycle.activation import Gated, GeLU, Swish
 from tricycle.attention import Attention, KeyValueCache, Rotary, TokenShift
 from tricycle.attention.rotary import angles
 from tricycle.blocks import GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
-from tricycle.kernels import FewBits, Scoring
-from tricycle.kernels.reference.few_bits import FEW_ROWS
+from tricycle.kernels import FEW_ROWS, FewBits, Scoring
 from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.models import GPT
 from tricycle.ops import check_range

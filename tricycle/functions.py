@@ -8,8 +8,7 @@ from typing import Any
 
 from tricycle import kernels, ops
 from tricycle.devices import Array
-from tricycle.kernels import FewBits, Scoring
-from tricycle.kernels.reference.few_bits import FEW_ROWS
+from tricycle.kernels import FEW_ROWS, FewBits, Scoring
 from tricycle.ops import Op, Wanted, as_tensor, check_device, check_width, floating, register
 from tricycle.tensor import Operand, Tensor, record
 

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.decoding import next_logits
-from tricycle.kernels.reference.few_bits import FEW_ROWS, dtype_of
+from tricycle.kernels import FEW_ROWS
+from tricycle.kernels.reference.few_bits import dtype_of
 from tricycle.models import GPT
 from tricycle.ops import check_range
 from tricycle.sampling import Sampling

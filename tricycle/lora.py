@@ -28,8 +28,7 @@ from tricycle import kernels
 from tricycle.configs.checked import Checked, Rule
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
-from tricycle.kernels import FewBits
-from tricycle.kernels.reference.few_bits import FEW_ROWS
+from tricycle.kernels import FEW_ROWS, FewBits
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.ops import Wanted, as_tensor, check_width, floating
 from tricycle.tensor import Operand, Parameter, Tensor, record

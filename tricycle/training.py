@@ -135,10 +135,10 @@ def gradients(
             continue  # a mean over nothing, which would count nothing
         processes.answer()
         share = count / total
-        compute = partial(loss_of, batch, share if scale is None else share * scale)
+        compute_loss = partial(loss_of, batch, share if scale is None else share * scale)
         with forgetting():
-            loss = compute()
-        mean = mean + _value(loss, compute, model, pending)
+            loss = compute_loss()
+        mean = mean + _value(loss, compute_loss, model, pending)
         if pending is not None and pending.problem:
             break
         is_last = index == len(batches) - 1
@@ -181,11 +181,11 @@ def _counts(batches: Sequence[Any], n_labels: Sequence[Any] | None, may_be_none:
     return [_number(count) for count in n_labels]
 
 
-def _value(loss: Tensor, compute: Callable[[], Tensor], model: Layer, pending: GradientSum | None) -> Any:
+def _value(loss: Tensor, compute_loss: Callable[[], Tensor], model: Layer, pending: GradientSum | None) -> Any:
     """A loss as a number; on a GPU as it is.
 
     Args:
-        compute: computes it again.
+        compute_loss: gave this loss, and is called a second time where it is bad, to name what was bad first.
 
     Raises:
         NonFiniteError: it is NaN or infinite. With several processes that is noted, for all to raise it together.
@@ -194,7 +194,7 @@ def _value(loss: Tensor, compute: Callable[[], Tensor], model: Layer, pending: G
         return loss.array
     value = float(loss)
     if not math.isfinite(value):
-        problem = f"the loss is {value}; the first bad tensor is {_first_bad(compute, model)}"
+        problem = f"the loss is {value}; the first bad tensor is {_first_bad(compute_loss, model)}"
         model.zero_grad()
         if pending is None:
             raise NonFiniteError(problem)
@@ -202,16 +202,18 @@ def _value(loss: Tensor, compute: Callable[[], Tensor], model: Layer, pending: G
     return value
 
 
-def _first_bad(compute: Callable[[], Tensor], model: Layer) -> str:
-    """The name of the first Tensor, in the order of computation, that is not finite. The loss is computed again, for
-    blocks have forgotten; dropout draws other masks, and nobody else notices.
+def _first_bad(compute_loss: Callable[[], Tensor], model: Layer) -> str:
+    """The name of the first Tensor, in the order of computation, that is not finite.
+
+    The loss is computed again, and all of its Tensors are kept this time: the first pass forgot what the way back does
+    not need. Dropout draws other masks; its generators are put back, so that the run goes on as if nobody had looked.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         if not _all_finite(parameter):
             return f"the parameter {name}"
     with Situation(model).again():
-        loss = compute()
+        loss = compute_loss()
     for place, tensor in enumerate(topological_order(loss)):
         if not _all_finite(tensor):
             users = [names[id(arg)] for arg in tensor.args if id(arg) in names]

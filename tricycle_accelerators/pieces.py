@@ -25,6 +25,20 @@ def cut(n_rows: int, row_size: int = 1) -> list[slice]:
     return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 
+def flat(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
+    """Views of weights and moments with one axis, to be cut, and the gradient in the same order.
+
+    Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do. None
+    where weights and moments do not lie alike.
+    """
+    changed = [weights, *moments]
+    if all(a.flags.f_contiguous for a in changed):
+        grad, changed = grad.T, [a.T for a in changed]
+    if not all(a.flags.c_contiguous for a in changed):
+        return None
+    return [a.reshape(-1) for a in (changed[0], np.ascontiguousarray(grad), *changed[1:])]
+
+
 def parts(n_rows: int, least: int) -> list[slice]:
     """Two even parts a thread where they have at least that many rows, else one."""
     n_parts = threads.n_threads() * (2 if n_rows >= 2 * threads.n_threads() * least else 1)

@@ -26,7 +26,7 @@ from tricycle.kernels.reference.elementwise import (
     swiglu,
     swiglu_backward,
 )
-from tricycle.kernels.reference.few_bits import FewBits, few_bits_matmul
+from tricycle.kernels.reference.few_bits import FEW_ROWS, FewBits, few_bits_matmul
 from tricycle.kernels.reference.generation import attend_one, gated_swish, normalise, turn
 from tricycle.kernels.reference.losses import cross_entropy, cross_entropy_with_slope
 from tricycle.kernels.reference.matrices import (
@@ -56,6 +56,7 @@ from tricycle.kernels.reference.tables import embedding_backward
 __all__ = [
     "KERNELS",
     "Kernel",
+    "FEW_ROWS",
     "FewBits",
     "Scoring",
     "use_reference",

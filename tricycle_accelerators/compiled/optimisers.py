@@ -10,7 +10,6 @@ import numpy as np
 from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.compiled.elementwise import SMALL
 from tricycle_accelerators.compiled.generation import training_loops
-from tricycle_accelerators.cpu.optimisers import by_rows
 
 
 def adamw(
@@ -27,13 +26,13 @@ def adamw(
 ) -> NotImplementedType | None:
     if weights.size < SMALL or any(a.dtype != np.float32 for a in (weights, grad, first, second)):
         return NotImplemented
-    arrays = by_rows(weights, grad, first, second)
+    arrays = pieces.flat(weights, grad, first, second)
     if arrays is None or not all(a.flags.carray for a in arrays):
         return NotImplemented
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
         return None
-    w, g, m, v = (a.reshape(-1) for a in arrays)
+    w, g, m, v = arrays
     beta1, beta2 = betas
     correction = math.sqrt(1 - beta2**step)
     rate = learning_rate * correction / (1 - beta1**step)

@@ -29,20 +29,6 @@ def each(like: np.ndarray, calls: Sequence[Callable[[], None]]) -> None:
     threads.parallel(lambda call: call(), calls)
 
 
-def by_rows(weights: np.ndarray, grad: np.ndarray, *moments: np.ndarray) -> list[np.ndarray] | None:
-    """Views of weights and moments that lie row by row, and the gradient as they do.
-
-    Weights that were loaded lie column by column, and what is made like them does so too; gradients seldom do. None
-    where weights and moments do not lie alike.
-    """
-    changed = [weights, *moments]
-    if all(a.flags.f_contiguous for a in changed):
-        grad, changed = grad.T, [a.T for a in changed]
-    if not all(a.flags.c_contiguous for a in changed):
-        return None
-    return [changed[0], np.ascontiguousarray(grad), *changed[1:]]
-
-
 def adamw(
     weights: np.ndarray,
     grad: np.ndarray,
@@ -56,19 +42,18 @@ def adamw(
     factor: np.ndarray | float | None = None,
 ) -> NotImplementedType | None:
     """The factor goes into numbers that the gradient is multiplied by anyway."""
-    arrays = by_rows(weights, grad, first, second)
+    arrays = pieces.flat(weights, grad, first, second)
     if arrays is None or any(is_narrow(a) for a in arrays):
         return NotImplemented
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
         return None
-    flat = [a.reshape(-1) for a in arrays]
     beta1, beta2 = betas
     correction = math.sqrt(1 - beta2**step)
     rate = learning_rate * correction / (1 - beta1**step)
 
     def work(piece: slice) -> None:
-        w, g, m, v = (a[piece] for a in flat)
+        w, g, m, v = (a[piece] for a in arrays)
         t = share * (1 - beta1) * g
         m *= beta1
         m += t
