@@ -14,16 +14,8 @@ from datetime import date
 from benchmarks.shapes import SHAPES
 from benchmarks.turns import Pace
 from benchmarks.workers import SIDES, Worker, time_steps
-from tricycle.configs import GPTConfig
 from tricycle.softmaxes import SOFTMAXES
-
-
-def operations_a_token(config: GPTConfig) -> int:
-    """Floating-point operations of the products of a token, forward and backward; attention is counted whole."""
-    width = config.embedding_dim
-    weights = config.n_layers * (4 * width**2 + 2 * width * config.hidden_size) + config.vocab_size * width
-    attention = 2 * config.n_layers * config.context_window * width  # scores, and the means of values
-    return 3 * 2 * (weights + attention)
+from tricycle_cli.limit import operations_a_token
 
 
 def main() -> None:

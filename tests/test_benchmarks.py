@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from test_programs import call, good
 from benchmarks.generation import same_tokens
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, batches
+from tricycle.configs import GPTConfig
 from tricycle.models import GPT
+from tricycle_cli.limit import operations_a_token
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 PEERS = [("none", ["tricycle"]), pytest.param("torch", ["tricycle", "torch"], marks=[NEEDS_TORCH, pytest.mark.slow])]
@@ -122,3 +125,12 @@ def test_generation_beside_transformers_writes_the_same_tokens():
 )
 def test_same_tokens(left, right, n):
     assert same_tokens(left, right) == n
+
+
+def test_operations_a_token():
+    """GPT-2's: six for each weight of a product, and its attention."""
+    config = GPTConfig()
+    weights = 12 * 12 * 768**2 + 50_257 * 768
+    assert operations_a_token(config) == 6 * weights + 12 * 12 * 1024 * 768
+    gated = replace(config, gated=True, hidden_size=100)
+    assert operations_a_token(gated) == 6 * (12 * (4 * 768**2 + 3 * 768 * 100) + 50_257 * 768) + 12 * 12 * 1024 * 768

@@ -1,6 +1,7 @@
 """python -m tricycle tells what there is; and what `import tricycle` loads."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from test_programs import call, good
 
 from tricycle_cli import machine
 
-ROWS = "Tricycle Python arrays GPU CPU BLAS threads host matmul packages missing".split()
+ROWS = "Tricycle Python arrays GPU CPU BLAS threads host products packages missing".split()
 NUMPY_ALONE = """
 import runpy, sys
 from importlib.machinery import PathFinder
@@ -51,7 +52,9 @@ def test_it_fits_on_a_screen(monkeypatch):
     assert [*rows] == [*ROWS, "faster"]
     assert rows["arrays"].startswith(f"NumPy {np.__version__}")
     assert rows["threads"].startswith("1, set by OMP_NUM_THREADS=1; of BLAS: ")
-    assert float(rows["matmul"].split()[0].replace(",", "")) > 0
+    told = r"([\d,]+) GFLOP/s in float32, of which a training step reaches (\d+)%"
+    rate, share = re.match(told, rows["products"]).groups()
+    assert float(rate.replace(",", "")) > 0 and 0 < int(share) <= 100
 
 
 def test_numpy_alone_is_enough(monkeypatch):
@@ -153,7 +156,7 @@ def test_gpus_that_the_driver_shows(monkeypatch):
 def test_a_gpu_in_use_is_told(monkeypatch):
     monkeypatch.setattr(machine.devices, "gpu_problem", lambda: None)
     monkeypatch.setattr(machine, "gpus", lambda: ["GPU 0: H200"])
-    monkeypatch.setattr(machine, "matmul_rate", lambda: 1234.5)
+    monkeypatch.setattr(machine, "speed_report", lambda: "1,234 GFLOP/s")
     monkeypatch.setattr(machine, "nvidia_smi", lambda *words: ["580.159.03"])
     monkeypatch.setattr(machine.gemm, "problem", lambda: None)
     monkeypatch.setattr(machine.gemm, "version", lambda: "cuBLASLt 13.0.2")
@@ -164,7 +167,7 @@ def test_a_gpu_in_use_is_told(monkeypatch):
     assert " ".join(shown) == wanted
     assert "on the GPU: no cuDNN" in rows["faster"]
     assert "; on a GPU " in rows["arrays"]
-    assert rows["matmul"].startswith("1,234 GFLOP/s")
+    assert rows["products"].startswith("1,234 GFLOP/s")
 
 
 # -------------------------------------------------------------------- the cost of importing

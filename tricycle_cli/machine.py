@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +19,7 @@ from tricycle import devices
 from tricycle_accelerators import host, threads
 from tricycle_accelerators.cuda import cudnn, gemm
 from tricycle_accelerators.onednn import library as onednn
+from tricycle_cli import limit
 
 # What Linux calls the instructions that matter for speed.
 INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 bf16": "avx512_bf16", "AMX bf16": "amx_bf16"}
@@ -136,21 +136,15 @@ def gpu_libraries() -> dict[str, str | None]:
     return found
 
 
-def matmul_rate(n: int = 1024, seconds: float = 0.3) -> float:
-    """GFLOP/s of NumPy's n x n float32 product, the best in about so many seconds."""
-    a = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best / 1e9
-
-
-def bfloat16() -> str:
-    """What makes matrix products of 16-bit operands on this CPU, or why nothing does."""
+def speed_report() -> str:
+    """How fast matrices are multiplied, and which share of that training reaches."""
+    said = []
     problem = onednn.problem()
-    return f"no bfloat16: {problem}" if problem else "bfloat16 by oneDNN"
+    for precision in ["float32"] + ["bfloat16"] * (problem is None):
+        rate = limit.product_rate(precision)
+        share = limit.share_of_limit(rate, precision)
+        said.append(f"{rate / 1e9:,.0f} GFLOP/s in {precision}, of which a training step reaches {share:.0%}")
+    return "; ".join([*said, f"no bfloat16: {problem}"] if problem else said)
 
 
 def advice(shown: list[str], problem: str | None) -> list[str]:
@@ -163,7 +157,9 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
     if not installed("threadpoolctl"):
         found.append("pip install threadpoolctl: Tricycle can then share all of its work between the cores")
     if not installed("numba"):
-        found.append("pip install 'tricycle-gpt[numba]': models write faster with what Numba compiles")
+        found.append(
+            "pip install 'tricycle-gpt[fast]': Numba compiles what lies between products, and models write faster"
+        )
     if shown and problem:
         found.append(f"use {', '.join(shown)}: {problem}")
     if problem is None:
@@ -186,7 +182,7 @@ def report() -> str:
         "BLAS": blas(),
         "threads": thread_report(),
         "host": tuned,
-        "matmul": f"{matmul_rate():,.0f} GFLOP/s in float32 on the CPU; {bfloat16()}",
+        "products": speed_report(),
         "packages": ", ".join(installed(*OPTIONAL)) or "none",
         "missing": ", ".join(name for name in OPTIONAL if not installed(name)) or "none",
     }
