@@ -5,6 +5,7 @@ With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there; those in docs/ 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -17,11 +18,13 @@ from test_look import TEXT, TOKENISER, subject_of, translator_of, translators
 from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
+from tricycle.sequences.translators import saved_translators
 from tricycle_cli import look
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.functions import graph_named
 from tricycle_lab.look.page import page, whole, write_page
 from tricycle_lab.look.server import Desk, LookServer
+from tricycle_lab.look.subjects import saved_translator
 
 LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
 each_look = pytest.mark.parametrize("way", LOOKS)
@@ -105,10 +108,10 @@ def test_what_a_file_shows(browser: Browser, file: str) -> None:
     assert "put" not in rivals.text
     lens = browser.find("[aria-label='Logit lens of the chosen token']")
     assert len(lens.find_elements("css selector", "tbody tr")) == 4
-    said = browser.find(".map + p")
+    said = browser.find(".frame + p")
     before = said.text
     browser.driver.find_elements("css selector", ".heads button")[5].click()
-    browser.until("return document.querySelector('.map + p').textContent.includes('layer 2, head 1')")
+    browser.until("return document.querySelector('.frame + p').textContent.includes('layer 2, head 1')")
     assert said.text != before
     browser.find("input[value=scores]").click()
     assert said.text.startswith("Scores of layer 2, head 1 from ")
@@ -141,7 +144,7 @@ def test_a_file_by_keyboard(browser: Browser, file: str) -> None:
     assert browser.run("return document.activeElement === document.querySelector('[role=option]:last-child')")
     browser.run("document.querySelector('.heads [tabindex=\"0\"]').focus()")
     browser.press(Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
-    browser.until("return document.querySelector('.map + p').textContent.includes('layer 1, head 1')")
+    browser.until("return document.querySelector('.frame + p').textContent.includes('layer 1, head 1')")
     assert browser.run("return document.activeElement.getAttribute('aria-pressed')") == "true"
 
 
@@ -163,7 +166,7 @@ def test_a_head_a_layer_a_softmax_and_a_temperature(browser: Browser, server: Lo
         browser.until(f"return (() => {{ {STATUS} }})() === {plain!r}")
     browser.run("const s = document.getElementById('softmax'); s.value = 'softmax1'; s.onchange()")
     changed(browser)
-    browser.until("return document.querySelector('.map + p').textContent.includes('to nothing')")
+    browser.until("return document.querySelector('.frame + p').textContent.includes('to nothing')")
     browser.find("#temperature").send_keys("0")
     browser.run("document.getElementById('temperature').onchange()")
     changed(browser)
@@ -226,11 +229,31 @@ def test_alignment(browser: Browser, kind: str) -> None:
         "return [...document.querySelectorAll('[aria-label=\"Source tokens\"] > span')].some((e) => e.style.background)"
     )
     browser.until(shaded)
+    beside = "return [...document.querySelectorAll('.frame .BOX span')].map((e) => e.textContent).join(' ')"
+    assert browser.run(beside.replace("BOX", "rows")).startswith("<begin> the ␣ d")
+    assert browser.run(beside.replace("BOX", "columns")).replace(" ", "") == "thecat"
     assert browser.violations() == []
     assert browser.errors() == []
     browser.picture(f"alignment, {kind}")
     served.shutdown()
     served.server_close()
+
+
+def test_tokens_stand_beside_a_map_where_there_is_room(browser: Browser, server: LookServer) -> None:
+    for text, size, wanted in (("the dog", DESKTOP, True), ("the cat " * 3, PHONE, True), ("z" * 38, PHONE, False)):
+        browser.open(server.address, size)
+        browser.run("document.getElementById('text').value = arguments[0]", text)
+        browser.find("#read").click()
+        browser.until(
+            f"return document.querySelector('.tokens[role=listbox]').textContent.includes({text.strip()[-4:]!r})"
+        )
+        browser.until("return document.getElementById('status').textContent.startsWith('Loss')")
+        for box in ("rows", "columns"):
+            assert browser.find(f".frame .{box}").is_displayed() == wanted, (text, box)
+        height = browser.run("const c = document.querySelector('canvas.map'); return c.clientWidth - c.clientHeight")
+        assert abs(height) <= 2
+        assert browser.fits()
+    assert browser.errors() == []
 
 
 def test_the_model_goes_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
@@ -335,7 +358,7 @@ def test_smollm2_with_pictures(browser: Browser) -> None:
     assert browser.run("return document.querySelectorAll('[role=option]').length") == 19
     browser.run("document.querySelectorAll('[role=option]')[9].click()")
     browser.run("document.querySelectorAll('.heads button')[8 * 9 + 4].click()")
-    browser.until("return document.querySelector('.map + p').textContent.includes('layer 8, head 4')")
+    browser.until("return document.querySelector('.frame + p').textContent.includes('layer 8, head 4')")
     lens = "[aria-label='Logit lens of the chosen token']"
     browser.until(f'return document.querySelectorAll("{lens} tbody tr").length === 31')
     browser.picture("look", 960)
@@ -345,6 +368,27 @@ def test_smollm2_with_pictures(browser: Browser) -> None:
     assert browser.fits()
     browser.until("return document.querySelectorAll('.heads button[title*=entropy]').length === 270", 120)
     browser.picture("look-phone", 1250)
+    assert browser.errors() == []
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.mark.slow
+def test_a_translator_with_a_picture(browser: Browser) -> None:
+    """Of TRICYCLE_TRANSLATOR, or what `python -m experiments.translation --model transformer` left."""
+    paths = saved_translators(os.environ.get("TRICYCLE_TRANSLATOR", "runs/translation"))
+    if not paths:
+        pytest.skip("no translator has been trained here")
+    served = serving(Desk([saved_translator(paths[0])], "A little girl in a red dress is playing with a dog."))
+    browser.open(served.address, (1440, 900))
+    browser.until("return document.querySelectorAll('.heads button:not([title*=entropy])').length === 0", 60)
+    browser.find(".heads button[title^='decoder layer 1 cross, head 3']").click()
+    browser.until("return document.querySelector('.frame + p').textContent.includes('layer 1 cross, head 3')")
+    browser.run("document.querySelectorAll('.tokens[role=listbox] [role=option]')[5].click()")
+    browser.until("return document.querySelectorAll('[aria-label=\"What may come next\"] button').length")
+    assert browser.find(".frame .columns").text.split()[:3] == ["A", "little", "girl"]
+    assert browser.violations() == []
+    browser.picture("look-alignment", 1000)
     assert browser.errors() == []
     served.shutdown()
     served.server_close()

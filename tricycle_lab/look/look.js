@@ -1,4 +1,5 @@
 const SHADES = { surprise: "how surprising it was", attention: "attention from the chosen token", change: "what your changes did", norm: "its norm in the last layer" };
+const MOST_LABELS = 40, LEAST_CELL = 11; // tokens beside a map, and pixels for each
 const STRONGEST = 0.55; // of a shade behind text
 let shades = palette();
 
@@ -200,7 +201,10 @@ class Side {
       label.append(" " + text);
       radio.onchange = () => ((this.map = value), this.showMap());
     }
-    this.canvas = add(part, "canvas", "", { className: "map", role: "img", "aria-label": "Attention map" });
+    const frame = add(part, "div", "", { className: "frame" });
+    this.columnBox = add(frame, "div", "", { className: "columns", "aria-hidden": "true" });
+    this.rowBox = add(frame, "div", "", { className: "rows", "aria-hidden": "true" });
+    this.canvas = add(frame, "canvas", "", { className: "map", role: "img", "aria-label": "Attention map" });
     this.canvas.onclick = (event) => this.choose(this.cell(event)[0]);
     this.canvas.onpointermove = (event) => this.point(...this.cell(event));
     this.mapSaid = add(part, "p", "", { className: "quiet" });
@@ -440,6 +444,7 @@ class Side {
     const context = paint(this.canvas, held.bytes[this.map], n, m, shades, scale);
     this.canvas.style.aspectRatio = m + " / " + n;
     this.canvas.style.maxWidth = "min(100%, " + Math.max(4, Math.min(34, m * 2)) + "rem)";
+    this.labelMap(n, m);
     context.strokeStyle = getComputedStyle(document.body).color;
     context.lineWidth = 2;
     if (site.kind !== "source") context.strokeRect(0, this.token * scale - 1, scale * m, scale + 2);
@@ -452,6 +457,22 @@ class Side {
     this.showMost(held);
   }
 
+  /** The tokens beside a map and above it, where there is room for them. */
+  labelMap(n, m) {
+    const boxes = [[this.rowBox, this.rows(), n], [this.columnBox, this.columns(), m]];
+    for (const [box, texts, count] of boxes) {
+      box.hidden = count > MOST_LABELS;
+      box.replaceChildren();
+      if (!box.hidden) for (const text of texts) add(box, "span", visible(text).trim() || "␣");
+    }
+    this.columnBox.style.maxWidth = this.canvas.style.maxWidth;
+    const fits = this.canvas.clientWidth / m >= LEAST_CELL && this.canvas.clientHeight / n >= LEAST_CELL;
+    if (!fits) this.rowBox.hidden = this.columnBox.hidden = true;
+  }
+
+  rows() {
+    return this.view.sites[this.site].kind === "source" ? this.view.sources : this.view.tokens;
+  }
   columns() {
     return this.view.sites[this.site].kind === "self" ? this.view.tokens : this.view.sources;
   }
@@ -477,10 +498,10 @@ class Side {
   }
 
   point(row, column) {
-    const site = this.view.sites[this.site], held = this.held;
+    const held = this.held;
     if (!held) return;
-    const rows = site.kind === "source" ? this.view.sources : this.view.tokens, weight = (held.bytes.weights[row * held.shape[1] + column] / 255) ** 2;
-    this.pointed.textContent = quoted(rows[row]) + " (" + row + ") to " + quoted(this.columns()[column]) + " (" + column + "): " + weight.toFixed(3);
+    const weight = (held.bytes.weights[row * held.shape[1] + column] / 255) ** 2;
+    this.pointed.textContent = quoted(this.rows()[row]) + " (" + row + ") to " + quoted(this.columns()[column]) + " (" + column + "): " + weight.toFixed(3);
   }
 
   // ---------------------------------------------------------------- the lens
