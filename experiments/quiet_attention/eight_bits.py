@@ -18,6 +18,7 @@ from tricycle.tensor import Tensor
 from tricycle_lab.taps import tap
 
 LEVELS = 127
+MATRICES = "attention.qkv", "attention.projection", "mlp.up", "mlp.projection"
 
 
 class Way(NamedTuple):
@@ -28,12 +29,14 @@ class Way(NamedTuple):
             matrix and for each token; "" leaves them.
         stream: the stream behind each block is rounded too, with one scale for a text.
         first: of activations the first token's are rounded too, and count for the scale.
+        only: one of MATRICES, the only ones whose product is rounded; "" for all.
     """
 
     weights: str = ""
     activations: str = ""
     stream: bool = False
     first: bool = True
+    only: str = ""
 
 
 WAYS = {
@@ -67,8 +70,8 @@ def eight_bits(model: GPT, way: Way) -> Iterator[None]:
     """
     with ExitStack() as undo:
         for block in model.blocks:
-            for layer in block.layers():
-                if isinstance(layer, Dense):
+            for name, layer in block.named_layers():
+                if isinstance(layer, Dense) and way.only in ("", name):
                     undo.callback(_put, layer, layer.weights.array)
                     if way.weights:
                         layer.weights.array = rounded(layer.weights.array, way.weights, axis=0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.quiet_attention.eight_bits import MORE_WAYS, WAYS, Way, eight_bits
+from experiments.quiet_attention.eight_bits import MATRICES, MORE_WAYS, WAYS, Way, eight_bits
 from experiments.quiet_attention.inside import attention_maps, look_inside, weight_outliers
 from experiments.quiet_attention.teaching import Lesson, Variant, teach, use_softmax
 from experiments.real_model import (
@@ -23,8 +25,10 @@ from experiments.real_model import (
     windows,
 )
 from experiments.settings import save
+from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle_cli import clock
+from tricycle_lab.taps import tap
 
 LEARNT_CHARACTERS = 2**20  # of each text, to draw from
 SHOWN_TOKENS = 40
@@ -100,6 +104,9 @@ def measure(settings: Settings, quick: bool = False) -> dict[str, Any]:
         about = {"variant": variant._asdict(), "title": variant.title, "losses": np.round(losses, 4).tolist()}
         results["variants"][variant.key] = {**about, "seconds": seconds, **result}
         write(settings, results)
+    if "places" not in results:
+        results["places"] = places(load_model(settings.model), pieces, settings)
+        write(settings, results)
     return results
 
 
@@ -121,9 +128,8 @@ def kept(settings: Settings) -> dict[str, Any]:
 
 def write(settings: Settings, results: dict[str, Any]) -> None:
     settings.output.mkdir(parents=True, exist_ok=True)
-    results |= save(
-        settings.output / "results.json", settings, before=results.get("before"), variants=results["variants"]
-    )
+    found = {name: results[name] for name in ("before", "variants", "places") if name in results}
+    results |= save(settings.output / "results.json", settings, **found)
 
 
 def lesson_of(loaded: Pretrained, settings: Settings) -> Lesson:
@@ -149,6 +155,39 @@ def look(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings, way
     result["inside"] = look_inside(model, rows).as_dict()
     sinks = [p.numpy().round(3).tolist() for name, p in model.named_parameters() if name.endswith("softmax_scales")]
     return result | ({"sinks": sinks} if sinks else {})
+
+
+def places(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings) -> dict[str, list[float]]:
+    """Of the model as it is, by what rounding the input of one kind of matrix alone, with a scale a tensor, multiplies
+    perplexity; and the largest such input over the median of the largest of all tokens, in the layer where it is most.
+    """
+    found = {}
+    for name in MATRICES:
+        logs = []
+        for some in pieces.values():
+            ids = some.ids[: settings.rounded]
+            with eight_bits(loaded.model, Way("", "tensor", only=name)):
+                rounded = token_losses(loaded.model, ids, n_rows=1)
+            logs.append(rounded.mean() - token_losses(loaded.model, ids, n_rows=1).mean())
+        largest = largest_inputs(loaded.model, next(iter(pieces.values())).ids[0, :-1], name)
+        found[name] = [round(math.exp(np.mean(logs)), 4), round(largest[0], 1), round(largest[1], 1), largest[2]]
+    return found
+
+
+def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float, int]:
+    """The largest input of one kind of matrix, how many times the median token's largest it is in that layer, and the
+    layer: where that is most."""
+    found: list[tuple[float, float, int]] = []
+
+    def listen(layer: Any, out: Any, x: Any) -> None:
+        sizes = abs(x.array[0]).max(axis=-1)
+        found.append((float(sizes.max()), float(sizes.max() / np.median(sizes)), len(found)))
+
+    with ExitStack() as undo, model.evaluating():
+        for block in model.blocks:
+            undo.callback(tap(dict(block.named_layers())[name], "listeners", listen))
+        model.hidden(model.place(row[None]))
+    return max(found, key=lambda one: one[1])
 
 
 def figures(losses: np.ndarray, n_bytes: np.ndarray) -> list[float]:

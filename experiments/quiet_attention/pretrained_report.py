@@ -33,6 +33,7 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
         "Inside": inside_table(groups),
         "8 bits: perplexity is multiplied by": eight_bits_table(groups, list(WAYS)),
         "8 bits, models as they are": eight_bits_table(as_they_are(groups), [*MORE_WAYS]),
+        "8 bits, one kind of input alone, a scale a tensor": place_table(results["places"]),
         "8 bits: perplexity itself, weights and activations, a scale a tensor": rounded_perplexities(groups),
         "What the sinks learned": learned_sinks(groups),
         "Seconds": time_table(groups),
@@ -165,6 +166,15 @@ def rounded_perplexities(groups: Groups) -> str:
         for title, some in groups.items()
     ]
     return markdown(["", *TEXTS], rows)
+
+
+def place_table(places: Result) -> str:
+    titles = ["input of", "perplexity times", "largest", "times the median token's", "in layer"]
+    rows = [
+        [name, f"{factor:.3f}", f"{largest:,.0f}", f"{ratio:,.0f}", str(layer)]
+        for name, (factor, largest, ratio, layer) in places.items()
+    ]
+    return markdown(titles, rows)
 
 
 def learned_sinks(groups: Groups) -> str:
