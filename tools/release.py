@@ -1,0 +1,196 @@
+"""Prepare a release: the version in every file that names it, the changelog, both archives, and their checks.
+
+    python -m tools.release 0.2.0 --dry-run dist     in a copy of this checkout; leaves the archives in dist/
+    python -m tools.release 0.2.0                    in this checkout; docs/releasing.md says what follows
+    python -m tools.release --check dist             what a dry run checks, on archives that are there
+
+Nothing is committed, tagged or published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+ROOT = Path(__file__).resolve().parents[1]
+# The files that name the version, each with the line that does.
+NAMED_IN = {
+    "tricycle/__init__.py": r'^__version__ = "(.*)"$',
+    "CITATION.cff": r"^version: (.*)$",
+    "conda.recipe/recipe.yaml": r'^  version: "(.*)"$',
+}
+DATE = r"^date-released: (.*)$"  # of CITATION.cff
+BESIDES = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md", "pyproject.toml"}
+MADE = {"PKG-INFO", "setup.cfg"}  # by setuptools, in a source archive
+
+
+def main() -> None:
+    arguments = _arguments()
+    try:
+        if arguments.check is not None:
+            check(ROOT, arguments.check)
+            return
+        new = check_version(arguments.version, version_of(ROOT))
+        if arguments.dry_run is None:
+            prepare(ROOT, new)
+            print(f"{ROOT / 'dist'}: look at the changes, commit them, and tag v{new}")
+        else:
+            rehearse(arguments.dry_run.absolute(), new)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"release: {error}") from None
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"release: {' '.join(error.cmd[1:])} ended with status {error.returncode}") from None
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("version", nargs="?", default="next", help="as in 0.2.0; without it the next minor one")
+    parser.add_argument("--dry-run", type=Path, metavar="FOLDER", help="work in a copy and leave the archives here")
+    parser.add_argument("--check", type=Path, metavar="FOLDER", help="check the archives that lie here, nothing else")
+    return parser.parse_args()
+
+
+def rehearse(folder: Path, version: str) -> None:
+    """A release in a copy of this checkout; its archives are left in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        for archive in prepare(copy_of(ROOT, Path(place) / "copy"), version):
+            shutil.copy(archive, folder)
+            print(f"{folder / archive.name}: {archive.stat().st_size / 1e6:.2f} MB", flush=True)
+
+
+def version_of(root: Path) -> str:
+    return _match(root / "tricycle" / "__init__.py", NAMED_IN["tricycle/__init__.py"])[1]
+
+
+def check_version(new: str, old: str) -> str:
+    """The new version; "next" is the one with new features.
+
+    Raises:
+        ValueError: it is no version as semver and PEP 440 both have it, or does not come after the present one.
+    """
+    if new == "next":
+        present = Version(old)
+        return f"{present.major}.{present.minor + 1}.0"
+    form = re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", new)
+    try:
+        later = form is not None and Version(new) > Version(old)
+    except InvalidVersion:
+        later = False
+    if not later:
+        raise ValueError(f"expected a version after {old}, as in 0.2.0 or 0.2.0rc1, got {new!r}")
+    return new
+
+
+def copy_of(root: Path, folder: Path) -> Path:
+    """All files that git knows, and new ones that it does not ignore."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True)
+    for name in filter(None, done.stdout.split("\0")):
+        if (root / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, folder / name)
+    return folder
+
+
+def prepare(root: Path, version: str) -> list[Path]:
+    """Write the version and the changelog, build both archives into dist/ and check them.
+
+    Raises:
+        ValueError: no fragments, a file without its version, or an archive with other files than it should have.
+        subprocess.CalledProcessError: a tool failed; it has said why.
+    """
+    if not fragments(root):
+        raise ValueError("expected fragments in changelog.d/ that say what is new, got none")
+    today = datetime.date.today().isoformat()
+    for name, pattern in NAMED_IN.items():
+        _replace(root / name, pattern, version)
+    _replace(root / "CITATION.cff", DATE, today)
+    _run(root, "towncrier", "build", "--yes", "--version", version, "--date", today)
+    shutil.rmtree(root / "dist", ignore_errors=True)
+    _run(root, "build", "--outdir", "dist")
+    return check(root, root / "dist")
+
+
+def check(root: Path, folder: Path) -> list[Path]:
+    """Both archives, checked.
+
+    Raises:
+        ValueError: they are not there, or hold other files than they should.
+        subprocess.CalledProcessError: a tool is not content with them; it has said why.
+    """
+    archives = sorted(folder.absolute().glob("tricycle_gpt-*"))
+    if [path.suffix for path in archives] != [".whl", ".gz"]:
+        raise ValueError(f"expected one wheel and one source archive in {folder}, got {len(archives)} files")
+    _run(root, "twine", "check", "--strict", *(str(path) for path in archives))
+    _run(root, "check_wheel_contents", str(archives[0]))
+    check_archives(root, *archives)
+    return archives
+
+
+def fragments(root: Path) -> list[Path]:
+    """The parts of the next version's changelog."""
+    return sorted(path for path in (root / "changelog.d").glob("*.md") if path.name != "README.md")
+
+
+def check_archives(root: Path, wheel: Path, source: Path) -> None:
+    """
+    Raises:
+        ValueError: a file of the packages is missing in an archive, or there is one that should not be.
+    """
+    wanted = package_files(root)
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    _same(wheel, held, wanted)
+    with tarfile.open(source) as tar:
+        names = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
+    names = {name for name in names if name not in MADE and ".egg-info/" not in name}
+    _same(source, names, wanted | BESIDES)
+
+
+def package_files(root: Path) -> set[str]:
+    """What the packages hold, by names below the root."""
+    return {
+        path.relative_to(root).as_posix()
+        for package in root.glob("tricycle*")
+        if (package / "__init__.py").is_file()
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def _same(archive: Path, held: set[str], wanted: set[str]) -> None:
+    missing, extra = sorted(wanted - held), sorted(held - wanted)
+    if missing or extra:
+        raise ValueError(f"{archive.name}: missing {missing or 'nothing'}, more than wanted {extra or 'nothing'}")
+
+
+def _match(path: Path, pattern: str) -> re.Match[str]:
+    match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+    if match is None:
+        raise ValueError(f"expected a line like {pattern} in {path}, got none")
+    return match
+
+
+def _replace(path: Path, pattern: str, value: str) -> None:
+    match = _match(path, pattern)
+    text = match.string[: match.start(1)] + value + match.string[match.end(1) :]
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _run(root: Path, module: str, *words: str) -> None:
+    subprocess.run([sys.executable, "-m", module, *words], cwd=root, check=True, stdin=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()

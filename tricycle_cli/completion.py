@@ -1,0 +1,209 @@
+"""What a shell offers at the tabulator key: `tricycle --print-completion bash`, `zsh` or `fish`.
+
+The scripts are written once, from the dataclasses that the commands read their flags into, and ask nothing of Python
+when the key is pressed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+SHELLS = ("bash", "zsh", "fish")
+OWN_FLAGS = ("--help", "--print-completion", "--version")
+
+
+class Flag(NamedTuple):
+    """A flag of a command.
+
+    Attributes:
+        choices: the words that may follow it; empty where nobody can know them.
+        alone: nothing follows it.
+    """
+
+    name: str
+    choices: tuple[str, ...] = ()
+    alone: bool = False
+
+
+def script(shell: str, commands: Mapping[str, str]) -> str:
+    """The lines that teach a shell to complete `tricycle`.
+
+    Args:
+        commands: what each command is for.
+
+    Raises:
+        ValueError: no such shell.
+    """
+    writers = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+    if shell not in writers:
+        raise ValueError(f"expected a shell after --print-completion, one of {', '.join(SHELLS)}, got {shell!r}")
+    return writers[shell](commands, {command: flags_of(command) for command in commands})
+
+
+def flags_of(command: str) -> list[Flag]:
+    """All flags of a command, in the order of its `--help`. `train` has those of `train --resume` besides."""
+    module = importlib.import_module(f"tricycle_cli.{command}")
+    flags = {flag.name: flag for flag in _flags(module.Arguments)}
+    if hasattr(module, "ResumeArguments"):
+        flags = {flag.name: flag for flag in _flags(module.ResumeArguments)} | flags
+    return [*flags.values(), Flag("--help", alone=True)]
+
+
+def _flags(kind: Any) -> Iterator[Flag]:
+    """Those of a dataclass and of the dataclasses in it, named as tyro names them."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if not field.init or _is_positional(hint):
+            continue
+        if get_origin(hint) is Annotated:
+            hint = get_args(hint)[0]
+        if dataclasses.is_dataclass(hint):
+            yield from _flags(hint)
+            continue
+        name = field.name.replace("_", "-")
+        if hint is bool:
+            yield Flag(f"--{name}", alone=True)
+            yield Flag(f"--no-{name}", alone=True)
+        else:
+            yield Flag(f"--{name}", tuple(_choices(hint)))
+
+
+def _is_positional(hint: Any) -> bool:
+    from tyro.conf import Positional
+
+    marks = (Positional, *get_args(Positional[str])[1:])
+    return get_origin(hint) is Annotated and any(mark in marks for mark in get_args(hint)[1:])
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    """The words of a Literal, wherever in a type it stands."""
+    if get_origin(hint) is Literal:
+        yield from map(str, get_args(hint))
+    elif get_origin(hint) in (Union, types.UnionType, tuple, list):
+        for part in get_args(hint):
+            yield from _choices(part)
+
+
+Flags = Mapping[str, list[Flag]]
+
+BASH = r"""# Completes `tricycle` in bash: source this file, or `source <(tricycle --print-completion bash)`.
+_tricycle() {
+    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" offered=""
+    if [ "$word" = "=" ]; then word=""; fi
+    if [ "$before" = "=" ]; then before="${COMP_WORDS[COMP_CWORD-2]}"; fi
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        offered="COMMANDS"
+    else
+        case "${COMP_WORDS[1]} $before" in
+CHOICES
+            *)
+                case "$word" in
+                    -*)
+                        case "${COMP_WORDS[1]}" in
+FLAGS
+                        esac
+                        ;;
+                esac
+                ;;
+        esac
+    fi
+    if [ -n "$offered" ]; then
+        while IFS= read -r word; do COMPREPLY+=("$word"); done < <(compgen -W "$offered" -- "$word")
+    fi
+}
+complete -o bashdefault -o default -F _tricycle tricycle
+"""
+
+ZSH = r"""#compdef tricycle
+# Completes `tricycle` in zsh: a file `_tricycle` in a folder of $fpath, or `source <(tricycle --print-completion zsh)`.
+_tricycle() {
+    local -a commands
+    if (( CURRENT == 2 )); then
+        commands=(
+COMMANDS
+        )
+        _describe command commands
+        return
+    fi
+    case "${words[2]} ${words[CURRENT-1]}" in
+CHOICES
+    esac
+    if [[ "$PREFIX" == -* ]]; then
+        case "${words[2]}" in
+FLAGS
+        esac
+    else
+        _files
+    fi
+}
+if [[ "${funcstack[1]}" == _tricycle ]]; then
+    _tricycle "$@"
+else
+    compdef _tricycle tricycle
+fi
+"""
+
+
+def _filled(template: str, **parts: str) -> str:
+    for name, text in parts.items():
+        template = template.replace(name.upper(), text)
+    return template
+
+
+def _bash(commands: Mapping[str, str], flags: Flags) -> str:
+    choices = [
+        f'            "{command} {flag.name}") offered="{" ".join(flag.choices)}" ;;'
+        for command, ones in flags.items()
+        for flag in ones
+        if flag.choices
+    ]
+    shells = f'            "--print-completion --print-completion") offered="{" ".join(SHELLS)}" ;;'
+    names = [
+        f'                            {command}) offered="{" ".join(flag.name for flag in ones)}" ;;'
+        for command, ones in flags.items()
+    ]
+    return _filled(
+        BASH, commands=" ".join([*commands, *OWN_FLAGS]), choices="\n".join([*choices, shells]), flags="\n".join(names)
+    )
+
+
+def _zsh(commands: Mapping[str, str], flags: Flags) -> str:
+    offered = [f"            {_quoted(f'{command}:{said}')}" for command, said in commands.items()]
+    offered += [f"            {flag}" for flag in OWN_FLAGS]
+    choices = [
+        f"        ('{command} {flag.name}') compadd -- {' '.join(flag.choices)}; return ;;"
+        for command, ones in flags.items()
+        for flag in ones
+        if flag.choices
+    ]
+    choices.append(f"        ('--print-completion --print-completion') compadd -- {' '.join(SHELLS)}; return ;;")
+    names = [
+        f"            ({command}) compadd -- {' '.join(flag.name for flag in ones)} ;;"
+        for command, ones in flags.items()
+    ]
+    return _filled(ZSH, commands="\n".join(offered), choices="\n".join(choices), flags="\n".join(names))
+
+
+def _fish(commands: Mapping[str, str], flags: Flags) -> str:
+    lines = ["# Completes `tricycle` in fish: ~/.config/fish/completions/tricycle.fish."]
+    first = "complete -c tricycle -n __fish_use_subcommand"
+    lines += [f"{first} -f -a {command} -d {_quoted(said)}" for command, said in commands.items()]
+    lines += [f"{first} -f -l {name}" for name in ("help", "version")]
+    lines.append(f"{first} -x -l print-completion -a '{' '.join(SHELLS)}'")
+    for command, ones in flags.items():
+        behind = f"complete -c tricycle -n '__fish_seen_subcommand_from {command}'"
+        for flag in ones:
+            follows = f" -x -a '{' '.join(flag.choices)}'" if flag.choices else "" if flag.alone else " -r"
+            lines.append(f"{behind} -l {flag.name.removeprefix('--')}{follows}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """One word of zsh or fish: in single quotes, which an apostrophe interrupts."""
+    return "'" + text.replace("'", "'\\''") + "'"
