@@ -199,7 +199,8 @@ def test_no_exception_from_the_formatter():
     assert found == []
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert not re.search(r"^(extend-)?exclude|\[tool\.ruff\.format\]", settings, re.MULTILINE)
-    assert "\nruff format --check .\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "entry: ruff format --check .\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert "\npre-commit run --all-files\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 def test_the_tree_is_formatted():
