@@ -22,6 +22,7 @@ project = "Tricycle"
 author = "the authors of Tricycle"
 release = VERSION[1]
 root_doc = "index"
+suppress_warnings = ["ref.python"]  # names in "Attributes:" are looked up, and several classes have the same
 exclude_patterns = ["_extensions", "conf.py", ".ipynb_checkpoints", "notebooks/.ipynb_checkpoints"]
 extensions = [
     "myst_nb",
