@@ -46,7 +46,10 @@ class Layer:
     def _parts(self) -> Iterator[tuple[str, Any]]:
         """Every Tensor and Layer that is an attribute, or stands in a container that is, with its name."""
         for name, value in vars(self).items():
-            yield from _unpack(name, value)
+            if isinstance(value, (Tensor, Layer)):  # as `_unpack` would, but this is the most of what small steps cost
+                yield name, value
+            elif isinstance(value, (list, tuple, dict)):
+                yield from _unpack(name, value)
 
     def layers(self) -> Iterator[Layer]:
         """This layer and all inside it, each once."""
@@ -121,8 +124,10 @@ class Layer:
 
     def update(self, optimiser: Updater) -> None:
         """Let the optimiser change every parameter that has a gradient, once, and forget the gradients."""
-        optimiser.update(self.named_parameters())
-        self.zero_grad()
+        named_parameters = list(self.named_parameters())
+        optimiser.update(named_parameters)
+        for _, parameter in named_parameters:
+            parameter.zero_grad()
 
     def freeze(self) -> Layer:
         """Keep all parameters as they are: no gradient, no update; returns self."""
