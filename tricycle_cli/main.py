@@ -11,6 +11,7 @@ from tricycle_cli.flags import fail, run_main
 COMMANDS = {
     "train": "train a GPT on text, from the first token to samples",
     "finetune": "teach a model that somebody has trained, by LoRA or all its weights",
+    "sweep": "look for good settings of a training, a run each",
     "generate": "continue a text with a model",
     "chat": "talk with a model",
     "serve": "offer a model to OpenAI's clients, and a page to talk with it",
@@ -74,6 +75,10 @@ def _function_of(command: str) -> Callable[[], int | None]:
         from tricycle_cli.finetune import main as finetune
 
         return finetune
+    if command == "sweep":
+        from tricycle_cli.sweep import main as sweep
+
+        return sweep
     if command == "generate":
         from tricycle_cli.generate import main as generate
 

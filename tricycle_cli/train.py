@@ -35,6 +35,7 @@ from tricycle.pretrained import Pretrained
 from tricycle.processes import ALONE, Processes
 from tricycle.training import NonFiniteError, TrainingState, least_memory, new_state, resume_state
 from tricycle_cli import clock
+from tricycle_cli.find_rate import find_rate
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk, room_said
 from tricycle_cli.init_from import check_shape, default_config, load_start, started_from
@@ -102,6 +103,8 @@ class Arguments:
     """with mpiexec: what the optimiser remembers of a parameter is kept by one rank alone, which saves memory"""
     track: tuple[TrackerName, ...] = ()
     """trackers of experiments that are told what metrics.jsonl is told, each an extra of this package"""
+    find_learning_rate: bool = False
+    """make some hundred updates with learning rates that grow, draw the losses, suggest a rate, and train nothing"""
     config: GPTConfig = field(default_factory=GPTConfig)
 
 
@@ -191,6 +194,8 @@ def begin(arguments: Arguments, start: Pretrained | None, setting: Setting) -> i
     by_the_first(processes, lambda: expect_trackers(arguments.track))
     on_gpu = use_gpu(arguments.device)
     description = description_of(arguments)
+    if arguments.find_learning_rate:
+        return find(arguments, start, on_gpu, processes)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     name = arguments.preset if start is None else Path(arguments.init_from or "").stem
     folder = arguments.run_folder or Path("runs") / f"{name}-{arguments.data}-{stamp}"
@@ -200,6 +205,26 @@ def begin(arguments: Arguments, start: Pretrained | None, setting: Setting) -> i
         by_the_first(processes, lambda: clear_folder(folder))
         choices = Choices(on_gpu, arguments.on_full_disk, arguments.shard_optimiser)
         return train_and_report(Sitting(folder, config, description, choices, setting), start)
+
+
+def find(arguments: Arguments, start: Pretrained | None, on_gpu: bool, processes: Processes) -> int:
+    """A range test of the learning rate, on the text and with the model of a run that is not begun.
+
+    Raises:
+        ValueError: several processes.
+    """
+    if processes.size > 1:
+        raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
+    config = arguments.config
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = arguments.run_folder or Path("runs") / f"learning-rate-{arguments.preset}-{arguments.data}-{stamp}"
+    with naming_what_to_lower(config, on_gpu):
+        check_room(least_memory(config), on_gpu)
+        tokeniser = gpt2_tokeniser() if arguments.tokeniser == "gpt2" else start and start.tokeniser
+        corpus = load_corpus(description_of(arguments), config.vocab_size, tokeniser)
+        model = None if start is None else started_from(start.model, config)
+        find_rate(config, corpus.train, model, on_gpu, folder)
+    return 0
 
 
 def lock_of(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,150 @@
+"""Learning rates are looked for without a trace, the same way each time, and what is suggested lies where it should."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from test_programs import TRAIN, cache, call, good, lines_said, text  # noqa: F401 (fixtures)
+from test_training import CONFIG, TOKENS
+
+from tricycle.models import GPT
+from tricycle.training import NonFiniteError
+from tricycle_cli.find_rate import find_rate
+from tricycle_lab import range_test as testing
+from tricycle_lab.range_test import plot_range_test, range_test, read
+
+RATES = np.geomspace(1e-6, 1, 200)
+X = np.log10(RATES)
+
+
+def curve(fall: float = -3, rise: float = -1, noise: float = 0.0) -> np.ndarray:
+    """A loss that falls around a rate, and rises around another."""
+    down, up = 1 / (1 + np.exp(-4 * (X - fall))), np.exp(6 * (X - rise))
+    return 6 - 3 * down + 3 * up + noise * np.random.default_rng(0).standard_normal(len(X))
+
+
+# -------------------------------------------------------------------- what a curve tells
+@pytest.mark.parametrize("noise", [0, 0.1])
+def test_a_curve_that_falls_and_rises(noise: float) -> None:
+    test = read(RATES, curve(noise=noise))
+    assert -3.5 < np.log10(test.steepest) < -2.5
+    assert -1.5 < np.log10(test.diverges) < -0.9
+    assert test.suggestion == pytest.approx(np.sqrt(test.steepest * test.diverges / 10), rel=0.05)
+
+
+def test_where_it_diverges_soon_a_tenth_of_that_is_suggested() -> None:
+    test = read(RATES, curve(fall=-3, rise=-2.6))
+    assert test.suggestion == pytest.approx(test.diverges / 10, rel=0.05)
+    assert test.suggestion < test.steepest
+
+
+def test_a_loss_that_becomes_nan_diverges_there() -> None:
+    losses = curve(rise=9)[:120]
+    losses[-1] = np.nan
+    test = read(RATES[:120], losses)
+    assert test.diverges == RATES[119]
+    assert test.suggestion == pytest.approx(RATES[119] / 10, rel=0.05)
+
+
+def test_a_loss_that_never_rises() -> None:
+    test = read(RATES, curve(rise=9))
+    assert test.diverges is None
+    assert test.suggestion == pytest.approx(test.steepest, rel=0.05)
+
+
+@pytest.mark.parametrize("losses", [np.full(200, 5.0), 5 + 0.01 * np.random.default_rng(0).standard_normal(200), X + 9])
+def test_where_nothing_is_learnt_nothing_is_suggested(losses: np.ndarray) -> None:
+    assert read(RATES, losses).suggestion is None
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_loss_that_is_nan_at_once(n: int, tmp_path: Path) -> None:
+    losses = np.full(n, 5.0)
+    losses[-1] = np.nan
+    test = read(RATES[:n], losses)
+    assert test.suggestion is None
+    plot_range_test(test, tmp_path / "a.png")
+
+
+# -------------------------------------------------------------------- a test of a model
+def test_it_leaves_no_trace_and_comes_out_the_same() -> None:
+    config = replace(CONFIG, dropout=0.3)
+    model = GPT(config)
+    before = {name: parameter.array.copy() for name, parameter in model.named_parameters()}
+    drawn = model.generator.bit_generator.state
+    first, second = (range_test(config, TOKENS, model, n_steps=40) for _ in range(2))
+    assert first.losses.tobytes() == second.losses.tobytes()
+    assert first.losses.tobytes() == range_test(config, TOKENS, n_steps=40).losses.tobytes()  # a new model is the same
+    assert all(parameter.array.tobytes() == before[name].tobytes() for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.generator.bit_generator.state == drawn
+    assert first.losses[0] != first.losses[10]
+    np.testing.assert_allclose(first.rates[:3], np.geomspace(1e-6, 1, 40)[:3])
+
+
+def test_an_error_leaves_no_trace_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(CONFIG)
+    before = {name: parameter.array.copy() for name, parameter in model.named_parameters()}
+
+    def stop(step: int) -> None:
+        if step == 30:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        range_test(CONFIG, TOKENS, model, n_steps=40, progress=stop)
+    assert all((parameter.array == before[name]).all() for name, parameter in model.named_parameters())
+
+
+def test_what_is_not_finite_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = testing.train_step, []
+
+    def step(state):
+        calls.append(state.step)
+        if len(calls) == 25:
+            raise NonFiniteError("the loss is nan")
+        return real(state)
+
+    monkeypatch.setattr(testing, "train_step", step)
+    test = range_test(CONFIG, TOKENS, n_steps=40)
+    assert len(test.losses) == 25
+    assert np.isnan(test.losses[-1])
+
+
+@pytest.mark.parametrize("settings", [{"low": 0.0}, {"low": 1.0, "high": 0.1}, {"n_steps": 19}, {"high": float("inf")}])
+def test_odd_ranges_are_refused(settings: dict) -> None:
+    with pytest.raises(ValueError, match="range_test: expected 0 < low < high and at least 20 steps"):
+        range_test(CONFIG, TOKENS, **settings)
+
+
+# -------------------------------------------------------------------- the command
+def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A small training with it learns more than one with a tenth, or with ten times of it."""
+    from tricycle.training import new_state, train_step
+
+    config = replace(CONFIG, embedding_dim=16, accumulation_steps=1, batch_size=8, dropout=0.0)
+    rate = range_test(config, TOKENS).suggestion
+    means = []
+    for factor in (0.1, 1, 10):
+        tried = replace(config, max_learning_rate=rate * factor, min_learning_rate=rate * factor / 10, steps=60)
+        state = new_state(tried, TOKENS)
+        means.append(np.mean([train_step(state)[0] for _ in range(60)][-10:]))
+    assert means[1] == min(means)
+    find_rate(config, TOKENS, None, False, tmp_path / "rate", shown=False)
+    said = capsys.readouterr().out
+    assert f"suggestion: --max-learning-rate {rate:.1e} --min-learning-rate " in said
+    rows = list(csv.DictReader((tmp_path / "rate" / "learning_rate.csv").open()))
+    assert len(rows) > 100
+    assert imread(tmp_path / "rate" / "learning_rate.png").shape[0] > 300
+
+
+def test_the_flag(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
+    folder = tmp_path / "rate"
+    words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", folder]
+    out = good(call(TRAIN, *words, "--find-learning-rate", "--context-window", "16", "--batch-size", "4"))
+    assert "suggestion: --max-learning-rate " in out
+    assert sorted(path.name for path in folder.iterdir()) == ["learning_rate.csv", "learning_rate.png"]

@@ -1,0 +1,357 @@
+"""Sweeps: what a command line may say, that what is cut off is gone on with, and that the best is the best."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+from test_programs import POSIX_ONLY, call, good, lines_said, text  # noqa: F401 (fixtures)
+
+from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.locks import FolderLock, LockedError
+from tricycle_cli import sweep as sweeping
+from tricycle_cli.sweep import main
+from tricycle_cli.swept import Choices, Range, check, config_of, flags_of, grid_of, read_over
+from tricycle_cli.train import parse_arguments
+from tricycle_lab.sweep_plot import Shown, plot_sweep
+
+BASE = GPTConfig.from_dict(DebugConfig().to_dict())
+
+
+# -------------------------------------------------------------------- what a command line says
+@pytest.mark.parametrize(
+    ("word", "field"),
+    [
+        ("max_learning_rate=1e-4..1e-2:log", Range(1e-4, 1e-2, True, False)),
+        ("--max-learning-rate=0.1..0.2", Range(0.1, 0.2, False, False)),
+        ("n_layers=2,3,4", Choices((2, 3, 4))),
+        ("n_layers=2..6", Range(2, 6, False, True)),
+        ("batch_size=2..16:log:4", Choices((2, 4, 8, 16), True)),
+        ("dropout=0..0.2:3", Choices((0.0, 0.1, 0.2))),
+        ("n_layers=1..3:9", Choices((1, 2, 3))),
+        ("activation=gelu, relu", Choices(("gelu", "relu"))),
+        ("tied=true,False", Choices((True, False))),
+        ("qkv_bias=none,True", Choices((None, True))),
+    ],
+)
+def test_specs(word: str, field: Any) -> None:
+    (found,) = read_over([word]).values()
+    assert found == field
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected --over FIELD="),
+        (["n_layers"], "expected --over FIELD="),
+        (["n_layers="], "expected --over FIELD="),
+        (["n_layer=2,3"], "expected a field of the config, got 'n_layer' (did you mean n_layers?)"),
+        (["zzz=1"], "expected a field of the config, got 'zzz'"),
+        (["n_layers=2,3", "n-layers=4"], "n_layers is named twice"),
+        (["n_layers=2,2"], "a value is named twice"),
+        (["n_layers=2,3.5"], "expected whole numbers, got '3.5'"),
+        (["dropout=low,high"], "expected numbers, got 'low'"),
+        (["tied=1,0"], "expected true or false, got '1'"),
+        (["activation=gelu..relu"], "expected choices such as A,B"),
+        (["dropout=0.2..0.1"], "expected a range from low to high"),
+        (["dropout=0..0.1:log"], "expected a range from low to high, both above 0"),
+        (["dropout=0..inf"], "expected a range from low to high"),
+        (["dropout=0..0.1:few"], "expected :log or a number of values"),
+        (["dropout=0..0.1:1"], "expected :log or a number of values"),
+    ],
+)
+def test_bad_specs_are_one_line(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read_over(words)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_config_refuses_is_refused_before_any_work() -> None:
+    check(BASE, read_over(["n_heads=1,2,4", "embedding_dim=16,32"]), [])
+    with pytest.raises(ValueError, match=r"--over: .*n_heads.*\(with n_heads=3, embedding_dim=16\)"):
+        check(BASE, read_over(["n_heads=1,3", "embedding_dim=16,32"]), [])
+    with pytest.raises(ValueError, match="dropout"):
+        check(BASE, read_over(["dropout=0..1.5"]), [])
+    many = [f"{name}=1..90:90" for name in ("batch_size", "eval_interval", "eval_batches")]
+    check(BASE, read_over(many), [])  # one at a time
+    with pytest.raises(ValueError, match="activation"):
+        check(BASE, read_over([*many, "activation=gelu,paper"]), [])
+
+
+def test_the_lowest_rate_goes_with_the_highest() -> None:
+    share = BASE.min_learning_rate / BASE.max_learning_rate
+    assert config_of(BASE, {"max_learning_rate": 0.02}, []).min_learning_rate == pytest.approx(0.02 * share)
+    assert (
+        config_of(BASE, {"max_learning_rate": 0.02}, ["min_learning_rate"]).min_learning_rate == BASE.min_learning_rate
+    )
+    both = {"max_learning_rate": 0.02, "min_learning_rate": 0.001}
+    assert config_of(BASE, both, []).min_learning_rate == 0.001
+
+
+def test_flags_say_what_they_mean() -> None:
+    """`tricycle train` with them has the config that was tried."""
+    over = [
+        "max_learning_rate=1e-4..1e-2:log",
+        "n_layers=2,3",
+        "tied=true,false",
+        "qkv_bias=none,true,false",
+        "schedule=linear",
+    ]
+    for params in grid_of({**read_over(over), "max_learning_rate": Choices((0.00123457, 1e-2))}):
+        config = config_of(BASE, params, [])
+        words = ["--preset", "debug", "--device", "cpu", *flags_of(BASE, config)]
+        assert parse_arguments(words)[0].config == config
+
+
+def test_a_grid_needs_values() -> None:
+    assert len(grid_of(read_over(["n_layers=1,2,3", "dropout=0..0.2:2"]))) == 6
+    with pytest.raises(ValueError, match=r"--sampler grid: expected values for dropout, such as dropout=0.0..0.2:5"):
+        grid_of(read_over(["dropout=0..0.2"]))
+
+
+# -------------------------------------------------------------------- trials, with a stand-in for training
+class Trainer:
+    """Writes the metrics that a training might have, at once."""
+
+    def __init__(self) -> None:
+        self.tried: list[dict[str, Any]] = []
+        self.dies_at = -1  # which trial, in the middle
+        self.fails: set[int] = set()
+
+    def __call__(self, work: Any, trial: Any, params: dict[str, Any]) -> bool:
+        folder = work.run_folder(trial.number)
+        folder.mkdir(exist_ok=True)
+        if trial.number == self.dies_at:
+            self.dies_at = -1
+            raise KeyboardInterrupt
+        if trial.number in self.fails:
+            raise RuntimeError("out of luck")
+        self.tried.append(params)
+        bits = 1 + abs(params["dropout"] - 0.3) + 0.1 * params["n_layers"]
+        for step in (5, 10):
+            trial.report(bits + 1 / step, step)
+            if trial.should_prune():
+                return True
+        line = {"step": 10, "final_loss": 2 * bits, "final_bits_per_byte": bits, "best_step": 10}
+        (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        return False
+
+
+OVER = ("--over", "dropout=0..0.9", "n_layers=1,2,3")
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    pytest.importorskip("optuna")
+    trainer = Trainer()
+    monkeypatch.setattr(sweeping, "train", trainer)
+    drawn = sweeping.plot_sweep
+    # a picture takes longer than all else
+    monkeypatch.setattr(sweeping, "plot_sweep", lambda shown, *more: len(shown) == 12 and drawn(shown, *more))
+    return trainer
+
+
+def sweep(folder: Path, *words: str) -> None:
+    main([*OVER, "--preset", "debug", "--device", "cpu", "--folder", str(folder), *words])
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open(newline="") as file:
+        return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
+def test_a_sweep_that_was_cut_off_finds_what_another_finds(
+    sampler: str, tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--sampler", sampler, "--trials", "12"]
+    if sampler == "grid":
+        words += ["--over", "dropout=0..0.9:5", "n_layers=1,2,3"]
+    sweep(tmp_path / "whole", *words)
+    whole = list(trainer.tried)
+    for folder, at in (("a", 0), ("b", 11)):
+        trainer.tried.clear()
+        trainer.dies_at = at
+        with pytest.raises(KeyboardInterrupt):
+            sweep(tmp_path / folder, *words)
+        main(["--resume", str(tmp_path / folder)])
+        assert trainer.tried == whole
+        assert rows_of(tmp_path / folder) == rows_of(tmp_path / "whole")
+    out = capsys.readouterr().out
+    best = min(rows_of(tmp_path / "whole"), key=lambda row: float(row["bits_per_byte"]))
+    assert f"the best is trial {best['trial']}, {float(best['bits_per_byte']):.4f} bits a byte" in out
+    assert out.count("Train so with\n") == 3
+    assert imread(tmp_path / "whole" / "sweep.png").shape[0] > 300
+    assert len({tuple(params.values()) for params in whole}) == 12
+
+
+def test_tpe_learns_from_trials(tmp_path: Path, trainer: Trainer) -> None:
+    sweep(tmp_path / "a", "--trials", "24")
+    off = [abs(params["dropout"] - 0.3) for params in trainer.tried]
+    assert sum(off[14:]) < sum(off[:10])
+
+
+def test_more_trials_and_a_grid_that_ends(tmp_path: Path, trainer: Trainer) -> None:
+    sweep(tmp_path / "a", "--trials", "2", "--sampler", "random")
+    main(["--resume", str(tmp_path / "a"), "--trials", "3"])
+    assert len(rows_of(tmp_path / "a")) == 3
+    sweep(tmp_path / "b", "--sampler", "grid", "--over", "n_layers=1,2", "dropout=0.1,0.2")
+    assert len(rows_of(tmp_path / "b")) == 4
+    main(["--resume", str(tmp_path / "b"), "--trials", "9"])
+    assert len(rows_of(tmp_path / "b")) == 4
+
+
+def test_worse_trials_are_pruned(tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture) -> None:
+    sweep(tmp_path / "a", "--trials", "12", "--sampler", "random", "--prune")
+    states = [row["state"] for row in rows_of(tmp_path / "a")]
+    assert states[:4] == ["complete"] * 4
+    assert "pruned" in states
+    assert "ended early" in capsys.readouterr().out
+
+
+def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture) -> None:
+    trainer.fails = {1, 3, 4}
+    sweep(tmp_path / "a", "--trials", "6")
+    assert [row["state"] for row in rows_of(tmp_path / "a")] == [
+        "complete",
+        "fail",
+        "complete",
+        "fail",
+        "fail",
+        "complete",
+    ]
+    assert "trial 3 failed: out of luck" in capsys.readouterr().out
+    trainer.fails = {1, 2, 3}
+    with pytest.raises(RuntimeError, match="3 trials in a row failed, the last with: out of luck"):
+        sweep(tmp_path / "b", "--trials", "6")
+    trainer.fails = {0}
+    with pytest.raises(RuntimeError, match="no trial came to its end"):
+        sweep(tmp_path / "c", "--trials", "1")
+
+
+def test_two_at_once(tmp_path: Path, trainer: Trainer) -> None:
+    sweep(tmp_path / "a", "--trials", "1")
+    with FolderLock(tmp_path / "a"):
+        for words in (["--resume", str(tmp_path / "a")], [*OVER, "--folder", str(tmp_path / "a")]):
+            with pytest.raises(LockedError, match="another process works in this folder"):
+                main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trials", "0"], "expected --trials of 1 or more, got 0"),
+        (["--sampler-seed", "-1"], "expected --sampler-seed of 0 or more"),
+        (["--run-folder", "x"], "expected no --run-folder of a run"),
+        (["--dropout", "0.1"], "expected dropout in --over or as a flag, got both"),
+        (["--sampler", "grid"], "--sampler grid: expected values for dropout"),
+    ],
+)
+def test_what_is_refused(words: list[str], said: str, tmp_path: Path, trainer: Trainer) -> None:
+    with pytest.raises(ValueError) as error:
+        sweep(tmp_path / "a", *words)
+    assert said in str(error.value)
+    assert not (tmp_path / "a").exists()
+
+
+def test_folders_that_are_no_sweeps(tmp_path: Path, trainer: Trainer) -> None:
+    with pytest.raises(FileNotFoundError, match="expected the folder of a sweep"):
+        main(["--resume", str(tmp_path)])
+    sweep(tmp_path / "a", "--trials", "1")
+    with pytest.raises(ValueError, match="holds a sweep already"):
+        sweep(tmp_path / "a")
+    with pytest.raises(ValueError, match="expected nothing but --trials with --resume, got --n-layers 2"):
+        main(["--resume", str(tmp_path / "a"), "--n-layers", "2"])
+    plan = tmp_path / "a" / "sweep.json"
+    for damaged in ("{", "[]", '{"train": 3}', plan.read_text().replace('"tpe"', '"cat"')):
+        plan.write_text(damaged)
+        with pytest.raises(ValueError, match=r"sweep\.json"):
+            main(["--resume", str(tmp_path / "a")])
+
+
+def test_pictures_of_odd_sweeps(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    plot_sweep([], path)
+    plot_sweep([Shown(0, None, None, {"a": 1})], path)
+    plot_sweep([Shown(0, 1.0, None, {"a": "x", "b": True}), Shown(1, None, 2.0, {"a": "y", "b": False})], path, ["a"])
+    assert path.stat().st_size > 1000
+
+
+# -------------------------------------------------------------------- with real training
+REAL = (
+    "--preset debug --steps 4 --eval-interval 2 --context-window 16 --batch-size 2 --sample-interval 0 --data text "
+    "--device cpu --files"
+).split()
+
+
+@pytest.fixture(scope="module")
+def words(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: F811
+    pytest.importorskip("optuna")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRICYCLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield [
+            "-m",
+            "tricycle",
+            "sweep",
+            *REAL,
+            str(text),
+            "--over",
+            "max_learning_rate=1e-3,1e-2",
+            "--sampler",
+            "grid",
+        ]
+
+
+def test_real_trials_are_run_folders(tmp_path: Path, words: list[str]) -> None:
+    folder = tmp_path / "a sweep"
+    out = good(call(*words, "--trials", "1", "--folder", folder))
+    assert "trial 0: max_learning_rate=0.001" in out
+    run = folder / "trial-0000"
+    assert (run / "best.safetensors").is_file()
+    config = json.loads((run / "config.json").read_text())
+    assert (config["max_learning_rate"], config["min_learning_rate"]) == (0.001, 0.0001)
+    assert "--max-learning-rate 0.001" in out
+    assert good(call("-m", "tricycle", "generate", run, "--length", "3"))
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path, words: list[str]) -> None:
+    done = call(*[tmp_path / "none.txt" if "a text" in word else word for word in words], "--folder", tmp_path / "a")
+    assert done.returncode == 1
+    assert done.stdout.count(" failed: ") == 2
+    assert "none.txt" in done.stdout
+    assert lines_said(done.stderr)[-1].endswith("a: no trial came to its end")
+
+
+@POSIX_ONLY
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_sweep_that_is_killed_goes_on(number: int, tmp_path: Path, words: list[str]) -> None:
+    """The run may live on: then it is waited for."""
+    folder = tmp_path / "sweep"
+    more = ["--steps", "400", "--eval-interval", "50", "--folder", str(folder)]
+    program = subprocess.Popen(
+        [sys.executable, *words, *more], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    end = time.monotonic() + 120
+    while not (folder / "trial-0000" / "last.safetensors").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    program.send_signal(number)
+    program.wait(60)
+    assert program.returncode == -number
+    out = good(call("-m", "tricycle", "sweep", "--resume", folder))
+    assert "the best is trial " in out
+    rows = rows_of(folder)
+    assert [row["state"] for row in rows] == ["complete", "complete"]
+    for row in rows:
+        lines = (folder / row["folder"] / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines if "loss" in json.loads(line)] == list(range(1, 401))

@@ -1,0 +1,52 @@
+"""`tricycle train --find-learning-rate`: a range test in place of a training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from tricycle.configs import GPTConfig
+from tricycle.files import atomic_write
+from tricycle.models import GPT
+from tricycle_lab.range_test import RangeTest, plot_range_test, range_test
+
+PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
+
+
+def find_rate(
+    config: GPTConfig, tokens: Any, model: GPT | None, on_gpu: bool, folder: Path, shown: bool = True
+) -> None:
+    """Say which learning rate may suit a model and a text, and leave the curve in a folder.
+
+    Args:
+        model: to start from; a new one unless given.
+        shown: with a progress bar.
+    """
+    from tqdm import tqdm
+
+    from tricycle_lab.range_test import STEPS
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tqdm(total=STEPS, unit="step", disable=not shown) as bar:
+        test = range_test(config, tokens, model, on_gpu, progress=lambda step: bar.update())
+    write_table(test, folder / TABLE)
+    plot_range_test(test, folder / PICTURE, "a range test of the learning rate")
+    print(f"{len(test.rates)} updates with rates from {test.rates[0]:.0e} to {test.rates[-1]:.0e}")
+    print(f"curve: {folder / PICTURE}; table: {folder / TABLE}")
+    if test.suggestion is None:
+        print("the loss did not fall clearly: no rate can be suggested (try larger batches)")
+        return
+    print(f"the loss falls fastest at {test.steepest:.1e}", end="")
+    print(f", and diverges from {test.diverges:.1e} on" if test.diverges else ", and does not diverge")
+    lowest = float(f"{config.min_learning_rate / config.max_learning_rate * test.suggestion:.1e}")
+    print(f"suggestion: --max-learning-rate {test.suggestion:.1e} --min-learning-rate {lowest:.1e}")
+
+
+def write_table(test: RangeTest, path: Path) -> None:
+    """Rates and losses as CSV; what is not finite is left empty."""
+    with atomic_write(path, text=True) as file:
+        file.write("learning_rate,loss,smoothed\n")
+        for rate, loss, mean in zip(test.rates.tolist(), test.losses.tolist(), test.smoothed.tolist()):
+            numbers = [f"{number:.6g}" if math.isfinite(number) else "" for number in (loss, mean)]
+            file.write(f"{rate:.6g},{','.join(numbers)}\n")

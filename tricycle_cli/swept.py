@@ -1,0 +1,196 @@
+"""Which settings a sweep looks through, said on a command line: ranges and choices of the config's fields."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from tricycle.configs import GPTConfig
+
+HOW = "FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:5 (so many values) or FIELD=A,B,C"
+MOST_CORNERS = 2**10
+
+
+@dataclass(frozen=True)
+class Range:
+    """All numbers between two, or all whole ones.
+
+    Attributes:
+        log: each factor counts alike, not each difference.
+    """
+
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def ends(self) -> tuple[Any, ...]:
+        return self.low, self.high
+
+    def suggest(self, trial: Any, name: str) -> Any:
+        """A value by what an optuna trial finds promising, with six digits."""
+        if self.whole:
+            return trial.suggest_int(name, self.low, self.high, log=self.log)
+        return float(f"{trial.suggest_float(name, self.low, self.high, log=self.log):.6g}")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Some values."""
+
+    values: tuple[Any, ...]
+    log: bool = False
+
+    def ends(self) -> tuple[Any, ...]:
+        return self.values
+
+    def suggest(self, trial: Any, name: str) -> Any:
+        return trial.suggest_categorical(name, self.values)
+
+
+Over = dict[str, Range | Choices]
+
+
+def read_over(words: Sequence[str]) -> Over:
+    """The fields and their values.
+
+    Raises:
+        ValueError: one line about the first word that is wrong.
+    """
+    hints = get_type_hints(GPTConfig)
+    over: Over = {}
+    for word in words:
+        name, equals, said = word.partition("=")
+        name = name.strip().removeprefix("--").replace("-", "_")
+        if not equals or not said:
+            raise ValueError(f"expected --over {HOW}, got {word!r}")
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"--over {word}: expected a field of the config, got {name!r}{hint}")
+        if name in over:
+            raise ValueError(f"--over {word}: {name} is named twice")
+        over[name] = _range(word, said, hints[name]) if ".." in said else _choices(word, said, hints[name])
+    if not over:
+        raise ValueError(f"expected --over {HOW}, got nothing")
+    return over
+
+
+def _range(word: str, said: str, kind: Any) -> Range | Choices:
+    """LOW..HIGH, and behind it in any order :log and a number of values."""
+    if kind not in (int, float):
+        raise ValueError(f"--over {word}: expected choices such as A,B for what is no number")
+    bounds, *more = said.split(":")
+    low, high = (_value(word, text, kind) for text in bounds.split("..", 1))
+    log, count = "log" in more, [text for text in more if text != "log"]
+    if not (math.isfinite(low) and math.isfinite(high) and low < high) or (log and low <= 0):
+        raise ValueError(f"--over {word}: expected a range from low to high{', both above 0' if log else ''}")
+    if not count:
+        return Range(low, high, log, kind is int)
+    if len(count) > 1 or not count[0].isdecimal() or int(count[0]) < 2:
+        raise ValueError(f"--over {word}: expected :log or a number of values of 2 or more behind a range")
+    values = (np.geomspace if log else np.linspace)(low, high, int(count[0]))
+    rounded = [round(value) if kind is int else float(f"{value:.6g}") for value in values.tolist()]
+    return Choices(tuple(dict.fromkeys(rounded)), log)
+
+
+def _choices(word: str, said: str, kind: Any) -> Choices:
+    values = [_value(word, text.strip(), kind) for text in said.split(",")]
+    if len(set(values)) < len(values):
+        raise ValueError(f"--over {word}: a value is named twice")
+    return Choices(tuple(values))
+
+
+def _value(word: str, text: str, kind: Any) -> Any:
+    """A text as a field of this type takes it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if get_origin(kind) in (Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind is str or get_origin(kind) is Literal:
+        return text
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            wanted = "whole numbers" if kind is int else "numbers"
+            raise ValueError(f"--over {word}: expected {wanted}, got {text!r}") from None
+    wanted = "true or false" if kind is bool else "another field: lists cannot be swept"
+    raise ValueError(f"--over {word}: expected {wanted}, got {text!r}")
+
+
+# -------------------------------------------------------------------- what comes of them
+def config_of(base: GPTConfig, params: Mapping[str, Any], said: Sequence[str]) -> GPTConfig:
+    """The config with these values. The lowest learning rate goes with the highest, unless somebody says it.
+
+    Args:
+        said: fields that the command line sets.
+
+    Raises:
+        ValueError: the config refuses them.
+    """
+    changes = dict(params)
+    if "max_learning_rate" in params and not {"min_learning_rate"} & {*params, *said}:
+        share = base.min_learning_rate / base.max_learning_rate
+        changes["min_learning_rate"] = float(f"{share * params['max_learning_rate']:.6g}")
+    return replace(base, **changes)
+
+
+def check(base: GPTConfig, over: Over, said: Sequence[str]) -> None:
+    """Make every config at the corners of what is looked through; where these are too many, one field at a time.
+
+    Raises:
+        ValueError: the first that is refused.
+    """
+    ends = [field.ends() for field in over.values()]
+    corners: Any = itertools.product(*ends)
+    if math.prod(map(len, ends)) > MOST_CORNERS:
+        first = [values[0] for values in ends]
+        corners = ([*first[:i], end, *first[i + 1 :]] for i, values in enumerate(ends) for end in values)
+    for corner in corners:
+        params = dict(zip(over, corner))
+        try:
+            config_of(base, params, said)
+        except ValueError as error:
+            values = ", ".join(f"{name}={value}" for name, value in params.items())
+            raise ValueError(f"--over: {error} (with {values})") from None
+
+
+def grid_of(over: Over) -> list[dict[str, Any]]:
+    """Every combination.
+
+    Raises:
+        ValueError: a range has no end of values.
+    """
+    for name, field in over.items():
+        if isinstance(field, Range):
+            raise ValueError(
+                f"--sampler grid: expected values for {name}, such as {name}={field.low}..{field.high}:5, got a range"
+            )
+    return [dict(zip(over, values)) for values in itertools.product(*(field.ends() for field in over.values()))]
+
+
+def flags_of(base: GPTConfig, config: GPTConfig) -> list[str]:
+    """The words of `tricycle train` that make one config of another."""
+    words: list[str] = []
+    before, hints = base.to_dict(), get_type_hints(GPTConfig)
+    for name, value in config.to_dict().items():
+        if value == before[name]:
+            continue
+        flag = name.replace("_", "-")
+        is_switch = hints[name] is bool
+        words += [f"--{flag}" if value else f"--no-{flag}"] if is_switch else [f"--{flag}", str(value)]
+    return words
