@@ -142,10 +142,10 @@ def _cell(value: Any) -> str:
 def environment(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     from tricycle_cli.machine import report
 
-    found = {"python": platform.python_version(), "machine": report()}
+    results = {"python": platform.python_version(), "machine": report()}
     for name, words in {"nvidia-smi": ["nvidia-smi"], "commit": ["git", "rev-parse", "HEAD"]}.items():
-        found[name] = run(words, deadline)[1].strip()
-    return found, "\n\n".join(f"{name}:\n```\n{text}\n```" for name, text in found.items())
+        results[name] = run(words, deadline)[1].strip()
+    return results, "\n\n".join(f"{name}:\n```\n{text}\n```" for name, text in results.items())
 
 
 def run(words: list[str], deadline: float) -> tuple[int, str]:
@@ -183,7 +183,7 @@ def gpu_tests(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]
 
 
 def product_rates(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    found, texts = {}, []
+    results, texts = {}, []
     for name, config in selected_cases(arguments).items():
         if name not in ("gpt2", "gpt2 tf32", "gpt2 float32"):
             continue
@@ -196,21 +196,21 @@ def product_rates(arguments: argparse.Namespace, deadline: float) -> tuple[Any, 
                 texts.append(f"{name}: {error}")
             finally:
                 worker.close()
-        found[name] = rates
+        results[name] = rates
         kinds = list(next(iter(rates.values()), {}))
         rows = [[kind, *(rates[side].get(kind, "") for side in rates)] for kind in kinds]
         texts.append(f"{name}, TFLOP/s\n\n" + table(["product", *rates], rows))
-    return found, "\n\n".join(texts)
+    return results, "\n\n".join(texts)
 
 
 def training(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
-    found, rows, notes = {}, [], []
+    results, rows, notes = {}, [], []
     for case, config in selected_cases(arguments).items():
         if deadline - time.monotonic() < LEAST_SECONDS:
             notes.append(f"{case}: no time left")
             continue
         names = ["tricycle", "torch"] + ["torch-compile"] * arguments.compile
-        found[case] = result = train_case(config, names, arguments, deadline)
+        results[case] = result = train_case(config, names, arguments, deadline)
         n_tokens = config.batch_size * config.context_window
         speeds = {name: n_tokens / side["seconds"] for name, side in result.items() if "seconds" in side}
         for name, side in result.items():
@@ -221,31 +221,31 @@ def training(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
             rows.append([case, name, speeds[name], ratio, 1e3 * side["seconds"], side["memory"], side["losses"][-1]])
         notes += [f"{name}: {side['versions']}" for name, side in result.items() if "versions" in side]
     head = ["case", "side", "tokens/s", "ours / it", "ms a step", "GB at most", "last loss"]
-    return found, table(head, rows) + "\n\n" + "\n".join(dict.fromkeys(notes))
+    return results, table(head, rows) + "\n\n" + "\n".join(dict.fromkeys(notes))
 
 
 def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """What each side needs for a step: the median of its bursts, which the sides make in turns."""
     workers = {name: Worker(name, config, arguments.device, deadline) for name in names}
-    found: dict[str, Any] = {name: {"bursts": [], "losses": []} for name in names}
+    results: dict[str, Any] = {name: {"bursts": [], "losses": []} for name in names}
 
     def each(work: Callable[[str, Worker], None]) -> None:
         for name, worker in workers.items():
-            if "error" not in found[name]:
+            if "error" not in results[name]:
                 try:
                     work(name, worker)
                 except Failed as error:
-                    found[name]["error"] = str(error)
+                    results[name]["error"] = str(error)
 
     def burst(name: str, worker: Worker) -> None:
-        taken = worker.ask("burst", n=arguments.steps)
-        found[name]["bursts"].append(taken["seconds"])
-        found[name]["losses"] += taken["losses"]
+        measured = worker.ask("burst", n=arguments.steps)
+        results[name]["bursts"].append(measured["seconds"])
+        results[name]["losses"] += measured["losses"]
 
     def finish(name: str, worker: Worker) -> None:
-        bursts = sorted(found[name]["bursts"])
-        found[name] |= {"memory": worker.ask("memory"), "versions": worker.ask("versions")}
-        found[name]["seconds"] = bursts[len(bursts) // 2]
+        bursts = sorted(results[name]["bursts"])
+        results[name] |= {"memory": worker.ask("memory"), "versions": worker.ask("versions")}
+        results[name]["seconds"] = bursts[len(bursts) // 2]
 
     try:
         each(lambda name, worker: worker.ask("burst", n=arguments.warmup))
@@ -255,7 +255,7 @@ def train_case(config: GPTConfig, names: list[str], arguments: argparse.Namespac
     finally:
         for worker in workers.values():
             worker.close()
-    return found
+    return results
 
 
 def timeline(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
@@ -264,33 +264,33 @@ def timeline(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     worker = Worker("tricycle", cases[name], arguments.device, deadline)
     try:
         worker.ask("burst", n=arguments.warmup)
-        found = worker.ask("timeline")
+        times = worker.ask("timeline")
     finally:
         worker.close()
     floors = FLOOR if cases[name] == GPT2 else {}
-    rows = [[kernel, calls, ms, floors.get(kernel, "")] for kernel, calls, ms in found["rows"]]
-    rows.append(["step", "", found["step"], sum(floors.values()) or ""])
-    return found, f"{name}\n\n" + table(["kernel", "calls", "ms", "floor, ms"], rows)
+    rows = [[kernel, calls, ms, floors.get(kernel, "")] for kernel, calls, ms in times["rows"]]
+    rows.append(["step", "", times["step"], sum(floors.values()) or ""])
+    return times, f"{name}\n\n" + table(["kernel", "calls", "ms", "floor, ms"], rows)
 
 
 def generation(arguments: argparse.Namespace, deadline: float) -> tuple[Any, str]:
     config = next(iter(selected_cases(arguments).values()))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     sides = ["tricycle", "transformers"] + ["transformers-compile"] * arguments.compile
     for side in sides:
         worker = Worker(side, config, arguments.device, deadline)
-        found[side] = {}
+        results[side] = {}
         try:
             for batch in BATCHES:
                 seconds = worker.ask("generate", batch=batch, n_tokens=arguments.new_tokens)
-                found[side][str(batch)] = batch * arguments.new_tokens / seconds
+                results[side][str(batch)] = batch * arguments.new_tokens / seconds
         except Failed as error:
-            found[side]["error"] = str(error)
+            results[side]["error"] = str(error)
         finally:
             worker.close()
-    rows = [[side, *(speeds.get(str(batch), "") for batch in BATCHES)] for side, speeds in found.items()]
+    rows = [[side, *(speeds.get(str(batch), "") for batch in BATCHES)] for side, speeds in results.items()]
     text = table(["tokens/s", *(f"batch {batch}" for batch in BATCHES)], rows)
-    return found, "\n\n".join([text, *(speeds["error"] for speeds in found.values() if "error" in speeds)])
+    return results, "\n\n".join([text, *(speeds["error"] for speeds in results.values() if "error" in speeds)])
 
 
 def selected_cases(arguments: argparse.Namespace) -> dict[str, GPTConfig]:

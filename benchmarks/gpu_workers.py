@@ -30,10 +30,10 @@ def products(config: GPTConfig) -> list[tuple[str, int, int, int]]:
     """Name and (N, K, M) of every kind of matrix product in a training step, but for those of attention."""
     n, c, v = config.batch_size * config.context_window, config.embedding_dim, config.vocab_size
     wide = round(c * config.expansion_ratio)
-    found = []
+    shapes = []
     for name, k, m in (("qkv", c, 3 * c), ("projection", c, c), ("up", c, wide), ("down", wide, c), ("head", c, v)):
-        found += [(name, n, k, m), (f"{name} dx", n, m, k), (f"{name} dw", k, n, m)]
-    return found
+        shapes += [(name, n, k, m), (f"{name} dx", n, m, k), (f"{name} dw", k, n, m)]
+    return shapes
 
 
 def operands(name: str, n: int, k: int, m: int, draw: Callable[[int, int], Any]) -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ class Side:
 
     def rates(self) -> list[tuple[str, float]]:
         """TFLOP/s of each kind of product."""
-        found = []
+        results = []
         for name, n, k, m in products(self.config):
             product = self.product(name, n, k, m)
             product()
@@ -84,8 +84,8 @@ class Side:
                     product()
                 self.wait()
                 times.append((time.perf_counter() - start) / REPEATS)
-            found.append((name, 2 * n * k * m / statistics.median(times) / 1e12))
-        return found
+            results.append((name, 2 * n * k * m / statistics.median(times) / 1e12))
+        return results
 
     def product(self, name: str, n: int, k: int, m: int) -> Callable[[], Any]:
         """A function that makes one product: operands as they lie in a step."""
@@ -140,14 +140,14 @@ class Tricycle(Side):
     def continued(self, prompt: np.ndarray, n_tokens: int) -> Any:
         from tricycle.tensor import Tensor
 
-        model, xp, found = self.state.model, self._xp(), []
+        model, xp, written = self.state.model, self._xp(), []
         caches, tokens = model.new_caches(), xp.asarray(prompt)
         with model.evaluating():
             for _ in range(n_tokens):
                 logits = model(Tensor(tokens, requires_grad=False), caches).array[:, -1]
                 tokens = logits.astype(np.float32).argmax(axis=-1)[:, None]
-                found.append(tokens)
-        return found
+                written.append(tokens)
+        return written
 
     def timeline(self) -> dict[str, Any]:
         """Milliseconds of one step by kernel, as the ops call them; what calls others counts their time as its own."""
@@ -184,10 +184,10 @@ class Tricycle(Side):
             for name, kernel in plain.items():
                 setattr(kernels, name, kernel)
         self.wait()
-        found: dict[str, list[float]] = defaultdict(list)
+        by_name: dict[str, list[float]] = defaultdict(list)
         for name, first, last in events:
-            found[name].append(self._milliseconds(first, last))
-        rows = [(name, len(times), sum(times)) for name, times in found.items()]
+            by_name[name].append(self._milliseconds(first, last))
+        rows = [(name, len(times), sum(times)) for name, times in by_name.items()]
         whole = self._milliseconds(start, end)
         rows.append(("elsewhere", 0, whole - sum(ms for *_, ms in rows)))
         return {"step": whole, "rows": sorted(rows, key=lambda row: -row[2])}

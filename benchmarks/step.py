@@ -59,7 +59,7 @@ def measure(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
     seconds: Counter = Counter()
     time_kernels(seconds)
     step = tricycle_step(SHAPES[shape])
-    found: dict[str, list[dict[str, float]]] = {"plain kernels": [], "fast kernels": []}
+    times: dict[str, list[dict[str, float]]] = {"plain kernels": [], "fast kernels": []}
 
     def one() -> dict[str, float]:
         seconds.clear()
@@ -76,11 +76,11 @@ def measure(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
         one()
         fast = one()
         if turn:
-            found["plain kernels"].append(plain)
-            found["fast kernels"].append(fast)
+            times["plain kernels"].append(plain)
+            times["fast kernels"].append(fast)
     return {
         name: {part: statistics.median(each[part] for each in steps) for part in [*PARTS, REST]}
-        for name, steps in found.items()
+        for name, steps in times.items()
     }
 
 

@@ -83,11 +83,11 @@ def compare_training(texts: list[str], vocab_size: int, peer: bool, repeats: int
     """A row of the table, and the tokeniser."""
     ours, theirs = [], []
     for _ in range(repeats):
-        taken, tokeniser = seconds(train_tricycle, texts, vocab_size)
-        ours.append(taken)
+        elapsed, tokeniser = seconds(train_tricycle, texts, vocab_size)
+        ours.append(elapsed)
         if peer:
-            taken, tokenizer = seconds(train_tokenizers, texts, vocab_size)
-            theirs.append(taken)
+            elapsed, tokenizer = seconds(train_tokenizers, texts, vocab_size)
+            theirs.append(elapsed)
     row = f"{statistics.median(ours):>12.2f}"
     if peer:
         row += f"{statistics.median(theirs):>14.2f}{statistics.median(ours) / statistics.median(theirs):>12.2f}"
@@ -124,11 +124,11 @@ def compare_encoding(texts: list[str], tokeniser: BPETokeniser, repeats: int) ->
     times: list[list[float]] = [[] for _ in sides]
     turns = [*zip(sides, times)]
     for _ in range(repeats):
-        for encode, taken in turns:
-            taken.append(seconds(encode_all, encode, texts)[0])
+        for encode, elapsed in turns:
+            elapsed.append(seconds(encode_all, encode, texts)[0])
         turns.reverse()  # who comes first finds the caches as training or another side left them
     megabytes = sum(len(text.encode("utf-8")) for text in texts) / 1e6
-    ours, array, ids = (megabytes / statistics.median(taken) for taken in times)
+    ours, array, ids = (megabytes / statistics.median(elapsed) for elapsed in times)
     return f"{ours:>12.1f}{array:>17.1f}{ids:>16.1f}{ours / max(array, ids):>12.2f}"
 
 

@@ -228,8 +228,8 @@ def train(
                 batch = tokens, lengths, training.labels[chosen]
                 losses.append(train_on_batch(model, optimiser, loss_of, batch, max_norm=1.0))
                 bar.update()
-            found = judge(predict(model, validation.sequences).logits, validation.labels)
-            epochs.append((float(np.mean(losses)), *found))
+            judged = judge(predict(model, validation.sequences).logits, validation.labels)
+            epochs.append((float(np.mean(losses)), *judged))
             bar.set_postfix(accuracy=f"{epochs[-1][2]:.1%}")
             ranks = [(accuracy, -loss) for _, loss, accuracy in epochs]
             if ranks[-1] == max(ranks):
@@ -253,8 +253,8 @@ def predict(model: Classifier, sequences: list[list[int]]) -> Predicted:
     with model.evaluating():
         for chosen in Buckets(lengths, max(MOST, *lengths)).batches(0):
             tokens, sizes = pad([sequences[i] for i in chosen])
-            found, looked_at = model(tokens, sizes, return_weights=True)
-            for i, row, looked, size in zip(chosen, found.array, looked_at, sizes):
+            scores, looked_at = model(tokens, sizes, return_weights=True)
+            for i, row, looked, size in zip(chosen, scores.array, looked_at, sizes):
                 logits[i], weights[i] = row, looked[:size]
     return Predicted(np.array(logits), weights)
 
@@ -288,7 +288,7 @@ def names_of(runs: Runs) -> list[str]:
     return list(dict.fromkeys(run["model"] for run in runs))
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """What models say of the tested texts, in the order of `where` (N,), indices in the problem.
 
     Attributes:
@@ -332,7 +332,7 @@ def one_fold(
     return model, predicted, record
 
 
-def together(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) -> Found:
+def together(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) -> Outcome:
     """The predictions of all folds, one after the other."""
     known, priors, names = [], [], list(folds[0][1])
     for parts, _ in folds:
@@ -341,26 +341,26 @@ def together(problem: Problem, folds: list[tuple[Parts, dict[str, Predicted]]]) 
         priors.append(np.broadcast_to(prior, (len(parts.where[2]), len(prior))))
     predicted = {
         name: Predicted(
-            np.concatenate([found[name].logits for _, found in folds]),
-            [row for _, found in folds for row in found[name].weights],
+            np.concatenate([by_name[name].logits for _, by_name in folds]),
+            [row for _, by_name in folds for row in by_name[name].weights],
         )
         for name in names
     }
-    return Found(np.concatenate([parts.where[2] for parts, _ in folds]), known, predicted, np.concatenate(priors))
+    return Outcome(np.concatenate([parts.where[2] for parts, _ in folds]), known, predicted, np.concatenate(priors))
 
 
 def mean_logits(predicted: dict[str, Predicted]) -> np.ndarray:
     """(N, K) the mean of what all models say in log probabilities."""
-    return np.mean([log_softmax(found.logits) for found in predicted.values()], axis=0)
+    return np.mean([log_softmax(each.logits) for each in predicted.values()], axis=0)
 
 
-def favourites(problem: Problem, found: Found, name: str, least: int) -> list[tuple[str, float, int]]:
+def favourites(problem: Problem, outcome: Outcome, name: str, least: int) -> list[tuple[str, float, int]]:
     """Tokens by the mean weight that a model gives them, in even shares, and how often they come.
 
     Left out are tokens that come less often than `least` times, and those unknown to the model.
     """
     shares: dict[str, list[float]] = {}
-    for i, known, weights in zip(found.where, found.known, found.predicted[name].weights):
+    for i, known, weights in zip(outcome.where, outcome.known, outcome.predicted[name].weights):
         for token, is_known, weight in zip(problem.tokens[i], known, weights * len(weights)):
             if is_known:
                 shares.setdefault(token, []).append(float(weight))
@@ -395,12 +395,12 @@ def naive_bayes(problem: Problem, parts: Parts, most: int) -> np.ndarray:
     numbers: dict[tuple[str, ...], int] = {}
     features = [[numbers.setdefault(gram, len(numbers)) for gram in n_grams(problem.tokens[i], most)] for i in training]
     counts = np.ones((n_classes, len(numbers)))
-    for label, found in zip(problem.labels[training], features):
-        counts[label, found] += 1
+    for label, present in zip(problem.labels[training], features):
+        counts[label, present] += 1
     scores = np.log(counts / counts.sum(axis=1, keepdims=True))
     prior = log_prior(problem.labels[training], n_classes)
     known = ([numbers[gram] for gram in n_grams(problem.tokens[i], most) if gram in numbers] for i in test)
-    return np.array([prior + scores[:, found].sum(axis=1) for found in known])
+    return np.array([prior + scores[:, present].sum(axis=1) for present in known])
 
 
 def log_prior(labels: np.ndarray, n_classes: int) -> np.ndarray:

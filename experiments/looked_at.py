@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.classification import Found, Problem, log_softmax
+from experiments.classification import Outcome, Problem, log_softmax
 from tricycle.files import atomic_write
 from tricycle_lab.plot import save_figure
 
@@ -64,25 +64,27 @@ def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.rando
     return chosen
 
 
-def new_items(problem: Problem, found: Found, gaps: Callable[[int], Sequence[str]], each: int, seed: int) -> list[Item]:
+def new_items(
+    problem: Problem, outcome: Outcome, gaps: Callable[[int], Sequence[str]], each: int, seed: int
+) -> list[Item]:
     """Tested texts to show, chosen at random, with what all models made of them.
 
     Args:
         gaps: what stands before each token, from the number of a text in the problem.
         each: as of `choose`.
     """
-    labels = problem.labels[found.where]
-    answers = {name: predicted.logits.argmax(axis=1) for name, predicted in found.predicted.items()}
+    labels = problem.labels[outcome.where]
+    answers = {name: predicted.logits.argmax(axis=1) for name, predicted in outcome.predicted.items()}
     right = np.array([answer == labels for answer in answers.values()])
     items = []
     for i in choose(right, labels, each, np.random.default_rng((CHOSEN, seed))):
         seen = {}
-        for name, predicted in found.predicted.items():
+        for name, predicted in outcome.predicted.items():
             answer = int(answers[name][i])
             probability = float(np.exp(log_softmax(predicted.logits[i])[answer]))
             seen[name] = Answer(predicted.weights[i], answer, probability)
-        number = int(found.where[i])
-        items.append(Item(problem.tokens[number], gaps(number), (~found.known[i]).tolist(), int(labels[i]), seen))
+        number = int(outcome.where[i])
+        items.append(Item(problem.tokens[number], gaps(number), (~outcome.known[i]).tolist(), int(labels[i]), seen))
     return items
 
 
@@ -113,8 +115,8 @@ def write_page(path: Path, title: str, note: str, classes: Sequence[str], items:
                 "seen": seen,
             }
         )
-    given = {"title": title, "note": note, "classes": list(classes), "models": models, "items": packed}
-    data = json.dumps(given, ensure_ascii=False).replace("<", "\\u003c")  # no text ends the script that it stands in
+    page = {"title": title, "note": note, "classes": list(classes), "models": models, "items": packed}
+    data = json.dumps(page, ensure_ascii=False).replace("<", "\\u003c")  # no text ends the script that it stands in
     template = PAGE.read_text(encoding="utf-8")
     with atomic_write(path, text=True) as file:
         file.write(template.replace("__DATA__", data))

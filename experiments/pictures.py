@@ -28,9 +28,9 @@ def plot_folds(
 
     figure = Figure(figsize=(8, 0.45 * len(values) + 1.4), layout="constrained")
     axes = figure.subplots()
-    for y, found in enumerate(values.values()):
-        axes.plot(found, np.full(len(found), y), "o", color=COLOURS[0], alpha=0.4, markersize=6, markeredgewidth=0)
-        axes.plot([np.mean(found)] * 2, [y - 0.3, y + 0.3], color="black", linewidth=2)
+    for y, points in enumerate(values.values()):
+        axes.plot(points, np.full(len(points), y), "o", color=COLOURS[0], alpha=0.4, markersize=6, markeredgewidth=0)
+        axes.plot([np.mean(points)] * 2, [y - 0.3, y + 0.3], color="black", linewidth=2)
     if reference:
         label, value = reference
         axes.axvline(value, color=COLOURS[1], linestyle="--", label=f"{label}: {value}")

@@ -27,8 +27,8 @@ def at_least(settings: Any, **lowest: int) -> None:
 
 def save(path: Path, settings: Any, **results: Any) -> dict[str, Any]:
     """Write results as JSON, whole or not at all, with settings, date and machine; returns what was written."""
-    given = {name: value for name, value in dataclasses.asdict(settings).items() if not isinstance(value, Path)}
-    about = {"settings": given, "date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    stated = {name: value for name, value in dataclasses.asdict(settings).items() if not isinstance(value, Path)}
+    about = {"settings": stated, "date": str(date.today()), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
     everything = {**about, **results}
     with atomic_write(path, text=True) as file:
         json.dump(everything, file, ensure_ascii=False)

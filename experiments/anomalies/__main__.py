@@ -29,13 +29,13 @@ def main() -> int:
     runs: report.Runs = []
     for seed in tqdm(range(settings.seeds), desc="series", unit="series"):
         windows = new_windows(settings, seed)
-        found, seconds = fitted(windows, settings, seed)
-        measured = {name: measure(expect, windows, settings.quantile) for name, expect in found.items()}
+        expectations, seconds = fitted(windows, settings, seed)
+        measured = {name: measure(expect, windows, settings.quantile) for name, expect in expectations.items()}
         told = {name: {**values, "seconds": seconds[name]} for name, values in measured.items()}
         runs.append({"seed": seed, "windows": len(windows.labels), "methods": rounded(told)})
         if seed == 0:
             name = "recurrent autoencoder"
-            report.plot_series(windows, found[name], measured[name]["threshold"], settings.output / "series.png")
+            report.plot_series(windows, expectations[name], measured[name]["threshold"], settings.output / "series.png")
         save(settings.output / "results.json", settings, runs=runs)
     report.plot_roc(runs, settings.output / "roc.png")
     for title, table in report.tables(runs).items():

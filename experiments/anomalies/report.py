@@ -28,10 +28,10 @@ def tables(runs: Runs) -> dict[str, str]:
 
 
 def of(runs: Runs, method: str, *keys: str) -> list:
-    found = [run["methods"][method] for run in runs]
+    values = [run["methods"][method] for run in runs]
     for key in keys:
-        found = [inner[key] for inner in found]
-    return found
+        values = [inner[key] for inner in values]
+    return values
 
 
 def area_table(runs: Runs) -> str:
@@ -64,11 +64,11 @@ def plot_series(windows: Windows, expect: Expect, threshold: float, path: Path) 
     size, stride = windows.test.shape[1], windows.test.shape[1] // 4
     n_lines = 2
     length = SHOWN * SLOT // n_lines
-    given = scores(expect, windows.test)
+    errors = scores(expect, windows.test)
     made = overlaid(expect(windows.test), stride)
-    middles = stride * np.arange(len(given)) + size / 2
+    middles = stride * np.arange(len(errors)) + size / 2
     figure = Figure(figsize=(14, 4.2 * n_lines), layout="constrained")
-    shown = given[middles < n_lines * length]
+    shown = errors[middles < n_lines * length]
     rows = figure.subplots(2 * n_lines, 1, height_ratios=[2, 1] * n_lines)
     for line in range(n_lines):
         above, below = rows[2 * line : 2 * line + 2]
@@ -77,9 +77,9 @@ def plot_series(windows: Windows, expect: Expect, threshold: float, path: Path) 
         above.plot(samples, windows.series.values[first:last], color="black", linewidth=1, label="series")
         above.plot(samples, made[first:last], color=COLOURS[1], linewidth=1, label="what is expected")
         seen = (middles >= first) & (middles < last)
-        over = seen & (given > threshold)
-        below.plot(middles[seen], given[seen], ".-", linewidth=1, markersize=4, label="error of a window")
-        below.plot(middles[over], given[over], "o", color=COLOURS[1], markersize=5, label="found")
+        over = seen & (errors > threshold)
+        below.plot(middles[seen], errors[seen], ".-", linewidth=1, markersize=4, label="error of a window")
+        below.plot(middles[over], errors[over], "o", color=COLOURS[1], markersize=5, label="found")
         below.axhline(threshold, color="black", linestyle="--", linewidth=1, label="threshold")
         for kind, begin, end in windows.series.events:
             if first <= begin < last:

@@ -117,12 +117,12 @@ def fitted(windows: Windows, settings: Settings, seed: int) -> tuple[dict[str, E
         "dense autoencoder": dense,
         "recurrent autoencoder": recurrent,
     }
-    found, seconds = {}, {}
+    expectations, seconds = {}, {}
     for name, make in makers.items():
         started = time.perf_counter()
-        found[name] = make()
+        expectations[name] = make()
         seconds[name] = time.perf_counter() - started
-    return found, seconds
+    return expectations, seconds
 
 
 # -------------------------------------------------------------------- measures
@@ -150,15 +150,15 @@ def measure(expect: Expect, windows: Windows, quantile: float) -> dict[str, Any]
         areas and curves by kind of event and of all windows with one; with the threshold that so many of the normal
         validation windows stay below, the share of events found by kind, and of false alarms among normal windows.
     """
-    given, labels, events = scores(expect, windows.test), windows.labels, windows.series.events
-    normal, known = given[labels == -1], scores(expect, windows.validation)
+    errors, labels, events = scores(expect, windows.test), windows.labels, windows.series.events
+    normal, known = errors[labels == -1], scores(expect, windows.validation)
     threshold = float(np.quantile(known, quantile))
     groups = {kind: np.array([i for i, event in enumerate(events) if event[0] == kind]) for kind in KINDS}
     groups["all"] = np.arange(len(events))
-    best = np.array([given[labels == i].max() for i in range(len(events))])
+    best = np.array([errors[labels == i].max() for i in range(len(events))])
     return {
-        "area": {kind: area(given[np.isin(labels, group)], normal) for kind, group in groups.items()},
-        "curve": {kind: curve(given[np.isin(labels, group)], normal).tolist() for kind, group in groups.items()},
+        "area": {kind: area(errors[np.isin(labels, group)], normal) for kind, group in groups.items()},
+        "curve": {kind: curve(errors[np.isin(labels, group)], normal).tolist() for kind, group in groups.items()},
         "found": {kind: float((best[group] > threshold).mean()) for kind, group in groups.items()},
         "false_alarms": float((normal > threshold).mean()),
         "threshold": threshold,

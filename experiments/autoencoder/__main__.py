@@ -40,8 +40,8 @@ def main() -> int:
     runs, files = [], ["results.json", "errors.png"]
     for seed in tqdm(range(settings.seeds), desc=settings.data, unit="seed"):
         started, study = time.perf_counter(), Study(data, settings, seed)
-        found = study.everything()
-        runs.append(rounded({**found, "seconds": time.perf_counter() - started}))
+        measures = study.everything()
+        runs.append(rounded({**measures, "seconds": time.perf_counter() - started}))
         if seed == 0:
             files += report.plot_grids(study, folder)
             report.plot_latent(study, folder / "codes.png")

@@ -20,10 +20,10 @@ N_BETWEEN = 11  # images from one digit to another, both ends included
 
 def of(runs: Runs, *keys: Any) -> list:
     """What each run has at the end of a path."""
-    found: list = runs
+    values: list = runs
     for key in keys:
-        found = [inner[key] for inner in found]
-    return found
+        values = [inner[key] for inner in values]
+    return values
 
 
 # -------------------------------------------------------------------- tables
@@ -60,10 +60,10 @@ def denoising_table(runs: Runs, settings: dict[str, Any]) -> str:
 
 def classification_table(runs: Runs, settings: dict[str, Any]) -> str:
     rows = []
-    for name, found in runs[0]["classification"].items():
+    for name, accuracies in runs[0]["classification"].items():
         cells = [
             " / ".join(cell(of(runs, "classification", name, i, labels), 1, 100) for labels in ("few", "all"))
-            for i in range(len(found))
+            for i in range(len(accuracies))
         ]
         rows.append([name, *cells, *[""] * (len(settings["code_sizes"]) - len(cells))])
     return markdown(["", *map(str, settings["code_sizes"])], rows)
@@ -90,8 +90,9 @@ def plot_errors(runs: Runs, settings: dict[str, Any], path: Path) -> None:
     curves: dict[str, Any] = {"variance missed, %": lines}
     for labels, title in (("few", f"accuracy, %, {settings['few_labels']} labels"), ("all", "accuracy, %, all labels")):
         panel = curves[title] = {}
-        for name, found in runs[0]["classification"].items():
-            places = range(len(found)) if len(found) == len(sizes) else [0] * len(sizes)  # pixels have no code
+        for name, accuracies in runs[0]["classification"].items():
+            # pixels have no code
+            places = range(len(accuracies)) if len(accuracies) == len(sizes) else [0] * len(sizes)
             panel[name] = sizes, 100 * np.array([of(runs, "classification", name, i, labels) for i in places]).T
     title = f"Codes of {settings['data']}"
     plot_curves(curves, path, "numbers in the code", "", title, log="x", share_y=False)

@@ -69,7 +69,7 @@ class Settings:
     """where results.json and the pictures are left"""
 
 
-Found = dict[str, Any]
+Measures = dict[str, Any]
 Make = Callable[[np.ndarray], np.ndarray]  # images to images
 
 
@@ -151,7 +151,7 @@ def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> fl
     x, seen, wanted = (
         ((features - mean) / deviation).astype(np.float32) for features, _ in (train_part, chosen_by, asked)
     )
-    labels, found = train_part[1], []
+    labels, tried = train_part[1], []
     for decay in DECAYS:
         generator = stream(TRAINING, seed, 2)
         layer = Dense(x.shape[1], 10, generator=generator)
@@ -166,8 +166,8 @@ def classify(train_part: tuple, chosen_by: tuple, asked: tuple, seed: int) -> fl
         with layer.evaluating():
             cost = float(CrossEntropy()(chosen_by[1], layer(seen)))
             right = float((layer(wanted).array.argmax(axis=1) == asked[1]).mean())
-        found.append((cost, right))
-    return min(found)[1]
+        tried.append((cost, right))
+    return min(tried)[1]
 
 
 def few_of(part: Part, n: int, seed: int) -> np.ndarray:
@@ -251,21 +251,21 @@ class Study:
     def restorers(self, size: int) -> dict[str, Make]:
         """By name, images to what is left of them after a code of a size."""
         pca = self.pca(size)
-        found: dict[str, Make] = {"PCA": lambda images: pca.decode(pca.encode(images))}
+        makes: dict[str, Make] = {"PCA": lambda images: pca.decode(pca.encode(images))}
         for kind in KINDS:
-            found[kind] = lambda images, kind=kind: restore(self.trained(kind, size), images)
-        return found
+            makes[kind] = lambda images, kind=kind: restore(self.trained(kind, size), images)
+        return makes
 
     def encoders(self, size: int) -> dict[str, Make]:
-        found: dict[str, Make] = {"PCA": self.pca(size).encode}
+        makes: dict[str, Make] = {"PCA": self.pca(size).encode}
         untrained = new_model("dense", self.data.shape, size, stream(TRAINING, self.seed, 0))
-        found["untrained"] = lambda images: encode(untrained, images)
+        makes["untrained"] = lambda images: encode(untrained, images)
         for kind in KINDS:
-            found[kind] = lambda images, kind=kind: encode(self.trained(kind, size), images)
-        return found
+            makes[kind] = lambda images, kind=kind: encode(self.trained(kind, size), images)
+        return makes
 
     # ---------------------------------------------------------------- how much is lost
-    def reconstruction(self) -> Found:
+    def reconstruction(self) -> Measures:
         """By code size and model, the share of the variance that is missed."""
         sizes = self.settings.code_sizes
         made = {size: self.restorers(size) for size in sizes}
@@ -281,7 +281,7 @@ class Study:
         seen, clean = self.noisy("validation", noise), self.data.validation.images
         projections = [self.restorers_of_pca(n) for n in (*self.settings.code_sizes, 64) if n < clean[0].size]
         best = min(projections, key=lambda make: missed(make(seen), clean, self.data))
-        found: dict[str, Make] = {
+        makes: dict[str, Make] = {
             "as it is": lambda images: images,
             "PCA": best,
             "linear filter": LinearFilter(train_images, noise),
@@ -289,8 +289,8 @@ class Study:
         }
         for kind in KINDS:
             model = self.trained(kind, size, noise)
-            found[kind] = lambda images, model=model: restore(model, images)
-        return found
+            makes[kind] = lambda images, model=model: restore(model, images)
+        return makes
 
     def restorers_of_pca(self, size: int) -> Make:
         pca = self.pca(size)
@@ -299,23 +299,23 @@ class Study:
     def noisy(self, part: str, noise: float) -> np.ndarray:
         return with_noise(getattr(self.data, part).images, noise, stream(NOISE, 0))
 
-    def denoising(self) -> Found:
+    def denoising(self) -> Measures:
         """By noise and model, the share of the variance that is missed of the clean images."""
-        found: Found = {}
+        shares: Measures = {}
         for noise in self.settings.noises:
             images = with_noise(self.asked.images, noise, stream(NOISE, 1))
             for name, make in self.denoisers(noise).items():
-                found.setdefault(name, []).append(missed(make(images), self.asked.images, self.data))
-        return found
+                shares.setdefault(name, []).append(missed(make(images), self.asked.images, self.data))
+        return shares
 
     # ---------------------------------------------------------------- codes as features
-    def classification(self) -> Found:
+    def classification(self) -> Measures:
         """Accuracies by features, then by code size, of few and of all labels."""
-        found: Found = {"pixels": [self.accuracies(lambda images: images.reshape(len(images), -1))]}
+        accuracies: Measures = {"pixels": [self.accuracies(lambda images: images.reshape(len(images), -1))]}
         for size in self.settings.code_sizes:
             for name, make in self.encoders(size).items():
-                found.setdefault(name, []).append(self.accuracies(make))
-        return found
+                accuracies.setdefault(name, []).append(self.accuracies(make))
+        return accuracies
 
     def accuracies(self, make: Make) -> dict[str, float]:
         train_part, chosen_by, asked = (
@@ -345,13 +345,13 @@ class Study:
     def drawers(self) -> dict[str, Callable[[int, np.random.Generator], np.ndarray]]:
         """By name, what makes n new images."""
         size = self.settings.variational_size
-        found: dict[str, Any] = {"PCA": self.pca(size).draw}
+        draws: dict[str, Any] = {"PCA": self.pca(size).draw}
         for kind in KINDS:
-            found[kind] = lambda n, generator, kind=kind: self.draw_from_normal_fit(kind, n, generator)
+            draws[kind] = lambda n, generator, kind=kind: self.draw_from_normal_fit(kind, n, generator)
         codes = lambda n, generator: generator.standard_normal((n, size), dtype=np.float32)
         for name, model in self.variational_models().items():
-            found[name] = lambda n, generator, model=model: in_chunks(model.eval().decode, codes(n, generator))
-        return found
+            draws[name] = lambda n, generator, model=model: in_chunks(model.eval().decode, codes(n, generator))
+        return draws
 
     def draw_from_normal_fit(self, kind: str, n: int, generator: np.random.Generator) -> np.ndarray:
         """Of a plain autoencoder: codes are drawn from the normal distribution with the moments of the training's."""
@@ -360,35 +360,35 @@ class Study:
         drawn = generator.multivariate_normal(codes.mean(axis=0), np.cov(codes.T), n)
         return in_chunks(model.decode, drawn.astype(np.float32))
 
-    def variational(self) -> Found:
+    def variational(self) -> Measures:
         """By model: the bound on images asked for and on those for validation, its divergence, and what is missed."""
         asked, size = self.asked.images, self.settings.variational_size
         pca = self.pca(size)
-        found: Found = {
+        measures: Measures = {
             "PCA": {"bound": pca.surprise(asked), "missed": missed(pca.decode(pca.encode(asked)), asked, self.data)}
         }
         for kind in KINDS:
-            found[kind] = {"missed": missed(restore(self.trained(kind, size), asked), asked, self.data)}
+            measures[kind] = {"missed": missed(restore(self.trained(kind, size), asked), asked, self.data)}
         for name, model in self.variational_models().items():
             whole, divergence = bound(model, asked)
-            found[name] = {
+            measures[name] = {
                 "validation": bound(model, self.data.validation.images)[0],
                 "bound": whole,
                 "divergence": divergence,
                 "missed": missed(restore(model, asked), asked, self.data),
             }
-        return found
+        return measures
 
-    def drawing(self) -> Found:
+    def drawing(self) -> Measures:
         """Precision and recall of what is drawn, and of real images in its place."""
         real, n = self.data.train.images, min(len(self.data.train.images), MOST_COMPARED)
         others = self.asked.images
-        found = {"real images": (likeness(real, others, others)[0], likeness(real, real, others)[1])}
+        measures = {"real images": (likeness(real, others, others)[0], likeness(real, real, others)[1])}
         for name, draw in self.drawers().items():
-            found[name] = likeness(real, draw(n, stream(DRAWING, self.seed)).clip(0, 1), others)
-        return found
+            measures[name] = likeness(real, draw(n, stream(DRAWING, self.seed)).clip(0, 1), others)
+        return measures
 
-    def everything(self) -> Found:
+    def everything(self) -> Measures:
         return {
             "seed": self.seed,
             "reconstruction": self.reconstruction(),

@@ -122,8 +122,8 @@ def longest(layer: Layer, n_tokens: int, width: int) -> tuple[int, int]:
     The layer's weights are lost.
     """
     with counting(np.maximum, 0) as rule:
-        found = _run(layer, np.zeros((1, n_tokens, width), np.float32), 0)
-    return int(found.max()), rule.multiplications
+        lengths = _run(layer, np.zeros((1, n_tokens, width), np.float32), 0)
+    return int(lengths.max()), rule.multiplications
 
 
 def shortest(layer: Layer, n_tokens: int, width: int) -> float:
@@ -134,8 +134,8 @@ def shortest(layer: Layer, n_tokens: int, width: int) -> float:
     start = np.full((1, n_tokens, width), np.inf, np.float32)
     start[:, 0] = 0
     with counting(np.minimum, np.inf):
-        found = _run(layer, start, np.inf)
-    return float(found[0, -1].min())
+        lengths = _run(layer, start, np.inf)
+    return float(lengths[0, -1].min())
 
 
 def _run(layer: Layer, start: np.ndarray, of_weights: float) -> np.ndarray:

@@ -27,32 +27,32 @@ def measure(settings: Settings) -> dict[str, dict[str, Any]]:
         these held beside weights and input; "multiplications": in the products of matrices of the forward pass;
         "sequential": the longest chain of products in it; "exponents" of all: see `exponents`.
     """
-    found: dict[str, dict[str, Any]] = {name: {"cpu": [], "wall": []} for name in LAYERS}
+    costs: dict[str, dict[str, Any]] = {name: {"cpu": [], "wall": []} for name in LAYERS}
     cases = [(name, n) for n in settings.sizes for name in LAYERS]  # neighbours in time share the machine's moods
     repeats: dict[tuple[str, int], int] = {}
     with tqdm(total=len(cases) * (settings.rounds + 2), desc="costs", unit="measurement") as bar:
         for name, n in cases:
             layer, x = new_case(name, n, settings.width)
-            found[name].setdefault("memory", []).append(rounded(peak_memory(layer, x) / 2**20))
+            costs[name].setdefault("memory", []).append(rounded(peak_memory(layer, x) / 2**20))
             repeats[name, n] = max(1, round(LEAST_SECONDS / max(1e-4, timed(layer, x, 1)[0])))
             bar.update()
         for _ in range(settings.rounds):
-            for values in found.values():
+            for values in costs.values():
                 values["cpu"].append([])
                 values["wall"].append([])
             for name, n in cases:
                 cpu, wall = timed(*new_case(name, n, settings.width), repeats[name, n])
-                found[name]["cpu"][-1].append(rounded(1000 * cpu))
-                found[name]["wall"][-1].append(rounded(1000 * wall))
+                costs[name]["cpu"][-1].append(rounded(1000 * cpu))
+                costs[name]["wall"][-1].append(rounded(1000 * wall))
                 bar.update()
         for name, n in cases:
             chain, multiplications = longest(new_layer(name, n, settings.width), n, settings.width)
-            found[name].setdefault("sequential", []).append(chain)
-            found[name].setdefault("multiplications", []).append(multiplications)
+            costs[name].setdefault("sequential", []).append(chain)
+            costs[name].setdefault("multiplications", []).append(multiplications)
             bar.update()
-    for values in found.values():
+    for values in costs.values():
         values["exponents"] = {key: exponents(settings.sizes, value) for key, value in values.items()}
-    return found
+    return costs
 
 
 def new_layer(name: str, n_tokens: int, width: int) -> Layer:
@@ -113,16 +113,16 @@ def paths(distances: list[int]) -> dict[str, dict[str, list[int]]]:
         for each kind of layer "layers", how many must lie one on another before the gradient of that output reaches
         the first token, and "products", the shortest chain of products in these.
     """
-    found: dict[str, dict[str, list[int]]] = {name: {"layers": [], "products": []} for name in LAYERS}
-    with tqdm(total=len(found) * len(distances), desc="paths", unit="path") as bar:
-        for name, values in found.items():
+    counts: dict[str, dict[str, list[int]]] = {name: {"layers": [], "products": []} for name in LAYERS}
+    with tqdm(total=len(counts) * len(distances), desc="paths", unit="path") as bar:
+        for name, values in counts.items():
             for distance in distances:
                 n_layers = layers_needed(name, distance)
                 stack = new_stack(name, n_layers, distance + 1)
                 values["layers"].append(n_layers)
                 values["products"].append(int(shortest(stack, distance + 1, CHAIN_WIDTH)))
                 bar.update()
-    return found
+    return counts
 
 
 def new_stack(name: str, n_layers: int, n_tokens: int) -> Sequential:

@@ -12,7 +12,7 @@ from experiments.comparison.recall import N_CLASSES
 from experiments.tables import cell, markdown
 from tricycle_lab.plot import plot_curves
 
-Found = dict[str, dict[str, Any]]  # by kind of layer
+Measures = dict[str, dict[str, Any]]  # by kind of layer
 Runs = list[dict[str, Any]]
 
 # Table 1 of Vaswani et al. 2017: work of a layer, sequential operations, maximum path length. d: width, k: kernel.
@@ -41,7 +41,7 @@ def of(runs: Runs, kind: str, key: str) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- tables
-def lecture_table(sizes: list[int], distances: list[int], costs: Found, paths: Found) -> str:
+def lecture_table(sizes: list[int], distances: list[int], costs: Measures, paths: Measures) -> str:
     """The lecture's three columns, each beside what was measured at the most tokens."""
     n, far = sizes[-1], distances[-1]
     titles = [
@@ -55,17 +55,23 @@ def lecture_table(sizes: list[int], distances: list[int], costs: Found, paths: F
         f"products on the path, {far} apart",
     ]
     rows = []
-    for kind, found in costs.items():
+    for kind, of_kind in costs.items():
         work, sequential, path = theirs(kind)
-        row = [kind, work, f"{found['multiplications'][-1] / 1e6:,.0f} M", sequential, f"{found['sequential'][-1]:,}"]
+        row = [
+            kind,
+            work,
+            f"{of_kind['multiplications'][-1] / 1e6:,.0f} M",
+            sequential,
+            f"{of_kind['sequential'][-1]:,}",
+        ]
         rows.append([*row, path, *(f"{paths[kind][key][-1]:,}" for key in ("layers", "products"))])
     return markdown(titles, rows)
 
 
-def exponent_table(costs: Found) -> str:
+def exponent_table(costs: Measures) -> str:
     """The p of n^p over the upper half of the numbers of tokens."""
     keys = {"time": "cpu", "memory": "memory", "multiplications": "multiplications", "products in a row": "sequential"}
-    rows = [[kind, *(power(found["exponents"][key]) for key in keys.values())] for kind, found in costs.items()]
+    rows = [[kind, *(power(of_kind["exponents"][key]) for key in keys.values())] for kind, of_kind in costs.items()]
     return markdown(["exponent of", *keys], rows)
 
 
@@ -89,11 +95,11 @@ def power(exponents: list[float]) -> str:
     return cell(exponents) if exponents else ""
 
 
-def cost_table(sizes: list[int], costs: Found, key: str) -> str:
+def cost_table(sizes: list[int], costs: Measures, key: str) -> str:
     """Milliseconds ("cpu" or "wall") or MiB ("memory") at every number of tokens."""
     rows = []
-    for kind, found in costs.items():
-        values = np.atleast_2d(found[key])
+    for kind, of_kind in costs.items():
+        values = np.atleast_2d(of_kind[key])
         rows.append([kind, *(cell(column, 1) for column in values.T)])
     return markdown(["n", *(f"{n:,}" for n in sizes)], rows)
 
@@ -130,14 +136,16 @@ def gradient_table(distances: list[int], runs: Runs) -> str:
 
 
 # -------------------------------------------------------------------- pictures
-def plot_costs(sizes: list[int], costs: Found, path: Path) -> None:
+def plot_costs(sizes: list[int], costs: Measures, path: Path) -> None:
     """Of times the median of the rounds."""
     panels: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "time of forward and backward, ms": lambda found: np.median(found["cpu"], axis=0),
-        "peak memory, MiB": lambda found: found["memory"],
-        "multiplications of the forward pass, millions": lambda found: np.array(found["multiplications"]) / 1e6,
+        "time of forward and backward, ms": lambda of_kind: np.median(of_kind["cpu"], axis=0),
+        "peak memory, MiB": lambda of_kind: of_kind["memory"],
+        "multiplications of the forward pass, millions": lambda of_kind: np.array(of_kind["multiplications"]) / 1e6,
     }
-    curves = {title: {kind: (sizes, pick(found)) for kind, found in costs.items()} for title, pick in panels.items()}
+    curves = {
+        title: {kind: (sizes, pick(of_kind)) for kind, of_kind in costs.items()} for title, pick in panels.items()
+    }
     plot_curves(curves, path, "n", "", "One layer, one sequence of n tokens", log="xy", share_y=False)
 
 
@@ -147,7 +155,7 @@ def panels(lines: dict[str, Any], reference: dict[str, Any]) -> dict[str, dict[s
     for kind, line in lines.items():
         at_once = theirs(kind)[1] == "O(1)"
         groups["convolutions, self-attention" if at_once else "recurrent"][kind] = line
-    return {title: {**found, **reference} for title, found in groups.items() if found}
+    return {title: {**part, **reference} for title, part in groups.items() if part}
 
 
 def plot_recall(distances: list[int], runs: Runs, path: Path) -> None:
@@ -166,7 +174,7 @@ def plot_gradients(distances: list[int], runs: Runs, path: Path) -> None:
             values = np.median(of(runs, kind, key), axis=0)
             n = int((values > LEAST_NORM).cumprod().sum())
             lines[kind] = np.arange(n), np.log10(values[:n])
-        found = panels(lines, {"handed on as it is": (np.arange(last + 1), np.zeros(last + 1))})
-        curves |= {f"{group}, {title}": part for group, part in found.items()}
+        parts = panels(lines, {"handed on as it is": (np.arange(last + 1), np.zeros(last + 1))})
+        curves |= {f"{group}, {title}": part for group, part in parts.items()}
     ylabel = "log₁₀ of the gradient's norm"
     plot_curves(curves, path, "distance, tokens", ylabel, "What comes back from the question", n_columns=2)

@@ -56,8 +56,8 @@ def examine(model: Recaller, distance: int, which: int, n: int) -> tuple[float, 
             tokens, answers = new_batch(distance, min(CHUNK, n - start), stream(which, distance, start))
             logits.append(model(tokens).array)
             targets.append(answers)
-        found, wanted = np.concatenate(logits), np.concatenate(targets)
-        return float((found.argmax(axis=-1) == wanted).mean()), float(CrossEntropy()(wanted, Tensor(found)))
+        scores, wanted = np.concatenate(logits), np.concatenate(targets)
+        return float((scores.argmax(axis=-1) == wanted).mean()), float(CrossEntropy()(wanted, Tensor(scores)))
 
 
 def best_of(kind: str, distance: int, settings: Settings, seed: int, bar: tqdm) -> tuple[Recaller, dict[str, Any]]:
@@ -74,14 +74,14 @@ def best_of(kind: str, distance: int, settings: Settings, seed: int, bar: tqdm) 
         if accuracy >= LEARNED:
             break
     bar.update()
-    loss, rate, model, learned, _ = min(tried, key=lambda found: found[:2])
+    loss, rate, model, learned, _ = min(tried, key=lambda trial: trial[:2])
     accuracy, test_loss = examine(model, distance, TEST, settings.tested)
     return model, {
         "accuracy": accuracy,
         "loss": rounded(test_loss),
         "rate": rate,
         "learned": learned,
-        "seconds": rounded(sum(found[-1] for found in tried)),
+        "seconds": rounded(sum(trial[-1] for trial in tried)),
     }
 
 
@@ -98,11 +98,11 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
         for kind in settings.kinds:
             for seed in range(settings.seeds):
                 bar.set_postfix_str(f"{kind}, seed {seed}")
-                found = [best_of(kind, distance, settings, seed, bar) for distance in settings.distances]
-                last = found[-1][0]
+                trained = [best_of(kind, distance, settings, seed, bar) for distance in settings.distances]
+                last = trained[-1][0]
                 fresh = new_recaller(kind, settings, seed, settings.farthest)
                 run = {"kind": kind, "seed": seed, "parameters": last.n_parameters}
-                run |= {key: [values[key] for _, values in found] for key in found[0][1]}
+                run |= {key: [values[key] for _, values in trained] for key in trained[0][1]}
                 run |= {key: gradient_norms(m, settings.farthest) for key, m in (("before", fresh), ("after", last))}
                 runs.append(run)
     return runs

@@ -49,7 +49,7 @@ def main() -> int:
 
 def one_date(settings: Settings) -> tuple[list[str], dict[str, str]]:
     """Every model on texts with one date; returns the files that are left, and tables."""
-    found, folder = study.shown(), settings.output
+    examples, folder = study.shown(), settings.output
     runs: report.Runs = []
     maps: dict[str, list[np.ndarray]] = {}
     for name in settings.models:
@@ -60,18 +60,18 @@ def one_date(settings: Settings) -> tuple[list[str], dict[str, str]]:
             runs[-1] |= study.measure(model, settings)
             if seed == 0 and "share" in runs[-1]:
                 best = runs[-1].get("of_best", {"head": 0})["head"]
-                maps[name] = study.alignments(model, found, best)
+                maps[name] = study.alignments(model, examples, best)
             save(settings.output / "results.json", settings, runs=runs, lengths=study.LENGTHS)
     report.plot_training(runs, folder / "training.png")
     report.plot_lengths(runs, folder / "lengths.png")
     files = ["results.json", "training.png", "lengths.png"]
     for name, values in maps.items():
         files.append(f"alignment-{name.lower().replace(' ', '-')}.png")
-        report.plot_alignments(found, {name: values}, folder / files[-1])
+        report.plot_alignments(examples, {name: values}, folder / files[-1])
     if maps:
         files.append("models.png")
         one = {name: values[:1] for name, values in maps.items()}
-        report.plot_alignments(found[:1], one, folder / files[-1], n_columns=2)
+        report.plot_alignments(examples[:1], one, folder / files[-1], n_columns=2)
     return files, report.tables(runs)
 
 

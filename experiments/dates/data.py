@@ -184,14 +184,14 @@ def readings(first: str, second: str, third: str) -> set[date]:
     orders = [(first, second, third)] if len(first) == 4 else [(third, second, first), (third, first, second)]
     if len(first) == 2 and len(third) != 4:
         orders.append((first, second, third))
-    found = set()
+    days = set()
     for year, month, day in orders:
         if len(year) in (2, 4):
             try:
-                found.add(date(whole_year(int(year)) if len(year) == 2 else int(year), int(month), int(day)))
+                days.add(date(whole_year(int(year)) if len(year) == 2 else int(year), int(month), int(day)))
             except ValueError:
                 continue  # no month 13, no 30 February
-    return found
+    return days
 
 
 def whole_year(two_digits: int) -> int:
@@ -319,12 +319,12 @@ def examples(days: Sequence[date], n: int, lengths: tuple[int, int], generator: 
             (0, 0) for dates alone; (least, most) for texts of so many characters.
     """
     least, most = lengths
-    found = []
+    made = []
     for number in range(n):
         alone = most == 0 or (least == 0 and generator.random() < BARE)
         length = 0 if alone else int(generator.integers(max(least, 1), most + 1))
-        found.append(example(days[number % len(days)], length, generator))
-    return found
+        made.append(example(days[number % len(days)], length, generator))
+    return made
 
 
 def several(days: Sequence[date], n: int, counts: tuple[int, int], generator: np.random.Generator) -> list[Example]:
@@ -333,7 +333,7 @@ def several(days: Sequence[date], n: int, counts: tuple[int, int], generator: np
     Args:
         counts: the fewest and the most dates of a text.
     """
-    found, used = [], 0
+    made, used = [], 0
     for _ in range(n):
         count = int(generator.integers(counts[0], counts[1] + 1))
         parts = [example(days[(used + i) % len(days)], 0, generator) for i in range(count)]
@@ -342,17 +342,17 @@ def several(days: Sequence[date], n: int, counts: tuple[int, int], generator: np
         for part in parts:
             fields += ([NOTHING] * len(BETWEEN) if fields else []) + part.fields
         source, iso = BETWEEN.join(part.source for part in parts), "".join(part.iso for part in parts)
-        found.append(Example(source, fields, iso, parts[-1].language))
-    return found
+        made.append(Example(source, fields, iso, parts[-1].language))
+    return made
 
 
 def encode(source: str) -> list[int]:
     return [NUMBER[character] for character in source]
 
 
-def targets(found: Sequence[Example]) -> np.ndarray:
+def targets(examples: Sequence[Example]) -> np.ndarray:
     """(N, 1 + T): the answers between BEGIN and END, then IGNORED where some are longer than others."""
-    return pad([[BEGIN, *map(ISO_ALPHABET.index, one.iso), END] for one in found], IGNORED)[0]
+    return pad([[BEGIN, *map(ISO_ALPHABET.index, one.iso), END] for one in examples], IGNORED)[0]
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -55,8 +55,8 @@ def length_table(runs: Runs) -> str:
     """Exact answers in percent by the length of the text."""
     rows = []
     for name in names(runs):
-        found = np.array([run["lengths"] for run in of(runs, name)])
-        rows.append([name, *(cell(column, 1, 100) for column in found.T)])
+        shares = np.array([run["lengths"] for run in of(runs, name)])
+        rows.append([name, *(cell(column, 1, 100) for column in shares.T)])
     return markdown(["characters", *map(title_of, LENGTHS)], rows)
 
 
@@ -167,7 +167,7 @@ def plot_alignments(shown: list[Example], maps: dict[str, list[np.ndarray]], pat
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    pairs = [(name, one, values) for name, found in maps.items() for one, values in zip(shown, found)]
+    pairs = [(name, one, values) for name, arrays in maps.items() for one, values in zip(shown, arrays)]
     panels = [(f"{name}: {one.language}" if len(shown) > 1 else name, one, values) for name, one, values in pairs]
     n_rows = -(-len(panels) // n_columns)
     width = max(len(one.source) for one in shown)

@@ -79,8 +79,8 @@ class Texts(NamedTuple):
     targets: np.ndarray
 
 
-def texts(found: list[Example]) -> Texts:
-    return Texts(found, [dates.encode(one.source) for one in found], dates.targets(found))
+def texts(examples: list[Example]) -> Texts:
+    return Texts(examples, [dates.encode(one.source) for one in examples], dates.targets(examples))
 
 
 @cache
@@ -185,13 +185,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 # -------------------------------------------------------------------- measuring
 def answers(model: EncoderDecoder, data: Texts) -> list[str]:
     """What a model writes, always taking the likeliest token."""
-    found, most = [""] * len(data.sources), data.targets.shape[1] - 1
+    said, most = [""] * len(data.sources), data.targets.shape[1] - 1
     for chosen in batches(data.sources):
         source, lengths = pad([data.sources[i] for i in chosen])
         written = beam_search(model, source, lengths, begin=BEGIN, end=END, max_length=most)
         for i, tokens in zip(chosen, written):
-            found[i] = dates.decode(tokens)
-    return found
+            said[i] = dates.decode(tokens)
+    return said
 
 
 def exact(model: EncoderDecoder, data: Texts) -> float:
@@ -233,14 +233,14 @@ class Sight(NamedTuple):
 
 def sight(model: EncoderDecoder, data: Texts) -> Sight:
     """Means over all examples and the digits of a field."""
-    found: list[tuple[np.ndarray, ...]] = []
+    rows: list[tuple[np.ndarray, ...]] = []
     for chosen in batches(data.sources):
         source, lengths = pad([data.sources[i] for i in chosen])
         fields, _ = pad([data.examples[i].fields for i in chosen])
         weights = look(model, source, data.targets[chosen], lengths)
         even = [(fields == field).sum(axis=1) / lengths for field in FIELDS.values()]
-        found.append((*on_fields(weights, fields), np.stack(even, axis=-1)))
-    return Sight(*(np.concatenate(parts).mean(axis=0) for parts in zip(*found)))
+        rows.append((*on_fields(weights, fields), np.stack(even, axis=-1)))
+    return Sight(*(np.concatenate(parts).mean(axis=0) for parts in zip(*rows)))
 
 
 def on_fields(weights: np.ndarray, fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -273,20 +273,20 @@ def measure(model: EncoderDecoder, settings: Settings) -> dict[str, Any]:
     data = held_out("test", 4 * settings.tested, (0, TRAINED))
     right = np.array([text == one.iso for text, one in zip(answers(model, data), data.examples)])
     languages = np.array([one.language for one in data.examples])
-    found: dict[str, Any] = {"exact": rounded(right.mean())}
-    found["languages"] = {name: rounded(right[languages == name].mean()) for name in LANGUAGES}
+    measures: dict[str, Any] = {"exact": rounded(right.mean())}
+    measures["languages"] = {name: rounded(right[languages == name].mean()) for name in LANGUAGES}
     tests = [held_out("test", settings.tested, lengths) for lengths in LENGTHS]
-    found["lengths"] = [rounded(exact(model, test)) for test in tests]
+    measures["lengths"] = [rounded(exact(model, test)) for test in tests]
     seen = sight(model, data)
     n_heads = len(seen.share)
     if n_heads:
         sights = [sight(model, test) for test in tests]
-        found |= numbers_of(seen, sights, slice(None))
+        measures |= numbers_of(seen, sights, slice(None))
     if n_heads > 1:
         best = best_head(model, settings.validated)
-        found["of_best"] = {"head": best, **numbers_of(seen, sights, slice(best, best + 1))}
-    found["even"] = [rounded(value) for value in seen.even]
-    return found
+        measures["of_best"] = {"head": best, **numbers_of(seen, sights, slice(best, best + 1))}
+    measures["even"] = [rounded(value) for value in seen.even]
+    return measures
 
 
 def numbers_of(seen: Sight, sights: list[Sight], heads: slice) -> dict[str, Any]:
@@ -317,9 +317,9 @@ def spelt(one: Example) -> bool:
     return any(character.isalpha() for character, field in zip(one.source, one.fields) if field == MONTH)
 
 
-def alignments(model: EncoderDecoder, found: list[Example], head: int = 0) -> list[np.ndarray]:
+def alignments(model: EncoderDecoder, examples: list[Example], head: int = 0) -> list[np.ndarray]:
     """For each example the weights (T, S) of a head."""
-    data = texts(found)
+    data = texts(examples)
     maps = []
     for i, one in enumerate(data.sources):
         maps.append(look(model, np.array([one]), data.targets[i : i + 1], np.array([len(one)]))[0, head])

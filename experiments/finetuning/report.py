@@ -62,8 +62,8 @@ def sums_table(results: Results) -> str:
     rows = []
     for way in (way for task, way in pairs(results) if task == "sums"):
         mine = of(results, "sums", way)
-        found = [cell([run["scores"]["sums"][name] for run in mine], 1, 100) for name in SCORES["sums"]]
-        rows.append([WAYS[way], *found])
+        cells = [cell([run["scores"]["sums"][name] for run in mine], 1, 100) for name in SCORES["sums"]]
+        rows.append([WAYS[way], *cells])
     return markdown(["", *SCORES["sums"]], rows)
 
 
@@ -88,10 +88,10 @@ def forgotten_table(results: Results) -> str:
 
 
 def tables(results: Results) -> dict[str, str]:
-    found = {"What is held out, before and after": main_table(results)}
+    titled = {"What is held out, before and after": main_table(results)}
     if any(task == "sums" for task, _ in pairs(results)):
-        found["Sums that are right, in %"] = sums_table(results)
-    return found | {
+        titled["Sums that are right, in %"] = sums_table(results)
+    return titled | {
         "Bits a byte of other texts (in italics: what was learnt)": forgotten_table(results),
     }
 
@@ -106,16 +106,16 @@ def plot(results: Results, path: Path) -> None:
     tasks = [task for task in TASKS if any(run["task"] == task for run in results["runs"])]
     for number, (way, label) in enumerate(WAYS.items()):
         there = [(place, task) for place, task in enumerate(tasks) if of(results, task, way)]
-        found = [[run["bits"][task] for run in of(results, task, way)] for _, task in there]
-        bars(left, [place for place, _ in there], found, number, label)
+        values = [[run["bits"][task] for run in of(results, task, way)] for _, task in there]
+        bars(left, [place for place, _ in there], values, number, label)
     left.set_xticks(range(len(tasks)), [TASKS[task].title.replace(" ", "\n", 1) for task in tasks])
     left.set(ylabel="bits a byte", title="what is held out")
     if "sums" in tasks:
         names = SCORES["sums"][:1] + SCORES["sums"][2:]
         for number, way in enumerate(WAYS):
             mine = of(results, "sums", way)
-            found = [[100 * run["scores"]["sums"][name] for run in mine] for name in names]
-            bars(middle, list(range(len(names))), found if mine else [], number)
+            values = [[100 * run["scores"]["sums"][name] for run in mine] for name in names]
+            bars(middle, list(range(len(names))), values if mine else [], number)
         middle.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
     middle.set(ylabel="%", title="sums that are right", ylim=(0, 100))
     harder(right, results)
@@ -128,9 +128,9 @@ def plot(results: Results, path: Path) -> None:
     save_figure(figure, path, 110)
 
 
-def bars(axes: Any, places: list[int], found: list[list[float]], number: int, label: str | None = None) -> None:
+def bars(axes: Any, places: list[int], groups: list[list[float]], number: int, label: str | None = None) -> None:
     """A bar of the mean for each place, with a point for each seed where there are several."""
-    for place, values in zip(places, found):
+    for place, values in zip(places, groups):
         x = place + 0.27 * (number - 1)
         axes.bar(x, np.mean(values), 0.25, color=COLOURS[number], label=label)
         label = None
@@ -147,10 +147,10 @@ def harder(axes: Any, results: Results) -> None:
         before = results["before"]["bits"]
         mine = of(results, task, way)
         after = {text: np.mean([run["bits"][text] for run in mine]) for _, text in shown}
-        found = [100 * (after[text] / before[text] - 1) for _, text in shown]
+        changes = [100 * (after[text] / before[text] - 1) for _, text in shown]
         x = [place + 0.1 * (number - (len(ways) - 1) / 2) for place, _ in shown]
         colour = COLOURS[list(WAYS).index(way)]
-        axes.plot(x, found, markers[task], color=colour, markersize=7)
+        axes.plot(x, changes, markers[task], color=colour, markersize=7)
     axes.axhline(0, color="black", linewidth=0.8)
     names = [TASKS[text].title if text in TASKS else text for text in TEXTS]
     axes.set_xticks(range(len(TEXTS)), [name.replace(" ", "\n", 1) for name in names])

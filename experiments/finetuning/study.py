@@ -153,11 +153,11 @@ def teach_and_look(task: Task, method: str, seed: int, settings: Settings, own: 
         loaded = load_model(settings.model, device="cpu", adapter=folder / "adapter")
     else:
         loaded = load_model(str(folder), device="cpu")
-    found = look(loaded, settings, [task], own)
+    results = look(loaded, settings, [task], own)
     if not settings.keep:
         for path in folder.glob("*.safetensors"):
             path.unlink()
-    return about | found
+    return about | results
 
 
 def teach(task: Task, method: str, seed: int, settings: Settings, folder: Path) -> dict[str, Any]:
@@ -217,24 +217,24 @@ def look(loaded: Pretrained, settings: Settings, tasks: Sequence[Task], own: lis
     Returns:
         "bits" a byte of each text; "scores" and "samples" of each task; and of that model "answers".
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     general = [Question(text, True, "") for text in GENERAL]
     spoken = ask(loaded, general, ANSWER_TOKENS, settings)
     if own is None:
-        own = found["answers"] = [[ids, drawn] for ids, drawn in spoken]
+        own = results["answers"] = [[ids, drawn] for ids, drawn in spoken]
     texts = texts_of(loaded, settings, own)
-    found["bits"] = {name: bits(loaded, examples, settings) for name, examples in texts.items()}
-    found["scores"], found["samples"] = {}, {}
+    results["bits"] = {name: bits(loaded, examples, settings) for name, examples in texts.items()}
+    results["scores"], results["samples"] = {}, {}
     for task in tasks:
         questions = chosen(task.questions(), settings.tested)
         answers = told(loaded, ask(loaded, questions, task.n_tokens, settings, task.temperature))
-        found["scores"][task.name] = {name: rounded(value) for name, value in task.judge(questions, answers).items()}
+        results["scores"][task.name] = {name: rounded(value) for name, value in task.judge(questions, answers).items()}
         if task.name == "voice":
             questions = [Question(text, False, "") for text in voice.OPENINGS]
             answers = told(loaded, ask(loaded, questions, task.n_tokens, settings, task.temperature))
-        found["samples"][task.name] = shown(questions, answers)
-    found["samples"]["general"] = shown(general, told(loaded, spoken))
-    return found
+        results["samples"][task.name] = shown(questions, answers)
+    results["samples"]["general"] = shown(general, told(loaded, spoken))
+    return results
 
 
 def shown(questions: Sequence[Question], answers: Sequence[str]) -> list[list[str]]:

@@ -113,20 +113,20 @@ def new_sum(generator: np.random.Generator) -> Sum:
     return Sum(start, tuple(steps))
 
 
-def story(found: Sum, generator: np.random.Generator) -> str:
+def story(problem: Sum, generator: np.random.Generator) -> str:
     """A sum as it is told in training."""
     name, items = choose(NAMES, generator), choose(ITEMS, generator)
-    text = START.format(name=name, n=in_words(found.start), items=items)
-    for step in found.steps:
+    text = START.format(name=name, n=in_words(problem.start), items=items)
+    for step in problem.steps:
         kind = PLUS if step > 0 else MINUS if step < 0 else TWICE
         text += f"{name} {choose(kind, generator).format(n=in_words(abs(step)))}. "
     return text + QUESTION.format(name=name, items=items) + ASK
 
 
-def bus_story(found: Sum, generator: np.random.Generator) -> str:
+def bus_story(problem: Sum, generator: np.random.Generator) -> str:
     """The same told otherwise."""
-    text = BUS_START.format(n=in_words(found.start))
-    for step in found.steps:
+    text = BUS_START.format(n=in_words(problem.start))
+    for step in problem.steps:
         kind = BUS_PLUS if step > 0 else BUS_MINUS if step < 0 else BUS_TWICE
         text += choose(kind, generator).format(n=in_words(abs(step)))
     return text + BUS_QUESTION + ASK

@@ -43,7 +43,7 @@ def openings(n: int = N_OPENINGS) -> list[tuple[str, str]]:
     chosen = speeches[:: max(1, len(speeches) // n)][:n]
     pairs = []
     for speech in chosen:
-        end = [found.end() for found in re.finditer(r"\S+", speech)][OPENING_WORDS - 1]
+        end = [match.end() for match in re.finditer(r"\S+", speech)][OPENING_WORDS - 1]
         pairs.append((speech[:end], speech[end:]))
     return pairs
 

@@ -28,9 +28,9 @@ def main() -> int:
     settings = parse(Settings, default, description=__doc__ or "")
     check(settings)
     problem = data.load(settings.repeated, settings.names)
-    runs, found = run(problem, settings)
-    matrices = {name: confusions(problem, found, name) for name in settings.models}
-    files = report.write(problem, found, runs, matrices, settings)
+    runs, outcome = run(problem, settings)
+    matrices = {name: confusions(problem, outcome, name) for name in settings.models}
+    files = report.write(problem, outcome, runs, matrices, settings)
     recipes = {name: dataclasses.asdict(RECIPES[name]) for name in settings.models}
     found_out = {"classes": problem.classes, "runs": runs, "confusion": matrices}
     save(settings.output / "results.json", settings, recipes=recipes, **found_out)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.classification import MODELS, Found, Problem, Runs, names_of, of
+from experiments.classification import MODELS, Outcome, Problem, Runs, names_of, of
 from experiments.looked_at import Item, new_items, paint, write_page
 from experiments.names.study import Settings
 from experiments.pictures import plot_folds, plot_training
@@ -48,8 +48,8 @@ def language_table(classes: tuple[str, ...] | list[str], matrices: Matrices) -> 
     titles = ["", "names", *(f"{name}{end}" for end in ("", ", even") for name in matrices)]
     rows = []
     for label in np.argsort(-counts, kind="stable"):
-        found = [matrices[name][kind][label] for kind in KINDS for name in matrices]
-        recall = [f"{100 * row[label] / sum(row):.1f}" if sum(row) else "" for row in found]
+        of_label = [matrices[name][kind][label] for kind in KINDS for name in matrices]
+        recall = [f"{100 * row[label] / sum(row):.1f}" if sum(row) else "" for row in of_label]
         rows.append([classes[label], f"{counts[label]:,}", *recall])
     return markdown(titles, rows)
 
@@ -91,7 +91,7 @@ def plot_confusion(classes: tuple[str, ...], matrices: dict[str, list[list[int]]
 
 
 # -------------------------------------------------------------------- all of it
-def write(problem: Problem, found: Found, runs: Runs, matrices: Matrices, settings: Settings) -> list[str]:
+def write(problem: Problem, outcome: Outcome, runs: Runs, matrices: Matrices, settings: Settings) -> list[str]:
     """Everything but results.json; returns the files' names."""
     folder, best = settings.output, best_model(runs)
     values = {
@@ -102,7 +102,9 @@ def write(problem: Problem, found: Found, runs: Runs, matrices: Matrices, settin
     plot_folds(values, folder / "balanced.png", "mean recall of the languages, %", "Surnames, a point for each fold")
     plot_confusion(problem.classes, matrices[best], best, folder / "confusion.png")
     plot_training(runs, folder / "training.png")
-    shown = new_items(problem, found, lambda number: [""] * len(problem.tokens[number]), settings.shown, settings.seed)
+    shown = new_items(
+        problem, outcome, lambda number: [""] * len(problem.tokens[number]), settings.shown, settings.seed
+    )
     paint(folder / "letters.png", problem.classes, several(shown), n_columns=24, n_blocks=3)
     write_page(folder / "looked_at.html", "Surnames: what the models looked at", NOTE, problem.classes, shown)
     return ["balanced.png", "confusion.png", "training.png", "letters.png", "looked_at.html"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments import classification as shared
-from experiments.classification import MODELS, Found, Parts, Predicted, Problem, Recipe, Runs
+from experiments.classification import MODELS, Outcome, Parts, Predicted, Problem, Recipe, Runs
 from experiments.names.data import ceiling
 
 TOGETHER = "all together"
@@ -54,7 +54,7 @@ class Settings:
     """where results.json, the pictures and looked_at.html are left"""
 
 
-def run(problem: Problem, settings: Settings) -> tuple[Runs, Found]:
+def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
     """All trainings: a record for each model and fold, and all predictions."""
     runs: Runs = []
     folds: list[tuple[Parts, dict[str, Predicted]]] = []
@@ -96,14 +96,14 @@ def measures(counts: np.ndarray) -> dict[str, Any]:
     F1 = 2 right / (texts of the class + answers of it). Classes without texts are left out.
     """
     right, there = counts.diagonal(), counts.sum(axis=1)
-    given = there > 0
-    recall = (right / np.maximum(there, 1))[given]
-    f1 = (2 * right / np.maximum(there + counts.sum(axis=0), 1))[given]
+    has_texts = there > 0
+    recall = (right / np.maximum(there, 1))[has_texts]
+    f1 = (2 * right / np.maximum(there + counts.sum(axis=0), 1))[has_texts]
     return {"accuracy": float(right.sum() / there.sum()), "balanced": float(recall.mean()), "f1": float(f1.mean())}
 
 
-def confusions(problem: Problem, found: Found, name: str) -> dict[str, list[list[int]]]:
+def confusions(problem: Problem, outcome: Outcome, name: str) -> dict[str, list[list[int]]]:
     """Confusion matrices of all tested texts."""
-    labels, logits = problem.labels[found.where], found.predicted[name].logits
-    answers = {"plain": logits.argmax(axis=1), "even": (logits - found.prior).argmax(axis=1)}
+    labels, logits = problem.labels[outcome.where], outcome.predicted[name].logits
+    answers = {"plain": logits.argmax(axis=1), "even": (logits - outcome.prior).argmax(axis=1)}
     return {kind: confusion(labels, answer, len(problem.classes)).tolist() for kind, answer in answers.items()}

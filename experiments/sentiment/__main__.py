@@ -28,9 +28,9 @@ def main() -> int:
     settings = parse(Settings, default, description=__doc__ or "")
     check(settings)
     texts, problem = data.load(settings.sentences)
-    runs, found = run(problem, settings)
-    words = {name: favourites(problem, found, name, LEAST)[:KEPT] for name in settings.models}
-    files = report.write(texts, problem, found, runs, settings)
+    runs, outcome = run(problem, settings)
+    words = {name: favourites(problem, outcome, name, LEAST)[:KEPT] for name in settings.models}
+    files = report.write(texts, problem, outcome, runs, settings)
     recipes = {name: dataclasses.asdict(RECIPES[name]) for name in settings.models}
     save(settings.output / "results.json", settings, recipes=recipes, runs=runs, words=words)
     for title, table in report.tables(runs, words).items():

@@ -20,9 +20,9 @@ def words(text: str) -> list[str]:
 
 def gaps(text: str) -> list[str]:
     """What stands before each word, so that the two together are the text, but for capital letters."""
-    found = [match.span() for match in WORD.finditer(text)]
-    ends = [0, *(end for _, end in found)]
-    return [text[end:start] for end, (start, _) in zip(ends, found)]
+    spans = [match.span() for match in WORD.finditer(text)]
+    ends = [0, *(end for _, end in spans)]
+    return [text[end:start] for end, (start, _) in zip(ends, spans)]
 
 
 def load(most: int) -> tuple[list[str], Problem]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.classification import MODELS, Found, Problem, Runs, names_of, of
+from experiments.classification import MODELS, Outcome, Problem, Runs, names_of, of
 from experiments.looked_at import new_items, paint, write_page
 from experiments.pictures import plot_folds, plot_training
 from experiments.sentiment.data import gaps
@@ -73,10 +73,10 @@ def plot_accuracy(runs: Runs, path: Path) -> None:
 
 
 # -------------------------------------------------------------------- the page
-def write(texts: list[str], problem: Problem, found: Found, runs: Runs, settings: Settings) -> list[str]:
+def write(texts: list[str], problem: Problem, outcome: Outcome, runs: Runs, settings: Settings) -> list[str]:
     """Everything but results.json; returns the files' names."""
     folder = settings.output
-    shown = new_items(problem, found, lambda number: gaps(texts[number]), settings.shown, settings.seed)
+    shown = new_items(problem, outcome, lambda number: gaps(texts[number]), settings.shown, settings.seed)
     plot_accuracy(runs, folder / "accuracy.png")
     plot_training(runs, folder / "training.png")
     paint(folder / "words.png", problem.classes, [shown[i * (len(shown) - 1) // 3] for i in range(4)])

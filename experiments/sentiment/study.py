@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import classification as shared
-from experiments.classification import MODELS, Found, Parts, Predicted, Problem, Recipe, Runs
+from experiments.classification import MODELS, Outcome, Parts, Predicted, Problem, Recipe, Runs
 from tricycle.sequences.classifiers import Classifier
 
 PLACES = 6  # a stream of random numbers, beside those of classification.py
@@ -47,7 +47,7 @@ class Settings:
     """where results.json, the pictures and looked_at.html are left"""
 
 
-def run(problem: Problem, settings: Settings) -> tuple[Runs, Found]:
+def run(problem: Problem, settings: Settings) -> tuple[Runs, Outcome]:
     """All trainings: a record for each model and fold, and all predictions."""
     runs: Runs = []
     folds: list[tuple[Parts, dict[str, Predicted]]] = []
@@ -74,6 +74,6 @@ def changed(model: Classifier, parts: Parts, predicted: Predicted, key: tuple[in
         "random": [int(generator.integers(len(row))) for row in predicted.weights],
         "least": [int(row.argmin()) for row in predicted.weights],
     }
-    hidden = {what: shared.hide(parts.test.sequences, found) for what, found in places.items()}
+    hidden = {what: shared.hide(parts.test.sequences, places_of) for what, places_of in places.items()}
     said = {what: shared.predict(model, sequences).logits.argmax(axis=1) for what, sequences in hidden.items()}
-    return {what: float((found != answers).mean()) for what, found in said.items()}
+    return {what: float((other != answers).mean()) for what, other in said.items()}

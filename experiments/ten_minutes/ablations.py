@@ -30,8 +30,8 @@ class Variant:
         Raises:
             ValueError: a config that cannot be.
         """
-        given = {name: value(recipe) if callable(value) else value for name, value in self.changes.items()}
-        return replace(recipe, **{name: value for name, value in given.items() if name in FIELDS})
+        changes = {name: value(recipe) if callable(value) else value for name, value in self.changes.items()}
+        return replace(recipe, **{name: value for name, value in changes.items() if name in FIELDS})
 
 
 # The preset before this recipe: GPT-2's model and training, with rates and a size that were chosen for ten minutes.
@@ -166,13 +166,13 @@ def all_variants(also: Sequence[str] = ()) -> dict[str, Variant]:
     Raises:
         ValueError: a text of another form, a name that is taken, or no field of a config.
     """
-    found = dict(VARIANTS)
+    known = dict(VARIANTS)
     for text in also:
         name, _, changes = text.partition(":")
-        if not name.strip() or not changes.strip() or name.strip() in found:
+        if not name.strip() or not changes.strip() or name.strip() in known:
             raise ValueError(f'expected --also as "a new name: field=value, field=value", got {text!r}')
-        found[name.strip()] = Variant(name.strip(), dict(_change(part, text) for part in changes.split(",")))
-    return found
+        known[name.strip()] = Variant(name.strip(), dict(_change(part, text) for part in changes.split(",")))
+    return known
 
 
 def _change(part: str, text: str) -> tuple[str, Any]:
@@ -199,12 +199,12 @@ def configs(recipe: GPTConfig, names: Sequence[str] = (), also: Sequence[str] = 
     if unknown:
         raise ValueError(f"expected --variants among {', '.join(known)}; got {', '.join(unknown)}")
     wanted = dict.fromkeys([RECIPE, *names]) if names else known
-    found = {}
+    chosen = {}
     for name in wanted:
         try:
             config = known[name].of(recipe)
         except ValueError as error:
             raise ValueError(f"variant {name}: {error}") from None
         if name == RECIPE or config != recipe:  # what the recipe has already, or what only one of them can have
-            found[name] = config
-    return found
+            chosen[name] = config
+    return chosen

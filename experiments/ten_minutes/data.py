@@ -43,8 +43,8 @@ def load(data: str, part: str, vocab_size: int, files: Files = (), progress: boo
             return TextFiles(files, vocab_size, progress=progress)
         return (PythonCode if data == "python" else Shakespeare)(vocab_size, progress=progress)
     documents = {"python": python_documents, "shakespeare": shakespeare_documents}.get(data)
-    found = list(documents() if documents else text_documents(files))
-    return Corpus(f"ten_minutes_{data}", lambda: found, vocab_size, progress=progress)
+    texts = list(documents() if documents else text_documents(files))
+    return Corpus(f"ten_minutes_{data}", lambda: texts, vocab_size, progress=progress)
 
 
 def held_out(corpus: Corpus) -> HeldOut:

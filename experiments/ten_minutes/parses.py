@@ -126,23 +126,23 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
                 generator = np.random.default_rng((settings.seed, len(rows)))
                 # the likeliest continuation of one prompt is one text
                 some = starts[:1] if temperature == 0 and kind == PLAIN else starts
-                found: list[tuple[str, bool]] = []
+                samples: list[tuple[str, bool]] = []
                 for first in range(0, len(some), settings.batch):
                     batch = some[first : first + settings.batch]
-                    found += write(model, tokeniser, batch, settings, temperature, generator)
+                    samples += write(model, tokeniser, batch, settings, temperature, generator)
                     bar.update(len(batch))
                 bar.update(len(starts) - len(some))
-                rows.append({"prompt": kind, "temperature": temperature, **counted(found)})
+                rows.append({"prompt": kind, "temperature": temperature, **counted(samples)})
     return rows
 
 
-def counted(found: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+def counted(samples: Sequence[tuple[str, bool]]) -> dict[str, Any]:
     """What became of some texts, each with whether it came to an end."""
-    finished = [text for text, ended in found if ended]
+    finished = [text for text, ended in samples if ended]
     examples = [{"text": text, "parses": is_python(text)} for text in finished[:SHOWN]]
     return {
-        "samples": len(found),
-        "distinct": len({text for text, _ in found}),
+        "samples": len(samples),
+        "distinct": len({text for text, _ in samples}),
         "finished": len(finished),
         "parsed": sum(map(is_python, finished)),
         "examples": examples,
@@ -154,10 +154,10 @@ def is_python(text: str) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd escapes in strings
-            (found,) = ast.parse(text).body
+            (statement,) = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return isinstance(found, ast.FunctionDef)
+    return isinstance(statement, ast.FunctionDef)
 
 
 # -------------------------------------------------------------------- prompts
@@ -171,14 +171,14 @@ def signatures(tokeniser: BPETokeniser, n: int, longest: int, seed: int) -> list
     Raises:
         ValueError: there are none.
     """
-    found: list[bytes] = []
+    candidates: list[bytes] = []
     for name in filter(is_held_out, python_files()):
-        found += beginnings((python_root() / name).read_bytes())
-    found = [start for start in dict.fromkeys(found) if len(tokeniser.encode(start)) <= longest]
-    if not found:
+        candidates += beginnings((python_root() / name).read_bytes())
+    candidates = [start for start in dict.fromkeys(candidates) if len(tokeniser.encode(start)) <= longest]
+    if not candidates:
         what = f"functions whose signature and docstring have at most {longest} tokens"
         raise ValueError(f"{python_root()}: expected {what} in the held-out files, found none")
-    return [found[i] for i in np.random.default_rng(seed).permutation(len(found))[:n]]
+    return [candidates[i] for i in np.random.default_rng(seed).permutation(len(candidates))[:n]]
 
 
 def beginnings(source: bytes) -> Iterator[bytes]:

@@ -27,11 +27,11 @@ def trials_in(folder: Path) -> Trials:
 
 def by_variant(trials: Trials) -> dict[str, Trials]:
     """The trials of each variant, the recipe's first, then from the best to the worst."""
-    found: dict[str, Trials] = {}
+    by_name: dict[str, Trials] = {}
     for trial in trials:
-        found.setdefault(trial["variant"], []).append(trial)
-    mean = lambda name: float(np.mean([trial["bits"] for trial in found[name]]))
-    return {name: found[name] for name in sorted(found, key=lambda name: (name != RECIPE, mean(name)))}
+        by_name.setdefault(trial["variant"], []).append(trial)
+    mean = lambda name: float(np.mean([trial["bits"] for trial in by_name[name]]))
+    return {name: by_name[name] for name in sorted(by_name, key=lambda name: (name != RECIPE, mean(name)))}
 
 
 def lost(variant: Trials, recipe: Trials) -> list[float]:
@@ -42,9 +42,9 @@ def lost(variant: Trials, recipe: Trials) -> list[float]:
 
 def losses(trials: Trials) -> dict[str, list[float]]:
     """What each variant has lost, by its label; those that can be compared with the recipe."""
-    found = by_variant(trials)
-    recipe = found.pop(RECIPE, [])
-    values = {runs[0]["label"]: lost(runs, recipe) for runs in found.values()}
+    by_name = by_variant(trials)
+    recipe = by_name.pop(RECIPE, [])
+    values = {runs[0]["label"]: lost(runs, recipe) for runs in by_name.values()}
     return {label: each for label, each in values.items() if each}
 
 
@@ -56,12 +56,12 @@ def signed(values: Sequence[float]) -> str:
 
 def table(trials: Trials) -> str:
     """A row for each variant."""
-    found = by_variant(trials)
+    by_name = by_variant(trials)
     titles = ["", "bits a byte", "against the recipe", "seeds", "parameters", "updates", "tokens a second"]
     rows = []
-    for name, runs in found.items():
+    for name, runs in by_name.items():
         bits = cell([run["bits"] for run in runs], 3)
-        against = lost(runs, found.get(RECIPE, []))
+        against = lost(runs, by_name.get(RECIPE, []))
         n = len(runs)
         of = lambda key, runs=runs: f"{np.mean([run[key] for run in runs]):,.0f}"
         behind = "" if name == RECIPE or not against else signed(against)
@@ -69,11 +69,11 @@ def table(trials: Trials) -> str:
     return markdown(titles, rows)
 
 
-def baseline_table(found: Sequence[dict[str, Any]]) -> str:
+def baseline_table(baselines: Sequence[dict[str, Any]]) -> str:
     """A row for each run of `pytorch_baseline`."""
     titles = ["PyTorch", "text", "bits a byte", "parameters", "updates", "tokens a second", "minutes"]
     rows = []
-    for run in found:
+    for run in baselines:
         settings, result = run["settings"], run["result"]
         recipe = "the recipe" if settings["recipe"] == "laptop" else "GPT-2's model, AdamW"
         name = f"{recipe}, {settings['config']['precision']}{', compiled' if settings['compile'] else ''}"
@@ -96,23 +96,23 @@ def parses_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def tables(folder: Path) -> dict[str, str]:
     """All tables of what lies in a folder, by what stands above them."""
-    found: dict[str, str] = {}
+    titled: dict[str, str] = {}
     if trials := trials_in(folder):
         settings = read(folder / "results.json")["settings"]
         text = f"{settings['data']}, {settings['part']} text; {compressors(trials)}"
-        found[f"{settings['config']['minutes']:g} processor minutes each ({text})"] = table(trials)
+        titled[f"{settings['config']['minutes']:g} processor minutes each ({text})"] = table(trials)
     if baselines := [read(path) for path in sorted(folder.glob("pytorch-*.json"))]:
-        found["PyTorch"] = baseline_table(baselines)
+        titled["PyTorch"] = baseline_table(baselines)
     for path in sorted(folder.glob("parses*.json")):
         parsed = read(path)
         sampling = ", ".join(f"{name} {parsed['settings'][name]}" for name in ("min_p", "no_repeat_ngram_size"))
-        found[f"Functions that parse ({path.stem}: {sampling})"] = parses_table(parsed["rows"])
-    return found
+        titled[f"Functions that parse ({path.stem}: {sampling})"] = parses_table(parsed["rows"])
+    return titled
 
 
 def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def compressors(trials: Trials) -> str:

@@ -73,16 +73,16 @@ class Record:
         path = settings.output / "results.json"
         if not path.is_file():
             return Record(settings, [])
-        found = json.loads(path.read_text(encoding="utf-8"))
-        before, now = plain(GPTConfig.from_dict(found["settings"]["config"])), plain(settings.config)
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        before, now = plain(GPTConfig.from_dict(stored["settings"]["config"])), plain(settings.config)
         values = zip(before.items(), now.values())
         other = [f"{name} {then!r} there and {value!r} here" for (name, then), value in values if then != value]
         for name in ("data", "part", "batches"):
-            if found["settings"][name] != getattr(settings, name):
-                other.append(f"{name} {found['settings'][name]!r} there and {getattr(settings, name)!r} here")
+            if stored["settings"][name] != getattr(settings, name):
+                other.append(f"{name} {stored['settings'][name]!r} there and {getattr(settings, name)!r} here")
         if other:
             raise ValueError(f"{path} holds results of other settings: {'; '.join(other)}; name another --output")
-        return Record(settings, found["trials"])
+        return Record(settings, stored["trials"])
 
     def has(self, name: str, config: GPTConfig) -> bool:
         wanted = config.to_dict()
@@ -103,9 +103,9 @@ def plain(config: GPTConfig) -> dict[str, Any]:
 
 def todo(settings: Settings, record: Record) -> Iterator[tuple[str, GPTConfig]]:
     """Trials that are not finished: all variants with one seed before the next seed."""
-    found = configs(settings.config, settings.variants, settings.also)
+    chosen = configs(settings.config, settings.variants, settings.also)
     for seed in range(settings.config.seed, settings.config.seed + settings.seeds):
-        for name, config in found.items():
+        for name, config in chosen.items():
             seeded = replace(config, seed=seed)
             if not record.has(name, seeded):
                 yield name, seeded
@@ -209,13 +209,15 @@ def run_trial(settings: Settings, config: GPTConfig, cores: queue.Queue[int | No
 
 def as_json(line: str) -> dict[str, Any]:
     with suppress(ValueError):
-        found = json.loads(line)
-        return found if isinstance(found, dict) else {}
+        value = json.loads(line)
+        return value if isinstance(value, dict) else {}
     return {}
 
 
 def changed(recipe: GPTConfig, config: GPTConfig) -> str:
     """The fields in which a config differs, for people."""
     before = recipe.to_dict()
-    found = [f"{name} {value}" for name, value in config.to_dict().items() if value != before[name] and name != "seed"]
-    return ", ".join(found) or "the recipe's own settings"
+    changes = [
+        f"{name} {value}" for name, value in config.to_dict().items() if value != before[name] and name != "seed"
+    ]
+    return ", ".join(changes) or "the recipe's own settings"

@@ -167,14 +167,14 @@ def path_of(settings: Settings, name: str, ending: str) -> Path:
 
 
 def recipe_of(settings: Settings, name: str) -> Recipe:
-    given = {
+    changes = {
         "width": settings.width,
         "n_layers": settings.layers,
         "learning_rate": settings.learning_rate,
         "dropout": settings.dropout,
         "max_tokens": settings.max_tokens,
     }
-    return dataclasses.replace(RECIPES[name], **{key: value for key, value in given.items() if value is not None})
+    return dataclasses.replace(RECIPES[name], **{key: value for key, value in changes.items() if value is not None})
 
 
 def load_data(settings: Settings) -> tuple[Pairs, Pairs, list[tuple[str, str]]]:
@@ -235,8 +235,8 @@ def run(settings: Settings, name: str, pairs: Pairs, held_out: Pairs, test: list
     with atomic_write(path_of(settings, name, "json"), text=True) as file:
         json.dump(_rounded(result), file, ensure_ascii=False)
         file.write("\n")
-    found = f"{result['test']['greedy']:.1f} greedy, {score:.1f} with a beam of {settings.beam}"
-    print(f"{name}: BLEU {found}; {signature}")
+    scores = f"{result['test']['greedy']:.1f} greedy, {score:.1f} with a beam of {settings.beam}"
+    print(f"{name}: BLEU {scores}; {signature}")
 
 
 def by_length(sources: list[str], references: list[str], said: list[str]) -> list[dict[str, Any]]:

@@ -29,26 +29,26 @@ def load_runs(folder: Path) -> dict[tuple[str, str], list[Run]]:
     Raises:
         ValueError: no run in the folder.
     """
-    found: dict[tuple[str, str], list[Run]] = {}
+    runs: dict[tuple[str, str], list[Run]] = {}
     for target in LANGUAGES:
         for name in RECIPES:
             for path in sorted(folder.glob(f"{name}-{target}-*.json")):
-                found.setdefault((target, name), []).append(json.loads(path.read_text(encoding="utf-8")))
-    if not found:
+                runs.setdefault((target, name), []).append(json.loads(path.read_text(encoding="utf-8")))
+    if not runs:
         raise ValueError(f"{folder}: expected results of runs such as transformer-de-0.json, found none")
-    return found
+    return runs
 
 
 def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
     """Means over seeds, with standard deviations where there are several."""
     rows = []
-    for (language, name), found in runs.items():
+    for (language, name), of_model in runs.items():
         if language == target:
-            of = lambda *keys: [_dig(run, keys) for run in found]  # noqa: B023 (called in this round)
+            of = lambda *keys: [_dig(run, keys) for run in of_model]  # noqa: B023 (called in this round)
             rows.append(
                 [
                     RECIPES[name].title,
-                    f"{found[0]['parameters'] / 1e6:.1f} M",
+                    f"{of_model[0]['parameters'] / 1e6:.1f} M",
                     cell(of("seconds"), 1, 1 / 60),
                     cell(of("passes"), 0),
                     cell(of("validation", "loss"), 3),
@@ -62,12 +62,12 @@ def table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
 
 def length_table(runs: dict[tuple[str, str], list[Run]], target: str) -> str:
     """BLEU of the beam's translations by how many words the source has."""
-    chosen = {name: found for (language, name), found in runs.items() if language == target}
+    chosen = {name: of_model for (language, name), of_model in runs.items() if language == target}
     ranges = next(iter(chosen.values()))[0]["by_length"]
     titles = ["words of the source", "sentences", *chosen]
     rows = []
     for i, part in enumerate(ranges):
-        scores = [cell([run["by_length"][i]["bleu"] for run in found], 1) for found in chosen.values()]
+        scores = [cell([run["by_length"][i]["bleu"] for run in of_model], 1) for of_model in chosen.values()]
         rows.append([part["words"], str(part["sentences"]), *scores])
     return markdown(titles, rows)
 
@@ -83,9 +83,9 @@ def draw(runs: dict[tuple[str, str], list[Run]], folder: Path) -> list[str]:
     """curves.png, lengths.png and alignment.png for each target; returns their names."""
     names = []
     for target in dict.fromkeys(language for language, _ in runs):
-        chosen = {name: found for (language, name), found in runs.items() if language == target}
+        chosen = {name: of_model for (language, name), of_model in runs.items() if language == target}
         plot_curves(_curves(chosen), folder / f"curves-{target}.png", "minutes of training", "", share_y=False)
-        lines = {name: _by_length(found) for name, found in chosen.items()}
+        lines = {name: _by_length(of_model) for name, of_model in chosen.items()}
         title = f"English to {LANGUAGES[target]}, test_2016_flickr, beam"
         plot_curves({title: lines}, folder / f"lengths-{target}.png", "words of the source (mean)", "BLEU")
         names += [f"curves-{target}.png", f"lengths-{target}.png"]
@@ -99,18 +99,18 @@ def draw(runs: dict[tuple[str, str], list[Run]], folder: Path) -> list[str]:
 def _curves(chosen: dict[str, list[Run]]) -> dict[str, Any]:
     panels = {"validation_loss": "validation loss, nats a token", "bleu": "BLEU of part of the validation data, greedy"}
     curves: dict[str, Any] = {title: {} for title in panels.values()}
-    for name, found in chosen.items():
-        n = min(len(run["curve"]) for run in found)
-        minutes = [point["seconds"] / 60 for point in found[0]["curve"][:n]]
+    for name, of_model in chosen.items():
+        n = min(len(run["curve"]) for run in of_model)
+        minutes = [point["seconds"] / 60 for point in of_model[0]["curve"][:n]]
         for key, title in panels.items():
             if n:
-                curves[title][name] = (minutes, [[point[key] for point in run["curve"][:n]] for run in found])
+                curves[title][name] = (minutes, [[point[key] for point in run["curve"][:n]] for run in of_model])
     return curves
 
 
-def _by_length(found: list[Run]) -> tuple[list[float], list[list[float]]]:
-    words = [part["mean_words"] for part in found[0]["by_length"]]
-    return words, [[part["bleu"] for part in run["by_length"]] for run in found]
+def _by_length(runs: list[Run]) -> tuple[list[float], list[list[float]]]:
+    words = [part["mean_words"] for part in runs[0]["by_length"]]
+    return words, [[part["bleu"] for part in run["by_length"]] for run in runs]
 
 
 def plot_alignments(runs: dict[str, Run], path: Path) -> None:

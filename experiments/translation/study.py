@@ -152,8 +152,8 @@ class Training:
         chosen = self.held_out.texts[: self.plan.measured]
         with self.settled() as model:
             loss = mean_loss(model, self.held_out)
-            found = translate(model, self.vocabulary, [source for source, _ in chosen], progress=False)
-        return {"validation_loss": loss, "bleu": bleu(found, [target for _, target in chosen])[0]}
+            translations = translate(model, self.vocabulary, [source for source, _ in chosen], progress=False)
+        return {"validation_loss": loss, "bleu": bleu(translations, [target for _, target in chosen])[0]}
 
     # ---------------------------------------------------------------- keeping
     def save(self, path: Path) -> None:
@@ -260,7 +260,7 @@ def translate(
             wanted = f"expected a sentence of 1 to {CONTEXT_WINDOW} tokens"
             raise ValueError(f"{wanted}, got {len(ids) if sentence.strip() else 0}: {sentence[:40]!r}")
     order = sorted(range(len(sentences)), key=lambda i: len(numbers[i]))
-    found = [""] * len(sentences)
+    translations = [""] * len(sentences)
     step = max(1, rows // beam_size)
     bar = tqdm(total=len(order), desc=f"translating, beam {beam_size}", unit="sentence", disable=not progress)
     with bar:
@@ -279,6 +279,6 @@ def translate(
                 length_penalty=length_penalty,
             )
             for i, ids in zip(chosen, outputs):
-                found[i] = vocabulary.decode(ids)
+                translations[i] = vocabulary.decode(ids)
             bar.update(len(chosen))
-    return found
+    return translations
