@@ -46,7 +46,7 @@ class Arguments:
     """updates of each run"""
     seeds: int = 2
     """runs with each softmax: their first weights and batches are the same for all of them"""
-    against: tuple[str, ...] = ("softmax", "softmax1", "adaptive", "blocks")
+    against: tuple[str, ...] = tuple(SOFTMAXES)
     """built-in ways to compare with"""
     out: Path = Path("softmax.html")
     """the page to write"""
