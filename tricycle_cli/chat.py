@@ -58,7 +58,7 @@ class Arguments:
     """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
     temperature is 0"""
     softmax: str | None = None
-    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
     adapter: Path | None = None
     """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"

@@ -38,7 +38,7 @@ class Arguments:
     batch_size: int = 0
     """windows at once; 0 for as many as fit into a few hundred megabytes"""
     softmax: str | None = None
-    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
     json: bool = False

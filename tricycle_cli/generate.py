@@ -43,7 +43,7 @@ class Arguments:
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
     softmax: str | None = None
-    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
     adapter: Path | None = None
     """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"

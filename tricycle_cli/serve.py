@@ -80,7 +80,7 @@ class Arguments:
     """what keys and values are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves them as they are
     computed (float32 on a CPU)"""
     softmax: str | None = None
-    """let attention weigh keys in another way than the model was trained with: softmax, softmax1, adaptive, blocks"""
+    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
     adapter: Path | None = None
     """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"
