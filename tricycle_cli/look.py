@@ -108,7 +108,8 @@ def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subje
     loaded: Any = load_file(source, arguments.weights)
     if isinstance(loaded.model, GPT):
         tokeniser, adapter = (None, None) if beside else (arguments.tokeniser, arguments.adapter)
-        loaded = load_model(source, tokeniser, arguments.softmax, arguments.device, arguments.weights, adapter)
+        settings = tokeniser, arguments.softmax, arguments.device, arguments.weights, adapter
+        loaded = load_model(source, *settings, loaded=loaded)
     elif not isinstance(loaded.model, TextEncoder):
         raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
     if loaded.tokeniser is None:

@@ -214,6 +214,7 @@ class LookServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 64  # connections that may wait to be taken; of 5 some are lost on a busy machine
     allow_reuse_address = False  # two that share a port would be worse than one that says so
 
     def __init__(self, desk: Page, port: int = 0) -> None:
