@@ -360,6 +360,54 @@ def exercises(request, line: str) -> None:
     assert "not yet" in done.stdout or "it is there already" in done.stderr, done.stderr
 
 
+SMALL = "--data text --files my_notes/ --context-window 16 --batch-size 4"
+
+
+def followed(request, line: str) -> None:
+    """A line about trackers, sweeps or learning rates, with a small training."""
+    place = request.getfixturevalue("place")
+    words = shlex.split(line)
+    if "--track" in words:
+        pytest.importorskip("tensorboard")
+    if words[1] == "sweep":
+        pytest.importorskip("optuna")
+        words[words.index("--trials") + 1] = "1"
+    if words[1:3] == ["sweep", "--resume"]:
+        assert (place / "runs" / "my-sweep" / "sweep.csv").exists(), "the line before makes it"
+    else:
+        words += ["--preset", "debug", *SMALL.split(), "--steps", "2"]
+        name = words[1] if "--track" not in words else "tracked"
+        words += [] if "--run-folder" in words else ["--run-folder", f"runs/my-{name}"]
+    good(call("-m", *words, folder=place))
+    if "--track" in words:
+        assert (place / "runs" / "my-tracked" / "tensorboard").is_dir()
+
+
+def followed_from_now_on(request, line: str) -> None:
+    pytest.importorskip("tensorboard")
+    place = request.getfixturevalue("my_run")
+    good(call("-m", *shlex.split(line), folder=place))
+    assert list((place / "runs" / "my-run" / "tensorboard").iterdir())
+
+
+def compared(request, line: str) -> None:
+    from test_look_runs import write_run
+
+    place = request.getfixturevalue("tmp_path")
+    for name in "ab":
+        write_run(place / "runs" / name)
+    words = [*shlex.split(line), *([] if "--out" in line else ["--out", "runs.html"])]
+    good(call("-m", *words, folder=place))
+    assert "Settings that differ" in (place / "runs.html").read_text(encoding="utf-8")
+
+
+FOLLOWED = [
+    "tricycle train --track tensorboard",
+    "tricycle train --find-learning-rate",
+    "tricycle train --find-learning-rate --run-folder runs/rate",
+    "tricycle sweep --over max_learning_rate=1e-4..1e-2:log n_layers=2,3,4 --trials 20 --prune",
+    "tricycle sweep --resume runs/my-sweep --trials 40",
+]
 COMMANDS = [
     'tricycle look runs/my-run "def main("',
     'tricycle look --graph "tanh(w * x + b)"',
@@ -400,6 +448,10 @@ LINES = {
         f"python -m experiments.{name} --quick": quick_experiment
         for name in ("dates", "translation", "sentiment", "names", "autoencoder", "anomalies", "comparison")
     },
+    **dict.fromkeys(FOLLOWED, followed),
+    "tricycle train --resume runs/my-run --track tensorboard": followed_from_now_on,
+    "tricycle look runs/a runs/b": compared,
+    "tricycle look runs/a runs/b --out runs.html": compared,
     "python -m tricycle": machine,
     "python -m tricycle_lab.exercises mine.py --write": exercises,
     "python -m tricycle_lab.exercises mine.py": exercises,

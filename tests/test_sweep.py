@@ -162,7 +162,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 def sweep(folder: Path, *words: str) -> None:
-    main([*OVER, "--preset", "debug", "--device", "cpu", "--folder", str(folder), *words])
+    main([*OVER, "--preset", "debug", "--device", "cpu", "--run-folder", str(folder), *words])
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -242,7 +242,7 @@ def test_trials_that_fail(tmp_path: Path, trainer: Trainer, capsys: pytest.Captu
 def test_two_at_once(tmp_path: Path, trainer: Trainer) -> None:
     sweep(tmp_path / "a", "--trials", "1")
     with FolderLock(tmp_path / "a"):
-        for words in (["--resume", str(tmp_path / "a")], [*OVER, "--folder", str(tmp_path / "a")]):
+        for words in (["--resume", str(tmp_path / "a")], [*OVER, "--run-folder", str(tmp_path / "a")]):
             with pytest.raises(LockedError, match="another process works in this folder"):
                 main(words)
 
@@ -252,7 +252,7 @@ def test_two_at_once(tmp_path: Path, trainer: Trainer) -> None:
     [
         (["--trials", "0"], "expected --trials of 1 or more, got 0"),
         (["--sampler-seed", "-1"], "expected --sampler-seed of 0 or more"),
-        (["--run-folder", "x"], "expected no --run-folder of a run"),
+        (["--find-learning-rate"], "expected no --find-learning-rate in a sweep"),
         (["--dropout", "0.1"], "expected dropout in --over or as a flag, got both"),
         (["--sampler", "grid"], "--sampler grid: expected values for dropout"),
     ],
@@ -314,7 +314,7 @@ def words(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa:
 
 def test_real_trials_are_run_folders(tmp_path: Path, words: list[str]) -> None:
     folder = tmp_path / "a sweep"
-    out = good(call(*words, "--trials", "1", "--folder", folder))
+    out = good(call(*words, "--trials", "1", "--run-folder", folder))
     assert "trial 0: max_learning_rate=0.001" in out
     run = folder / "trial-0000"
     assert (run / "best.safetensors").is_file()
@@ -325,7 +325,9 @@ def test_real_trials_are_run_folders(tmp_path: Path, words: list[str]) -> None:
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path, words: list[str]) -> None:
-    done = call(*[tmp_path / "none.txt" if "a text" in word else word for word in words], "--folder", tmp_path / "a")
+    done = call(
+        *[tmp_path / "none.txt" if "a text" in word else word for word in words], "--run-folder", tmp_path / "a"
+    )
     assert done.returncode == 1
     assert done.stdout.count(" failed: ") == 2
     assert "none.txt" in done.stdout
@@ -338,7 +340,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path, words: list[str]) -> None:
 def test_a_sweep_that_is_killed_goes_on(number: int, tmp_path: Path, words: list[str]) -> None:
     """The run may live on: then it is waited for."""
     folder = tmp_path / "sweep"
-    more = ["--steps", "400", "--eval-interval", "50", "--folder", str(folder)]
+    more = ["--steps", "400", "--eval-interval", "50", "--run-folder", str(folder)]
     program = subprocess.Popen(
         [sys.executable, *words, *more], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

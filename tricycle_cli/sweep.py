@@ -23,28 +23,52 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 import numpy as np
+import tyro
 
 from tricycle.configs import GPTConfig
 from tricycle.files import atomic_write, read_json_object
 from tricycle.locks import FolderLock, LockedError
-from tricycle_cli.flags import fail, on_one_line
+from tricycle_cli.flags import fail, on_one_line, parse
 from tricycle_cli.run import read_metrics
 from tricycle_cli.signals import Interrupted, Signals, leave_by
-from tricycle_cli.swept import HOW, Over, check, config_of, flags_of, grid_of, read_over
+from tricycle_cli.swept import Over, check, config_of, flags_of, grid_of, read_over
 from tricycle_cli.together import expect_one_process
-from tricycle_cli.train import Arguments, holds_a_run, parse_arguments
+from tricycle_cli.train import Arguments as TrainArguments
+from tricycle_cli.train import holds_a_run, parse_arguments
 from tricycle_lab.sweep_plot import Shown, plot_sweep
 
-SAMPLERS = ("tpe", "random", "grid")
+Sampler = Literal["tpe", "random", "grid"]
+SAMPLERS = get_args(Sampler)
 TRIALS = 20
 POLL = 0.2  # seconds between two looks at a run
 LEAVING = 60.0  # seconds in which a run that was asked to stop saves itself
 MOST_FAILURES = 3  # trials in a row: then something is wrong with all of them
 SHOWN = 20  # trials in the table on the screen
-NOT_OURS = ("--run-folder", "--resume")
+NOT_OURS = ("--find-learning-rate",)
+
+
+@dataclass(frozen=True)
+class Arguments(TrainArguments):
+    """What to look through, and what all runs have in common."""
+
+    over: tuple[str, ...] = ()
+    """fields of the config and their values, each as FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:5 (so many
+    values) or FIELD=A,B,C"""
+    trials: int | None = None
+    """how many settings are tried; without it 20, and of a grid all"""
+    sampler: Sampler = "tpe"
+    """how settings are chosen: by what the trials before taught (tpe), at random, or all of a grid"""
+    prune: bool = False
+    """end trials that are worse than the median of the others at the same step"""
+    sampler_seed: int = 0
+    """decides which settings are tried"""
+    run_folder: Path | None = None
+    """where the sweep leaves its files, and a run folder for each trial; without it a new folder in runs/"""
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """go on with a sweep; nothing else is taken with it but --trials"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +101,7 @@ class Sweep:
 
     folder: Path
     plan: Plan
-    base: Arguments
+    base: TrainArguments
     over: Over
     study: Any
 
@@ -101,6 +125,8 @@ class Sweep:
 def main(args: Sequence[str] | None = None) -> int:
     expect_one_process("sweep")
     words = sys.argv[1:] if args is None else list(args)
+    if {"--help", "-h"} & set(words):
+        parse(Arguments, args=["--help"], description=__doc__ or "")
     own, train = parser().parse_known_args(words)
     if importlib.util.find_spec("optuna") is None:
         raise ModuleNotFoundError(
@@ -123,17 +149,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of the sweep itself."""
-    flags = _Parser(sys.argv[0].split("/")[-1], description=__doc__, allow_abbrev=False)
-    flags.add_argument("--over", nargs="+", default=[], metavar="FIELD=VALUES", help=HOW)
-    flags.add_argument("--trials", type=int, metavar="N", help=f"how many settings are tried ({TRIALS}; of a grid all)")
-    flags.add_argument("--sampler", choices=SAMPLERS, default="tpe", help="tpe learns from the trials before")
-    flags.add_argument("--prune", action="store_true", help="end trials that are worse than the median at their step")
-    flags.add_argument("--sampler-seed", type=int, default=0, metavar="N", help="decides which settings are tried (0)")
-    flags.add_argument("--folder", type=Path, help="where the sweep leaves its files; without it a new one in runs/")
-    flags.add_argument(
-        "--resume", type=Path, metavar="FOLDER", help="go on with a sweep; --trials may be more than before"
-    )
+    """Takes the flags of the sweep itself, and leaves the words of `tricycle train` as they are, for the runs."""
+    flags = _Parser(add_help=False, allow_abbrev=False)
+    flags.add_argument("--over", nargs="+", default=[])
+    flags.add_argument("--trials", type=int)
+    flags.add_argument("--sampler", choices=SAMPLERS, default="tpe")
+    flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=False)
+    flags.add_argument("--sampler-seed", "--sampler_seed", type=int, default=0)
+    flags.add_argument("--run-folder", "--run_folder", type=Path)
+    flags.add_argument("--resume", type=Path)
     return flags
 
 
@@ -151,7 +175,7 @@ def begin(own: argparse.Namespace, train: list[str]) -> int:
     """
     for word in train:
         if word.split("=")[0] in NOT_OURS:
-            raise ValueError(f"expected no {word.split('=')[0]} of a run: --folder and --resume name the sweep's")
+            raise ValueError(f"expected no {word.split('=')[0]} in a sweep, which trains")
     over = read_over(own.over)
     twice = [name for name in over if name in fields_said(train)]
     if twice:
@@ -163,12 +187,12 @@ def begin(own: argparse.Namespace, train: list[str]) -> int:
     plan = Plan(train, own.over, trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
     check_plan(plan)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = own.folder or Path("runs") / f"sweep-{base.preset}-{base.data}-{stamp}"
+    folder = own.run_folder or Path("runs") / f"sweep-{base.preset}-{base.data}-{stamp}"
     with FolderLock(folder):
         if (folder / "sweep.json").exists():
-            raise ValueError(f"{folder} holds a sweep already: continue it with --resume, or name another --folder")
+            raise ValueError(f"{folder} holds a sweep already: continue it with --resume, or name another --run-folder")
         if holds_a_run(folder):
-            raise ValueError(f"{folder} holds a run: name another --folder")
+            raise ValueError(f"{folder} holds a run: name another --run-folder")
         write_plan(folder, plan)
         return sweep(folder, plan, base, over)
 
@@ -223,7 +247,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 # -------------------------------------------------------------------- trials
-def sweep(folder: Path, plan: Plan, base: Arguments, over: Over) -> int:
+def sweep(folder: Path, plan: Plan, base: TrainArguments, over: Over) -> int:
     """Try until there are enough trials, and report."""
     work = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
     print(
