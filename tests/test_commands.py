@@ -408,7 +408,10 @@ def test_attention_of_other_peoples_models_is_seen(theirs, tmp_path):
 
 
 # -------------------------------------------------------------------- weights of few bits
-@pytest.mark.parametrize("weights", ["int8", "float16", "stored"])
+FEWER_BITS = ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float16", "stored"))]
+
+
+@pytest.mark.parametrize("weights", FEWER_BITS)
 def test_any_model_writes_and_is_evaluated_in_fewer_bits(weights, ours, theirs, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 3)

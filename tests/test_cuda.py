@@ -747,12 +747,15 @@ def test_they_register_when_the_first_cupy_array_comes(monkeypatch):
 # -------------------------------------------------------------------- compiling
 needs_nvrtc = pytest.mark.skipif(bool(nvrtc.problem()), reason=str(nvrtc.problem()))
 FIRST, *OTHERS = nvrtc.ARCHITECTURES
+LONG_TO_COMPILE = ("attention", "attention_mma")
 ARCHITECTURES = [FIRST, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("file", KERNELS)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[pytest.mark.slow] * (file in LONG_TO_COMPILE)) for file in KERNELS]
+)
 def test_compiles_without_spills(file, architecture):
     found = list(nvrtc.compile_file(file, architecture))
     print(nvrtc.table(found))

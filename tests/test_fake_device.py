@@ -102,6 +102,16 @@ def test_every_op_stays_on_the_device(device, sample):
     assert_same((output.numpy(), gradients(tensors)), (expected.array, gradients(on_host)), 1e-9, 1e-11)
 
 
+def paired(precisions: list[str]) -> list:
+    """Every variant with one precision after another, and the first with all; the other pairs are slow tests."""
+    pairs = []
+    for i, changes in enumerate(VARIANTS):
+        for j, precision in enumerate(precisions):
+            marks = [] if i == 0 or i % len(precisions) == j else [pytest.mark.slow]
+            pairs.append(pytest.param(changes, precision, marks=marks))
+    return pairs
+
+
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_a_model_trains_and_talks_on_the_device(device, changes):
     config = replace(CONFIG, **changes)
@@ -141,8 +151,7 @@ def small_type(precision: str) -> np.dtype:
     return np.dtype(np.float16)
 
 
-@pytest.mark.parametrize("precision", [*SMALL, "tf32"])
-@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize(("changes", "precision"), paired([*SMALL, "tf32"]))
 def test_each_precision_trains_and_talks(device, changes, precision):
     if precision != "tf32":
         small_type(precision)
@@ -242,8 +251,7 @@ def assert_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> 
         np.testing.assert_array_equal(array, theirs[name], err_msg=name)
 
 
-@pytest.mark.parametrize("precision", ["float32", *SMALL])
-@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize(("changes", "precision"), paired(["float32", *SMALL]))
 def test_a_step_reads_nothing_back(device, changes, precision):
     if precision != "float32":
         small_type(precision)

@@ -157,9 +157,19 @@ def cuda(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize(("name", "kind"), [("", NCCL), ("nccl", NCCL), ("mpi", DeviceBuffers), ("host", Host)])
-@pytest.mark.parametrize("shard", [False, True])
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("name", "kind", "shard", "optimiser"),
+    [  # any two of these meet once at least
+        ("", NCCL, False, "adamw"),
+        ("", NCCL, True, "muon"),
+        ("nccl", NCCL, False, "muon"),
+        ("nccl", NCCL, True, "adamw"),
+        ("mpi", DeviceBuffers, False, "adamw"),
+        ("mpi", DeviceBuffers, True, "muon"),
+        ("host", Host, False, "muon"),
+        ("host", Host, True, "adamw"),
+    ],
+)
 def test_ranks_on_gpus_train_as_one(cuda, monkeypatch, name, kind, shard, optimiser):
     monkeypatch.setenv(WAY, name)
     config = replace(CONFIG, batch_size=2, accumulation_steps=3, dropout=0.1, optimiser=optimiser)

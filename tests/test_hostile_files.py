@@ -108,9 +108,9 @@ def test_many_damaged_files(root):
 def test_the_same_seed_gives_the_same_damage():
     content = b'{"a": [1, 2, {"b": "c"}], "d": null}'
     for name in ("x.json", "x.jsonl", "x.bin", "x.http"):
-        results = [damaged(content, name, random.Random(seed)) for seed in [*range(200), *range(200)]]
-        assert results[:200] == results[200:]
-        assert len({result for _, result in results}) > 60
+        results = [damaged(content, name, random.Random(seed)) for seed in [*range(90), *range(90)]]
+        assert results[:90] == results[90:]
+        assert len({result for _, result in results}) > 30
         assert {damage for damage, _ in results} >= {
             damage.__name__ for damage in FORMS[name.split(".")[1].replace("bin", "bytes")]
         }

@@ -223,7 +223,7 @@ def weights(folder):
 @pytest.mark.parametrize(
     "flags",
     [
-        [],
+        pytest.param([], marks=pytest.mark.slow),
         pytest.param(["--shard-optimiser"], marks=pytest.mark.slow),
         ["--shard-optimiser", "--optimiser", "muon"],
     ],

@@ -538,7 +538,9 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("n", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    "n", [pytest.param("1", marks=pytest.mark.slow), "2", pytest.param("3", marks=pytest.mark.slow)]
+)
 def test_models_trained_at_once_get_the_bits_that_they_get_alone(n):
     result = run_with(AT_ONCE, TRICYCLE_NUM_THREADS=n)
     assert result.stdout.splitlines() == ["gpt, other gpt", "gpt, translator"] * 3, result.stderr

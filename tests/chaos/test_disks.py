@@ -37,6 +37,7 @@ def watched(folder: Path, act, fault: Fault | None = None):
     return answer
 
 
+@pytest.mark.slow
 def test_a_sample_of_everything(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.chaos.disks", "--short", "--jobs", "2"]

@@ -103,7 +103,9 @@ def check(trial: Trial, place: Path, whole, kind: str) -> None:
     assert trial.hits  # else nothing was tried
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "lora")]
+)
 def test_a_run_that_is_killed_twice(kind, place, whole):
     check(Trial("twice", signal.SIGKILL, [("update", 3, 0.0), ("update", 3, 0.002)]), place, whole, kind)
 
@@ -112,12 +114,12 @@ def test_a_run_that_is_killed_twice(kind, place, whole):
     ("name", "phase", "kind"),
     [
         ("SIGKILL", "reference", "dpo"),
-        ("SIGKILL", "first files", "lora"),
+        pytest.param("SIGKILL", "first files", "lora", marks=pytest.mark.slow),
         ("SIGKILL", "checkpoint", "lora"),
-        ("SIGKILL", "adapter", "dpo"),
-        ("SIGTERM", "reference", "all"),
+        pytest.param("SIGKILL", "adapter", "dpo", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", "reference", "all", marks=pytest.mark.slow),
         ("SIGINT", "evaluation of pairs", "all"),
-        ("SIGHUP", "update", "lora"),
+        pytest.param("SIGHUP", "update", "lora", marks=pytest.mark.slow),
         ("SIGTERM", "plot", "dpo"),
     ],
 )

@@ -40,12 +40,12 @@ def test_a_run_that_is_killed_twice(bench, profile, whole):
 @pytest.mark.parametrize(
     ("name", "phase"),
     [
-        ("SIGHUP", "tokeniser training"),
+        pytest.param("SIGHUP", "tokeniser training", marks=pytest.mark.slow),
         ("SIGKILL", "dataset building"),
         ("SIGTERM", "evaluation"),
-        ("SIGINT", "sampling"),
+        pytest.param("SIGINT", "sampling", marks=pytest.mark.slow),
         ("SIGKILL", "checkpoint"),
-        ("SIGTERM", "plot"),
+        pytest.param("SIGTERM", "plot", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_in_a_phase(bench, profile, whole, name, phase):

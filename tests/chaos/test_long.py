@@ -16,6 +16,7 @@ def flat(measures: Measures) -> bool:
     return measures.slope(measures.memory) < MOST_SLOPE and len(set(measures.files[first:])) == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_some_length(tmp_path):
     """No file stays open; memory is measured over longer runs, where its first growth counts for little."""
     case = Bench(tmp_path).case("long")
