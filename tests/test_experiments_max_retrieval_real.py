@@ -204,7 +204,8 @@ def test_entropies_at_lengths(model):
     table = heard.table()
     for layer, weights in enumerate(probe.weights.values()):
         for i, n in enumerate((16, 64)):
-            rows = weights[0, :, n - real.LAST : n, :n]
+            ends = np.linspace(3 * n // 4 + real.TOGETHER, n, real.GROUPS).astype(int)
+            rows = weights[0][:, [q for end in ends for q in range(end - real.TOGETHER, end)]]
             np.testing.assert_allclose(table["entropy"][i][layer], entropy(rows).mean(axis=-1), atol=1e-3)
             np.testing.assert_allclose(table["first"][i][layer], rows[..., 0].mean(axis=-1), atol=1e-3)
 
@@ -246,6 +247,11 @@ def test_a_tiny_run_and_its_going_on(tmp_path, monkeypatch, capsys):
     assert first["beyond"]["softmax, shakespeare"]["lengths"] == [64, 128]
     assert real.main(words) == 0  # nothing is computed again
     assert "tasks, ln n, 0: " not in capsys.readouterr().out
+    for path in (tmp_path / "out" / "parts").glob("tasks-*"):
+        path.unlink()
+    assert real.main([*words, "--report"]) == 0  # of what is there
+    printed = capsys.readouterr().out
+    assert "left out, for this part is not there: 'tasks'" in printed and "| code, 1 to 64 |" in printed
     words[words.index("--steps") + 1] = "4"
     with pytest.raises(ValueError, match="expected a run with these settings"):
         real.main(words)

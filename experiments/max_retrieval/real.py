@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -40,9 +40,22 @@ FITTING, EVALUATION, CHOICE = 11, 12, 13  # streams that share no number
 FIT_SIZES = {"largest": (2, 4, 8, 16), "name": (4, 8, 16, 32, 64), "table": (4, 8, 16, 32, 64)}
 SIZES = {"largest": (2, 4, 8, 16, 32), "name": (4, 16, 64, 256, 512), "table": (4, 16, 64, 256, 512)}
 STARTS = (16, 32, 64, 128, 256)  # of ln n, to choose from
-LAST = 8  # queries before each length whose entropy is measured
+GROUPS, TOGETHER = 8, 4  # queries in the last quarter before each length whose entropy is measured
 TOKENS_AT_ONCE = 2048  # of prompts together
 BEST = 10  # heads
+PLAIN = "softmax"
+CONTROL = "heads with ln n, other tasks"  # fitted without the task of names, to see what that gains all the same
+NAMES = (
+    PLAIN,
+    "paper's polynomial",
+    "fitted polynomial",
+    "ln n",
+    "heads, text",
+    "heads, tasks",
+    f"{BEST} heads",
+    "heads with ln n, tasks",
+    CONTROL,
+)
 
 
 @dataclass(frozen=True)
@@ -55,45 +68,42 @@ class RealSettings:
     """three minutes: one seed, small lists, short texts, few updates"""
     seeds: int = 3
     """sets of tasks, each with other names, words and numbers"""
-    texts: int = 2
+    texts: int = 1
     """texts of a set for each size, more of the small ones"""
     largest_size: int = 512
     """lines of the longest task"""
-    steps: int = 40
+    steps: int = 24
     """updates of each fit by gradient"""
     length: int = 8192
     """tokens of the longest text"""
     beyond: int = 16_384
     """tokens of a text longer than the model's window; 0 for none"""
+    report: bool = False
+    """compute nothing; report what parts there are"""
     output: Path = Path("runs/max_retrieval_smollm2")
     """where everything is left"""
 
 
-QUICK = RealSettings(quick=True, seeds=1, texts=1, largest_size=16, steps=3, length=512, beyond=0)
+QUICK = RealSettings(quick=True, seeds=1, largest_size=16, steps=3, length=512, beyond=0)
 
 
 def main(words: list[str]) -> int:
     settings = parse(RealSettings, QUICK if "--quick" in words else RealSettings(), words, __doc__ or "")
     at_least(settings, seeds=1, texts=1, largest_size=4, steps=1, length=64, beyond=0)
-    study = Study(settings)
-    study.run()
-    results = study.results()
+    if not settings.report:
+        Study(settings).run()
+    results = results_in(settings.output / "parts")
     save(settings.output / "results.json", settings, **results)
     real_report.report(settings.output, results)
     return 0
 
 
 class Study:
-    """All parts of the experiment, each computed once.
-
-    Attributes:
-        parts: by name, numbers that are there.
-    """
+    """All parts of the experiment, each computed once and left in a file of its own."""
 
     def __init__(self, settings: RealSettings) -> None:
         self.settings = settings
         self.folder = settings.output / "parts"
-        self.parts: dict[str, Any] = {}
         loaded = load_model(settings.model)
         self.model: GPT = loaded.model.freeze()
         self.model.use_order("F")
@@ -103,44 +113,40 @@ class Study:
     def part(self, name: str, work: Callable[[], Any]) -> Any:
         """What stands in its file, or else what comes out of the work, with the seconds that it took."""
         path = self.folder / f"{name.replace(' ', '-').replace(',', '')}.json"
-        about = {key: value for key, value in dataclasses.asdict(self.settings).items() if not isinstance(value, Path)}
+        about = dataclasses.asdict(self.settings)
+        for key in ("model", "report", "output"):
+            del about[key]
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["settings"] != about:
                 raise ValueError(f"{path}: expected a run with these settings, found another; name another --output")
         else:
             started = time.perf_counter()
-            kept = {"settings": about, "value": work(), "seconds": 0.0}
+            kept = {"name": name, "settings": about, "value": work(), "seconds": 0.0}
             kept["seconds"] = round(time.perf_counter() - started, 1)
             self.folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path, text=True) as file:
                 json.dump(kept, file)
             print(f"{name}: {kept['seconds']:.0f} s", flush=True)
-        self.parts[name] = kept
         return kept["value"]
 
     def run(self) -> None:
         temperatures = self.temperatures()
         lengths = text_lengths(self.settings.length)
+        for text, length in lengths.items():
+            self.part(f"text, {PLAIN}, {text}", partial(self.read, None, text, length))
         for seed in range(self.settings.seeds):
             for name, temperature in temperatures.items():
                 self.part(f"tasks, {name}, {seed}", partial(self.grade_tasks, temperature, seed))
-        for text, length in lengths.items():
+        for text, length in reversed(lengths.items()):
             for name, temperature in temperatures.items():
-                self.part(f"text, {name}, {text}", partial(self.read, temperature, text, length))
+                if name != CONTROL:
+                    self.part(f"text, {name}, {text}", partial(self.read, temperature, text, length))
         if self.settings.beyond:
             widen(self.model, self.settings.beyond)
-            for name in ("softmax", "ln n"):
+            for name in (PLAIN, "ln n"):
                 work = partial(self.read, temperatures[name], "shakespeare", self.settings.beyond)
                 self.part(f"beyond, {name}, shakespeare", work)
-
-    def results(self) -> dict[str, Any]:
-        """All numbers, by the kind of part."""
-        kinds: dict[str, Any] = {"seconds": round(sum(part["seconds"] for part in self.parts.values()))}
-        for name, part in self.parts.items():
-            kind, _, rest = name.partition(", ")
-            kinds.setdefault(kind, {})[rest] = part["value"]
-        return kinds
 
     # ---------------------------------------------------------------- temperatures
     def temperatures(self) -> dict[str, Temperature]:
@@ -149,31 +155,30 @@ class Study:
         gains = np.array(self.part("fit, slopes", self.head_slopes)["tasks"]).mean(axis=0)
         start = self.part("fit, ln n", self.choose_start)["start"]
         coefficients = self.part("fit, polynomial", self.fit_polynomial)
-        heads, grown = (
-            Betas.from_table(self.part(f"fit, {name}", partial(self.fit_betas, betas, self.task_batches())))
-            for name, betas in (
-                ("heads, tasks", Betas(np.zeros(shape))),
-                ("heads with ln n, tasks", Betas(np.zeros(shape), np.zeros(shape))),
+        fitted = {
+            name: Betas.from_table(self.part(f"fit, {name}", partial(self.fit_betas, betas, batches)))
+            for name, betas, batches in (
+                ("heads, tasks", Betas(np.zeros(shape)), self.task_batches()),
+                ("heads, text", Betas(np.zeros(shape)), self.text_batches()),
+                ("heads with ln n, tasks", Betas(np.zeros(shape), np.zeros(shape)), self.task_batches()),
+                (CONTROL, Betas(np.zeros(shape), np.zeros(shape)), self.task_batches(tasks=("largest", "table"))),
             )
-        )
-        by_text = self.part("fit, heads, text", lambda: self.fit_betas(Betas(np.zeros(shape)), self.text_batches()))
+        }
         return {
-            "softmax": None,
+            PLAIN: None,
             "paper's polynomial": AdaptiveSoftmax(),
             "fitted polynomial": AdaptiveSoftmax(coefficients),
-            "heads, tasks": heads,
-            "heads, text": Betas.from_table(by_text),
             "ln n": LogN(start),
-            "heads with ln n, tasks": grown,
-            f"{BEST} heads": few_heads(heads, gains, BEST),
+            f"{BEST} heads": few_heads(fitted["heads, tasks"], gains, BEST),
+            **fitted,
         }
 
-    def task_batches(self, stream: int = FITTING) -> Iterator[list[Prompt]]:
+    def task_batches(self, stream: int = FITTING, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[list[Prompt]]:
         """A text of each task, the sizes changing from batch to batch."""
         for step in range(self.settings.steps):
             batch = []
-            for task, sizes in FIT_SIZES.items():
-                sizes = tuple(n for n in sizes if n <= self.settings.largest_size)
+            for task in tasks:
+                sizes = [n for n in FIT_SIZES[task] if n <= self.settings.largest_size]
                 batch += self.prompter.prompts(task, sizes[step % len(sizes)], 1, (stream, step))
             yield batch
 
@@ -202,7 +207,7 @@ class Study:
             "tasks": fits.slopes(self.model, tasks, fits.loss_of_answers),
             "text": fits.slopes(self.model, texts, fits.loss_of_text),
         }
-        return {name: np.round(rows, 6).tolist() for name, rows in found.items()}
+        return {name: np.round(rows, 5).tolist() for name, rows in found.items()}
 
     def choose_start(self) -> dict[str, Any]:
         """The start of ln n with the lowest loss of answers, on prompts that are not measured."""
@@ -246,8 +251,8 @@ class Study:
     def n_texts(self, task: str, n: int) -> int:
         """More where they are short; and more where there is one question in each."""
         if task == "largest":
-            return 5 * self.settings.texts
-        return max(1, self.settings.texts if n > 64 else 2 * self.settings.texts)
+            return (4 if self.settings.quick else 10) * self.settings.texts
+        return self.settings.texts if n > 64 or self.settings.quick else 2 * self.settings.texts
 
     def read(self, temperature: Temperature, text: str, n_tokens: int) -> dict[str, Any]:
         """The loss by position and the entropy of each head by length, on a held-out text."""
@@ -257,7 +262,29 @@ class Study:
             losses = token_losses(self.model, ids)[0]
         edges = [0, *lengths]
         nats = [float(losses[low:high].mean()) for low, high in pairwise(edges)]
-        return {"lengths": lengths, "nats": np.round(nats, 4).tolist(), **heard.table()}
+        heads = heard.table()
+        mean = [round(float(np.mean(rows)), 3) for rows in heads["entropy"]]
+        of_heads = heads if temperature is None else {}  # of other temperatures the mean says enough
+        return {"lengths": lengths, "nats": np.round(nats, 4).tolist(), "mean entropy": mean, **of_heads}
+
+
+def results_in(folder: Path) -> dict[str, Any]:
+    """All numbers in the files of parts, by the kind of part; temperatures in their order."""
+    parts = {}
+    for path in sorted(folder.glob("*.json")):
+        part = json.loads(path.read_text(encoding="utf-8"))
+        parts[part["name"]] = part
+    kinds: dict[str, Any] = {"seconds": round(sum(part["seconds"] for part in parts.values()))}
+    for name in sorted(parts, key=_place):
+        kind, _, rest = name.partition(", ")
+        kinds.setdefault(kind, {})[rest] = parts[name]["value"]
+    return kinds
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Longer names come first where one is the beginning of another."""
+    within = [i for i, known in enumerate(NAMES) if f", {known}" in name]
+    return max(within, key=lambda i: len(NAMES[i]), default=0), name
 
 
 def text_lengths(length: int) -> dict[str, int]:
@@ -292,7 +319,7 @@ def widen(model: GPT, n_tokens: int) -> None:
 
 
 class Listening:
-    """Within its block the entropy of each head is kept, of the queries before each length.
+    """Within its block the entropy of each head is kept, of queries in the last quarter before each length.
 
     Attributes:
         entropies, first: by layer, (lengths, H): of the weights, in nats, and their share on the first token.
@@ -313,9 +340,14 @@ class Listening:
             leave()
 
     def _hear(self, op: Attention, out: Tensor, query: Tensor, key: Tensor, *rest: Any) -> None:
-        rows = [op.look(query[:, n - LAST : n], key[:, :n])[1][0] for n in self.lengths]  # (H, LAST, n)
-        self.entropies.append(np.array([entropy(weights).mean(axis=-1) for weights in rows]))
-        self.first.append(np.array([weights[..., 0].mean(axis=-1) for weights in rows]))
+        entropies, first = [], []
+        for n in self.lengths:
+            ends = np.linspace(3 * n // 4 + TOGETHER, n, GROUPS).astype(int)
+            rows = [op.look(query[:, end - TOGETHER : end], key[:, :end])[1][0] for end in ends]  # (H, TOGETHER, end)
+            entropies.append(np.mean([entropy(weights).mean(axis=-1) for weights in rows], axis=0))
+            first.append(np.mean([weights[..., 0].mean(axis=-1) for weights in rows], axis=0))
+        self.entropies.append(np.array(entropies))
+        self.first.append(np.array(first))
 
     def table(self) -> dict[str, Any]:
         """(lengths, L, H), rounded."""

@@ -6,6 +6,7 @@ Shapes: L layers, H heads.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,38 @@ N_LISTED = 12  # heads
 
 
 def report(folder: Path, results: dict[str, Any]) -> None:
-    """Print the tables; leave them as tables.md, pictures and heads.html in the folder."""
-    sections = {
-        "Accuracy, % of answers that are right as a whole": task_table(results, "accuracy", 1, 100),
-        "Nats an answer": task_table(results, "nats"),
-        "Perplexity by position": text_table(results),
-        "Entropy by length": entropy_table(results),
-        "Heads whose sharpness the tasks ask for most": head_table(results),
-        "The start of ln n": start_table(results),
+    """Print the tables; leave them as tables.md, pictures and heads.html in the folder.
+
+    What needs parts that are not there yet is left out.
+    """
+    tables = {
+        "Accuracy, % of answers that are right as a whole": lambda: task_table(results, "accuracy", 1, 100),
+        "Nats an answer": lambda: task_table(results, "nats"),
+        "Perplexity by position": lambda: text_table(results),
+        "Entropy by length": lambda: entropy_table(results),
+        "Heads whose sharpness the tasks ask for most": lambda: head_table(results),
+        "The start of ln n": lambda: start_table(results),
     }
-    text = "\n\n".join(f"## {title}\n\n{table}" for title, table in sections.items() if table)
+    sections = [f"## {title}\n\n{made}" for title, table in tables.items() if (made := if_there(table))]
+    text = "\n\n".join(sections)
     with atomic_write(folder / "tables.md", text=True) as file:
         file.write(text + "\n")
     print(f"\n{text}\n")
-    plot_tasks(results, folder)
-    plot_texts(results, folder / "positions.png")
-    plot_entropies(results, folder / "entropy.png")
-    plot_heads(results, folder / "heads.png")
-    write_page(results, folder / "heads.html")
+    if_there(lambda: plot_tasks(results, folder))
+    if_there(lambda: plot_texts(results, folder / "positions.png"))
+    if_there(lambda: plot_entropies(results, folder / "entropy.png"))
+    if_there(lambda: plot_heads(results, folder / "heads.png"))
+    if_there(lambda: write_page(results, folder / "heads.html"))
     print(f"{results['seconds'] / 60:.0f} minutes; {folder}: results.json, tables.md, heads.html, pictures")
+
+
+def if_there(make: Callable[[], Any]) -> Any:
+    """What a function makes of the parts, or None where one of them is missing."""
+    try:
+        return make()
+    except KeyError as missing:
+        print(f"left out, for this part is not there: {missing}")
+        return None
 
 
 # -------------------------------------------------------------------- what there is
@@ -74,10 +88,16 @@ def layers(results: dict[str, Any], key: str, text: str = "shakespeare") -> tupl
 
 
 def growth(lengths: list[int], entropies: np.ndarray) -> np.ndarray:
-    """Slope of the entropy by ln(length), (L, H), up to the model's window: 1 spreads over all keys, 0 stays sharp."""
+    """Slope of the entropy by ln(length), (L, H): 1 spreads over all keys, 0 stays sharp."""
     x = np.log(np.array(lengths))
     x = x - x.mean()
     return np.einsum("n,nlh->lh", x, entropies - entropies.mean(axis=0)) / (x @ x)
+
+
+def growth_within(results: dict[str, Any]) -> np.ndarray:
+    """The same for lengths up to the model's window."""
+    value = results["text"][f"{PLAIN}, shakespeare"]
+    return growth(value["lengths"], np.array(value["entropy"]))
 
 
 # -------------------------------------------------------------------- tables
@@ -127,9 +147,9 @@ def head_table(results: dict[str, Any]) -> str:
     """The heads with the steepest slope of the loss of answers, and what else is known of them."""
     slopes = {name: np.array(rows) for name, rows in results["fit"]["slopes"].items()}
     tasks, text = slopes["tasks"].mean(axis=0), slopes["text"].mean(axis=0)
-    lengths, entropies = layers(results, "entropy")
-    grows = growth(lengths, entropies)
-    betas = {name: np.exp(results["fit"][name]["levels"]) for name in ("heads, tasks", "heads, text")}
+    grows = growth_within(results)
+    fitted = [name for name in ("heads, tasks", "heads, text") if name in results["fit"]]
+    betas = {name: np.exp(results["fit"][name]["levels"]) for name in fitted}
     rows = []
     for place in np.argsort(tasks, axis=None)[:N_LISTED]:
         layer, head = divmod(int(place), tasks.shape[1])
@@ -138,7 +158,8 @@ def head_table(results: dict[str, Any]) -> str:
         signs = f"{tasks[at]:+.4f} ± {numbers[0]:.4f}"
         others = [f"{beta[at]:.2f}" for beta in betas.values()]
         rows.append([f"{layer}.{head}", signs, f"{text[at]:+.4f}", *others, f"{grows[at]:.2f}"])
-    titles = ["head", "slope, tasks", "slope, text", "beta, tasks", "beta, text", "entropy by ln n"]
+    names = [f"beta, {name.partition(', ')[2]}" for name in betas]
+    titles = ["head", "slope, tasks", "slope, text", *names, "entropy by ln n"]
     return markdown(titles, rows)
 
 
@@ -158,9 +179,10 @@ def plot_tasks(results: dict[str, Any], folder: Path) -> None:
             sizes = sizes_of(results, task)
             for name in names:
                 values = [of_seeds(results, name, task, n, key) for n in sizes]
-                n_seeds = min(map(len, values))
+                n_seeds = min(map(len, values), default=0)
                 ys = scale * np.array([column[:n_seeds] for column in values]).T
-                panels.setdefault(title, {})[name] = np.array(sizes, int), ys
+                if n_seeds:
+                    panels.setdefault(title, {})[name] = np.array(sizes, int), ys
         plot_curves(panels, folder / f"{key}.png", "n", label, log="x", share_y=key == "accuracy")
 
 
@@ -170,7 +192,7 @@ def plot_texts(results: dict[str, Any], path: Path) -> None:
     for name, value in results.get("text", {}).items():
         temperature, _, text = name.rpartition(", ")
         plain = results["text"].get(f"{PLAIN}, {text}")
-        if temperature not in (PLAIN, "paper's polynomial") and plain:
+        if temperature != PLAIN and "polynomial" not in temperature and plain:
             shift = np.array(value["nats"]) - np.array(plain["nats"])
             panels.setdefault(text, {})[temperature] = np.array(value["lengths"]), shift
     if panels:
@@ -185,13 +207,13 @@ def plot_entropies(results: dict[str, Any], path: Path) -> None:
     first = layers(results, "first")[1]
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    grows = growth(lengths, entropies).ravel()
+    grows = growth_within(results).ravel()
     import matplotlib
 
     shades = matplotlib.colormaps["viridis"](np.clip(grows, 0, 1))
     for axes, values in ((left, entropies), (right, first)):
         for line, shade in zip(values.reshape(len(lengths), -1).T, shades):
-            axes.plot(lengths, line, color=shade, linewidth=0.7, alpha=0.6)
+            axes.plot(lengths, line, color=shade, linewidth=0.7, antialiased=False)
         axes.plot(lengths, values.mean(axis=(1, 2)), "o-", color="#d55e00", linewidth=2.2, label="mean of all heads")
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths], fontsize=8)
@@ -203,7 +225,7 @@ def plot_entropies(results: dict[str, Any], path: Path) -> None:
     left.legend(frameon=False)
     scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, 1), "viridis")
     figure.colorbar(scale, ax=right, label="entropy by ln n")
-    save_figure(figure, path, 110)
+    save_figure(figure, path, 90)
 
 
 def plot_heads(results: dict[str, Any], path: Path) -> None:
@@ -211,14 +233,14 @@ def plot_heads(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     fit = results["fit"]
-    lengths, entropies = layers(results, "entropy")
-    maps = {
-        "entropy by ln n (0 stays sharp, 1 spreads)": (growth(lengths, entropies), "viridis", 0, 1),
+    maps: dict[str, Any] = {
+        "entropy by ln n (0 stays sharp, 1 spreads)": (growth_within(results), "viridis", 0, 1),
         "slope of the answers' loss by ln beta (blue: sharper is better)": (_mean(fit["slopes"]["tasks"]), "coolwarm"),
         "slope of the texts' loss by ln beta": (_mean(fit["slopes"]["text"]), "coolwarm"),
-        "beta fitted to tasks": (np.exp(fit["heads, tasks"]["levels"]), "coolwarm_r", 0.5, 1.5),
     }
-    figure = Figure(figsize=(11, 9), layout="constrained")
+    if "heads, tasks" in fit:
+        maps["beta fitted to tasks"] = np.exp(fit["heads, tasks"]["levels"]), "coolwarm_r", 0.5, 1.5
+    figure = Figure(figsize=(11, 2.25 * len(maps)), layout="constrained")
     for axes, (title, (values, colours, *limits)) in zip(figure.subplots(len(maps), 1), maps.items()):
         extent = np.percentile(abs(values), 98) or 1
         low, high = limits or (-extent, extent)
@@ -238,15 +260,16 @@ def _mean(rows: Any) -> np.ndarray:
 def write_page(results: dict[str, Any], path: Path) -> None:
     """One HTML file that needs nothing else: all heads as a map, and the chosen one's entropy, slopes and betas."""
     fit = results["fit"]
-    lengths, entropies = layers(results, "entropy")
+    lengths = layers(results, "entropy")[0]
     heads = {
-        "growth": np.round(growth(lengths, entropies), 3).tolist(),
+        "growth": np.round(growth_within(results), 3).tolist(),
         "slope, tasks": np.round(_mean(fit["slopes"]["tasks"]), 5).tolist(),
         "slope, text": np.round(_mean(fit["slopes"]["text"]), 5).tolist(),
-        "beta, tasks": np.round(np.exp(fit["heads, tasks"]["levels"]), 3).tolist(),
-        "beta, text": np.round(np.exp(fit["heads, text"]["levels"]), 3).tolist(),
     }
-    names = split_last(results["tasks"])
+    for name in ("tasks", "text"):
+        if f"heads, {name}" in fit:
+            heads[f"beta, {name}"] = np.round(np.exp(fit[f"heads, {name}"]["levels"]), 3).tolist()
+    names = split_last(results["tasks"]) if "tasks" in results else []
     tasks = {
         title: {
             "sizes": sizes_of(results, task),
@@ -256,7 +279,7 @@ def write_page(results: dict[str, Any], path: Path) -> None:
             },
         }
         for task, title in TITLES.items()
-        if (sizes := sizes_of(results, task))
+        if names and (sizes := sizes_of(results, task))
     }
     curves = {key: layers(results, key)[1].tolist() for key in ("entropy", "first")}
     data = json.dumps({"lengths": lengths, "heads": heads, "curves": curves, "tasks": tasks}).replace("<", "\\u003c")
