@@ -91,7 +91,7 @@ def growth(lengths: list[int], entropies: np.ndarray) -> np.ndarray:
     """Slope of the entropy by ln(length), (L, H): 1 spreads over all keys, 0 stays sharp."""
     x = np.log(np.array(lengths))
     x = x - x.mean()
-    return np.einsum("n,nlh->lh", x, entropies - entropies.mean(axis=0)) / (x @ x)
+    return np.einsum("n,nlh->lh", x, entropies - entropies.mean(axis=0)) / max(x @ x, 1e-9)  # 0 of one length
 
 
 def growth_within(results: dict[str, Any]) -> np.ndarray:
