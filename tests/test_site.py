@@ -45,6 +45,17 @@ def test_every_page_is_in_the_table_of_contents():
     assert sorted(named) == sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in pages)
 
 
+@pytest.mark.parametrize("path", [*sorted(DOCS.rglob("*.md")), *sorted(DOCS.rglob("*.rst"))], ids=name_of)
+def test_a_page_says_at_its_top_what_it_is_for(path):
+    page = path.read_text(encoding="utf-8")
+    if stub := STUB.match(page):
+        page = (path.parent / stub[1]).read_text(encoding="utf-8")
+    title, first = page.split("\n\n")[:2]
+    assert re.fullmatch(r"# .+|.+\n=+", title), title
+    assert re.match(r"[A-Z*`]", first), first
+    assert len(first.split()) > 4, first
+
+
 def test_what_lies_elsewhere_is_shown():
     shown = set()
     for path in DOCS.rglob("*.md"):
@@ -103,6 +114,9 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
+    """A site that was built just now, by .ci/run or here."""
+    if "TRICYCLE_SITE" in os.environ:
+        return Path(os.environ["TRICYCLE_SITE"])
     for needed in ("sphinx", "furo", "myst_nb", "jupytext", "latex2mathml"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("site")
