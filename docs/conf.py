@@ -76,3 +76,13 @@ html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 html_math_renderer = "mathml"
+
+
+def inside(app):
+    """Notebooks as they were run lie in the site's own folder, and not beside it."""
+    config = app.env.mystnb_config
+    app.env.mystnb_config = config.copy(output_folder=str(Path(app.outdir) / "_executed"))
+
+
+def setup(app):
+    app.connect("builder-inited", inside, priority=900)
