@@ -41,8 +41,34 @@ def shown_elsewhere() -> dict[str, str]:
     return pages
 
 
+def others(reference: Path = DOCS / "reference") -> dict[str, list[str]]:
+    """By package, its modules that no page of the reference names.
+
+    A line `.. others:: PACKAGE` stands for them. So what is new is described, until somebody gives it a better place. A
+    module belongs to the innermost of the packages that have such a line.
+    """
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in sorted(reference.glob("*.rst")))
+    named = set(re.findall(r"^\.\. automodule:: (\S+)$", pages, re.MULTILINE))
+    packages = re.findall(r"^\.\. others:: (\S+)$", pages, re.MULTILINE)
+    modules: dict[str, list[str]] = {package: [] for package in packages}
+    for top in sorted({package.split(".")[0] for package in packages}):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            if module not in named and path.name != "__main__.py":
+                around = [one for one in packages if f"{module}.".startswith(f"{one}.")]
+                modules[max(around, key=len)].append(module)
+    return modules
+
+
+def named(match: re.Match[str]) -> str:
+    """The directives for the modules that a line stands for."""
+    parts = [f"{one}\n{'-' * len(one)}\n\n.. automodule:: {one}\n" for one in others()[match[1]]]
+    return "\n".join(parts)
+
+
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
     """Put the file in the stub's place, and turn its links."""
+    source[0] = re.sub(r"^\.\. others:: (\S+)$", named, source[0], flags=re.MULTILINE)
     page = f"docs/{docname}.md"
     place = page
     if stub := STUB.match(source[0]):
