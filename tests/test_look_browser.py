@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from browser import DESKTOP, PHONE, Browser, browsing
-from test_look import TEXT, TOKENISER, subject_of, translator_of, translators
+from test_look import CONFIG, TEXT, TOKENISER, subject_of, translator_of, translators
 from tiny_models import smollm2_file
 
 from tricycle.checkpoint import save_checkpoint
@@ -224,6 +225,7 @@ def test_alignment(browser: Browser, kind: str) -> None:
     names = browser.run("return [...document.querySelectorAll('.heads .name')].map((e) => e.textContent)")
     last = len(browser.driver.find_elements("css selector", ".heads button")) - 1
     assert names[-1] == ("decoder layer 1 cross" if kind == "transformer" else "attention")
+    assert "cross" in browser.find(".frame + p").text or kind != "transformer"  # the alignment is what is shown first
     browser.run(f"document.querySelectorAll('.heads button')[{last}].click()")
     shaded = (
         "return [...document.querySelectorAll('[aria-label=\"Source tokens\"] > span')].some((e) => e.style.background)"
@@ -340,6 +342,17 @@ def test_a_comparison_is_for_everybody(browser: Browser, tmp_path: Path, way: st
     assert len(browser.driver.find_elements("css selector", "polyline")) == 4
     assert "-0.05" in browser.find("#table").text
     browser.picture(f"bench, {way}")
+
+
+@pytest.mark.slow
+def test_the_benchmark_prints_its_table(browser: Browser, tmp_path: Path) -> None:
+    model = subject_of(replace(CONFIG, context_window=600)).model
+    save_checkpoint(tmp_path / "best.safetensors", model, TOKENISER)
+    words = ["-m", "benchmarks.look", str(tmp_path / "best.safetensors"), "--tokens", "60", "--times", "2"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("| ")]) == 7
+    assert "to the first view" in done.stdout
 
 
 # -------------------------------------------------------------------- other people's model, and pictures for the docs

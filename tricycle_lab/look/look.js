@@ -25,7 +25,7 @@ function tell(trouble, status = "") {
 class Side {
   constructor(number, given) {
     Object.assign(this, { number, given, about: given.about, view: null, before: null, maps: new Map(), heads: new Map(), states: null });
-    Object.assign(this, { site: 0, head: 0, token: 0, shade: "surprise", map: "weights", off: new Set(), headsOff: new Set(), asked: 0, lensed: null });
+    Object.assign(this, { site: given.about.site, head: 0, token: 0, shade: "surprise", map: "weights", off: new Set(), headsOff: new Set(), asked: 0, lensed: null });
     this.build();
   }
 

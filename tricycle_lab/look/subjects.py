@@ -65,13 +65,15 @@ class Subject:
         self.texts_of: dict[int, str] = {}
 
     def about(self) -> dict[str, Any]:
-        """What a page needs to know of it once."""
+        """What a page needs to know of it once; `site` is the layer with attention that it shows first."""
+        cross = [place for place, site in enumerate(self.sites) if site.kind == "cross"]
         return {
             "title": self.title,
             "kind": self.kind,
             "class": type(self.model).__name__,
             "parameters": self.model.n_parameters,
             "parts": self.parts,
+            "site": cross[-1] if cross else 0,
             "mostTokens": self.most_tokens,
         }
 
