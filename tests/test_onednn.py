@@ -11,6 +11,7 @@ from test_programs import call, good
 from versions import offer, registered_by
 
 from tricycle import kernels
+from tricycle.blocks import MLPBlock
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.kernels import Scoring
 from tricycle.loss import CrossEntropy
@@ -482,12 +483,50 @@ def test_a_broken_library_is_told(unusable, monkeypatch, tmp_path):
 
 # -------------------------------------------------------------------- programs
 def test_training_is_timed_at_this_precision():
-    words = "--shape tiny --precision bfloat16 --peer none --steps 1 --warmup 1 --threads 1".split()
+    words = "--shape tiny --precision bfloat16 --peer none --turns 1 --seconds 0 --settling 0 --threads 1".split()
     out = good(call("-m", "benchmarks.train", *words))
     assert "tokens, bfloat16" in out
     assert out.splitlines()[-1].split()[0] == "tricycle"
 
 
 def test_the_machine_tells_whether_it_is_used():
-    said = next(line for line in good(call("-m", "tricycle")).splitlines() if line.startswith("matmul"))
-    assert ("bfloat16 by oneDNN" in said) == (onednn.problem() is None)
+    said = good(call("-m", "tricycle")).partition("\nproducts")[2].partition("\npackages")[0]
+    assert ("in bfloat16, of which" in said) == (onednn.problem() is None)
+
+
+# -------------------------------------------------------------------- what lies between two products
+@pytest.mark.parametrize("settings", [{}, {"gated": True, "activation": "swish"}, {"activation": "relu_squared"}])
+def test_a_hidden_layer_is_kept_in_16_bits(settings, rng):
+    """In and out are float32; the result and the gradients are those of float32 within what 16 bits hold."""
+    mlp = MLPBlock(64, generator=0, **settings)
+    x = to_tensor(rng.standard_normal((2, 600, 64)), requires_grad=True)
+    grad = to_tensor(rng.standard_normal(x.shape))
+    hidden = []
+    original = mlp.activation
+    mlp.activation = watched(original, hidden)
+    results = {}
+    for precision in ("float32", "bfloat16"):
+        mlp.use_precision(precision)
+        x.zero_grad()
+        mlp.zero_grad()
+        y = mlp(x)
+        (y * grad).sum().backward()
+        results[precision] = [y.array, x.grad.array, *(p.grad.array for p in mlp.parameters())]
+    assert hidden[0] == np.float32
+    assert hidden[1] == (onednn.bfloat16() if original.computes_wide else np.float32)
+    for exact, rounded in zip(*results.values()):
+        assert rounded.dtype == np.float32
+        assert np.abs(rounded - exact).max() < 0.02 * np.abs(exact).max()
+
+
+def watched(activation, dtypes):
+    """The activation, which notes the dtypes that come to it."""
+
+    class Watched(type(activation)):
+        def forward(self, x):
+            dtypes.append(x.dtype)
+            return super().forward(x)
+
+    result = object.__new__(Watched)
+    vars(result).update(vars(activation))
+    return result

@@ -43,6 +43,10 @@ class GeLU(Op):
     def __init__(self, approximate: bool = True) -> None:
         self.approximate = approximate
 
+    @property
+    def computes_wide(self) -> bool:
+        return self.approximate
+
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
         array = floating(x.array)
@@ -85,6 +89,10 @@ class Gated(Op):
 
     def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         self.activation = activation
+
+    @property
+    def computes_wide(self) -> bool:
+        return type(self.activation) is Swish
 
     def forward(self, x: Operand) -> Tensor:
         """(..., 2 C) to (..., C).

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tricycle import kernels
 from tricycle.activation import ACTIVATIONS, Gated, new_activation
 from tricycle.attention import Attention, KeyValueCache, Mask, Rotary, RotaryScaling, TokenShift
 from tricycle.configs.model import ModelConfig, hidden_width
@@ -320,7 +321,11 @@ class MLPBlock(Layer):
 
     def forward(self, x: Operand) -> Tensor:
         """(..., C) to (..., C)."""
-        return self.dropout(self.projection(self.activation(self.up(x))))
+        x = as_tensor(x)
+        if not (type(self.up) is type(self.projection) is Dense and getattr(self.activation, "computes_wide", False)):
+            return self.dropout(self.projection(self.activation(self.up(x))))
+        dtype = kernels.operand(x.array[:0], self.precision).dtype  # the second product takes no more
+        return self.dropout(self.projection(self.activation(self.up(x, dtype)), x.dtype))
 
 
 # -------------------------------------------------------------------- norms

@@ -153,39 +153,41 @@ class Tanh(Op):
 
 @register
 def linear(
-    x: Tensor, weights: Tensor, bias: Tensor | None = None, name: str = "linear", precision: str = "float32"
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
+    name: str = "linear",
+    precision: str = "float32",
+    dtype: Any = None,
 ) -> Tensor:
     """x W + b over the last axis of x, as one matrix product.
 
     Args:
         x: (..., from_size). weights: (from_size, to_size), of few bits or not. bias: (to_size,).
         precision: in `precision.PRECISIONS`; of the products of forward and backward, not of their sums and results.
+        dtype: of the result, to which the bias is rounded.
 
     Returns:
-        (..., to_size), in the dtype of x W: the bias is rounded to it.
+        (..., to_size), in the dtype of x W unless another was given.
 
     Raises:
         ValueError: the last axis of `x` is not from_size long, or weights and bias do not belong together.
     """
-    if weights.ndim != 2 or (bias is not None and bias.shape != weights.shape[1:]):
-        got = weights.shape if bias is None else f"{weights.shape} and {bias.shape}"
-        raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
+    _check_linear(name, x, weights, bias)
     from_size, to_size = weights.shape
-    check_width(f"{name.capitalize()}(from_size={from_size})", x, from_size)
-    check_device(name, x.array, weights.array)
     n_rows = math.prod(x.shape[:-1])  # -1 would not do where from_size or to_size is 0
     rows, matrix = floating(x.array).reshape(n_rows, from_size), weights.array
     if isinstance(matrix, FewBits):
         if weights.requires_grad:
             raise ValueError(f"{name}: expected weights of 32 bits to train, got {matrix!r}")
         if n_rows <= FEW_ROWS or matrix.dtype.name != precision:
-            return _few_bits_linear(x, rows, (weights, bias), name, precision)
+            return _few_bits_linear(x, rows, (weights, bias), name, precision, dtype)
         matrix = matrix.as_array()
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a = kernels.operand(rows, precision)
-    y = kernels.matmul(
-        a, kernels.operand(matrix, precision), None if bias is None else bias.array, None, kept, precision
-    )
+    b = kernels.operand(matrix, precision)
+    y = kernels.matmul(a, b, None if bias is None else bias.array, None, dtype or kept, precision)
+    del b  # made again in the backward pass: copies of all matrices are much to keep
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
         dx = dweights = dbias = None
@@ -199,7 +201,7 @@ def linear(
         elif sums:
             dbias = kernels.sum_rows(dy)
         if wanted[0]:
-            b = kernels.operand(matrix, precision)  # again: copies of all matrices are much to keep
+            b = kernels.operand(matrix, precision)
             dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(x.shape)
         if wanted[1] and matrix.flags.c_contiguous:
             dweights = kernels.matmul(a.T, dy, None, None, None, precision)
@@ -211,13 +213,22 @@ def linear(
     return record(y.reshape(*x.shape[:-1], to_size), args, backward, name)
 
 
+def _check_linear(name: str, x: Tensor, weights: Tensor, bias: Tensor | None) -> None:
+    if weights.ndim != 2 or (bias is not None and bias.shape != weights.shape[1:]):
+        got = weights.shape if bias is None else f"{weights.shape} and {bias.shape}"
+        raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
+    check_width(f"{name.capitalize()}(from_size={weights.shape[0]})", x, weights.shape[0])
+    check_device(name, x.array, weights.array)
+
+
 def _few_bits_linear(
-    x: Tensor, rows: Array, parameters: tuple[Tensor, Tensor | None], name: str, precision: str
+    x: Tensor, rows: Array, parameters: tuple[Tensor, Tensor | None], name: str, precision: str, dtype: Any
 ) -> Tensor:
     """As `linear`, for weights of few bits, which have no gradient."""
     weights, bias = parameters
     matrix: FewBits = weights.array
     y = kernels.few_bits_matmul(rows, matrix, None if bias is None else bias.array, precision)
+    y = y if dtype is None else y.astype(dtype, copy=False)
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
         dy = grad.reshape(len(rows), matrix.shape[1])

@@ -364,9 +364,9 @@ class Dense(Layer):
         self.weights = Parameter(initialiser((from_size, to_size), new_generator(generator)), role)
         self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
 
-    def forward(self, x: Operand) -> Tensor:
-        """(..., from_size) to (..., to_size)."""
-        return linear(as_tensor(x, self.weights), self.weights, self.bias, "dense", self.precision)
+    def forward(self, x: Operand, dtype: Any = None) -> Tensor:
+        """(..., from_size) to (..., to_size), in the dtype of x W unless another is given."""
+        return linear(as_tensor(x, self.weights), self.weights, self.bias, "dense", self.precision, dtype)
 
 
 class Embedding(Layer):

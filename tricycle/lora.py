@@ -172,8 +172,8 @@ class AdaptedDense(Dense):
         self.precision = base.precision
         self.training = base.training
 
-    def forward(self, x: Operand) -> Tensor:
-        """(..., from_size) to (..., to_size).
+    def forward(self, x: Operand, dtype: Any = None) -> Tensor:
+        """(..., from_size) to (..., to_size), in the dtype of x W unless another is given.
 
         Raises:
             ValueError: the matrix or the bias is to learn.
@@ -188,7 +188,10 @@ class AdaptedDense(Dense):
             y = linear(x, self.weights, bias, "dense", self.precision) + delta
         else:
             y = low_rank_linear(x, self, low_rank, self.precision)
-        return self._with_lengths(y) if low_rank.magnitudes else y
+        y = self._with_lengths(y) if low_rank.magnitudes else y
+        if dtype is None or dtype == y.dtype:
+            return y
+        return record(y.array.astype(dtype), (y,), lambda grad, wanted: (grad.astype(y.dtype),), "dense")
 
     def _with_lengths(self, y: Tensor) -> Tensor:
         """Columns of x (W + s A B) with lengths that learn, and b. For gradients the lengths that they have are

@@ -38,6 +38,11 @@ class Op:
     A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves, but for bases of others.
     """
 
+    @property
+    def computes_wide(self) -> bool:
+        """Whether inputs of 16 bits are computed with in float32, and only the result is rounded."""
+        return False
+
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not is_base and not cls.__name__.startswith("_") and cls.__module__.startswith("tricycle."):

@@ -107,7 +107,7 @@ class BlockSoftmax(RowSoftmax):
         if scales.shape[-2:] != (self.n_blocks, self.n_blocks):
             wanted = f"([heads,] {self.n_blocks}, {self.n_blocks})"
             raise ValueError(f"{self}: expected a scale for each pair of blocks, {wanted}, got {scales.shape}")
-        return scales.repeat(self._step(n_keys), axis=-1)
+        return array_module(scales).repeat(scales, self._step(n_keys), axis=-1)
 
     def forward(self, x: Operand, scales: Tensor | None = None) -> Tensor:
         """

@@ -37,6 +37,7 @@ def register(array: type) -> None:
     kernels.gated_swish.on(array)(generation.gated_swish)
     kernels.turn.on(array)(generation.turn)
     kernels.attend_one.on(array)(generation.attend_one)
+    kernels.sum_rows.on(array)(elementwise.sum_rows)
     kernels.swiglu.on(array)(elementwise.swiglu)
     kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
     kernels.rotate.on(array)(elementwise.rotate)

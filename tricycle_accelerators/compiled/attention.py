@@ -125,7 +125,8 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> Any:
-    if not _takes(q, k, v, scoring, mask) or not grad.dtype == out.dtype == dq.dtype == np.float32:
+    same = grad.dtype == out.dtype == log_total.dtype == dq.dtype == np.float32
+    if not same or not log_total.flags.behaved or not _takes(q, k, v, scoring, mask):
         return NotImplemented
     plan = make_plan(q, k, scoring)
     sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of groups, for keys and values

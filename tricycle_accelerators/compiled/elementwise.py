@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled.generation import loops, training_loops
+from tricycle_accelerators.compiled.generation import training_loops
 
 SMALL = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
 
@@ -18,50 +19,79 @@ def fits(*arrays: np.ndarray) -> bool:
     return arrays[0].size >= SMALL and all(a.dtype == np.float32 and a.flags.carray for a in arrays)
 
 
-def gelu(x: np.ndarray) -> np.ndarray | NotImplementedType:
-    if not fits(x):
+def fit_16(*arrays: np.ndarray) -> bool:
+    """The same for bfloat16."""
+    return arrays[0].size >= SMALL and all(a.dtype.name == "bfloat16" and a.flags.carray for a in arrays)
+
+
+def _loop(name: str, *arrays: np.ndarray) -> tuple[Callable[..., None], list[np.ndarray]] | None:
+    """A loop for arrays of float32, or for those of bfloat16, whose bits it takes, and what to call it with."""
+    if fits(*arrays):
+        return getattr(training_loops(), name), list(arrays)
+    if fit_16(*arrays):
+        return getattr(training_loops(), f"{name}_16"), [array.view(np.uint16) for array in arrays]
+    return None
+
+
+def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
+    """What a loop over (N,) makes of arrays of one shape."""
+    chosen = _loop(name, *arrays)
+    if chosen is None:
         return NotImplemented
-    numbers = x.reshape(-1)
-    y = np.empty_like(numbers)
-    compute = training_loops().gelu
-    threads.parallel(lambda piece: compute(numbers[piece], y[piece]), pieces.cut(x.size))
-    return y.reshape(x.shape)
+    compute, operands = chosen
+    flat = [operand.reshape(-1) for operand in operands]
+    result = np.empty_like(flat[0])
+    threads.parallel(lambda part: compute(*(x[part] for x in flat), result[part]), pieces.cut(result.size))
+    return result.reshape(arrays[0].shape).view(arrays[0].dtype)
 
 
-def gelu_with_slope(x: np.ndarray) -> tuple[np.ndarray, None] | NotImplementedType:
+def _over_rows(name: str, arrays: Sequence[np.ndarray], size: int) -> Any:
+    """What a loop over rows makes of arrays (..., C), rows of that size."""
+    chosen = _loop(name, *arrays)
+    if chosen is None:
+        return NotImplemented
+    compute, operands = chosen
+    rows = [operand.reshape(-1, operand.shape[-1]) for operand in operands]
+    result = np.empty((len(rows[0]), size), rows[0].dtype)
+    threads.parallel(lambda part: compute(*(x[part] for x in rows), result[part]), pieces.cut(len(result), 2 * size))
+    return result.reshape(*arrays[0].shape[:-1], size).view(arrays[0].dtype)
+
+
+def gelu(x: np.ndarray) -> Any:
+    return _over_numbers("gelu", x)
+
+
+def gelu_with_slope(x: np.ndarray) -> Any:
     """Without the slope, which is computed again in less time than it takes to be written and read."""
     y = gelu(x)
     return NotImplemented if isinstance(y, NotImplementedType) else (y, None)
 
 
-def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> np.ndarray | NotImplementedType:
-    if slope is not None or x is None or not fits(x, grad):
+def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> Any:
+    return NotImplemented if slope is not None or x is None else _over_numbers("gelu_backward", grad, x)
+
+
+def swiglu(x: np.ndarray) -> Any:
+    return _over_rows("gated_swish", [x], x.shape[-1] // 2)
+
+
+def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
+    return _over_rows("gated_swish_backward", [grad, x], x.shape[-1])
+
+
+def sum_rows(x: np.ndarray) -> np.ndarray | NotImplementedType:
+    """Of bfloat16; those of float32 BLAS sums."""
+    if x.ndim != 2 or not fit_16(x):
         return NotImplemented
-    numbers, slopes = x.reshape(-1), grad.reshape(-1)
-    dx = np.empty_like(numbers)
-    compute = training_loops().gelu_backward
-    threads.parallel(lambda piece: compute(slopes[piece], numbers[piece], dx[piece]), pieces.cut(x.size))
-    return dx.reshape(x.shape)
+    bits = x.view(np.uint16)
 
+    def work(piece: slice) -> np.ndarray:
+        sums = np.zeros(x.shape[1], np.float32)
+        training_loops().add_rows_16(bits[piece], sums)
+        return sums
 
-def swiglu(x: np.ndarray) -> np.ndarray | NotImplementedType:
-    if not fits(x):
-        return NotImplemented
-    rows = _rows(x)
-    y = np.empty((len(rows), x.shape[-1] // 2), np.float32)
-    compute = loops().gated_swish
-    threads.parallel(lambda piece: compute(rows[piece], y[piece]), pieces.cut(*rows.shape))
-    return y.reshape(*x.shape[:-1], y.shape[1])
-
-
-def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray | NotImplementedType:
-    if not fits(x, grad):
-        return NotImplemented
-    rows, slopes = _rows(x), _rows(grad)
-    dx = np.empty_like(rows)
-    compute = training_loops().gated_swish_backward
-    threads.parallel(lambda piece: compute(slopes[piece], rows[piece], dx[piece]), pieces.cut(*rows.shape))
-    return dx.reshape(x.shape)
+    total: np.ndarray = pieces.sum_over(work, pieces.cut(*x.shape))
+    return total
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray | NotImplementedType:
@@ -74,7 +104,3 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray | NotI
     compute = training_loops().turned
     threads.parallel(lambda i: compute(x[i], cos, sin, y[i]), range(len(x)))
     return y
-
-
-def _rows(x: np.ndarray) -> np.ndarray:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

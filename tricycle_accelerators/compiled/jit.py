@@ -57,6 +57,35 @@ def larger(context: Any, a: Any, b: Any) -> Any:
     return types.float32(types.float32, types.float32), code
 
 
+@intrinsic
+def widened(context: Any, bits: Any) -> Any:
+    """The float32 of a bfloat16, which is given by its bits."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        upper = builder.zext(arguments[0], context.get_value_type(types.uint32))
+        return builder.bitcast(
+            builder.shl(upper, context.get_constant(types.uint32, 16)), context.get_value_type(types.float32)
+        )
+
+    return types.float32(types.uint16), code
+
+
+@intrinsic
+def _bits(context: Any, x: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
+
+    return types.uint32(types.float32), code
+
+
+@numba.njit(inline="always")
+def narrowed(x: Any) -> Any:
+    """The bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
+    bits = _bits(x)
+    upper = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(upper if x == x else np.uint32(0x7FC0))
+
+
 @numba.njit(inline="always")
 def exp(x: Any) -> Any:
     """e^x of a float32, with an error of 1e-7 of it, and between e^-87 and e^87; NaN of NaN.

@@ -13,8 +13,13 @@ from tricycle_accelerators.cpu.recurrence import by_items
 
 
 def _fits(*arrays: np.ndarray) -> bool:
-    """Whether each step of these is float32 and in one piece."""
-    return all(a.dtype == np.float32 and a.strides[-1] == 4 and a.strides[-2] == 4 * a.shape[-1] for a in arrays)
+    """Whether each step of these is float32 and in one piece, in memory as the loops are compiled for: aligned, and not
+    read-only.
+    """
+    return all(
+        a.dtype == np.float32 and a.flags.behaved and a.strides[-1] == 4 and a.strides[-2] == 4 * a.shape[-1]
+        for a in arrays
+    )
 
 
 def lstm(

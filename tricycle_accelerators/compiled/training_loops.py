@@ -10,7 +10,8 @@ import math
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, larger
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, larger, narrowed, widened
+from tricycle_accelerators.compiled.loops import gated_swish as gated_swish
 
 LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
 CUBIC = np.float32(LINEAR * 0.044715)
@@ -108,19 +109,42 @@ def differentiate(
 
 
 # -------------------------------------------------------------------- activations
+@numba.njit(inline="always")
+def _gelu(x: np.float32) -> np.float32:
+    """By tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
+    return x / (ONE + exp(-x * (LINEAR + CUBIC * x * x)))
+
+
+@numba.njit(inline="always")
+def _gelu_slope(x: np.float32) -> np.float32:
+    square = x * x
+    gate = ONE / (ONE + exp(-x * (LINEAR + CUBIC * square)))
+    return gate * (ONE + (ONE - gate) * x * (LINEAR + np.float32(3) * CUBIC * square))
+
+
 @compiled("void(f4[::1], f4[::1])")
 def gelu(x: np.ndarray, y: np.ndarray) -> None:
-    """(N,), by tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
     for i in range(len(x)):
-        y[i] = x[i] / (ONE + exp(-x[i] * (LINEAR + CUBIC * x[i] * x[i])))
+        y[i] = _gelu(x[i])
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1])")
 def gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     for i in range(len(x)):
-        square = x[i] * x[i]
-        gate = ONE / (ONE + exp(-x[i] * (LINEAR + CUBIC * square)))
-        dx[i] = dy[i] * gate * (ONE + (ONE - gate) * x[i] * (LINEAR + np.float32(3) * CUBIC * square))
+        dx[i] = dy[i] * _gelu_slope(x[i])
+
+
+@compiled("void(u2[::1], u2[::1])")
+def gelu_16(x: np.ndarray, y: np.ndarray) -> None:
+    """The same with the bits of bfloat16."""
+    for i in range(len(x)):
+        y[i] = narrowed(_gelu(widened(x[i])))
+
+
+@compiled("void(u2[::1], u2[::1], u2[::1])")
+def gelu_backward_16(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
+    for i in range(len(x)):
+        dx[i] = narrowed(widened(dy[i]) * _gelu_slope(widened(x[i])))
 
 
 @compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
@@ -134,6 +158,37 @@ def gated_swish_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
             slope = dy[i, j] * gate
             dx[i, j] = slope * value
             dx[i, size + j] = slope * x[i, j] * (ONE + value * (ONE - gate))
+
+
+@compiled("void(u2[:, ::1], u2[:, ::1])")
+def gated_swish_16(x: np.ndarray, y: np.ndarray) -> None:
+    """(R, 2 C) to (R, C), with the bits of bfloat16."""
+    n_rows, size = y.shape
+    for i in range(n_rows):
+        for j in range(size):
+            value = widened(x[i, size + j])
+            y[i, j] = narrowed(widened(x[i, j]) * value / (ONE + exp(-value)))
+
+
+@compiled("void(u2[:, ::1], u2[:, ::1], u2[:, ::1])")
+def gated_swish_backward_16(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
+    n_rows, size = dy.shape
+    for i in range(n_rows):
+        for j in range(size):
+            value = widened(x[i, size + j])
+            gate = ONE / (ONE + exp(-value))
+            slope = widened(dy[i, j]) * gate
+            dx[i, j] = narrowed(slope * value)
+            dx[i, size + j] = narrowed(slope * widened(x[i, j]) * (ONE + value * (ONE - gate)))
+
+
+@compiled("void(u2[:, ::1], f4[::1])")
+def add_rows_16(x: np.ndarray, sums: np.ndarray) -> None:
+    """(R, C) of the bits of bfloat16, added to (C,)."""
+    for i in range(len(x)):
+        row = x[i]
+        for j in range(len(sums)):
+            sums[j] += widened(row[j])
 
 
 @compiled("void(f4[:, :, :], f4[:, ::1], f4[:, ::1], f4[:, :, ::1])")

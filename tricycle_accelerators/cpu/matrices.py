@@ -29,7 +29,7 @@ def operand(x: np.ndarray, precision: str) -> np.ndarray:
 
 
 def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    return kernels.operand(x, precision), sum_rows(x)
+    return kernels.operand(x, precision), kernels.sum_rows(x)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""GELU in float32."""
+"""GELU of float32 and of bfloat16."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.onednn import library
 
 
+def _takes(*arrays: np.ndarray) -> bool:
+    return library.is_float32(*arrays) or all(a.size and a.dtype == library.bfloat16() for a in arrays)
+
+
 def gelu(x: np.ndarray) -> np.ndarray | NotImplementedType:
-    if not library.is_float32(x):
+    if not _takes(x):
         return NotImplemented
     flat = np.ascontiguousarray(x).reshape(-1)
     y = np.empty(x.size, x.dtype)
@@ -25,7 +29,7 @@ def gelu_with_slope(x: np.ndarray) -> tuple[np.ndarray, None] | NotImplementedTy
 
 
 def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> np.ndarray | NotImplementedType:
-    if slope is not None or x is None or not library.is_float32(grad, x):
+    if slope is not None or x is None or not _takes(grad, x):
         return NotImplemented
     flat_grad, flat = (np.ascontiguousarray(array).reshape(-1) for array in (grad, x))
     dx = np.empty(x.size, x.dtype)

@@ -65,7 +65,8 @@ def matmul(
     n_rows = len(a)
     n_columns = b.shape[1]
     fits = out is not None and out.strides[1] == out.itemsize
-    result: Any = out if fits else np.empty((n_rows, n_columns), np.float32)
+    narrow = out is None and dtype == library.bfloat16()
+    result: Any = out if fits else np.empty((n_rows, n_columns), library.bfloat16() if narrow else np.float32)
     if not a.size or not b.size:
         result[...] = 0 if bias is None else bias
     else:
