@@ -54,6 +54,7 @@ def test_a_signal_in_a_phase(bench, profile, whole, name, phase):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_signal_in_every_phase(bench, profile, whole, phase):
     for trial in kills_by_phase(random.Random(phase), profile, 1, [signal.SIGKILL, *SIGNALS]):

@@ -70,9 +70,14 @@ def test_every_signal_to_each(bench, profile, whole, number, target):
             assert perform(trial, bench.case(f"{trial.name}-{i}"), whole.run).trouble == []
 
 
+LONG = pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes minutes: TRICYCLE_LONG=1 runs it")
+IN_RANKS = [
+    pytest.param(name, rank, marks=[LONG] * (i % 2 != rank)) for i, name in enumerate(FAILURES) for rank in (0, 1)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(("name", "rank"), IN_RANKS)
 def test_every_way_to_fail(bench, profile, whole, name, rank):
     case = bench.case(f"failure {list(FAILURES).index(name)} {rank}")
     assert fail(name, case, whole.run, rank, step=6).trouble == []
