@@ -1,6 +1,6 @@
 """The page that compares runs, in a real browser: without a network, by keyboard, on a phone, light and dark.
 
-With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there; that in docs/ is one of them.
+With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there; that in docs/ is of real runs.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ class Arguments:
     on_full_disk: OnFullDisk = "wait"
     """what to do when the disk is full: wait until there is room, or stop"""
     track: tuple[TrackerName, ...] = ()
-    """trackers of experiments that are told what metrics.jsonl is told; with --resume from now on, and all that came
-    before, too"""
+    """trackers of experiments that are told what metrics.jsonl is told; with --resume in place of the run's own, for
+    this time"""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN-FOLDER")] = None
     """go on with a run where its last checkpoint stands; all settings are the run's own"""
 
