@@ -114,16 +114,16 @@ def test_blocks_are_parts_of_the_window(settings, subject):
 def test_nothing_but_scales_changes(subject, settings, grain):
     job = learned(settings, grain=grain)
     before = digest(subject.model)
-    scales, losses = learn(subject, job, settings)
+    first = first_scales(job, 2, 4, WINDOW)
+    scales, losses = learn(subject, job, settings, first)
     assert digest(subject.model) == before
     per_head, per_position = GRAINS[grain]
     shape = (*[4] * per_head, 4, WINDOW if per_position else 4)
-    first = first_scales(job, 2, 4, WINDOW)
     assert [array.shape for array in (*scales, *first)] == [shape] * 4
     assert all(abs(a - b).max() > 0.05 for a, b in zip(scales, first))
     assert len(losses) == settings.steps
-    again, _ = learn(subject, job, settings)
-    other, _ = learn(subject, job._replace(seed=1), settings)
+    again, _ = learn(subject, job, settings, first)
+    other, _ = learn(subject, job._replace(seed=1), settings, first)
     for a, b, c in zip(scales, again, other):
         np.testing.assert_array_equal(a, b)
         assert abs(a - c).max() > 0
@@ -136,7 +136,7 @@ def test_weights_that_change_are_noticed(subject, settings, monkeypatch):
 
     monkeypatch.setattr(real_study, "train_on_batch", careless)
     with pytest.raises(RuntimeError, match="expected the model's own weights to stay as they are"):
-        learn(subject, learned(settings), settings)
+        learn(subject, learned(settings), settings, first_scales(learned(settings), 2, 4, WINDOW))
 
 
 def test_where_scales_begin():
@@ -210,9 +210,9 @@ def test_jobs():
     assert len({job.file_name for job in jobs}) == len(jobs)
     assert set(written_jobs(RealSettings())) <= set(jobs)
     middle = {(job.grain, job.start) for job in jobs if job.kind == "learned" and job.blocks == 4}
-    assert len(middle) == 8
+    assert middle == {("position", "1"), ("position", "mean"), *((grain, "1 / k") for grain in GRAINS)}
     assert {job.text for job in jobs if job.kind == "learned"} == set(real.TEXTS)
-    assert {job.blocks for job in jobs if job.start == "1"} == {2, 4, 8, 16}
+    assert {job.blocks for job in jobs if job.start == "1 / k"} == {1, 2, 4, 8, 16}
 
 
 def test_a_row_is_measured_once(subject, settings):
@@ -221,6 +221,8 @@ def test_a_row_is_measured_once(subject, settings):
         record.add(row, bench.measure(row))
     again = Record(dataclasses.replace(settings, seeds=5))
     assert again.has(job) and again.row(job) == record.row(job) and not again.has(job._replace(seed=1))
+    for a, b in zip(bench.first(job._replace(start="mean")), bench.scales(mean(settings))[0]):
+        np.testing.assert_array_equal(a, b)
     assert bench.measure(job)["texts"] == record.row(job)["texts"]  # with scales from their file
     assert record.row(Job("whole"))["texts"]["code"]["same"] == 1
     with pytest.raises(ValueError, match="expected these settings, found others; name another --output"):
@@ -256,7 +258,7 @@ def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch, capsys)
     assert page.count("</script>") == 1  # that of the prompts does not end the page's own
     data = json.loads(re.search(r"const data = (.*);\n", page).group(1))
     assert "</script>" in data["prompts"][0]
-    assert len(data["scales"]) == 3
+    assert len(data["scales"]) == 4
 
     def never(*args):
         raise AssertionError("done again")

@@ -132,7 +132,7 @@ def show(bench: Bench, record: Record) -> None:
     for title, table in tables.items():
         print(f"\n{title}\n\n{table}")
     scales = {"mean shares": bench.scales(mean(settings))[0]}
-    scales |= {f"learned from {start}": bench.scales(learned(settings, start=start))[0] for start in STARTS}
+    scales |= {real_report.learned_from(start): bench.scales(learned(settings, start=start))[0] for start in STARTS}
     real_report.plot_blocks(results, folder / "blocks.png")
     real_report.plot_positions(results, folder / "positions.png")
     real_report.plot_grains(results, folder / "grains.png")

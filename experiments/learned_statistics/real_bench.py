@@ -47,8 +47,8 @@ DIGITS = 5
 # -------------------------------------------------------------------- jobs
 def learned(settings: RealSettings, **changes: Any) -> Job:
     """The seed's kind of scale, from a start that knows how many blocks there are; with changes."""
-    first = Job("learned", settings.middle, "position", settings.text, "1 / k", settings.rate)
-    return first._replace(**changes)
+    job = Job("learned", settings.middle, "position", settings.text, "1 / k", settings.rate)
+    return job._replace(**changes)
 
 
 def mean(settings: RealSettings, **changes: Any) -> Job:
@@ -58,21 +58,23 @@ def mean(settings: RealSettings, **changes: Any) -> Job:
 def all_jobs(settings: RealSettings) -> list[Job]:
     """In an order in which the first say most: all kinds at `middle` blocks, then one thing varied at a time."""
     middle = settings.middle
+    others = [text for text in TEXTS if text != settings.text]
     jobs = [Job("whole"), *(Job(kind, n) for n in settings.blocks for kind in ("none", "1 / k"))]
     jobs += [Job("exact", middle)]
     jobs += [mean(settings, blocks=n) for n in settings.blocks]
-    jobs += [learned(settings, start=start) for start in STARTS]
-    jobs += [learned(settings, blocks=n, start=start) for n in settings.blocks if n != middle for start in STARTS]
     jobs += [mean(settings, grain=grain) for grain in GRAINS if grain != "position"]
-    jobs += [learned(settings, grain=grain, start=start) for grain in GRAINS for start in STARTS if grain != "position"]
-    others = [text for text in TEXTS if text != settings.text]
     jobs += [mean(settings, text=text) for text in others]
+    jobs += [learned(settings, start=start) for start in STARTS]
+    jobs += [learned(settings, blocks=2, start=start) for start in ("1", "1 / k")]
+    jobs += [learned(settings, grain=grain) for grain in GRAINS if grain != "position"]
+    jobs += [learned(settings, blocks=n) for n in settings.blocks if n not in (2, middle)]
     if not settings.quick:
         jobs += [learned(settings, text=text) for text in others]
         jobs += [learned(settings, blocks=1)]  # nothing is cut: what scales can do beside putting blocks together
-        jobs += [learned(settings, rate=rate, start=start) for rate in settings.other_rates for start in STARTS]
-    jobs += [learned(settings, start=start, seed=seed) for seed in range(1, settings.seeds) for start in STARTS]
-    return jobs
+        jobs += [learned(settings, rate=rate) for rate in settings.other_rates]
+        jobs += [learned(settings, rate=max(settings.other_rates), start="1")]
+    jobs += [learned(settings, seed=seed) for seed in range(1, settings.seeds)]
+    return list(dict.fromkeys(jobs))
 
 
 def written_jobs(settings: RealSettings) -> list[Job]:
@@ -175,20 +177,25 @@ class Bench:
         """The scales of each layer, from their file if there is one, and the losses of their learning."""
         if job.kind in ("whole", "none", "exact"):
             return [], []
-        config = self.subject.model.config
         if job.kind == "1 / k":
-            first = job._replace(start="1 / k")
-            return first_scales(first, config.n_layers, config.n_heads, self.subject.window), []
+            return self.first(job._replace(start="1 / k")), []
         if job.kind == "mean":
             return list(coarsen(self.shares(job.text).mean[job.blocks], job.grain)), []
         path = self.settings.output / "scales" / f"{job.file_name}.npz"
         if not path.exists():
-            arrays, losses = learn(self.subject, job, self.settings)
+            arrays, losses = learn(self.subject, job, self.settings, self.first(job))
             with atomic_write(path) as file:
                 np.savez(file, np.array(losses), *arrays)
         with np.load(path, allow_pickle=False) as file:
             losses, *arrays = file.values()
         return arrays, losses.tolist()
+
+    def first(self, job: Job) -> list[np.ndarray]:
+        """Where the scales of each layer begin."""
+        if job.start == "mean":
+            return self.scales(Job("mean", job.blocks, job.grain, job.text))[0]
+        config = self.subject.model.config
+        return first_scales(job, config.n_layers, config.n_heads, self.subject.window)
 
     def shares(self, text: str) -> Shares:
         """Of a training text."""

@@ -100,7 +100,7 @@ def grain_table(results: Results) -> str:
     for grain, words in GRAIN_WORDS.items():
         jobs[f"mean shares, one for {words}"] = mean(settings, grain=grain)
         for start in reversed(STARTS):
-            jobs[f"learned from {start}, one for {words}"] = learned(settings, grain=grain, start=start)
+            jobs[f"{learned_from(start)}, one for {words}"] = learned(settings, grain=grain, start=start)
     return _texts_table(results, jobs)
 
 
@@ -129,7 +129,7 @@ def transfer_table(results: Results) -> str:
 def rate_table(results: Results) -> str:
     settings = results.settings
     jobs = {
-        f"from {start} at {rate}": learned(settings, start=start, rate=rate)
+        f"{learned_from(start)} at {rate}": learned(settings, start=start, rate=rate)
         for start in STARTS
         for rate in sorted({settings.rate, *settings.other_rates})
     }
@@ -167,7 +167,9 @@ def seed_table(results: Results) -> str:
             if results.has(job):
                 whole, found = results.perplexities(WHOLE, text)[0], results.perplexities(job, text)
                 change = 100 * (found.mean() / whole - 1)
-                lines.append([f"ours, {text}, from {start}", f"{whole:.2f}", cell(found), f"{change:+.1f}%"])
+                lines.append(
+                    [f"{results.settings.model}, {text}, from {start}", f"{whole:.2f}", cell(found), f"{change:+.1f}%"]
+                )
     return markdown(["model", "perplexity, whole", "2 blocks, learned scales", "change"], lines)
 
 
@@ -175,9 +177,13 @@ def name_of(job: Job) -> str:
     """In a few words."""
     if job.kind in ("whole", "none", "1 / k", "exact"):
         return job.kind if job.kind == "whole" else f"{job.blocks} blocks, {job.kind}"
-    kind = "mean shares" if job.kind == "mean" else f"learned from {job.start}"
+    kind = "mean shares" if job.kind == "mean" else learned_from(job.start)
     grain = "" if job.grain == "position" else f", one for {GRAIN_WORDS[job.grain]}"
     return f"{job.blocks} blocks, {kind}{grain}"
+
+
+def learned_from(start: str) -> str:
+    return f"learned from {'mean shares' if start == 'mean' else start}"
 
 
 def _cell(results: Results, job: Job, text: str) -> str:
@@ -225,15 +231,14 @@ def plot_grains(results: Results, path: Path) -> None:
     kinds = {
         "mean shares": {grain: mean(settings, grain=grain) for grain in GRAINS},
         "learned from 1 / k": {grain: learned(settings, grain=grain) for grain in GRAINS},
-        "learned from 1": {grain: learned(settings, grain=grain, start="1") for grain in GRAINS},
     }
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     for axes, text in zip(figure.subplots(1, len(TEXTS)), TEXTS):
         for i, (kind, jobs) in enumerate(kinds.items()):
             values = [results.perplexities(job, text) for job in jobs.values()]
             heights = [value.mean() if value.size else np.nan for value in values]
-            x = np.arange(len(GRAINS)) + 0.27 * (i - 1)
-            axes.bar(x, heights, 0.25, color=COLOURS[i], label=kind)
+            x = np.arange(len(GRAINS)) + 0.4 * (i - 0.5)
+            axes.bar(x, heights, 0.37, color=COLOURS[i], label=kind)
         axes.axhline(results.perplexities(WHOLE, text)[0], color="black", linewidth=1, label="whole")
         equal = results.perplexities(Job("1 / k", settings.middle), text)[0]
         axes.axhline(equal, color="grey", linewidth=1, linestyle="--", label="1 / k")
@@ -252,7 +257,7 @@ def plot_learning(results: Results, path: Path) -> None:
     settings = results.settings
     panels: dict[str, dict[str, tuple[Any, Any]]] = {}
     for start in STARTS:
-        lines = panels[f"from {start}"] = {}
+        lines = panels[learned_from(start)] = {}
         for grain in GRAINS:
             job = learned(settings, grain=grain, start=start)
             if results.has(job):

@@ -35,7 +35,7 @@ GRAINS = {
     "head and position": (True, True),
 }
 KINDS = ("whole", "none", "exact", "1 / k", "mean", "learned")
-STARTS = ("1", "1 / k")
+STARTS = ("1", "1 / k", "mean")  # of the exact shares
 BINS = 16  # of positions, for losses along the window
 REPEATED = 4  # tokens, whose second appearance counts as a repetition
 
@@ -56,7 +56,7 @@ class RealSettings:
     """what scales learn from: code, shakespeare or captions; the others are tried at `middle` blocks"""
     window: int = 256
     """tokens that are seen at once"""
-    steps: int = 32
+    steps: int = 24
     """updates of the scales"""
     batch_size: int = 2
     """windows an update"""
@@ -66,7 +66,7 @@ class RealSettings:
     """tried at `middle` blocks; 0.01 is the seed's"""
     seeds: int = 3
     """how often scales of each position learn at `middle` blocks, each time from other windows"""
-    test_windows: int = 6
+    test_windows: int = 4
     """held-out windows of each text"""
     measured_windows: int = 16
     """of the training text, for the mean of the exact shares"""
@@ -177,7 +177,7 @@ def cut(model: GPT, job: Job, arrays: Sequence[np.ndarray] = ()) -> list[Tensor]
 
 
 def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.ndarray]:
-    """Where scales begin: all at 1, or at 1 / k for each of the k blocks that a query sees."""
+    """Where scales begin that nobody measured: all at 1, or at 1 / k for each of the k blocks that a query sees."""
     per_head, per_position = GRAINS[job.grain or "position"]
     array = equal_shares(job.blocks, window if per_position else job.blocks)
     if job.start == "1":
@@ -185,8 +185,13 @@ def first_scales(job: Job, n_layers: int, n_heads: int, window: int) -> list[np.
     return [np.tile(array, (n_heads, 1, 1)) if per_head else array] * n_layers
 
 
-def learn(subject: RealSubject, job: Job, settings: RealSettings) -> tuple[list[np.ndarray], list[float]]:
+def learn(
+    subject: RealSubject, job: Job, settings: RealSettings, first: Sequence[np.ndarray]
+) -> tuple[list[np.ndarray], list[float]]:
     """Let scales learn to predict a text's next tokens, all else being frozen.
+
+    Args:
+        first: where those of each layer begin.
 
     Returns:
         those of each layer, and the loss of each batch.
@@ -194,9 +199,9 @@ def learn(subject: RealSubject, job: Job, settings: RealSettings) -> tuple[list[
     Raises:
         RuntimeError: anything but scales changed.
     """
-    model, config = subject.model, subject.model.config
+    model = subject.model
     before = digest(model)
-    scales = cut(model, job, first_scales(job, config.n_layers, config.n_heads, subject.window))
+    scales = cut(model, job, first)
     needed = settings.steps * settings.batch_size
     rows = rows_of(subject.tokeniser, job.text, "train", 4 * needed, subject.window)
     chosen = np.random.default_rng(job.seed).permutation(len(rows))[:needed].reshape(settings.steps, -1)
