@@ -311,3 +311,16 @@ def test_a_folder_that_is_no_model(folder, tmp_path, monkeypatch):
         path.unlink()
     with pytest.raises(ValueError, match="expected a decoder with a tokeniser"):
         new_subject(RealSettings(str(broken), window=WINDOW))
+
+
+def test_the_readme_shows_the_results_that_lie_beside_it(tmp_path):
+    folder = Path(real_report.__file__).parent
+    shutil.copy(folder / "results" / "real" / "results.json", tmp_path)
+    results = real_report.Results(Record(RealSettings(output=tmp_path)), RealSettings())
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    for text in real.TEXTS:
+        assert real_report.perplexity_table(results, text) in readme
+    for name in ("won_back", "grain", "transfer", "rate", "explained", "written", "seed"):
+        assert getattr(real_report, f"{name}_table")(results) in readme
+    for picture in PICTURES:
+        assert f"results/real/{picture}" in readme

@@ -37,7 +37,7 @@ from tricycle_cli.flags import parse
 
 QUICK: dict[str, Any] = {
     "blocks": (2, 4),
-    "steps": 10,
+    "steps": 6,
     "seeds": 1,
     "test_windows": 2,
     "measured_windows": 4,
@@ -121,7 +121,7 @@ def show(bench: Bench, record: Record) -> None:
     for text in TEXTS:
         print(f"\nPerplexity, {text}\n\n{real_report.perplexity_table(results, text)}")
     tables = {
-        "Share of the lost perplexity that is won back, %": real_report.won_back_table(results),
+        "Share of the lost nats a token that is won back, %": real_report.won_back_table(results),
         f"All kinds of scales, {settings.middle} blocks": real_report.grain_table(results),
         "From one text to another": real_report.transfer_table(results),
         "Learning rates": real_report.rate_table(results),

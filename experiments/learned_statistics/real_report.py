@@ -51,10 +51,10 @@ class Results:
         return np.array(self.rows[job]["texts"][text]["positions"])
 
     def won_back(self, job: Job, text: str) -> np.ndarray:
-        """Which share of the perplexity that blocks without correction lose comes back, in percent."""
-        whole = self.perplexities(WHOLE, text)[0]
-        none = self.perplexities(Job("none", job.blocks), text)[0]
-        return 100 * (none - self.perplexities(job, text)) / (none - whole)
+        """Which share of the nats a token that blocks without correction lose comes back, in percent."""
+        whole = np.log(self.perplexities(WHOLE, text)[0])
+        none = np.log(self.perplexities(Job("none", job.blocks), text)[0])
+        return 100 * (none - np.log(self.perplexities(job, text))) / (none - whole)
 
 
 def ways(settings: RealSettings, blocks: int) -> dict[str, Job]:
@@ -243,8 +243,8 @@ def plot_grains(results: Results, path: Path) -> None:
         equal = results.perplexities(Job("1 / k", settings.middle), text)[0]
         axes.axhline(equal, color="grey", linewidth=1, linestyle="--", label="1 / k")
         axes.set_xticks(range(len(GRAINS)), [grain.replace(" and ", "\nand ") for grain in GRAINS], fontsize=8)
-        axes.set(title=text, yscale="log")
-        axes.grid(alpha=0.25, axis="y", which="both")
+        axes.set_title(text)
+        axes.grid(alpha=0.25, axis="y")
     figure.axes[0].set_ylabel("perplexity")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
@@ -283,14 +283,14 @@ def plot_scales(scales: dict[str, Sequence[np.ndarray]], path: Path, title: str)
     n, window = next(iter(scales.values()))[0].shape
     figure = Figure(figsize=(2.9 * n + 1, 2.3 * len(scales) + 0.8), layout="constrained")
     grid = figure.subplots(len(scales), n, squeeze=False, sharex=True, sharey=True)
-    for axes_row, (name, arrays) in zip(grid, scales.items()):
-        for i, axes in enumerate(axes_row):
+    for row, (name, arrays) in enumerate(scales.items()):
+        for i, axes in enumerate(grid[row]):
             values = np.stack([array[i] for array in arrays]).astype(float)
             values[:, : block_starts(n, window)[i]] = np.nan  # which do not see the block
             image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
-            if axes is axes_row[0]:
+            if i == 0:
                 axes.set_ylabel(f"{name}\nlayer", fontsize=8)
-            if axes_row is grid[0]:
+            if row == 0:
                 axes.set_title(f"block {i} of the keys", fontsize=9)
     figure.supxlabel("position of the query", fontsize=9)
     figure.suptitle(title, fontsize=11)
