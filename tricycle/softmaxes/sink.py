@@ -23,7 +23,7 @@ class SinkSoftmax(RowSoftmax):
     exp(L) / (exp(b) + exp(L)).
 
     Sources: Miller 2023, "Attention is off by one", for the 1 in the denominator; OpenAI 2025, gpt-oss-120b &
-    gpt-oss-20b model card, section 2.2, for the learned one.
+    gpt-oss-20b model card, for the learned one.
 
     Args:
         initial: what b begins with in a new layer.
