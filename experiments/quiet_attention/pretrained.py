@@ -179,7 +179,7 @@ def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float
     layer: where that is most."""
     found: list[tuple[float, float, int]] = []
 
-    def listen(layer: Any, out: Any, x: Any) -> None:
+    def listen(layer: Any, out: Any, x: Any, *others: Any) -> None:
         sizes = abs(x.array[0]).max(axis=-1)
         found.append((float(sizes.max()), float(sizes.max() / np.median(sizes)), len(found)))
 
