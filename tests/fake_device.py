@@ -17,7 +17,9 @@ import numpy as np
 from tricycle import kernels
 
 REFUSED_ARGUMENTS = {"initial", "where"}  # of reductions: CuPy's have none
-METHODS = "all any argmax astype copy cumsum diagonal max mean min ravel reshape squeeze sum swapaxes transpose".split()
+METHODS = """
+all any argmax astype copy cumsum diagonal max mean min ravel repeat reshape squeeze sum swapaxes transpose
+""".split()
 OPERATORS = "add sub mul truediv mod pow matmul lt le gt ge eq ne and_ or_".split()
 PRODUCTS = {"matmul", "einsum", "tensordot", "dot"}
 reads: list[str] = []  # one entry for each time that the host has read from the device

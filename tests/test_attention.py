@@ -185,9 +185,9 @@ def test_scalings_of_rotary_positions_follow_their_formulas() -> None:
     speeds = 10_000.0 ** (-np.arange(0, 64, 2) / 64)
     np.testing.assert_allclose(RotaryScaling("linear", 4.0).slowed(speeds), speeds / 4)
     scaling = RotaryScaling("llama3", 8.0, 1.0, 4.0, 512)
-    found = scaling.slowed(speeds)
+    actual = scaling.slowed(speeds)
     lengths = 2 * math.pi / speeds
-    for speed, length, slowed in zip(speeds, lengths, found, strict=True):
+    for speed, length, slowed in zip(speeds, lengths, actual, strict=True):
         if length < 512 / 4:
             expected = speed
         elif length > 512 / 1:
@@ -196,7 +196,7 @@ def test_scalings_of_rotary_positions_follow_their_formulas() -> None:
             smooth = (512 / length - 1) / (4 - 1)
             expected = speed * ((1 - smooth) / 8 + smooth)
         assert slowed == pytest.approx(expected, rel=1e-12)
-    assert (found == speeds).any() and (found == speeds / 8).any()
+    assert (actual == speeds).any() and (actual == speeds / 8).any()
 
 
 def test_rotary_attention_depends_on_distance_only(rng: np.random.Generator) -> None:

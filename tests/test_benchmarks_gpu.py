@@ -98,9 +98,9 @@ def arguments(tmp_path):
 
 def test_a_side_that_fails_is_told_and_the_others_go_on(arguments):
     deadline = time.monotonic() + 100
-    found = gpu.train_case(gpu.TINY, ["tricycle", "nobody"], arguments, deadline)
-    assert found["tricycle"]["seconds"] > 0
-    assert found["nobody"]["error"] == "nobody: KeyError: 'nobody'"
+    results = gpu.train_case(gpu.TINY, ["tricycle", "nobody"], arguments, deadline)
+    assert results["tricycle"]["seconds"] > 0
+    assert results["nobody"]["error"] == "nobody: KeyError: 'nobody'"
 
 
 def test_a_side_that_takes_too_long_is_ended(arguments):
@@ -129,9 +129,9 @@ def test_tables():
 
 
 def test_products_are_those_of_a_step():
-    found = gpu_workers.products(gpu.TINY)
-    assert len(found) == 15 and found[0] == ("qkv", 64, 32, 96) and found[2] == ("qkv dw", 32, 64, 96)
-    for name, n, k, m in found:
+    shapes = gpu_workers.products(gpu.TINY)
+    assert len(shapes) == 15 and shapes[0] == ("qkv", 64, 32, 96) and shapes[2] == ("qkv dw", 32, 64, 96)
+    for name, n, k, m in shapes:
         a, b = gpu_workers.operands(name, n, k, m, lambda *shape: np.ones(shape))
         assert (a @ b).shape == (n, m) and (a @ b).flat[0] == k
 

@@ -146,9 +146,9 @@ def test_one_block_twice_and_at_two_shapes_before_backward(make: Callable, rng: 
     def gradients(*parts: np.ndarray) -> list[np.ndarray]:
         outputs = [block(part) for part in parts]
         sum((out * out).sum() for out in outputs).backward()
-        found = [p.grad.array for p in block.parameters()]
+        grads = [p.grad.array for p in block.parameters()]
         block.zero_grad()
-        return found
+        return grads
 
     alone = [gradients(part) for part in inputs]
     for i, together in enumerate(gradients(*inputs)):

@@ -133,10 +133,10 @@ def results_of(name: str, kernel: Callable, arguments: list) -> list:
     return list(found) if isinstance(found, tuple) else [found]
 
 
-def assert_near(found: list, expected: list, tolerance: float, share: float = 0.1) -> None:
+def assert_near(actual: list, expected: list, tolerance: float, share: float = 0.1) -> None:
     """Relative to each value, and to this share of the largest."""
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected):
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected):
         mine = np.asarray(to_host(mine), np.float64)
         assert mine.shape == np.shape(theirs)
         scale = max(1.0, float(np.abs(theirs).max(initial=0, where=np.isfinite(theirs))))
@@ -150,10 +150,10 @@ def check_case(name: str, size: tuple, dtype: np.dtype, layout: Callable, device
     written = given[IN_PLACE[name]] if name in IN_PLACE else []
     read = [a for a in given if hasattr(a, "dtype") and not any(a is w for w in written)]
     before = [to_host(a).tobytes() for a in read]
-    found = results_of(name, kernels.KERNELS[name], given)
+    actual = results_of(name, kernels.KERNELS[name], given)
     assert before == [to_host(a).tobytes() for a in read]
-    assert_near(found, expected, CLOSE[dtype.name])
-    small = [a for a in found if a.dtype.itemsize == 2]
+    assert_near(actual, expected, CLOSE[dtype.name])
+    small = [a for a in actual if a.dtype.itemsize == 2]
     assert all(a.dtype == dtype for a in small)
 
 
@@ -177,11 +177,11 @@ def test_agrees_with_the_reference_in_float64(name, dtype, emulated):
 @pytest.mark.parametrize("name", ours)
 def test_the_order_of_threads_changes_no_bit(name, emulated):
     for size in CASES[name][1]:
-        found = []
+        results = []
         for emulated.order in (0, 1, 7):
             arguments = drawn(name, size, np.dtype(np.float32))
-            found.append([a.tobytes() for a in results_of(name, kernels.KERNELS[name], arguments)])
-        assert found[0] == found[1] == found[2], size
+            results.append([a.tobytes() for a in results_of(name, kernels.KERNELS[name], arguments)])
+        assert results[0] == results[1] == results[2], size
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -228,12 +228,12 @@ def test_norms(shape, centred, dtype, device, rng):
     slopes = kernels.layer_norm_backward.plain(wide(grad), wide(x), wide(gain), *expected[1:], centred)
     for layout in (contiguous, offset_by_one):
         given = device(x, layout), device(gain, layout)
-        y, mean, scale = found = kernels.layer_norm(*given, device(bias, layout), 1e-5, centred)
+        y, mean, scale = actual = kernels.layer_norm(*given, device(bias, layout), 1e-5, centred)
         assert y.dtype == dtype and mean.dtype == scale.dtype == np.float32
-        assert_near(list(found), list(expected), CLOSE[dtype.name])
-        found = kernels.layer_norm_backward(device(grad, layout), *given, mean, scale, centred)
-        assert found[0].dtype == dtype and found[1].dtype == found[2].dtype == np.float32
-        assert_near(list(found), list(slopes), CLOSE[dtype.name])
+        assert_near(list(actual), list(expected), CLOSE[dtype.name])
+        actual = kernels.layer_norm_backward(device(grad, layout), *given, mean, scale, centred)
+        assert actual[0].dtype == dtype and actual[1].dtype == actual[2].dtype == np.float32
+        assert_near(list(actual), list(slopes), CLOSE[dtype.name])
 
 
 def test_a_norm_of_many_rows(device, rng):
@@ -253,12 +253,12 @@ def test_a_norm_of_many_rows(device, rng):
 def test_sums(shape, dtype, device, rng):
     x = rng.standard_normal(shape).astype(dtype)
     for layout in (contiguous, offset_by_one):
-        found = kernels.sum_rows(device(x, layout))
-        assert found.dtype == np.float32
-        assert_near([found], [wide(x).sum(axis=0)], 1e-4)
-    found = kernels.sum_squares(device(x))
-    assert found.dtype == np.float32 and found.shape == ()
-    np.testing.assert_allclose(float(to_host(found)), (wide(x) ** 2).sum(), 1e-5)
+        sums = kernels.sum_rows(device(x, layout))
+        assert sums.dtype == np.float32
+        assert_near([sums], [wide(x).sum(axis=0)], 1e-4)
+    sums = kernels.sum_squares(device(x))
+    assert sums.dtype == np.float32 and sums.shape == ()
+    np.testing.assert_allclose(float(to_host(sums)), (wide(x) ** 2).sum(), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -379,14 +379,14 @@ def test_attention_gives_the_same_bits_in_any_order(dtype, emulated, rng):
     for shape in SHAPES[1:4]:
         packed, grad, scoring, nothing, mask = attention_arguments(rng, 64, dtype, shape)
         q, k, v = split(packed, shape[0])
-        found = []
+        results = []
         for emulated.order in (0, 1, 7):
             gradients = np.full(packed.shape, np.nan, dtype)
             out, log_total = kernels.attention(q, k, v, scoring, nothing, mask)
             given = grad, q, k, v, out, log_total, scoring, *split(gradients, shape[0])
             kernels.attention_backward(*given, mask)
-            found.append((out.tobytes(), log_total.tobytes(), gradients.tobytes()))
-        assert found[0] == found[1] == found[2]
+            results.append((out.tobytes(), log_total.tobytes(), gradients.tobytes()))
+        assert results[0] == results[1] == results[2]
 
 
 def test_attention_of_rows_that_do_not_lie_as_tensor_cores_want(device, rng):
@@ -415,10 +415,10 @@ def test_casts(small, device):
     x = np.concatenate([odd, np.arange(1000) / 3]).astype(np.float32)
     with np.errstate(over="ignore"):
         expected = x.astype(dtype)
-    found = kernels.operand(device(x), small)
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(to_host(found).astype(np.float32), expected.astype(np.float32))
-    assert kernels.operand(found, small) is found
+    cast = kernels.operand(device(x), small)
+    assert cast.dtype == dtype
+    np.testing.assert_array_equal(to_host(cast).astype(np.float32), expected.astype(np.float32))
+    assert kernels.operand(cast, small) is cast
     matrix = device(np.arange(48, dtype=np.float32).reshape(6, 8)).T
     turned = kernels.to_compute_dtype(matrix, small)
     assert turned.flags.f_contiguous and turned.shape == (8, 6)
@@ -481,9 +481,9 @@ def test_rotations_of_one_part_of_a_packed_array(dtype, device, rng):
     packed, angles = rng.standard_normal((2, 5, 3, 4, 16)).astype(dtype), rng.standard_normal((5, 8))
     cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
     for part in range(3):
-        found = kernels.rotate(device(packed)[:, :, part], device(cos), device(sin))
+        actual = kernels.rotate(device(packed)[:, :, part], device(cos), device(sin))
         expected = kernels.rotate.plain(wide(packed)[:, :, part], wide(cos), wide(sin))
-        assert_near([found], [expected], CLOSE[dtype.name])
+        assert_near([actual], [expected], CLOSE[dtype.name])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -518,10 +518,10 @@ def test_updates_of_a_transposed_matrix(device, rng):
 def test_the_first_and_a_late_update(steps, device):
     """1 - beta^step must lose no digits for a beta close to 1."""
     start = [np.full(4, value) for value in (1.0, 0.3, 0.2, 0.1)]
-    expected, found = [a.copy() for a in start], [device(a.astype(np.float32)) for a in start]
-    for kernel, arrays in ((kernels.adamw.plain, expected), (kernels.adamw, found)):
+    expected, actual = [a.copy() for a in start], [device(a.astype(np.float32)) for a in start]
+    for kernel, arrays in ((kernels.adamw.plain, expected), (kernels.adamw, actual)):
         kernel(*arrays, steps, 0.1, (0.9, 0.9999), 1e-8, 0.0)
-    np.testing.assert_allclose(to_host(found[0]), expected[0], 1e-6)
+    np.testing.assert_allclose(to_host(actual[0]), expected[0], 1e-6)
 
 
 # -------------------------------------------------------------------- on a GPU
@@ -537,11 +537,11 @@ def test_a_gpu_agrees_with_the_reference_in_float64(name, layout, dtype, no_cudn
 @each_type
 def test_a_gpu_gives_the_same_bits_twice(name, dtype, no_cudnn):
     for size in CASES[name][1]:
-        found = []
+        results = []
         for _ in range(2):
             arguments = [to_cupy(a) if isinstance(a, np.ndarray) else a for a in drawn(name, size, dtype)]
-            found.append([to_host(a).tobytes() for a in results_of(name, kernels.KERNELS[name], arguments)])
-        assert found[0] == found[1]
+            results.append([to_host(a).tobytes() for a in results_of(name, kernels.KERNELS[name], arguments)])
+        assert results[0] == results[1]
 
 
 @pytest.mark.gpu
@@ -606,9 +606,9 @@ def test_plans_cover_what_they_are_for(n_rows, size, itemsize):
     assert launch.whole_sum(n_rows * size, itemsize).grid[0] <= 1024
     name = "float" if itemsize == 4 else "__half"
     for at_once in (1, pack):
-        found = launch.norm_backward(n_rows, size, at_once)
-        if found is not None:
-            plan, held = found
+        planned = launch.norm_backward(n_rows, size, at_once)
+        if planned is not None:
+            plan, held = planned
             assert plan.block[0] * held * at_once >= size
             assert (name, str(at_once), str(held)) in KERNELS["norm"]["layer_norm_backward"]
             assert plan.shared >= 8 * size or plan.block[1] == 1
@@ -757,12 +757,12 @@ ARCHITECTURES = [FIRST, *(pytest.param(other, marks=pytest.mark.slow) for other 
     "file", [pytest.param(file, marks=[pytest.mark.slow] * (file in LONG_TO_COMPILE)) for file in KERNELS]
 )
 def test_compiles_without_spills(file, architecture):
-    found = list(nvrtc.compile_file(file, architecture))
-    print(nvrtc.table(found))
-    assert [usage.kernel for usage in found] == list(expressions(file))
-    spilled = [usage for usage in found if usage.stack or usage.spills]
+    usages = list(nvrtc.compile_file(file, architecture))
+    print(nvrtc.table(usages))
+    assert [usage.kernel for usage in usages] == list(expressions(file))
+    spilled = [usage for usage in usages if usage.stack or usage.spills]
     assert not spilled, nvrtc.table(spilled)
-    for usage in found:
+    for usage in usages:
         threads = most_threads(file, usage.kernel)
         assert threads * 8 * -(-usage.registers // 8) <= 65_536, f"{usage} and {threads} threads"
         assert usage.shared <= launch.SHARED_WITHOUT_ASKING
@@ -796,9 +796,9 @@ ptxas info : Used 16 registers"""
 
 
 def test_the_assemblers_words_are_read():
-    found = list(nvrtc.usages(LOG, {"_Z1f": "f<float>", "_Z1g": "g"}, "sm_90"))
-    assert found == [nvrtc.Usage("f<float>", "sm_90", 40, 128, 8, 16), nvrtc.Usage("g", "sm_90", 16, 0, 0, 0)]
-    assert nvrtc.table(found).splitlines()[2:] == ["| `f<float>` | 40 | 128 | 24 |", "| `g` | 16 | 0 | 0 |"]
+    usages = list(nvrtc.usages(LOG, {"_Z1f": "f<float>", "_Z1g": "g"}, "sm_90"))
+    assert usages == [nvrtc.Usage("f<float>", "sm_90", 40, 128, 8, 16), nvrtc.Usage("g", "sm_90", 16, 0, 0, 0)]
+    assert nvrtc.table(usages).splitlines()[2:] == ["| `f<float>` | 40 | 128 | 24 |", "| `g` | 16 | 0 | 0 |"]
     with pytest.raises(ValueError, match="expected the assembler's words on h for sm_90, got"):
         list(nvrtc.usages(LOG, {"_Z1h": "h"}, "sm_90"))
 
@@ -843,8 +843,8 @@ __global__ void reverse(const float* x, float* y) {
 
 @pytest.mark.parametrize(("barrier", "differs"), [("", True), ("__syncthreads();", False)])
 def test_the_emulator_shows_a_missing_barrier(barrier, differs, tmp_path, monkeypatch):
-    found = run_on_emulator(RACE.replace("BARRIER", barrier), tmp_path, monkeypatch)
-    assert (found[0] != found[1]) == differs
+    results = run_on_emulator(RACE.replace("BARRIER", barrier), tmp_path, monkeypatch)
+    assert (results[0] != results[1]) == differs
 
 
 def test_the_emulator_finds_threads_that_wait_for_ever(tmp_path, monkeypatch):
@@ -858,12 +858,12 @@ def run_on_emulator(text: str, folder: Path, monkeypatch) -> list[bytes]:
     monkeypatch.setattr(emulate, "source", lambda file, folders: text)
     monkeypatch.setattr(emulate, "expressions", lambda file: ("reverse",))
     monkeypatch.setitem(KERNELS, "race", {"reverse": ((),)})
-    emulator, found = emulate.Emulator(folder), []
+    emulator, results = emulate.Emulator(folder), []
     for emulator.order in (0, 1):
         y = np.zeros(64, np.float32)
         emulator.launch("race", "reverse", (), Plan((1, 1), (64, 1)), np.arange(64, dtype=np.float32), y)
-        found.append(y.tobytes())
-    return found
+        results.append(y.tobytes())
+    return results
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -884,7 +884,7 @@ def test_the_emulators_floats_of_16_bits(dtype, emulated, rng):
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("float16", 2e-2), ("bfloat16", 6e-2)])
 def test_a_model_learns_through_the_table(precision, tolerance, softmax, emulated, monkeypatch):
     """Loss, gradients and an update, as with the CPU's kernels in float32; the head size is one of tensor cores."""
-    found = {}
+    results = {}
     for where, versions in (("cpu", registered_by(cpu.register)), ("cuda", CUDA)):
         offer(monkeypatch, np.ndarray, versions)
         config = DebugConfig(
@@ -904,11 +904,11 @@ def test_a_model_learns_through_the_table(precision, tolerance, softmax, emulate
         model.update(optimiser)
         assert all(p.dtype == np.float32 for p in model.parameters())
         assert all(g.dtype == np.float32 for g in gradients.values())
-        found[where] = float(loss), gradients, {name: p.array for name, p in model.named_parameters()}
+        results[where] = float(loss), gradients, {name: p.array for name, p in model.named_parameters()}
     names = {name for name, _ in emulated.launched}
     assert {"adamw", "layer_norm_backward", "cross_entropy", "sum_tokens"} <= names
     assert ("attention" if precision == "float32" else "attention_mma") in names
-    (loss, gradients, _), (expected, wanted, _) = found["cuda"], found["cpu"]
+    (loss, gradients, _), (expected, wanted, _) = results["cuda"], results["cpu"]
     np.testing.assert_allclose(loss, expected, tolerance)
     for name, gradient in wanted.items():
         difference = np.linalg.norm(gradients[name] - gradient) / np.linalg.norm(gradient)

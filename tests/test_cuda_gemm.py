@@ -218,12 +218,12 @@ def test_products_equal_the_plain_ones(stand_in, rng, shape, kind, layouts):
     exact = np.asarray(a).astype(float) @ np.asarray(b).astype(float)
     for wanted in (None, np.float32, dtype):
         for added in (None, on_device(bias)):
-            found = gemm.matmul(a, b, added, None, wanted)
+            actual = gemm.matmul(a, b, added, None, wanted)
             expected = kernels.matmul.plain(np.asarray(a), np.asarray(b), None if added is None else bias, None, wanted)
-            assert found.dtype == expected.dtype and found.shape == expected.shape
-            true = exact if added is None else exact + (bias if found.dtype == np.float32 else bias.astype(dtype))
-            rounding = 1e-5 if found.dtype == np.float32 else 2.0**-8 if kind == "bfloat16" else 2.0**-10
-            np.testing.assert_allclose(found.astype(float), true, rounding, rounding * 4)
+            assert actual.dtype == expected.dtype and actual.shape == expected.shape
+            true = exact if added is None else exact + (bias if actual.dtype == np.float32 else bias.astype(dtype))
+            rounding = 1e-5 if actual.dtype == np.float32 else 2.0**-8 if kind == "bfloat16" else 2.0**-10
+            np.testing.assert_allclose(actual.astype(float), true, rounding, rounding * 4)
     assert stand_in.products == 6
 
 

@@ -186,8 +186,8 @@ def test_tokens_are_the_documents_with_separators():
         texts = [text for text, out in DOCUMENTS if out == held_out]
         cuts = np.flatnonzero(tokens == corpus.tokeniser.end_of_text)
         assert len(cuts) == len(texts) - 1
-        found = [corpus.tokeniser.decode_bytes(part) for part in np.split(tokens, cuts)]
-        assert [part.removeprefix(b"<|endoftext|>") for part in found] == texts
+        documents = [corpus.tokeniser.decode_bytes(part) for part in np.split(tokens, cuts)]
+        assert [part.removeprefix(b"<|endoftext|>") for part in documents] == texts
         assert tokens.dtype == np.uint16 and isinstance(tokens, np.memmap)
     assert corpus.validation_bytes == b"".join(text for text, out in DOCUMENTS if out)
     assert "1,0" not in repr(corpus) and "Corpus(vocab_size=300" in repr(corpus)
@@ -328,16 +328,16 @@ def test_nothing_to_train_on_or_held_out(documents, what):
 def test_the_tokeniser_learns_from_a_sample_of_a_large_corpus(monkeypatch):
     monkeypatch.setattr(corpus_module, "SAMPLE_BYTES", 1000)
     monkeypatch.setattr(corpus_module, "_BLOCK", 50)
-    taken = []
-    monkeypatch.setattr(BPETokeniser, "train", lambda self, blocks, progress: taken.extend(blocks) or self)
+    read = []
+    monkeypatch.setattr(BPETokeniser, "train", lambda self, blocks, progress: read.extend(blocks) or self)
     documents = [(bytes([65 + i % 26]) * 500, i % 5 == 4) for i in range(26)]
     make(documents)
-    assert sum(map(len, taken)) == 1000
-    seen = {block[:1] for block in taken}
+    assert sum(map(len, read)) == 1000
+    seen = {block[:1] for block in read}
     assert seen == {text[:1] for text, out in documents if not out}  # something of every training document
-    taken.clear()
+    read.clear()
     make(documents, fingerprint="nobody counted the bytes")
-    assert b"".join(taken) == documents[0][0] + documents[1][0]
+    assert b"".join(read) == documents[0][0] + documents[1][0]
 
 
 def test_small_corpora_teach_the_tokeniser_whole():

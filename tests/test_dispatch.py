@@ -97,11 +97,11 @@ def test_a_kernel_looks_as_its_function_does(kernel):
 @pytest.fixture
 def entries(monkeypatch):
     """What is installed, in this test."""
-    found = []
+    registered = []
     monkeypatch.setattr(
-        metadata, "entry_points", lambda group, name: [e for e in found if (group, name) == (GROUP, e.name)]
+        metadata, "entry_points", lambda group, name: [e for e in registered if (group, name) == (GROUP, e.name)]
     )
-    return found
+    return registered
 
 
 def new_array_type(library: str) -> type:
@@ -146,7 +146,7 @@ def test_any_other_error_is_seen_each_time(kernel, entries):
 
 def test_nobody_sees_half_of_what_is_registered(kernel, entries):
     """A second thread that comes meanwhile waits: what it computes must not depend on who was first."""
-    array_type, begun, found = new_array_type("boxes"), threading.Event(), []
+    array_type, begun, answers = new_array_type("boxes"), threading.Event(), []
 
     def register(array):
         kernel.on(array)(lambda x, factor, shift=0.0: NotImplemented)
@@ -158,13 +158,13 @@ def test_nobody_sees_half_of_what_is_registered(kernel, entries):
 
     def call() -> None:
         begun.wait(10)
-        found.append(kernel(array_type(), 1))
+        answers.append(kernel(array_type(), 1))
 
     second = threading.Thread(target=call)
     second.start()
-    found.append(kernel(array_type(), 1))
+    answers.append(kernel(array_type(), 1))
     second.join(10)
-    assert found == ["fast", "fast"]
+    assert answers == ["fast", "fast"]
 
 
 def test_what_is_installed_names_who_is_faster():

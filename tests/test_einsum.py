@@ -33,9 +33,9 @@ def test_random_subscripts(contraction, seed):
     rng = np.random.default_rng(seed)
     arrays = [rng.standard_normal(shape) for shape in shapes]
     op = Einsum(subscripts)
-    found, expected = op(*(to_tensor(a, dtype=np.float64) for a in arrays)), np.einsum(subscripts, *arrays)
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found.array, expected, 1e-10, 1e-12)
+    actual, expected = op(*(to_tensor(a, dtype=np.float64) for a in arrays)), np.einsum(subscripts, *arrays)
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual.array, expected, 1e-10, 1e-12)
     gradcheck(op, *arrays, n_directions=1, elementwise_up_to=3)
 
 

@@ -119,8 +119,8 @@ def test_area_is_that_of_scikit_learn(rng):
     metrics = pytest.importorskip("sklearn.metrics")
     normal, other = rng.integers(0, 20, 300) / 7.0, rng.integers(5, 25, 100) / 7.0
     truth = np.repeat([0, 1], [300, 100])
-    given = np.concatenate([normal, other])
-    assert area(other, normal) == pytest.approx(metrics.roc_auc_score(truth, given))
+    errors = np.concatenate([normal, other])
+    assert area(other, normal) == pytest.approx(metrics.roc_auc_score(truth, errors))
     assert area(normal, normal) == pytest.approx(0.5)
     assert area(np.array([2.0]), np.array([0.0, 1, 2, 3])) == pytest.approx(2.5 / 4)
 
@@ -135,8 +135,8 @@ def test_measuring_what_sees_all_and_what_sees_nothing():
     windows = new_windows(TINY, 0)
     shows = (windows.labels >= 0)[:, None]
     oracle = lambda x: x - 3 * (shows if len(x) == len(shows) else 0)
-    found = measure(oracle, windows, 0.99)
-    assert set(found["area"].values()) == set(found["found"].values()) == {1.0} and found["false_alarms"] == 0
+    measures = measure(oracle, windows, 0.99)
+    assert set(measures["area"].values()) == set(measures["found"].values()) == {1.0} and measures["false_alarms"] == 0
     blind = measure(lambda x: x, windows, 0.99)
     assert set(blind["area"].values()) == {0.5} and set(blind["found"].values()) == {0.0}
 

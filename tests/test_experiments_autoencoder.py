@@ -188,8 +188,8 @@ def test_codes_that_tell_digits_apart_and_codes_that_do_not(digits, rng, monkeyp
 def test_a_training_pays_repeats_and_can_beat_pca(digits):
     settings = Settings(steps=400, code_sizes=(2,))
     one = Study(digits, settings, 0, "validation")
-    found = one.reconstruction()
-    assert found["dense"][0] < found["PCA"][0] - 0.1
+    shares = one.reconstruction()
+    assert shares["dense"][0] < shares["PCA"][0] - 0.1
     fresh = study.new_model("dense", digits.shape, 2, study.stream(study.TRAINING, 0, 0))
     again = study.train(fresh, digits, settings, 0, "")
     for name, array in again.state_dict().items():

@@ -81,14 +81,14 @@ def test_dense_layers_are_a_chain_of_their_own():
 
 def test_paths():
     distances = [4, 6, 13]
-    found = costs.paths(distances)
+    counts = costs.paths(distances)
     for k in (3, 7):
         layers = [-(-distance // (k - 1)) for distance in distances]
-        assert found[f"CNN, k = {k}"] == {"layers": layers, "products": layers}
+        assert counts[f"CNN, k = {k}"] == {"layers": layers, "products": layers}
     for name, more in {"RNN": 1, "GRU": 1, "LSTM": 3}.items():
-        assert found[name] == {"layers": [1] * 3, "products": [distance + more for distance in distances]}
+        assert counts[name] == {"layers": [1] * 3, "products": [distance + more for distance in distances]}
     for name in ("self-attention", "self-attention, all weights at once"):
-        assert found[name] == {"layers": [1] * 3, "products": [3] * 3}
+        assert counts[name] == {"layers": [1] * 3, "products": [3] * 3}
 
 
 # -------------------------------------------------------------------- costs
@@ -217,8 +217,8 @@ def test_the_rate_is_chosen_on_validation_data(monkeypatch):
     monkeypatch.setattr(study, "examine", fake_examine)
     settings = dataclasses.replace(TINY, rates=tuple(accuracies))
     bar = study.tqdm(disable=True)
-    model, found = best_of("RNN", 4, settings, 0, bar)
-    assert (model, found["rate"], found["accuracy"], found["loss"]) == (1e-2, 1e-2, 0.1, 2.0)
+    model, record = best_of("RNN", 4, settings, 0, bar)
+    assert (model, record["rate"], record["accuracy"], record["loss"]) == (1e-2, 1e-2, 0.1, 2.0)
     assert asked == [1e-3, 1e-2, 1e-1]
     asked.clear()
     accuracies[1e-3] = 0.995

@@ -148,8 +148,8 @@ def test_words_around_a_date_name_none():
 
 @pytest.mark.parametrize(("lengths", "least", "most"), [((0, 0), 6, 40), ((0, 64), 6, 64), ((193, 256), 193, 256)])
 def test_lengths(lengths, least, most):
-    found = [len(one.source) for one in examples(data.split()[2], 300, lengths, np.random.default_rng(0))]
-    assert least <= min(found) <= max(found) <= most
+    sizes = [len(one.source) for one in examples(data.split()[2], 300, lengths, np.random.default_rng(0))]
+    assert least <= min(sizes) <= max(sizes) <= most
 
 
 def test_no_date_is_in_two_parts():
@@ -164,23 +164,23 @@ def test_no_date_is_in_two_parts():
 
 
 def test_targets_come_back():
-    found = examples(data.split()[2], 5, (0, 0), np.random.default_rng(0))
-    rows = data.targets(found)
+    drawn = examples(data.split()[2], 5, (0, 0), np.random.default_rng(0))
+    rows = data.targets(drawn)
     assert rows.shape == (5, 12)
-    assert [data.decode(row[1:-1]) for row in rows] == [one.iso for one in found]
+    assert [data.decode(row[1:-1]) for row in rows] == [one.iso for one in drawn]
     assert set(rows[:, 0]) == {data.BEGIN} and set(rows[:, -1]) == {data.END}
 
 
 def test_several_dates():
-    found = data.several(data.split()[2], 50, (2, 4), np.random.default_rng(0))
-    assert {len(one.iso) // 10 for one in found} == {2, 3, 4}
-    for one in found:
+    drawn = data.several(data.split()[2], 50, (2, 4), np.random.default_rng(0))
+    assert {len(one.iso) // 10 for one in drawn} == {2, 3, 4}
+    for one in drawn:
         parts = one.source.split(data.BETWEEN)
         assert len(one.fields) == len(one.source) and len(parts) == len(one.iso) // 10
-    assert len({one.iso[-10:] for one in found}) == 50
-    rows = data.targets(found)
+    assert len({one.iso[-10:] for one in drawn}) == 50
+    rows = data.targets(drawn)
     assert rows.shape == (50, 42)
-    for one, row in zip(found, rows):
+    for one, row in zip(drawn, rows):
         assert (row[: len(one.iso) + 2] >= 0).all() and (row[len(one.iso) + 2 :] == data.IGNORED).all()
     assert several.right_dates("1998-03-032001-01-01", "1998-03-032001-01-02") == 0.5
     assert several.right_dates("1998-03-03", "1998-03-032001-01-02") == 0.5

@@ -219,8 +219,8 @@ def test_plain_kernels_take_16_bits_and_compute_in_32(name, size, precision):
     ]
     rounded = [a.astype(np.float64) if isinstance(a, np.ndarray) and a.dtype.kind != "i" else a for a in small]
     plain = kernels.KERNELS[name].plain
-    expected, found = test_kernels.outputs(name, plain, rounded), test_kernels.outputs(name, plain, small)
-    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+    expected, actual = test_kernels.outputs(name, plain, rounded), test_kernels.outputs(name, plain, small)
+    for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         # logs and sums, losses, and gradients of parameters
         wide = i > 0 and name.startswith(("layer_norm", "attention")) and name not in test_kernels.IN_PLACE
         sums = {"attention_scores", "cross_entropy", "sum_squares"}
@@ -468,16 +468,16 @@ def test_updates_with_a_factor_from_anywhere(device, make, where):
 
 def test_clipping_on_the_device_waits_for_nothing(device):
     for grad, limit in ((30.0, 1.5), (0.1, 1.5), (math.inf, 1.5), (0.0, 1.5)):
-        found = []
+        results = []
         for place in (lambda layer: layer.to_gpu(), lambda layer: layer):
             layer = place(Dense(2, 3))
             for parameter in layer.parameters():
                 parameter.grad = Tensor(parameter.xp.full(parameter.shape, grad, np.float32), False)
             with np.errstate(all="ignore"):
                 norm = clip_gradients(layer, limit)
-            found.append((norm, gradient_norm(layer), [p.grad.array for p in layer.parameters()]))
+            results.append((norm, gradient_norm(layer), [p.grad.array for p in layer.parameters()]))
         assert fake_device.reads == []
-        (norm, after, grads), (expected, wanted, theirs) = found
+        (norm, after, grads), (expected, wanted, theirs) = results
         assert norm.held == pytest.approx(expected, rel=1e-5) and after.held == pytest.approx(wanted, rel=1e-5)
         for mine, other in zip(grads, theirs):
             np.testing.assert_allclose(mine.held, other, rtol=1e-5)

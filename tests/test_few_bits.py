@@ -202,9 +202,9 @@ def test_rows_of_any_size_and_what_is_not_finite(n_rows):
     x *= np.geomspace(1e-20, 1e20, n_rows).astype(np.float32)[:, None]
     x[0] = 0
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
-    found = kernels.few_bits_matmul(x, matrix)
-    assert not found[0].any()
-    for row, truth in zip(found[1:], expected[1:]):
+    actual = kernels.few_bits_matmul(x, matrix)
+    assert not actual[0].any()
+    for row, truth in zip(actual[1:], expected[1:]):
         assert np.linalg.norm(row - truth) <= 1e-4 * np.linalg.norm(truth)
     x[0, 0] = np.nan
     assert np.isnan(kernels.few_bits_matmul(x, matrix)[0]).all()
@@ -312,9 +312,9 @@ def test_an_embedding_of_few_bits():
     table = Embedding(7, 4, generator=0)
     expected = table([[1, 6]]).array
     table.quantise("float16")
-    found = table([[1, 6]])
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found.array, expected, 1e-3)
+    actual = table([[1, 6]])
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual.array, expected, 1e-3)
     with pytest.raises(ValueError, match="from 0 to 6"):
         table([7])
 

@@ -253,9 +253,9 @@ def frequencies(n: int = 4000, **settings) -> np.ndarray:
     ],
 )
 def test_how_often_tokens_are_drawn(settings, expected):
-    found = frequencies(**settings)
-    np.testing.assert_allclose(found, expected, atol=0.03)
-    assert not found[np.array(expected) == 0].any()
+    actual = frequencies(**settings)
+    np.testing.assert_allclose(actual, expected, atol=0.03)
+    assert not actual[np.array(expected) == 0].any()
 
 
 @given(

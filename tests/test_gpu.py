@@ -74,8 +74,8 @@ def test_every_op_gives_the_same(sample):
     outputs = [sample.call(*each) for each in (tensors, on_host)]
     for output in outputs:
         output.backward()
-    found, expected = ((o.numpy(), gradients(t)) for o, t in zip(outputs, (tensors, on_host)))
-    assert_same(found, expected, 1e-5, 1e-6)
+    actual, expected = ((o.numpy(), gradients(t)) for o, t in zip(outputs, (tensors, on_host)))
+    assert_same(actual, expected, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["kernels", "reference"])

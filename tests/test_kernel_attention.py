@@ -49,8 +49,8 @@ def row_gradients_of(module, grad, q, k, v, scoring, mask) -> list[np.ndarray]:
     return written
 
 
-def assert_all_close(found, expected, rtol=1e-9, atol=1e-11) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
+def assert_all_close(actual, expected, rtol=1e-9, atol=1e-11) -> None:
+    for mine, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol, atol)
 
 
@@ -96,8 +96,8 @@ def test_gradients_of_the_reference_are_slopes(sizes, axes, rng):
     grad = rng.standard_normal(arrays[0].shape)
     directions = [rng.standard_normal(array.shape) for array in arrays]
     for scoring in scorings(sizes):
-        found = reference.attention(*arrays, scoring, True, mask)
-        slopes = gradients_of(reference, grad, *arrays, found, scoring, mask)
+        actual = reference.attention(*arrays, scoring, True, mask)
+        slopes = gradients_of(reference, grad, *arrays, actual, scoring, mask)
         loss = lambda q, k, v, scoring=scoring: (reference.attention(q, k, v, scoring, True, mask)[0] * grad).sum()
         expected = directional(loss, arrays, directions)
         np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(slopes, directions)), expected, 1e-6, 1e-7)
@@ -142,12 +142,12 @@ def test_threads_do_as_the_reference(sizes, axes, three_threads, rng):
     for i, scoring in enumerate(scorings(sizes)):
         expected = reference.attention(q, k, v, scoring, i % 3 == 0, mask)
         assert_all_close(kernels.attention(q, k, v, scoring, i % 3 == 0, mask), expected)
-        found = gradients_of(kernels, grad, q, k, v, expected, scoring, mask)
-        assert_all_close(found, gradients_of(reference, grad, q, k, v, expected, scoring, mask))
-        found = kernels.row_attention(q, k, v, scoring, cubes, mask)
-        np.testing.assert_allclose(found, reference.row_attention(q, k, v, scoring, cubes, mask), 1e-9, 1e-11)
-        found = row_gradients_of(kernels, grad, q, k, v, scoring, mask)
-        assert_all_close(found, row_gradients_of(reference, grad, q, k, v, scoring, mask))
+        actual = gradients_of(kernels, grad, q, k, v, expected, scoring, mask)
+        assert_all_close(actual, gradients_of(reference, grad, q, k, v, expected, scoring, mask))
+        actual = kernels.row_attention(q, k, v, scoring, cubes, mask)
+        np.testing.assert_allclose(actual, reference.row_attention(q, k, v, scoring, cubes, mask), 1e-9, 1e-11)
+        actual = row_gradients_of(kernels, grad, q, k, v, scoring, mask)
+        assert_all_close(actual, row_gradients_of(reference, grad, q, k, v, scoring, mask))
 
 
 def test_values_of_another_size(three_threads, rng):
@@ -190,9 +190,9 @@ def test_keys_that_no_query_sees_are_not_read(n_queries, rng):
     for array in (k, v):
         array[:, :first] = np.nan
         array[:, stop:] = np.nan
-    found = kernels.attention(q, k, v, scoring, False)
-    assert_all_close(found, expected)
-    assert_all_close(gradients_of(kernels, q, q, k, v, found, scoring, None), wanted)
+    actual = kernels.attention(q, k, v, scoring, False)
+    assert_all_close(actual, expected)
+    assert_all_close(gradients_of(kernels, q, q, k, v, actual, scoring, None), wanted)
     rows = kernels.row_attention(q, k, v, scoring, kernels.softmax)
     np.testing.assert_allclose(rows, expected[0], 1e-9)
 
@@ -251,12 +251,12 @@ def test_attention_as_pytorch(sizes, causal, module, rng):
     mask = torch.ones(sizes.queries, sizes.keys, dtype=torch.bool).tril(scoring.offset) if causal else None
     attend = torch.nn.functional.scaled_dot_product_attention
     expected = attend(*tensors, attn_mask=mask, enable_gqa=sizes.heads > sizes.key_heads)
-    found = module.attention(q, k, v, scoring, False)
-    np.testing.assert_allclose(found[0], expected.detach().numpy().transpose(0, 2, 1, 3), 1e-10, 1e-12)
+    actual = module.attention(q, k, v, scoring, False)
+    np.testing.assert_allclose(actual[0], expected.detach().numpy().transpose(0, 2, 1, 3), 1e-10, 1e-12)
     grad = rng.standard_normal(q.shape)
     expected.backward(torch.tensor(grad.transpose(0, 2, 1, 3)))
     wanted = [tensor.grad.numpy().transpose(0, 2, 1, 3) for tensor in tensors]
-    assert_all_close(gradients_of(module, grad, q, k, v, found, scoring, None), wanted)
+    assert_all_close(gradients_of(module, grad, q, k, v, actual, scoring, None), wanted)
 
 
 def test_a_cap_and_a_window_as_gemma(rng):
@@ -272,8 +272,8 @@ def test_a_cap_and_a_window_as_gemma(rng):
     tensors = [torch.tensor(a.transpose(0, 2, 1, 3)) for a in (q, k, v)]
     expected, _ = gemma.eager_attention_forward(module.eval(), *tensors, mask, scaling=0.3, softcap=2.0)
     for kernel in (kernels.attention, reference.attention):
-        found, _ = kernel(q, k, v, Scoring(0.3, 0, 7, 2.0), False)
-        np.testing.assert_allclose(found, expected.numpy(), 1e-6, 1e-7)  # their softmax is of float32
+        actual, _ = kernel(q, k, v, Scoring(0.3, 0, 7, 2.0), False)
+        np.testing.assert_allclose(actual, expected.numpy(), 1e-6, 1e-7)  # their softmax is of float32
 
 
 @pytest.mark.parametrize("n_queries", [5, 40])
@@ -345,12 +345,12 @@ def test_half_precision_is_computed_in_float32(sizes, rng):
     q[...], k[...] = 3.75, 2.5
     scoring = Scoring(0.5, sizes.keys - sizes.queries, 30)
     exact = [array.astype(float) for array in (q, k, v)]
-    found, expected = kernels.attention(q, k, v, scoring, False), reference.attention(*exact, scoring, False)
-    assert found[0].dtype == np.float16 and found[1].dtype == np.float32
-    np.testing.assert_allclose(found[0], expected[0], 1e-3, 1e-4)
-    np.testing.assert_allclose(found[1], expected[1], 1e-5)
+    actual, expected = kernels.attention(q, k, v, scoring, False), reference.attention(*exact, scoring, False)
+    assert actual[0].dtype == np.float16 and actual[1].dtype == np.float32
+    np.testing.assert_allclose(actual[0], expected[0], 1e-3, 1e-4)
+    np.testing.assert_allclose(actual[1], expected[1], 1e-5)
     wanted = gradients_of(reference, exact[0], *exact, expected, scoring, None)
-    for mine, theirs in zip(gradients_of(kernels, q, q, k, v, found, scoring, None), wanted):
+    for mine, theirs in zip(gradients_of(kernels, q, q, k, v, actual, scoring, None), wanted):
         np.testing.assert_allclose(mine, theirs, 5e-3, 0.02)
 
 
@@ -365,12 +365,12 @@ def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
     scoring = Scoring(0.5, 0)
     for mask in (None, whole_mask, whole_mask[:1]):
         called.clear()
-        found = kernels.attention(q, k, v, scoring, False, mask)
+        actual = kernels.attention(q, k, v, scoring, False, mask)
         assert sorted(called) == [1, 2, 2, 2, 2]
         expected = plain(q, k, v, scoring, False, mask)
-        assert_all_close(found, expected, 1e-12, 1e-14)
+        assert_all_close(actual, expected, 1e-12, 1e-14)
         wanted = gradients_of(reference, q, q, k, v, expected, scoring, mask)
-        assert_all_close(gradients_of(kernels, q, q, k, v, found, scoring, mask), wanted)
+        assert_all_close(gradients_of(kernels, q, q, k, v, actual, scoring, mask), wanted)
     threads._helpers.cache_clear()
 
 

@@ -280,10 +280,10 @@ def outputs(name: str, kernel, arguments: list) -> list[np.ndarray]:
     return list(result) if isinstance(result, tuple) else [result]
 
 
-def assert_close(name: str, found: list, expected: list, dtype: type) -> None:
+def assert_close(name: str, actual: list, expected: list, dtype: type) -> None:
     tolerance = {np.float64: 1e-11, np.float32: 3e-4}[dtype]
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected):
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected):
         if mine is None and name == "gelu_with_slope" and theirs is expected[1]:  # it is found again from x
             continue
         assert mine.dtype == dtype and np.shape(mine) == np.shape(theirs)
@@ -304,8 +304,8 @@ def test_every_kernel_is_tested_and_offered():
 @pytest.mark.parametrize("layout", [contiguous, strided])
 def test_agrees_with_the_reference_in_float64(name, size, dtype, layout):
     expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
-    found = outputs(name, getattr(kernels, name), draw(name, size, dtype, layout))
-    assert_close(name, found, expected, dtype)
+    actual = outputs(name, getattr(kernels, name), draw(name, size, dtype, layout))
+    assert_close(name, actual, expected, dtype)
 
 
 @pytest.mark.parametrize("name", sorted(set(FASTER) - NOT_OPS))
@@ -320,8 +320,8 @@ def test_threads_do_not_change_results(name, monkeypatch):
     for size in CASES[name][1]:
         expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
         for _ in range(2):
-            found = outputs(name, getattr(kernels, name), draw(name, size, np.float64))
-            assert_close(name, found, expected, np.float64)
+            actual = outputs(name, getattr(kernels, name), draw(name, size, np.float64))
+            assert_close(name, actual, expected, np.float64)
     threads._helpers.cache_clear()
 
 
@@ -329,8 +329,8 @@ def test_threads_do_not_change_results(name, monkeypatch):
 def test_the_reference_keeps_float32_and_layout(name, size):
     expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
     with use_reference():
-        found = outputs(name, getattr(kernels, name), draw(name, size, np.float32, strided))
-    assert_close(name, found, expected, np.float32)
+        actual = outputs(name, getattr(kernels, name), draw(name, size, np.float32, strided))
+    assert_close(name, actual, expected, np.float32)
 
 
 @pytest.mark.gpu
@@ -344,8 +344,8 @@ def test_gpu_agrees(name, size, plain):
     arguments = [cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in draw(name, size, np.float32)]
     kernel = KERNELS[name].plain if plain else KERNELS[name]
     result = kernel(*arguments)
-    found = arguments[IN_PLACE[name]] if name in IN_PLACE else list(result) if isinstance(result, tuple) else [result]
-    assert_close(name, [cupy.asnumpy(a) for a in found], expected, np.float32)
+    actual = arguments[IN_PLACE[name]] if name in IN_PLACE else list(result) if isinstance(result, tuple) else [result]
+    assert_close(name, [cupy.asnumpy(a) for a in actual], expected, np.float32)
 
 
 @pytest.mark.parametrize("name", sorted(set(FASTER) - NOT_OPS))
@@ -373,8 +373,8 @@ def test_cross_entropy_of_logits_of_any_size(shift):
     logits, labels, weights = draw("cross_entropy", (40, 30), np.float64)
     logits[::2] += shift
     expected = kernels.cross_entropy_with_slope.plain(logits, labels, weights)
-    found = kernels.cross_entropy_with_slope(logits, labels, weights)
-    for mine, theirs in zip([*found, kernels.cross_entropy(logits, labels, weights)], [*expected, expected[0]]):
+    actual = kernels.cross_entropy_with_slope(logits, labels, weights)
+    for mine, theirs in zip([*actual, kernels.cross_entropy(logits, labels, weights)], [*expected, expected[0]]):
         np.testing.assert_allclose(mine, theirs, 1e-9, 1e-13)
 
 

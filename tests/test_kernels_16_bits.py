@@ -27,9 +27,9 @@ def exact(arguments: list) -> list:
     return [a.astype(np.float64) if is_narrow(a) else a for a in arguments]
 
 
-def assert_near(found: list, expected: list, dtype: np.dtype, name: str = "") -> None:
+def assert_near(actual: list, expected: list, dtype: np.dtype, name: str = "") -> None:
     """A unit in the last place and a share of the largest value, of the dtype that each result has."""
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         if mine is None:  # a derivative that is found again from x
             continue
         unit = UNIT.get(mine.dtype.name, 1e-4)
@@ -40,15 +40,15 @@ def assert_near(found: list, expected: list, dtype: np.dtype, name: str = "") ->
 
 def check(name: str, size: tuple, dtype: np.dtype, layout) -> None:
     expected = outputs(name, KERNELS[name].plain, exact(narrow(name, size, dtype, layout)))
-    found = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
+    actual = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
     with use_reference():
         plain = outputs(name, KERNELS[name], narrow(name, size, dtype, layout))
-    for mine, theirs in zip(found, plain, strict=True):
+    for mine, theirs in zip(actual, plain, strict=True):
         assert mine is None or mine.dtype == theirs.dtype
     assert_near(plain, expected, dtype, name)
     if name == "attention":  # oneDNN's logs are of sums of weights with 16 bits
-        found[1] = found[1].astype(dtype)
-    assert_near(found, expected, dtype, name)
+        actual[1] = actual[1].astype(dtype)
+    assert_near(actual, expected, dtype, name)
 
 
 # What a bfloat16 product has lost shows in gradients: tests of oneDNN's attention say how much that may be.
@@ -93,10 +93,10 @@ def test_norms_of_values_near_20000(centred, size, dtype, rng):
     assert_near([y], [expected[0]], dtype)
     np.testing.assert_allclose(scale, expected[2], 1e-3)
     grad = rng.standard_normal(x.shape).astype(dtype)
-    found = kernels.layer_norm_backward(grad, x, gain, mean, scale, centred)
+    actual = kernels.layer_norm_backward(grad, x, gain, mean, scale, centred)
     slopes = kernels.layer_norm_backward.plain(grad.astype(np.float64), wide[0], wide[1], *expected[1:], centred)
-    assert [a.dtype for a in found] == [dtype, np.float32, np.float32]
-    for mine, theirs in zip(found, slopes):
+    assert [a.dtype for a in actual] == [dtype, np.float32, np.float32]
+    for mine, theirs in zip(actual, slopes):
         unit = max(UNIT.get(mine.dtype.name, 0), 1e-3)
         np.testing.assert_allclose(mine.astype(np.float64), theirs, unit, unit * np.abs(theirs).max())
 
@@ -141,9 +141,9 @@ def test_gradients_of_a_norm_over_70000_rows(dtype, rng):
     _, mean, scale = kernels.layer_norm(x, gain, None, 1e-5, False)
     wide = [a.astype(np.float64) for a in (grad, x, gain, mean, scale)]
     expected = kernels.layer_norm_backward.plain(*wide, False)
-    found = kernels.layer_norm_backward(grad, x, gain, mean, scale, False)
+    actual = kernels.layer_norm_backward(grad, x, gain, mean, scale, False)
     assert expected[2].min() > 2**16
-    assert_near(list(found), list(expected), dtype)
+    assert_near(list(actual), list(expected), dtype)
 
 
 # -------------------------------------------------------------------- some narrow, some wide
@@ -161,9 +161,9 @@ def test_a_narrow_array_beside_a_wide_gradient(dtype, rng):
         "softmax_backward": (grad, kernels.softmax(x)),
     }
     for name, arguments in calls.items():
-        found, plain = (kernel(*arguments) for kernel in (KERNELS[name], KERNELS[name].plain))
+        actual, plain = (kernel(*arguments) for kernel in (KERNELS[name], KERNELS[name].plain))
         expected = KERNELS[name].plain(*(a.astype(np.float64) if hasattr(a, "astype") else a for a in arguments))
-        results = [list(a) if isinstance(a, tuple) else [a] for a in (found, plain, expected)]
+        results = [list(a) if isinstance(a, tuple) else [a] for a in (actual, plain, expected)]
         for mine, theirs, wide in zip(*results, strict=True):
             assert mine.dtype == theirs.dtype, name
             unit = max(UNIT.get(mine.dtype.name, 0), 2.0**-7 if name == "gelu_backward" else 1e-4)

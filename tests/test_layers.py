@@ -369,9 +369,9 @@ def test_one_layer_applied_twice_and_at_two_shapes_before_backward(name: str, rn
         outputs = [layer(t) for t in tensors]  # every call is alive before the first backward
         total = sum(((out * out).sum() for out in outputs), to_tensor(0.0))
         total.backward()
-        found = [t.grad.array for t in tensors], [p.grad.array for p in layer.parameters()]
+        grads = [t.grad.array for t in tensors], [p.grad.array for p in layer.parameters()]
         layer.zero_grad()
-        return found
+        return grads
 
     of_inputs, of_parameters = gradients(*inputs)
     each = [gradients(part) for part in inputs]
@@ -404,9 +404,9 @@ def test_one_result_with_two_losses_after_it(name: str, rng: np.random.Generator
         y = layer(tensor)
         for weighting in weightings:
             (y * weighting).sum().backward(retain_graph=True)
-        found = [tensor.grad.array, *(p.grad.array for p in layer.parameters())]
+        grads = [tensor.grad.array, *(p.grad.array for p in layer.parameters())]
         layer.zero_grad()
-        return found
+        return grads
 
     first, second = rng.standard_normal((2, *layer(x).shape))
     for both, once in zip(gradients(first, second), gradients(first + second), strict=True):

@@ -32,9 +32,9 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return x.astype(onednn.bfloat16()).astype(np.float64)
 
 
-def distance(found: np.ndarray, expected: np.ndarray) -> float:
+def distance(actual: np.ndarray, expected: np.ndarray) -> float:
     """Relative to the size of all of it."""
-    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 @pytest.fixture
@@ -55,15 +55,15 @@ def test_conversion_rounds_as_ml_dtypes():
     ties = (np.arange(2**16, dtype=np.uint32) << 16) + 0x8000  # half-way between two neighbours
     x = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
     with np.errstate(all="ignore"):
-        found, expected = kernels.operand(x, "bfloat16"), x.astype(onednn.bfloat16())
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(x))
+        actual, expected = kernels.operand(x, "bfloat16"), x.astype(onednn.bfloat16())
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(x))
     normal = np.abs(x) >= np.finfo(np.float32).smallest_normal
-    same = found.view(np.uint16) == expected.view(np.uint16)
+    same = actual.view(np.uint16) == expected.view(np.uint16)
     assert same[normal & ~np.isnan(x)].all()
     # the processor's own instruction takes what is smaller than the smallest normal number for zero
     tiny = ~normal & ~np.isnan(x)
-    assert (same | (found.astype(np.float64) == 0))[tiny].all()
+    assert (same | (actual.astype(np.float64) == 0))[tiny].all()
 
 
 @USABLE
@@ -110,8 +110,8 @@ def test_products(many_threads, size, layout, with_bias):
         if layout == "reversed":
             return rng.standard_normal((rows, 2 * columns)).astype(onednn.bfloat16())[::-1, ::2]
         shape = (columns, rows) if transposed else (rows, columns)
-        found = rng.standard_normal(shape).astype(onednn.bfloat16())
-        return found.T if transposed else found
+        matrix = rng.standard_normal(shape).astype(onednn.bfloat16())
+        return matrix.T if transposed else matrix
 
     a = draw(n_rows, n_inner, layout in ("a transposed", "both transposed"))
     b = draw(n_inner, n_columns, layout in ("b transposed", "both transposed"))
@@ -120,10 +120,10 @@ def test_products(many_threads, size, layout, with_bias):
     poisoned = np.full((n_rows, n_columns + 2), np.nan, np.float32)
     outs = [None, poisoned[:, 1:-1], np.full((n_columns, n_rows), np.nan, np.float32).T]
     for out in outs:
-        found = kernels.matmul(a, b, bias, out)
-        assert found.dtype == np.float32
-        assert out is None or found is out
-        np.testing.assert_allclose(found, expected, 1e-5, 1e-5 * np.sqrt(n_inner))
+        actual = kernels.matmul(a, b, bias, out)
+        assert actual.dtype == np.float32
+        assert out is None or actual is out
+        np.testing.assert_allclose(actual, expected, 1e-5, 1e-5 * np.sqrt(n_inner))
     assert np.isnan(poisoned[:, [0, -1]]).all()
     small = kernels.matmul(a, b, bias, None, onednn.bfloat16())
     assert small.dtype == onednn.bfloat16()
@@ -243,10 +243,10 @@ def test_orthogonal_matrices(many_threads, shape):
     """Near the exact iteration, nowhere above it, and float32 is left to NumPy."""
     x = np.random.default_rng(11).standard_normal(shape)
     small, expected = x.astype(np.float32), kernels.orthogonalise.plain(x)
-    found = kernels.orthogonalise(small, "bfloat16")
-    assert found.dtype == np.float32
-    assert (found * expected).sum() > 0.99 * np.linalg.norm(found) * np.linalg.norm(expected)
-    assert np.linalg.norm(found, 2, axis=(1, 2)).max() < 1.14
+    actual = kernels.orthogonalise(small, "bfloat16")
+    assert actual.dtype == np.float32
+    assert (actual * expected).sum() > 0.99 * np.linalg.norm(actual) * np.linalg.norm(expected)
+    assert np.linalg.norm(actual, 2, axis=(1, 2)).max() < 1.14
     np.testing.assert_allclose(kernels.orthogonalise(small, "float32"), expected, 1e-3, 1e-3)
 
 
@@ -289,20 +289,20 @@ def attend_both(qkv, scoring, nothing, mask=None):
     """Results, logs and gradients of ours and of the reference in float64."""
     grad = np.random.default_rng(5).standard_normal(qkv[0].shape)
     exact = [array.astype(np.float64) for array in qkv]
-    found = kernels.attention(*qkv, scoring, nothing, mask, np.dtype(np.float32))
+    actual = kernels.attention(*qkv, scoring, nothing, mask, np.dtype(np.float32))
     expected = kernels.attention.plain(*exact, scoring, nothing, mask)
     poisoned = [np.full(array.shape, np.nan, np.float32) for array in qkv]
-    kernels.attention_backward(grad.astype(np.float32), *qkv, *found, scoring, *poisoned, mask)
+    kernels.attention_backward(grad.astype(np.float32), *qkv, *actual, scoring, *poisoned, mask)
     wanted = [np.full(array.shape, np.nan) for array in qkv]
     kernels.attention_backward.plain(grad, *exact, *expected, scoring, *wanted, mask)
-    return [*found, *poisoned], [*expected, *wanted]
+    return [*actual, *poisoned], [*expected, *wanted]
 
 
 @USABLE
 @pytest.mark.parametrize(("sizes", "scoring", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
 def test_attention(many_threads, sizes, scoring, nothing):
-    found, expected = attend_both(heads(np.random.default_rng(6), sizes), scoring, nothing)
-    for mine, theirs in zip(found, expected):
+    actual, expected = attend_both(heads(np.random.default_rng(6), sizes), scoring, nothing)
+    for mine, theirs in zip(actual, expected):
         assert mine.dtype == np.float32
         seen = np.isfinite(theirs)
         assert (np.isneginf(mine) == ~seen).all()
@@ -323,8 +323,8 @@ def test_which_attention_is_taken():
 def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
     """Sums of exponentials that leave float32 are NumPy's business."""
     qkv = heads(np.random.default_rng(7), Sizes(1, 150, 150, 4, n_key_heads, 16), scale)
-    found, expected = attend_both(qkv, Scoring(0.25, 0, window), False)
-    for mine, theirs in zip(found, expected):
+    actual, expected = attend_both(qkv, Scoring(0.25, 0, window), False)
+    for mine, theirs in zip(actual, expected):
         assert np.isfinite(mine).all()
         assert distance(mine, theirs) < 5e-3 or np.abs(theirs).max() < 1e-6
 
@@ -333,8 +333,10 @@ def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
 def test_attention_with_a_mask():
     rng = np.random.default_rng(8)
     mask = np.where(rng.random((2, 1, 1, 40)) < 0.5, 0, -np.inf)
-    found, expected = attend_both(heads(rng, Sizes(2, 40, 40, 2, 1, 16)), Scoring(0.25), False, mask.astype(np.float32))
-    for mine, theirs in zip(found, expected):
+    actual, expected = attend_both(
+        heads(rng, Sizes(2, 40, 40, 2, 1, 16)), Scoring(0.25), False, mask.astype(np.float32)
+    )
+    for mine, theirs in zip(actual, expected):
         assert distance(mine, theirs) < 5e-3
 
 
@@ -356,15 +358,15 @@ def new_model(precision: str, **changes) -> GPT:
 def losses(model: GPT, n_steps: int, rate: float, generator: int = 0) -> list[float]:
     """Of a model that learns to count in strides."""
     config, rng = model.config, np.random.default_rng(generator)
-    optimiser, found = AdamW(rate), []
+    optimiser, values = AdamW(rate), []
     for _ in range(n_steps):
         starts, strides = rng.integers(0, config.vocab_size, (2, 8, 1))
         ids = (starts + (strides % 7 + 1) * np.arange(config.context_window + 1)) % config.vocab_size
         loss = CrossEntropy()(to_tensor(ids[:, 1:], dtype=int), model(to_tensor(ids[:, :-1], dtype=int)))
         loss.backward()
         model.update(optimiser)
-        found.append(float(loss))
-    return found
+        values.append(float(loss))
+    return values
 
 
 @USABLE
@@ -379,9 +381,9 @@ def test_a_step_of_a_gpt(tied):
         model = GPT(config)
         loss = CrossEntropy()(to_tensor(ids[0], dtype=int), model(to_tensor(ids[1], dtype=int)))
         loss.backward()
-        found = {name: p.grad.numpy() for name, p in model.named_parameters()}
-        gradients[precision] = {"loss": np.asarray(float(loss)), **found}
-        assert all(array.dtype == np.float32 for array in found.values())
+        actual = {name: p.grad.numpy() for name, p in model.named_parameters()}
+        gradients[precision] = {"loss": np.asarray(float(loss)), **actual}
+        assert all(array.dtype == np.float32 for array in actual.values())
         assert all(p.dtype == np.float32 for p in model.parameters())
     for name, expected in gradients["float32"].items():
         assert distance(gradients["bfloat16"][name], expected) < 2e-2, name
@@ -404,7 +406,7 @@ def test_training_loses_as_much_as_in_float32():
 @pytest.fixture
 def unusable(monkeypatch):
     """As where nothing is installed."""
-    found = onednn.DISTRIBUTION
+    distribution = onednn.DISTRIBUTION
     caches = (onednn._loaded, onednn._this_thread, cpu.matrices._say_why)
     monkeypatch.setattr(onednn, "DISTRIBUTION", "no-such-distribution")
     for cached in caches:
@@ -412,7 +414,7 @@ def unusable(monkeypatch):
     offer(monkeypatch, np.ndarray, registered_by(cpu.register))
     onednn._loaded.cache_clear()
     yield
-    monkeypatch.setattr(onednn, "DISTRIBUTION", found)
+    monkeypatch.setattr(onednn, "DISTRIBUTION", distribution)
     for cached in caches:
         cached.cache_clear()
 

@@ -22,10 +22,10 @@ def values(seed: int, shape: tuple[int, ...]) -> np.ndarray:
 
 def check(fn, numpy_fn, *arrays) -> None:
     """Values as NumPy's, gradient as finite differences'."""
-    found = fn(*(to_tensor(a, dtype=np.float64) for a in arrays))
+    actual = fn(*(to_tensor(a, dtype=np.float64) for a in arrays))
     expected = numpy_fn(*arrays)
-    assert found.shape == np.shape(expected)
-    np.testing.assert_allclose(found.array, expected, 1e-12, 1e-12)
+    assert actual.shape == np.shape(expected)
+    np.testing.assert_allclose(actual.array, expected, 1e-12, 1e-12)
     gradcheck(fn, *arrays, n_directions=2, elementwise_up_to=4)
 
 
@@ -239,7 +239,7 @@ def test_axes_may_be_numpy_numbers_and_lists():
 def test_unbroadcast():
     grad = np.arange(24.0).reshape(2, 3, 4)
     for shape in ((2, 3, 4), (3, 4), (1, 3, 1), (4,), (1,), (), (2, 1, 4)):
-        found = ops.unbroadcast(grad, shape)
-        assert found.shape == shape
-        assert found.sum() == grad.sum()
+        summed = ops.unbroadcast(grad, shape)
+        assert summed.shape == shape
+        assert summed.sum() == grad.sum()
     assert ops.unbroadcast(np.zeros((2, 0)), (2, 1)).tolist() == [[0], [0]]

@@ -220,8 +220,8 @@ def page(tmp_path):
 
 
 def test_the_page_holds_its_data_as_json(page):
-    weights, found = page
-    data = json.loads(found.scripts[0])
+    weights, actual = page
+    data = json.loads(actual.scripts[0])
     assert data["tokens"] == NASTY
     assert data["title"] == "</title><script>x</script> __DATA__"
     assert [variant["name"] for variant in data["variants"]] == list(weights)
@@ -245,12 +245,12 @@ def test_small_weights_come_back_more_exactly(tmp_path):
 
 
 def test_no_token_becomes_part_of_the_page(page):
-    _, found = page
+    _, parsed = page
     template = Page(ATTENTION_PAGE.read_text(encoding="utf-8"))
-    assert found.tags == template.tags
-    assert found.scripts[1:] == template.scripts[1:]
-    assert len(found.scripts) == 2
-    assert "<" not in found.scripts[0]
+    assert parsed.tags == template.tags
+    assert parsed.scripts[1:] == template.scripts[1:]
+    assert len(parsed.scripts) == 2
+    assert "<" not in parsed.scripts[0]
 
 
 def test_the_page_asks_for_nothing_and_says_how_it_is_encoded():

@@ -49,8 +49,8 @@ def a_model(kind: str, fields: dict[str, Any], head: str = "Model") -> Any:
 
 def compare(folder: Path, encoder: Any) -> None:
     """The hidden states of what lies there and of theirs."""
-    found = load(folder)
-    assert isinstance(found.model, TextEncoder) and not found.model.training
+    actual = load(folder)
+    assert isinstance(actual.model, TextEncoder) and not actual.model.training
     tokens = np.random.default_rng(0).integers(5, 61, (3, 9))
     mask = np.ones((3, 9), bool)
     mask[1, 4:] = False
@@ -58,7 +58,7 @@ def compare(folder: Path, encoder: Any) -> None:
     tokens[~mask] = pad
     with torch.no_grad(), no_grad():
         expected = encoder(torch.from_numpy(tokens), torch.from_numpy(mask)).last_hidden_state.numpy()
-        hidden = found.model(tokens, mask).array
+        hidden = actual.model(tokens, mask).array
     assert np.abs(hidden - expected)[mask].max() < 2e-5 * np.abs(expected).max()
 
 

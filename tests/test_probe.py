@@ -177,9 +177,9 @@ def test_generation_with_caches(softmax: str) -> None:
             model(IDS[:, first:last], caches)
             for name in ATTENTION:
                 assert probe.weights[name].shape == (3, TINY.n_heads, last - first, last)
-                for found, expected in ((probe.weights, whole.weights), (probe.scores, whole.scores)):
+                for actual, expected in ((probe.weights, whole.weights), (probe.scores, whole.scores)):
                     part = expected[name][:, :, first:last, :last]
-                    np.testing.assert_allclose(found[name], part, rtol=1e-3, atol=1e-5)
+                    np.testing.assert_allclose(actual[name], part, rtol=1e-3, atol=1e-5)
         drawn = list(generate(model, [1, 2, 3], 5, temperature=0))
     assert drawn == list(generate(model, [1, 2, 3], 5, temperature=0))
 

@@ -74,9 +74,9 @@ def all_gradients(layer: Recurrent, x: Tensor, initial: list[Tensor], *results: 
     rng = np.random.default_rng(4)
     total = sum(((y * rng.standard_normal(y.shape)).sum() for y in results), to_tensor(0.0, dtype=np.float64))
     total.backward()
-    found = [t.grad.array for t in (x, *initial, *layer.parameters())]
+    grads = [t.grad.array for t in (x, *initial, *layer.parameters())]
     layer.zero_grad()
-    return found
+    return grads
 
 
 # -------------------------------------------------------------------- gradients
@@ -106,9 +106,9 @@ def test_one_layer_twice_in_one_graph(kind) -> None:
         calls = layer(to_tensor(x, dtype=float)), layer(to_tensor(other, dtype=float), [3, 1, 2, 2])
         total = [flat(*call).sum() for call, chosen in zip(calls, choice) if chosen]
         (total[0] + total[1] if len(total) == 2 else total[0]).backward()
-        found = [p.grad.array for p in layer.parameters()]
+        grads = [p.grad.array for p in layer.parameters()]
         layer.zero_grad()
-        return found
+        return grads
 
     for both, one, another in zip(gradients(True, True), gradients(True, False), gradients(False, True)):
         np.testing.assert_allclose(both, one + another, 1e-10, 1e-12)
@@ -234,18 +234,18 @@ def test_threads_do_not_change_results(monkeypatch) -> None:
     rng = np.random.default_rng(0)
     for kind in KINDS:
         layer, x = new_layer(kind, 1, True), to_tensor(rng.standard_normal((101, 5, WIDTH)), dtype=np.float64)
-        found = []
+        results = []
         for n_threads in (1, 3):
             monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
             threads._helpers.cache_clear()
             outputs, final = layer(x)
-            found.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
+            results.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
             x.zero_grad()
         threads._helpers.cache_clear()
         with kernels.use_reference():
             outputs, final = layer(x)
-            found.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
-        for one, three, plain in zip(*found, strict=True):
+            results.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
+        for one, three, plain in zip(*results, strict=True):
             np.testing.assert_allclose(one, three, 1e-11, 1e-12)
             np.testing.assert_allclose(one, plain, 1e-11, 1e-12)
 

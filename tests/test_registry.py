@@ -50,11 +50,11 @@ def run(sample: Sample, tensors: list[Tensor]) -> tuple[np.ndarray, list[np.ndar
     return output.array, differentiate(output, tensors)
 
 
-def assert_same(found, expected, rtol=1e-10, atol=1e-12) -> None:
+def assert_same(actual, expected, rtol=1e-10, atol=1e-12) -> None:
     """Two results of `run`."""
-    np.testing.assert_allclose(found[0], expected[0], rtol, atol)
-    assert [g is None for g in found[1]] == [g is None for g in expected[1]]
-    for mine, theirs in zip(found[1], expected[1]):
+    np.testing.assert_allclose(actual[0], expected[0], rtol, atol)
+    assert [g is None for g in actual[1]] == [g is None for g in expected[1]]
+    for mine, theirs in zip(actual[1], expected[1]):
         if mine is not None:
             assert mine.shape == theirs.shape
             np.testing.assert_allclose(mine, theirs, rtol, atol)

@@ -104,8 +104,8 @@ def test_imports_follow_the_order_of_the_rooms(path):
 def test_the_library_names_nobody_around_it(path):
     """Neither in code nor in words, but for the last room, which opens the command line."""
     if path.name != "__main__.py":
-        found = re.findall(rf"\b({'|'.join(OUTSIDE)})\b", without_docstrings(path))
-        assert found == []
+        named = re.findall(rf"\b({'|'.join(OUTSIDE)})\b", without_docstrings(path))
+        assert named == []
     assert not {module.split(".")[0] for module in imported(path)} & set(OUTSIDE) or path.name == "__main__.py"
 
 
@@ -167,12 +167,12 @@ def functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def too_long(tree: ast.Module) -> list[str]:
-    found = []
+    said = []
     for function in functions(tree):
         n_lines = function.end_lineno - function.lineno + 1
         if n_lines > MOST_LINES and not LONG.search(ast.get_docstring(function) or ""):
-            found.append(f"{function.name}, line {function.lineno}: {n_lines} lines")
-    return found
+            said.append(f"{function.name}, line {function.lineno}: {n_lines} lines")
+    return said
 
 
 @pytest.mark.parametrize("path", EVERY_FILE, ids=name_of)
@@ -195,8 +195,8 @@ def test_no_exception_from_the_formatter():
     """Neither by a comment nor by a setting; and every change goes through it."""
     pattern = re.compile(r"#\s*(fmt|yapf)\s*:")
     paths = [*EVERY_FILE, *sorted((ROOT / "tests").rglob("*.py"))]
-    found = [name_of(path) for path in paths if pattern.search(path.read_text(encoding="utf-8"))]
-    assert found == []
+    excepted = [name_of(path) for path in paths if pattern.search(path.read_text(encoding="utf-8"))]
+    assert excepted == []
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert not re.search(r"^(extend-)?exclude|\[tool\.ruff\.format\]", settings, re.MULTILINE)
     assert "entry: ruff format --check .\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")

@@ -135,8 +135,8 @@ def test_a_reversed_word_is_learned(make: Callable) -> None:
         loss.backward()
         model.update(optimiser)
     assert float(loss) < 0.5
-    found = beam_search(model, words, begin=BEGIN, end=END, max_length=5)
-    right = np.mean([word == label[:-1].tolist() for word, label in zip(found, labels)])
+    written = beam_search(model, words, begin=BEGIN, end=END, max_length=5)
+    right = np.mean([word == label[:-1].tolist() for word, label in zip(written, labels)])
     assert right > 0.3  # by chance one in 64
 
 
@@ -178,14 +178,14 @@ def log_probability(model: EncoderDecoder, source: np.ndarray, target: list[int]
 def test_greedy_search_takes_the_likeliest_token_each_time(make: Callable, pair: tuple) -> None:
     source, lengths, _ = pair
     model = lively(make)
-    found = beam_search(model, source, lengths, begin=BEGIN, end=END, max_length=6)
+    written = beam_search(model, source, lengths, begin=BEGIN, end=END, max_length=6)
     for item, n in enumerate(lengths):
         tokens = [BEGIN]
         for _ in range(6):
             tokens.append(int(model(source[item : item + 1, :n], np.array([tokens])).array[0, -1].argmax()))
             if tokens[-1] == END:
                 break
-        assert found[item] == [token for token in tokens[1:] if token != END]
+        assert written[item] == [token for token in tokens[1:] if token != END]
 
 
 @pytest.mark.parametrize("name", ["fixed context", "Bahdanau", "Luong", "Transformer"])
@@ -196,13 +196,13 @@ def test_a_wide_beam_finds_the_best_of_all(name: str, length_penalty: float, pai
     model = lively(MODELS[name])
     letters = [token for token in range(V) if token != END]
     targets = [list(t) for n in range(3) for t in itertools.product(letters, repeat=n)]
-    found = beam_search(
+    written = beam_search(
         model, source[:1], begin=BEGIN, end=END, max_length=3, beam_size=300, length_penalty=length_penalty
     )[0]
     scores = [log_probability(model, source[:1], t) / (len(t) + 1) ** length_penalty for t in targets]
-    assert len(found) == 3 or found == targets[int(np.argmax(scores))]
-    if len(found) < 3:
-        again = log_probability(model, source[:1], found) / (len(found) + 1) ** length_penalty
+    assert len(written) == 3 or written == targets[int(np.argmax(scores))]
+    if len(written) < 3:
+        again = log_probability(model, source[:1], written) / (len(written) + 1) ** length_penalty
         assert again == pytest.approx(max(scores), rel=1e-4)
 
 

@@ -617,7 +617,7 @@ def test_the_order_is_that_of_a_walk_in_depth():
     c = a * b
     d = c.exp()
     e = ops.stack([c, d, a, d, b])
-    found = topological_order(e + d)
+    actual = topological_order(e + d)
     expected, seen = [], set()
 
     def walk(node):
@@ -627,8 +627,8 @@ def test_the_order_is_that_of_a_walk_in_depth():
                 walk(arg)
             expected.append(node)
 
-    walk(found[-1])
-    assert [id(node) for node in found] == [id(node) for node in expected]
+    walk(actual[-1])
+    assert [id(node) for node in actual] == [id(node) for node in expected]
 
 
 def test_a_backward_that_takes_what_was_saved():
@@ -721,16 +721,16 @@ def test_no_grad():
 
 
 def test_no_grad_holds_for_its_own_thread():
-    x, found = tensor(2), {}
+    x, results = tensor(2), {}
 
     def work(name, quiet):
         if quiet:
             with no_grad():
                 barrier.wait(10)
-                found[name] = (x * 2).requires_grad
+                results[name] = (x * 2).requires_grad
         else:
             barrier.wait(10)
-            found[name] = (x * 2).requires_grad
+            results[name] = (x * 2).requires_grad
 
     barrier = threading.Barrier(3)
     threads = [threading.Thread(target=work, args=args) for args in (("quiet", True), ("loud", False))]
@@ -740,7 +740,7 @@ def test_no_grad_holds_for_its_own_thread():
         barrier.wait(10)
         for thread in threads:
             thread.join(10)
-    assert found == {"quiet": False, "loud": True}
+    assert results == {"quiet": False, "loud": True}
 
 
 def test_threads_differentiate_side_by_side(rng):

@@ -67,17 +67,17 @@ def test_a_blas_that_asks_each_thread_is_held_in_every_one(n_workers, monkeypatc
     monkeypatch.setattr(threads, "blas_libraries", lambda: (library,))
     threads._helpers.cache_clear()
     everyone = threading.Barrier(n_workers)
-    found = []
+    counts = []
 
     def work(item):
         everyone.wait(timeout=30)
-        found.append(library.num_threads)
+        counts.append(library.num_threads)
 
     for _ in range(2):
         threads.parallel(work, range(n_workers))
     with threads.one_blas_thread(), threads.one_blas_thread():
-        found.append(library.num_threads)
-    assert found == [1] * (2 * n_workers + 1)
+        counts.append(library.num_threads)
+    assert counts == [1] * (2 * n_workers + 1)
     assert library.num_threads == 5
 
 
@@ -460,7 +460,7 @@ USE_BLAS = {
 def test_results_do_not_depend_on_how_many_threads_blas_has_at_the_moment(name, dtype, monkeypatch):
     """For another thread may be in `parallel`, which holds BLAS to one, or may not."""
     monkeypatch.setattr(threads, "blas_hold", threads._BlasHold())  # an earlier test may hold it for good
-    found = []
+    results = []
     usual = blas_threads()
     try:
         for n in (1, 2, 3):
@@ -468,11 +468,11 @@ def test_results_do_not_depend_on_how_many_threads_blas_has_at_the_moment(name, 
                 threads.set_blas_threads(library, n)
             rng = np.random.default_rng(0)
             arrays = USE_BLAS[name](lambda *shape, rng=rng: rng.standard_normal(shape, dtype), dtype)
-            found.append(b"".join(array.tobytes() for array in arrays))
+            results.append(b"".join(array.tobytes() for array in arrays))
     finally:
         for library, number in zip(threads.blas_libraries(), usual):
             threads.set_blas_threads(library, number)
-    assert found[0] == found[1] == found[2]
+    assert results[0] == results[1] == results[2]
 
 
 AT_ONCE = """
