@@ -141,7 +141,7 @@ def test_a_model_from_the_device_loads_without_it(device, tmp_path):
 
 
 # -------------------------------------------------------------------- precisions
-SMALL = [pytest.param("bfloat16", id="bfloat16"), pytest.param("float16", id="float16")]
+SMALL = ["bfloat16", "float16"]
 TOKENS = np.random.default_rng(0).integers(0, 64, 2000)
 
 
