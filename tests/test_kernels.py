@@ -300,8 +300,15 @@ def test_every_kernel_is_tested_and_offered():
 
 
 @all_cases
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("layout", [contiguous, strided])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        (contiguous, np.float32),
+        (contiguous, np.float64),
+        (strided, np.float32),
+        pytest.param(strided, np.float64, marks=pytest.mark.slow),
+    ],
+)
 def test_agrees_with_the_reference_in_float64(name, size, dtype, layout):
     expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
     actual = outputs(name, getattr(kernels, name), draw(name, size, dtype, layout))

@@ -425,7 +425,14 @@ def test_the_printed_tree() -> None:
     assert "      qkv Dense: 3,168 parameters" in lines
 
 
-@each_family
+# Variants of a family or a kind learn as it does.
+LEARNERS = [
+    pytest.param(config, id=name, marks=[pytest.mark.slow] * ("," in name))
+    for name, config in (KINDS | FAMILIES).items()
+]
+
+
+@pytest.mark.parametrize("config", LEARNERS)
 def test_a_small_text_is_learned_by_heart(config: GPTConfig) -> None:
     model, optimiser = GPT(config), AdamW(0.02, weight_decay=0.0)
     text = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]])

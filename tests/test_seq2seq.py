@@ -123,7 +123,9 @@ def test_gradients(name: str, pair: tuple) -> None:
     check_layer_gradients(MODELS[name](), source=source[:2, :3], target=target[:2, :3], lengths=lengths)
 
 
-@each_model
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name, marks=[pytest.mark.slow] * ("," in name)) for name, make in MODELS.items()]
+)
 def test_a_reversed_word_is_learned(make: Callable) -> None:
     """Three letters, backwards, with the end: what a fixed context can hold."""
     words = np.array(list(itertools.product(range(3, V), repeat=3)))
