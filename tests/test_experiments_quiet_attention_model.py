@@ -171,6 +171,7 @@ def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
     assert "| softmax, as it is |" in tables
     assert "| sink, LoRA |" in tables
     assert "| mlp.projection |" in tables
+    assert "| tokens | 1 | 2 to 16 | 17 to 24 |" in tables
     monkeypatch.setattr(pretrained, "teach", lambda *_: pytest.fail("taught again"))
     assert pretrained.measure(settings, quick=True)["variants"] == results["variants"]
     with pytest.raises(ValueError, match="steps 2 there and 3 here"):

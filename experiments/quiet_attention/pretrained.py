@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from contextlib import ExitStack
@@ -106,6 +107,7 @@ def measure(settings: Settings, quick: bool = False) -> dict[str, Any]:
         write(settings, results)
     if "places" not in results:
         results["places"] = places(load_model(settings.model), pieces, settings)
+        results["positions"] = cost_by_position(load_model(settings.model), pieces)
         write(settings, results)
     return results
 
@@ -128,7 +130,7 @@ def kept(settings: Settings) -> dict[str, Any]:
 
 def write(settings: Settings, results: dict[str, Any]) -> None:
     settings.output.mkdir(parents=True, exist_ok=True)
-    found = {name: results[name] for name in ("before", "variants", "places") if name in results}
+    found = {name: results[name] for name in ("before", "variants", "places", "positions") if name in results}
     results |= save(settings.output / "results.json", settings, **found)
 
 
@@ -172,6 +174,17 @@ def places(loaded: Pretrained, pieces: dict[str, Windows], settings: Settings) -
         largest = largest_inputs(loaded.model, next(iter(pieces.values())).ids[0, :-1], name)
         found[name] = [round(math.exp(np.mean(logs)), 4), round(largest[0], 1), round(largest[1], 1), largest[2]]
     return found
+
+
+def cost_by_position(loaded: Pretrained, pieces: dict[str, Windows]) -> list[list[float]]:
+    """First and last position, and how many nats a token softmax1 adds there in place of softmax, untrained."""
+    ids = np.concatenate([some.ids for some in pieces.values()])
+    plain = token_losses(loaded.model, ids, n_rows=1)
+    use_softmax(loaded.model, Variant("softmax1"))
+    more = token_losses(loaded.model, ids, n_rows=1) - plain
+    ends = [0, 1, 16, 64, 128, *range(256, ids.shape[1] + 128, 128)]
+    bounds = [(a, min(b, more.shape[1])) for a, b in itertools.pairwise(ends) if a < more.shape[1]]
+    return [[a + 1, b, round(float(more[:, a:b].mean()), 4)] for a, b in bounds]
 
 
 def largest_inputs(model: GPT, row: np.ndarray, name: str) -> tuple[float, float, int]:

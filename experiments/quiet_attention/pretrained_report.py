@@ -34,6 +34,7 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
         "8 bits: perplexity is multiplied by": eight_bits_table(groups, list(WAYS)),
         "8 bits, models as they are": eight_bits_table(as_they_are(groups), [*MORE_WAYS]),
         "8 bits, one kind of input alone, a scale a tensor": place_table(results["places"]),
+        "Nats a token that softmax1 adds, untrained": position_table(results["positions"]),
         "8 bits: perplexity itself, weights and activations, a scale a tensor": rounded_perplexities(groups),
         "What the sinks learned": learned_sinks(groups),
         "Seconds": time_table(groups),
@@ -175,6 +176,11 @@ def place_table(places: Result) -> str:
         for name, (factor, largest, ratio, layer) in places.items()
     ]
     return markdown(titles, rows)
+
+
+def position_table(positions: list[list[float]]) -> str:
+    titles = [f"{first:.0f} to {last:.0f}" if last > first else f"{first:.0f}" for first, last, _ in positions]
+    return markdown(["tokens", *titles], [["nats", *(f"{nats:.3f}" for *_, nats in positions)]])
 
 
 def learned_sinks(groups: Groups) -> str:
