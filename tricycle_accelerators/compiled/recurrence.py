@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import NotImplementedType
 from typing import Any
 
 import numpy as np
 
-from tricycle.kernels.reference.recurrence import back_through_time, through_time
+from tricycle.kernels.reference.recurrence import Step, StepBack, back_through_time, through_time
 from tricycle_accelerators.compiled.generation import training_loops
 from tricycle_accelerators.cpu.recurrence import by_items
 
@@ -22,22 +23,38 @@ def _fits(*arrays: np.ndarray) -> bool:
     )
 
 
-def lstm(
-    gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
-) -> NotImplementedType | None:
+def _forward(step: Step, gates: np.ndarray, states: np.ndarray, *rest: Any) -> NotImplementedType | None:
     if not _fits(gates, states):
         return NotImplemented
-    by_items(_lstm, gates, states, weights, bias, active)
+    by_items(partial(through_time, step), gates, states, *rest)
     return None
 
 
-def _lstm(gates: np.ndarray, states: np.ndarray, weights: Any, bias: Any, active: Any) -> None:
-    compute = training_loops().lstm_step
+def _backward(
+    step: StepBack,
+    grad: np.ndarray,
+    gates: np.ndarray,
+    states: np.ndarray,
+    weights: Any,
+    active: np.ndarray | None,
+    d_gates: np.ndarray,
+    d_states: np.ndarray,
+) -> NotImplementedType | None:
+    if not _fits(gates, states, d_gates, d_states):
+        return NotImplemented
+    by_items(partial(back_through_time, step), grad, gates, states, weights, active, d_gates, d_states)
+    return None
 
-    def step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        compute(gate, np.ascontiguousarray(recurrent), before[1], *after)
 
-    through_time(step, gates, states, weights, bias, active)
+# -------------------------------------------------------------------- LSTM
+def lstm(
+    gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
+) -> NotImplementedType | None:
+    return _forward(_lstm_step, gates, states, weights, bias, active)
+
+
+def _lstm_step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+    training_loops().lstm_step(gate, np.ascontiguousarray(recurrent), before[1], *after)
 
 
 def lstm_backward(
@@ -49,37 +66,24 @@ def lstm_backward(
     d_gates: np.ndarray,
     d_states: np.ndarray,
 ) -> NotImplementedType | None:
-    if not _fits(gates, states, d_gates, d_states):
-        return NotImplemented
-    by_items(_lstm_backward, grad, gates, states, weights, active, d_gates, d_states)
-    return None
+    return _backward(_lstm_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
-def _lstm_backward(grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any) -> None:
-    compute = training_loops().lstm_step_back
-
-    def step(gate: np.ndarray, before: np.ndarray, after: np.ndarray, d_states: np.ndarray, d: np.ndarray) -> None:
-        compute(gate, before[1], after[2], *d_states, d[0])
-
-    back_through_time(step, grad, gates, states, weights, active, d_gates, d_states)
+def _lstm_step_back(
+    gate: np.ndarray, before: np.ndarray, after: np.ndarray, d_states: np.ndarray, d: np.ndarray
+) -> None:
+    training_loops().lstm_step_back(gate, before[1], after[2], *d_states, d[0])
 
 
+# -------------------------------------------------------------------- GRU
 def gru(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
 ) -> NotImplementedType | None:
-    if not _fits(gates, states):
-        return NotImplemented
-    by_items(_gru, gates, states, weights, bias, active)
-    return None
+    return _forward(_gru_step, gates, states, weights, bias, active)
 
 
-def _gru(gates: np.ndarray, states: np.ndarray, weights: Any, bias: Any, active: Any) -> None:
-    compute = training_loops().gru_step
-
-    def step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        compute(gate, np.ascontiguousarray(recurrent), before[0], *after)
-
-    through_time(step, gates, states, weights, bias, active)
+def _gru_step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+    training_loops().gru_step(gate, np.ascontiguousarray(recurrent), before[0], *after)
 
 
 def gru_backward(
@@ -91,16 +95,10 @@ def gru_backward(
     d_gates: np.ndarray,
     d_states: np.ndarray,
 ) -> NotImplementedType | None:
-    if not _fits(gates, states, d_gates, d_states):
-        return NotImplemented
-    by_items(_gru_backward, grad, gates, states, weights, active, d_gates, d_states)
-    return None
+    return _backward(_gru_step_back, grad, gates, states, weights, active, d_gates, d_states)
 
 
-def _gru_backward(grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any) -> None:
-    compute = training_loops().gru_step_back
-
-    def step(gate: np.ndarray, before: np.ndarray, after: np.ndarray, d_states: np.ndarray, d: np.ndarray) -> None:
-        compute(gate, before[0], after[1], d_states[0], *d)
-
-    back_through_time(step, grad, gates, states, weights, active, d_gates, d_states)
+def _gru_step_back(
+    gate: np.ndarray, before: np.ndarray, after: np.ndarray, d_states: np.ndarray, d: np.ndarray
+) -> None:
+    training_loops().gru_step_back(gate, before[0], after[1], d_states[0], *d)
