@@ -498,6 +498,7 @@ def test_the_machine_tells_whether_it_is_used():
 
 # -------------------------------------------------------------------- what lies between two products
 @pytest.mark.parametrize("settings", [{}, {"gated": True, "activation": "swish"}, {"activation": "relu_squared"}])
+@pytest.mark.filterwarnings("ignore:precision bfloat16")  # where oneDNN is not installed
 def test_a_hidden_layer_is_kept_in_16_bits(settings, rng):
     """In and out are float32; the result and the gradients are those of float32 within what 16 bits hold."""
     mlp = MLPBlock(64, generator=0, **settings)
@@ -515,7 +516,8 @@ def test_a_hidden_layer_is_kept_in_16_bits(settings, rng):
         (y * grad).sum().backward()
         results[precision] = [y.array, x.grad.array, *(p.grad.array for p in mlp.parameters())]
     assert hidden[0] == np.float32
-    assert hidden[1] == (onednn.bfloat16() if original.computes_wide else np.float32)
+    narrow = original.computes_wide and onednn.problem() is None
+    assert hidden[1] == (onednn.bfloat16() if narrow else np.float32)
     for exact, rounded in zip(*results.values()):
         assert rounded.dtype == np.float32
         assert np.abs(rounded - exact).max() < 0.02 * np.abs(exact).max()
