@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+import numba.extending
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
 
+intrinsic: Any = numba.extending.intrinsic  # whose own type says nothing of the argument that it leaves out
 ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 ZERO, ONE = np.float32(0), np.float32(1)
