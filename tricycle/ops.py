@@ -17,7 +17,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.devices import Array, array_module, is_array, on_gpu
-from tricycle.tensor import Axis, Operand, Part, Tensor, record, to_tensor
+from tricycle.tensor import Axis, Backward, Operand, Part, Tensor, record, to_tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Wanted: TypeAlias = Sequence[bool]  # which args of an operation want a gradient
@@ -213,17 +213,14 @@ def binary(
             z = forward(a, b)
         except ValueError as error:
             raise refusal(name, error, a, b) from None
-        values = (a, b, z) if looks else (None, None, None)
-        return record(z, (x, y), backward, result_name, None, (a.shape, b.shape, *values))
-
-    def backward(
-        grad: Array, wanted: Wanted, x_shape: tuple[int, ...], y_shape: tuple[int, ...], x: Any, y: Any, z: Any
-    ) -> tuple[Array | None, Array | None]:
-        to_left = unbroadcast(left(grad, x, y, z), x_shape) if wanted[0] else None
-        to_right = unbroadcast(right(grad, x, y, z), y_shape) if wanted[1] else None
-        return to_left, to_right
+        values = (a, b, z) if looks else nothing
+        if a.shape == b.shape:  # the most of all cases, and the cheapest
+            return record(z, (x, y), backward, result_name, None, values)
+        return record(z, (x, y), backward_unbroadcast, result_name, None, (a.shape, b.shape, *values))
 
     result_name = "b" + name
+    nothing = (None, None, None)
+    backward, backward_unbroadcast = _both_ways(left, right)
 
     def with_number_right(x: Tensor, y: float) -> Tensor:
         a = _ready_for(x.array, y)
@@ -238,6 +235,25 @@ def binary(
 
     op.__name__ = name
     return register(op)
+
+
+def _both_ways(left: Callable[..., Array], right: Callable[..., Array]) -> tuple[Backward, Backward]:
+    """The gradients of two inputs that have the shape of the result, and of two of which one may be stretched."""
+
+    def backward(grad: Array, wanted: Wanted, x: Any, y: Any, z: Any) -> tuple[Array | None, Array | None]:
+        to_left = left(grad, x, y, z) if wanted[0] else None
+        to_right = right(grad, x, y, z) if wanted[1] else None
+        return to_left, to_right
+
+    def backward_unbroadcast(
+        grad: Array, wanted: Wanted, x_shape: tuple[int, ...], y_shape: tuple[int, ...], *values: Any
+    ) -> tuple[Array | None, Array | None]:
+        to_left, to_right = backward(grad, wanted, *values)
+        to_left = None if to_left is None else unbroadcast(to_left, x_shape)
+        to_right = None if to_right is None else unbroadcast(to_right, y_shape)
+        return to_left, to_right
+
+    return backward, backward_unbroadcast
 
 
 def _plain(number: Any) -> Any:

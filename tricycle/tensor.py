@@ -396,8 +396,10 @@ def record(
     """
     requires_grad = any_batched = False
     for arg in args:
-        requires_grad = requires_grad or arg.requires_grad
-        any_batched = any_batched or arg.is_batched
+        if arg.requires_grad:
+            requires_grad = True
+        if arg.is_batched:
+            any_batched = True
     if is_batched is None:
         is_batched = any_batched
     if not requires_grad:
@@ -605,22 +607,22 @@ def topological_order(root: Tensor) -> list[Tensor]:
     Iterative, for a chain of a hundred thousand operations is deeper than Python's stack.
     """
     order: list[Tensor] = []
-    seen: set[int] = set()
+    seen: set[Tensor] = set()  # by identity, as Tensors are found in sets
     stack: list[Any] = [root]
     while stack:
         node = stack.pop()
         if node is None:  # all that the Tensor below was made from is in the order by now
             order.append(stack.pop())
-        elif id(node) not in seen:
+        elif node not in seen:
             if node._made < 0:
                 raise RuntimeError(
                     "backward: the graph behind this Tensor was freed by an earlier backward(); "
                     "call backward(retain_graph=True) to keep it, or compute the result again"
                 )
-            seen.add(id(node))
+            seen.add(node)
             stack += (node, None)
             for arg in reversed(node.args):
-                if arg.requires_grad and id(arg) not in seen:
+                if arg.requires_grad and arg not in seen:
                     stack.append(arg)
     return order
 
@@ -646,46 +648,43 @@ class _GradientSums:
     An array that arrives may be shared (an addition hands the same one to both inputs), so the first sum
     makes a new array; only arrays made here are added to in place. One element is never: the sum of 0-d arrays
     is a NumPy scalar, which += would replace, and NumPy takes three times as long for += as for + there.
-    Ids stand for Tensors, which all live until their turn has come.
     """
 
     def __init__(self) -> None:
-        self.arrays: dict[int, Array] = {}
-        self.parts: dict[int, list[Part]] = {}
-        self.ours: set[int] = set()
+        self.arrays: dict[Tensor, Array] = {}
+        self.parts: dict[Tensor, list[Part]] = {}
+        self.ours: set[int] = set()  # ids of Tensors, which all live until their turn has come
         self.handed_out: dict[int, Array] = {}
 
     def add(self, node: Tensor, grad: Array | Tensor | Part) -> None:
         if type(grad) is Part:
-            self.parts.setdefault(id(node), []).append(grad)
+            self.parts.setdefault(node, []).append(grad)
             return
         array: Array = grad.array if isinstance(grad, Tensor) else grad
-        if array.dtype != node.array.dtype:
-            array = array.astype(node.array.dtype)
-        key = id(node)
-        held = self.arrays.get(key)
+        dtype = node.array.dtype
+        if array.dtype is not dtype:
+            array = array.astype(dtype, copy=False)
+        held = self.arrays.get(node)
         if held is None:
-            self.arrays[key] = array
-        elif key in self.ours:
+            self.arrays[node] = array
+        elif id(node) in self.ours:
             held += array
         else:
-            self.arrays[key] = total = held + array
+            self.arrays[node] = total = held + array
             if total.size > 1:
-                self.ours.add(key)
+                self.ours.add(id(node))
 
     def take(self, node: Tensor) -> Array | None:
         """The whole gradient of a Tensor whose turn has come; None where none has arrived."""
-        key = id(node)
-        if self.parts and key in self.parts:
-            parts = self.parts.pop(key)
-            if key not in self.arrays:
+        if node in self.parts:
+            parts = self.parts.pop(node)
+            if node not in self.arrays:
                 self.add(node, _assembled(parts, node.array))
-            elif key in self.ours:
-                _add_parts(self.arrays[key], parts)
             else:
-                self.arrays[key] = array_module(node.array).array(self.arrays[key])  # a copy
-                _add_parts(self.arrays[key], parts)
-        return self.arrays.pop(key, None)
+                if id(node) not in self.ours:
+                    self.arrays[node] = array_module(node.array).array(self.arrays[node])  # a copy
+                _add_parts(self.arrays[node], parts)
+        return self.arrays.pop(node, None)
 
 
 def _assembled(parts: list[Part], like: Array) -> Array:
