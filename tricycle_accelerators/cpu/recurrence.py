@@ -22,7 +22,7 @@ MOST_TERMS = 480
 BLOCK_COLUMNS = 64
 
 
-class _Blocks:
+class Blocks:
     """A matrix by which many others are multiplied, one after another, copied once into blocks."""
 
     __array_ufunc__ = None  # so that NumPy leaves `array @ blocks` to us
@@ -32,8 +32,8 @@ class _Blocks:
         self.blocks: np.ndarray | None = None
 
     @cached_property
-    def T(self) -> _Blocks:
-        return _Blocks(self.matrix.T)
+    def T(self) -> Blocks:
+        return Blocks(self.matrix.T)
 
     def __rmatmul__(self, left: np.ndarray) -> np.ndarray:
         if len(left) == 1:
@@ -60,7 +60,7 @@ class _Blocks:
 
 
 def repeated(matrix: np.ndarray) -> Any:
-    return NotImplemented if is_narrow(matrix) else _Blocks(matrix)
+    return NotImplemented if is_narrow(matrix) else Blocks(matrix)
 
 
 def pipeline(

@@ -1,0 +1,314 @@
+"""The steps of recurrent layers that Numba compiles: a whole sequence in a call, so that nothing is done between steps
+but products and what follows them. Importing this compiles them, or loads what was compiled before.
+
+Shapes as in `tricycle/kernels/reference/recurrence.py`; each loop takes the items from `first` to before `last`. `cut`
+is the matrix of weights, or its transpose on the way back, in panels (`products.py`). `active` has no rows where all
+items are active in all steps, and a bias no numbers where there is none.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp
+from tricycle_accelerators.compiled.products import PANEL, multiply
+
+
+@numba.njit(inline="always")
+def _sigmoid(x: np.float32) -> np.float32:
+    return ONE / (ONE + exp(-x))
+
+
+@numba.njit(inline="always")
+def _tanh(x: np.float32) -> np.float32:
+    """Near 0, where the two exponentials are nearly equal, by its series."""
+    square = x * x
+    series = np.float32(62 / 2835)
+    series = series * square - np.float32(17 / 315)
+    series = series * square + np.float32(2 / 15)
+    series = series * square - np.float32(1 / 3)
+    series = x + x * (series * square)
+    far = np.float32(2) * _sigmoid(np.float32(2) * x) - ONE
+    return series if square < np.float32(0.0625) else far
+
+
+@compiled("void(f4[::1], f4[::1])")
+def _to_sigmoid(x: np.ndarray, more: np.ndarray) -> None:
+    """Of the sum, in place."""
+    for j in range(len(x)):
+        x[j] = _sigmoid(x[j] + more[j])
+
+
+@compiled("void(f4[::1], f4[::1])")
+def _to_tanh(x: np.ndarray, more: np.ndarray) -> None:
+    for j in range(len(x)):
+        x[j] = _tanh(x[j] + more[j])
+
+
+@compiled("void(f4[::1], f4[::1])")
+def _add(x: np.ndarray, more: np.ndarray) -> None:
+    for j in range(len(x)):
+        x[j] += more[j]
+
+
+@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+def _add_rows(x: np.ndarray, sums: np.ndarray, grad: np.ndarray) -> None:
+    """Both to the gradients of states (B, H); what a product has beside H columns is nothing."""
+    for b in range(len(x)):
+        row, product, slopes = x[b], sums[b], grad[b]
+        for j in range(len(row)):
+            row[j] += product[j] + slopes[j]
+
+
+# -------------------------------------------------------------------- Elman's
+@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[::1], b1[:, ::1], b1, i8, i8)")
+def rnn(
+    gates: np.ndarray,
+    h: np.ndarray,
+    cut: np.ndarray,
+    bias: np.ndarray,
+    active: np.ndarray,
+    relu: bool,
+    first: int,
+    last: int,
+) -> None:
+    size = h.shape[2]
+    recurrent = np.empty((last - first, len(cut) * PANEL), np.float32)
+    for t in range(len(gates)):
+        multiply(h[t, first:last], cut, recurrent)
+        for b in range(first, last):
+            gate, more, new = gates[t, b], recurrent[b - first], h[t + 1, b]
+            if len(bias):
+                _add(gate, bias)
+            if relu:
+                for j in range(size):
+                    gate[j] += more[j]
+                    new[j] = max(gate[j], ZERO)
+            else:
+                for j in range(size):
+                    gate[j] += more[j]
+                    new[j] = _tanh(gate[j])
+            if len(active) and not active[t, b]:
+                new[:] = h[t, b]
+
+
+@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], b1[:, ::1], f4[:, :, ::1], f4[:, ::1], b1, i8, i8)")
+def rnn_back(
+    grad: np.ndarray,
+    h: np.ndarray,
+    cut: np.ndarray,
+    active: np.ndarray,
+    d_gates: np.ndarray,
+    dh: np.ndarray,
+    relu: bool,
+    first: int,
+    last: int,
+) -> None:
+    size = h.shape[2]
+    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    for t in range(len(d_gates) - 1, -1, -1):
+        for b in range(first, last):
+            d, slope, y = d_gates[t, b], dh[b], h[t + 1, b]
+            if len(active) and not active[t, b]:
+                d[:] = ZERO
+                continue
+            if relu:
+                for j in range(size):
+                    d[j] = slope[j] if y[j] > ZERO else ZERO
+            else:
+                for j in range(size):
+                    d[j] = slope[j] * (ONE - y[j] * y[j])
+            slope[:] = ZERO
+        multiply(d_gates[t, first:last], cut, sums)
+        _add_rows(dh[first:last], sums, grad[t, first:last])
+
+
+# -------------------------------------------------------------------- GRU
+@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1])")
+def _gru_step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np.ndarray) -> None:
+    """Gates r, z, n (3 H,) to their values, in place, and the state (H,) after them.
+
+    In several loops, each over few arrays: of more the compiler does not see that they lie apart.
+    """
+    size = len(h)
+    _to_sigmoid(gate[: 2 * size], recurrent[: 2 * size])
+    r, z, n, of_n = gate[:size], gate[size : 2 * size], gate[2 * size :], recurrent[2 * size :]
+    for j in range(size):
+        n[j] = _tanh(n[j] + r[j] * of_n[j])
+    for j in range(size):
+        h[j] = n[j] + z[j] * (before[j] - n[j])
+
+
+@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[::1], b1[:, ::1], i8, i8)")
+def gru(
+    gates: np.ndarray,
+    h: np.ndarray,
+    part: np.ndarray,
+    cut: np.ndarray,
+    bias: np.ndarray,
+    active: np.ndarray,
+    first: int,
+    last: int,
+) -> None:
+    size = h.shape[2]
+    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    for t in range(len(gates)):
+        multiply(h[t, first:last], cut, sums)
+        for b in range(first, last):
+            recurrent = sums[b - first, : 3 * size]
+            if len(bias):
+                _add(recurrent, bias)
+            _gru_step(gates[t, b], recurrent, h[t, b], h[t + 1, b])
+            part[t + 1, b] = recurrent[2 * size :]
+            if len(active) and not active[t, b]:
+                h[t + 1, b] = h[t, b]
+                part[t + 1, b] = part[t, b]
+
+
+@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+def _gru_step_back(gate: np.ndarray, before: np.ndarray, part: np.ndarray, dh: np.ndarray, d: np.ndarray) -> None:
+    """The gradients of what the input gave to the gates; in place that of the state, without the weights' part."""
+    size = len(dh)
+    for j in range(size):
+        r, z, n = gate[j], gate[size + j], gate[2 * size + j]
+        rest = ONE - z
+        dn = dh[j] * rest * (ONE - n * n)
+        d[j] = dn * part[j] * r * (ONE - r)
+        d[size + j] = dh[j] * (before[j] - n) * z * rest
+        d[2 * size + j] = dn
+        dh[j] *= z
+
+
+@compiled("void(f4[::1], f4[::1], f4[::1])")
+def _with_reset(to_input: np.ndarray, gate: np.ndarray, to_state: np.ndarray) -> None:
+    """The gradients of what the state before gave to the gates."""
+    size = len(gate) // 3
+    to_state[:] = to_input
+    n, r = to_state[2 * size :], gate[:size]
+    for j in range(size):
+        n[j] *= r[j]
+
+
+@compiled(
+    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], b1[:, ::1], "
+    "f4[:, :, ::1], f4[:, :, ::1], f4[:, ::1], i8, i8)"
+)
+def gru_back(
+    grad: np.ndarray,
+    gates: np.ndarray,
+    h: np.ndarray,
+    part: np.ndarray,
+    cut: np.ndarray,
+    active: np.ndarray,
+    to_input: np.ndarray,
+    to_state: np.ndarray,
+    dh: np.ndarray,
+    first: int,
+    last: int,
+) -> None:
+    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    for t in range(len(gates) - 1, -1, -1):
+        for b in range(first, last):
+            if len(active) and not active[t, b]:
+                to_input[t, b] = ZERO
+                to_state[t, b] = ZERO
+            else:
+                _gru_step_back(gates[t, b], h[t, b], part[t + 1, b], dh[b], to_input[t, b])
+                _with_reset(to_input[t, b], gates[t, b], to_state[t, b])
+        multiply(to_state[t, first:last], cut, sums)
+        _add_rows(dh[first:last], sums, grad[t, first:last])
+
+
+# -------------------------------------------------------------------- LSTM
+@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+def _lstm_step(
+    gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np.ndarray, c: np.ndarray, tanh_c: np.ndarray
+) -> None:
+    """Gates i, f, g, o (4 H,) to their values, in place, and the states (H,) after them."""
+    size = len(h)
+    _to_sigmoid(gate[: 2 * size], recurrent[: 2 * size])
+    _to_tanh(gate[2 * size : 3 * size], recurrent[2 * size : 3 * size])
+    _to_sigmoid(gate[3 * size :], recurrent[3 * size :])
+    i, f, g, o = gate[:size], gate[size : 2 * size], gate[2 * size : 3 * size], gate[3 * size :]
+    for j in range(size):
+        c[j] = f[j] * before[j] + i[j] * g[j]
+    for j in range(size):
+        tanh_c[j] = _tanh(c[j])
+        h[j] = o[j] * tanh_c[j]
+
+
+@compiled(
+    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[::1], b1[:, ::1], i8, i8)"
+)
+def lstm(
+    gates: np.ndarray,
+    h: np.ndarray,
+    c: np.ndarray,
+    tanh_c: np.ndarray,
+    cut: np.ndarray,
+    bias: np.ndarray,
+    active: np.ndarray,
+    first: int,
+    last: int,
+) -> None:
+    size = h.shape[2]
+    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    for t in range(len(gates)):
+        multiply(h[t, first:last], cut, sums)
+        for b in range(first, last):
+            recurrent = sums[b - first, : 4 * size]
+            if len(bias):
+                _add(recurrent, bias)
+            _lstm_step(gates[t, b], recurrent, c[t, b], h[t + 1, b], c[t + 1, b], tanh_c[t + 1, b])
+            if len(active) and not active[t, b]:
+                h[t + 1, b] = h[t, b]
+                c[t + 1, b] = c[t, b]
+                tanh_c[t + 1, b] = tanh_c[t, b]
+
+
+@compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
+def _lstm_step_back(
+    gate: np.ndarray, before: np.ndarray, tanh_c: np.ndarray, dh: np.ndarray, dc: np.ndarray, d: np.ndarray
+) -> None:
+    """The gradients of what went into the gates; in place those of the states before, but for what weights give."""
+    size = len(dh)
+    for j in range(size):
+        i, f, g, o = gate[j], gate[size + j], gate[2 * size + j], gate[3 * size + j]
+        slope = dc[j] + dh[j] * o * (ONE - tanh_c[j] * tanh_c[j])
+        d[j] = slope * g * i * (ONE - i)
+        d[size + j] = slope * before[j] * f * (ONE - f)
+        d[2 * size + j] = slope * i * (ONE - g * g)
+        d[3 * size + j] = dh[j] * tanh_c[j] * o * (ONE - o)
+        dc[j] = slope * f
+        dh[j] = ZERO
+
+
+@compiled(
+    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], b1[:, ::1], "
+    "f4[:, :, ::1], f4[:, ::1], f4[:, ::1], i8, i8)"
+)
+def lstm_back(
+    grad_h: np.ndarray,
+    grad_c: np.ndarray,
+    gates: np.ndarray,
+    c: np.ndarray,
+    tanh_c: np.ndarray,
+    cut: np.ndarray,
+    active: np.ndarray,
+    d_gates: np.ndarray,
+    dh: np.ndarray,
+    dc: np.ndarray,
+    first: int,
+    last: int,
+) -> None:
+    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    for t in range(len(gates) - 1, -1, -1):
+        for b in range(first, last):
+            if len(active) and not active[t, b]:
+                d_gates[t, b] = ZERO
+            else:
+                _lstm_step_back(gates[t, b], c[t, b], tanh_c[t + 1, b], dh[b], dc[b], d_gates[t, b])
+            _add(dc[b], grad_c[t, b])
+        multiply(d_gates[t, first:last], cut, sums)
+        _add_rows(dh[first:last], sums, grad_h[t, first:last])
