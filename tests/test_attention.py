@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from test_layers import check_layer_gradients
 
 from tricycle.attention import (
     Attention,
+    KeyShift,
     KeyValueCache,
     Rotary,
     RotaryScaling,
@@ -20,9 +22,11 @@ from tricycle.attention import (
     causal_mask,
     length_mask,
 )
+from tricycle.configs import ModelConfig
 from tricycle.functions import Softmax
 from tricycle.gradcheck import gradcheck
 from tricycle.kernels import use_reference
+from tricycle.models import GPT
 from tricycle.ops import log, split_sizes
 from tricycle.optimisers import AdamW
 from tricycle.sequences.attentions import (
@@ -284,6 +288,39 @@ def test_a_token_is_mixed_with_the_one_before_it(rng: np.random.Generator) -> No
     np.testing.assert_array_equal(cache.select(np.array([1, 1])).latest, x[[1, 1], -1:])
 
 
+def test_keys_are_mixed_with_those_before_them(rng: np.random.Generator) -> None:
+    keys, shift = rng.standard_normal((2, 5, 6)), KeyShift(2, 3)
+    assert shift.mix.array.tolist() == [0, 0.5, 1, 0, 0.5, 1]
+    mix = shift.mix.array
+    before = np.concatenate([np.zeros((2, 1, 6)), keys[:, :-1]], axis=1)
+    np.testing.assert_allclose(shift(to_tensor(keys, dtype=np.float64)).array, (1 - mix) * keys + mix * before, 1e-12)
+
+    def mixed(keys: Tensor, mix: Tensor) -> Tensor:
+        twin = KeyShift(2, 3)
+        twin.mix = mix
+        return twin(keys)
+
+    gradcheck(mixed, keys, rng.standard_normal(6))
+    cache, parts = KeyValueCache(5), []
+    for piece in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        parts.append(shift(to_tensor(keys[:, piece], dtype=np.float64), cache).array)
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), shift(to_tensor(keys, dtype=np.float64)).array)
+    np.testing.assert_array_equal(cache.select(np.array([1, 1])).latest_keys, keys[[1, 1], -1:])
+
+
+def test_shifted_keys_begin_like_queries() -> None:
+    """A token's query meets its like in the key behind an earlier occurrence, with first weights already."""
+    config = ModelConfig(
+        vocab_size=50, context_window=8, embedding_dim=64, n_heads=4, n_key_heads=2, n_layers=1, positions="none"
+    )
+    for key_shift, most in ((False, 0.1), (True, 0.75)):
+        weights = GPT(replace(config, key_shift=key_shift)).blocks[0].attention.qkv.weights.array.reshape(64, 8, 16)
+        assert weights[:, 4:6].std() == pytest.approx(0.02, rel=0.05)
+        for head, queries in ((4, 0), (5, 2)):
+            correlation = np.corrcoef(weights[:, queries].ravel(), weights[:, head].ravel())[0, 1]
+            assert most - 0.1 < correlation + 0.05 < most + 0.1
+
+
 # -------------------------------------------------------------------- the cache
 @pytest.mark.parametrize("pieces", [[1] * 9, [4, 5], [8, 1], [1, 8], [9], [3, 3, 3]], ids=str)
 def test_attention_with_a_cache_equals_attention_over_all(pieces: list[int], rng: np.random.Generator) -> None:
@@ -362,6 +399,10 @@ BAD = {
     "token shift of another width": (
         lambda: TokenShift(4)(np.ones((1, 2, 3))),
         "TokenShift: expected the last axis to be 4, got shape (1, 2, 3)",
+    ),
+    "key shift of another width": (
+        lambda: KeyShift(2, 2)(np.ones((1, 2, 3))),
+        "KeyShift: expected the last axis to be 4, got shape (1, 2, 3)",
     ),
     "rotary of odd heads": (
         lambda: Rotary()(np.ones((1, 4, 1, 3))),

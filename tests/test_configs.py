@@ -88,6 +88,7 @@ SWITCHES = (
     "qk_norm",
     "qk_norm_gain",
     "token_shift",
+    "key_shift",
     "zero_projections",
     "gated",
     "norm_unit_offset",

@@ -41,6 +41,8 @@ OWN = {
     "side by side": {"parallel": True},
     "side by side, one norm": {"parallel": True, "shared_norm": True},
     "token shift": {"token_shift": True},
+    "key shift": ROTARY | {"key_shift": True, "qk_norm": True, "n_key_heads": 2},
+    "both shifts": {"key_shift": True, "token_shift": True},
     "untied": {"tied": False, "head_bias": True},
     "narrow embedding": {"embedding_size": 8},
     "narrow embedding, untied": {"embedding_size": 8, "tied": False},
@@ -169,7 +171,9 @@ def test_scores_far_from_0_do_not_overflow(softmax, offset, no_layers):
     np.testing.assert_allclose(logits, all_at_once(model, tokens)[-1], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "window in some layers", "blocks", "family Gemma 3", "token shift"])
+@pytest.mark.parametrize(
+    "name", ["gpt-2", "window in some layers", "blocks", "family Gemma 3", "token shift", "key shift"]
+)
 def test_what_is_written_is_what_the_layers_alone_would_write(name, monkeypatch):
     model = new_model(CONFIGS[name])
     fast = list(generate(model, [1, 2, 3], 40, Sampling(0, no_repeat_ngram_size=2)))

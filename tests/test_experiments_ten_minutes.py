@@ -50,6 +50,9 @@ MODERN: dict = {
     "optimiser": "muon",
     "schedule": "linear",
     "token_shift": True,
+    "key_shift": True,
+    "rotary_fraction": 0.5,
+    "score_scale": 0.25,
 }
 MODERN = {name: value for name, value in MODERN.items() if name in ablations.FIELDS}
 WORDS = (

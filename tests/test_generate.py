@@ -364,16 +364,16 @@ def count_reads(monkeypatch) -> list[int]:
     return reads
 
 
-@pytest.mark.parametrize("token_shift", [False, True])
-def test_a_reader_reads_only_what_is_new(monkeypatch, token_shift):
-    model = new_model(token_shift=token_shift)
+@pytest.mark.parametrize("changes", [{}, {"token_shift": True}, {"key_shift": True}])
+def test_a_reader_reads_only_what_is_new(monkeypatch, changes):
+    model = new_model(**changes)
     reader, texts = Reader(model), ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 9], [1], [8, 2], [8, 2, *range(10)])
     wanted = [full_logits(model, text) for text in texts]
     reads = count_reads(monkeypatch)
     for text, logits in zip(texts, wanted):
         np.testing.assert_allclose(reader.logits(text), logits, rtol=1e-4, atol=1e-4)
         assert reader.tokens == text
-    assert reads == ([3, 2, 3, 3, 1, 2, 10] if token_shift else [3, 2, 1, 1, 1, 2, 10])
+    assert reads == ([3, 2, 3, 3, 1, 2, 10] if changes else [3, 2, 1, 1, 1, 2, 10])
 
 
 def test_a_conversation_is_read_once(model, monkeypatch):
@@ -417,7 +417,7 @@ def test_a_cache_grows_and_forgets():
             cache.crop(length)
     cache.latest = keys[:, :1]
     cache.crop(6)
-    with pytest.raises(ValueError, match="without a token shift"):
+    with pytest.raises(ValueError, match="without a shift"):
         cache.crop(3)
 
 
@@ -495,7 +495,9 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
+)
 def test_several_texts_at_once_are_what_each_is_alone(changes, settings):
     model = new_model(**changes)
     prompts = [[1, 2, 3], [4], list(range(12)), np.array([7, 7]), [5] * 9]
@@ -542,7 +544,9 @@ def test_each_text_of_a_batch_has_a_seed_of_its_own(model):
         generate_batch(model, prompts, 9, [1, 2, 3])
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
+)
 def test_texts_come_and_go(changes):
     """Each with settings of its own; none notices the others."""
     model = new_model(**changes)
@@ -607,14 +611,16 @@ def test_a_listener_gets_the_logits_of_each_token(model):
         text.append(token)
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
+)
 def test_a_fork_goes_on_by_itself(changes):
     model = new_model(context_window=30, **changes)
     reader = Reader(model)
     reader.logits([1, 2, 3, 4, 5, 6])
     forked = reader.fork(4)
     assert forked.tokens in ([1, 2, 3, 4], [])  # a shift cannot be undone
-    assert forked.tokens or "token_shift" in changes
+    assert forked.tokens or {"token_shift", "key_shift"} & set(changes)
     assert reader.fork(6).tokens == reader.fork(99).tokens == reader.tokens
     np.testing.assert_allclose(forked.logits([1, 2, 3, 4, 9]), Reader(model).logits([1, 2, 3, 4, 9]), atol=1e-5)
     assert reader.tokens == [1, 2, 3, 4, 5, 6]
@@ -652,7 +658,9 @@ def test_a_penalty_counts_what_was_drawn_and_not_the_prompt(model):
 # -------------------------------------------------------------------- guesses
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("lookahead", [1, 3, 30])
-@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
+)
 def test_guesses_change_nothing(changes, lookahead, settings):
     model = new_model(context_window=30, **changes)
     for prompt in ([1, 2, 3, 4] * 5, [7], [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]):

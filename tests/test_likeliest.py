@@ -14,7 +14,12 @@ from tricycle.models import GPT
 from tricycle.sampling import Sampling
 
 CONFIG = DebugConfig(vocab_size=6, context_window=20, embedding_dim=16, n_layers=2)
-CHANGES = [{}, {"positions": "rotary", "window": 3}, {"token_shift": True, "n_key_heads": 1, "softmax": "softmax1"}]
+CHANGES = [
+    {},
+    {"positions": "rotary", "window": 3},
+    {"token_shift": True, "n_key_heads": 1, "softmax": "softmax1"},
+    {"key_shift": True},
+]
 PROMPTS = [[1, 2, 3], [4], [5, 0, 0, 2, 1]]
 
 

@@ -221,8 +221,9 @@ def test_a_text_of_one_token(kind: str) -> None:
     json.dumps(whole(subject, reading), allow_nan=False)
 
 
-def test_where_tokens_mix_otherwise_everything_is_read_again() -> None:
-    subject = subject_of(replace(CONFIG, token_shift=True))
+@pytest.mark.parametrize("shift", ["token_shift", "key_shift"])
+def test_where_tokens_mix_otherwise_everything_is_read_again(shift: str) -> None:
+    subject = subject_of(replace(CONFIG, **{shift: True}))
     before = read(subject)
     ids = [*before.ids[:-1], 7]
     assert subject.spared(ids, Changes(), before) == 0

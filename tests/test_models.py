@@ -33,6 +33,7 @@ KINDS: dict[str, GPTConfig] = {
     "rotary, qk norm, relu squared": replace(
         TINY, positions="rotary", qk_norm=True, token_shift=True, norm="rms_norm", activation="relu_squared", bias=False
     ),
+    "key shift": replace(TINY, positions="rotary", norm="rms_norm", qk_norm=True, key_shift=True, rotary_fraction=0.5),
     "rotary, untied, relu": replace(TINY, positions="rotary", tied=False, activation="relu"),
 }
 LLAMA = replace(
@@ -139,7 +140,7 @@ def count_by_formula(config: GPTConfig) -> int:
     if gated:
         hidden = math.ceil(hidden * 2 / 3 / 8) * 8
     norm = width * (2 if config.bias and config.norm == "layer_norm" else 1)
-    attention = 4 * width**2 + config.bias * 4 * width + config.token_shift * width
+    attention = 4 * width**2 + config.bias * 4 * width + (config.token_shift + config.key_shift) * width
     if config.softmax == "blocks":
         attention += config.softmax_blocks * config.context_window
     up = hidden * (2 if gated else 1)

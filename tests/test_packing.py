@@ -56,6 +56,7 @@ def test_what_is_refused():
         PackedDataset([], 2, 8)
     with pytest.raises(ValueError, match="none in example 1"):
         PackedDataset([*some_examples([4]), Example(np.arange(3), np.array([True, False, False]))], 2, 8)
+    assert not GPT(ModelConfig(**SIZES, key_shift=True)).packs
     model = GPT(ModelConfig(**SIZES, token_shift=True))
     assert not model.packs
     with pytest.raises(ValueError, match="expected one text a row"):

@@ -258,6 +258,7 @@ REFUSED: dict[str, tuple[ModelConfig, str]] = {
     "softmax": (ModelConfig(**SIZES, softmax="softmax1"), "gpt2: softmax='softmax1'"),
     "blocks": (ModelConfig(**SIZES, softmax="blocks"), "softmax='blocks'"),
     "token shift": (ModelConfig(**LIKE_LLAMA, token_shift=True), "llama: token_shift=True"),
+    "key shift": (ModelConfig(**LIKE_LLAMA, key_shift=True), "llama: key_shift=True"),
     "no positions": (ModelConfig(**SIZES, positions="none"), "positions='none'"),
     "learned positions": (replace(ModelConfig(**LIKE_LLAMA), positions="learned"), "positions='learned'"),
     "caps": (ModelConfig(**LIKE_LLAMA, score_cap=5.0), "score_cap=5.0"),

@@ -774,7 +774,7 @@ def test_settings_of_the_model(folder, settings):
 
 def test_a_window_and_a_shift_cannot_go_back_and_need_not(tmp_path):
     """Such models read a prompt anew where they have forgotten too much of another that began like it."""
-    for name, settings in (("shift", {"token_shift": True}), ("window", {"window": 8})):
+    for name, settings in (("shift", {"token_shift": True}), ("keys", {"key_shift": True}), ("window", {"window": 8})):
         model = GPT(DebugConfig(vocab_size=257, context_window=200, **settings))
         path = tmp_path / f"{name}.safetensors"
         save_checkpoint(path, model, BPETokeniser(257))

@@ -12,7 +12,7 @@ from typing import Any
 
 from tricycle import kernels
 from tricycle.activation import ACTIVATIONS, Gated, new_activation
-from tricycle.attention import Attention, KeyValueCache, Mask, Rotary, RotaryScaling, TokenShift
+from tricycle.attention import Attention, KeyShift, KeyValueCache, Mask, Rotary, RotaryScaling, TokenShift
 from tricycle.configs.model import ModelConfig, hidden_width
 from tricycle.functions import RowSoftmax
 from tricycle.initialisers import Initialiser, xavier
@@ -71,6 +71,7 @@ class AttentionConfig:
         causal: a token sees itself and those before it, and not those after.
         window, scale, cap: as of `Attention`.
         token_shift: mix each token with the one before it first (`TokenShift`).
+        key_shift: mix the keys of each token with those of the one before it (`KeyShift`).
     """
 
     embedding_dim: int
@@ -89,6 +90,7 @@ class AttentionConfig:
     scale: float | None = None
     cap: float | None = None
     token_shift: bool = False
+    key_shift: bool = False
 
     def __post_init__(self) -> None:
         title = "MultiHeadSelfAttention"
@@ -132,6 +134,7 @@ class MultiHeadSelfAttention(_MultiHead):
         self.shift = TokenShift(embedding_dim) if config.token_shift else None
         n_channels = (n_heads + 2 * self.n_key_heads) * self.head_size
         self.qkv = Dense(embedding_dim, n_channels, config.bias, initialiser, generator)
+        self.key_shift = KeyShift(self.n_key_heads, self.head_size) if config.key_shift else None
         self.query_norm = self.key_norm = None
         if config.qk_norm:
             new_norm = without_gain if config.qk_norm is True else config.qk_norm
@@ -171,12 +174,19 @@ class MultiHeadSelfAttention(_MultiHead):
         qkv = self.qkv(x if self.shift is None else self.shift(x, cache))
         heads = [self.n_heads, self.n_key_heads, self.n_key_heads]
         parts = split_sizes(qkv, [n * self.head_size for n in heads])
+        if self.key_shift is not None:
+            parts[1] = self.key_shift(parts[1], cache)
         q, k, v = (reshape(part, *part.shape[:2], n, self.head_size) for part, n in zip(parts, heads))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, offset=seen), self.rotary(k, offset=seen)
         return [q, k, v]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a token is mixed with the one before it, besides what attention does."""
+        return self.shift is not None or self.key_shift is not None
 
     def _check(self, x: Tensor, seen: int) -> None:
         if x.ndim < 2 or x.shape[-1] != self.embedding_dim or x.shape[-2] == 0:
@@ -481,6 +491,7 @@ def self_attention(
         scale=config.score_scale or None,
         cap=config.score_cap or None,
         token_shift=config.token_shift,
+        key_shift=config.key_shift,
         initialiser=initialiser,
         generator=generator,
     )

@@ -21,7 +21,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.activation import Gated, GeLU, Swish
-from tricycle.attention import Attention, KeyValueCache, Rotary, TokenShift
+from tricycle.attention import Attention, KeyShift, KeyValueCache, Rotary, TokenShift
 from tricycle.attention.rotary import angles
 from tricycle.blocks import GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
 from tricycle.kernels import FEW_ROWS, FewBits, Scoring
@@ -33,7 +33,7 @@ from tricycle.tensor import Tensor, no_grad
 SHORT = 2**19  # scores of a token: more are shared by threads
 WALKED = {
     *(GPT, TransformerBlock, GPT2TransformerBlock, MultiHeadSelfAttention, Attention, MLPBlock),
-    *(Embedding, LayerNorm, RMSNorm, Dropout, TokenShift),
+    *(Embedding, LayerNorm, RMSNorm, Dropout, TokenShift, KeyShift),
 }
 
 
@@ -81,7 +81,7 @@ def covers(model: GPT) -> bool:
         parts += [block.attention, block.mlp, getattr(block.mlp, "dropout", None)]
         if type(block.attention) is MultiHeadSelfAttention:
             layer = block.attention
-            parts += [layer.shift, layer.query_norm, layer.key_norm, layer.attention, layer.dropout]
+            parts += [layer.shift, layer.key_shift, layer.query_norm, layer.key_norm, layer.attention, layer.dropout]
     known = all(part is None or (type(part) in WALKED and "forward" not in vars(part)) for part in parts)
     on_host = isinstance(model.token_embedding.weights.array, (np.ndarray, FewBits))
     return on_host and known and all(block.cross is None for block in model.blocks)
@@ -254,11 +254,16 @@ def _activation(activation: Any, x: np.ndarray) -> np.ndarray:
 def _attention(layer: MultiHeadSelfAttention, x: np.ndarray, rows: _Rows, number: int) -> np.ndarray:
     """(R, C) to (R, C), and remembers the new keys and values."""
     if layer.shift is not None:
-        x = _shifted(layer.shift, x, rows, number)
+        earlier = _earlier(x, rows, [text.caches[number].latest for text in rows.texts])
+        for text in rows.texts:
+            text.caches[number].latest = x[None, text.rows.stop - 1 : text.rows.stop]
+        x = x + layer.shift.mix.array * earlier
     n_heads = layer.n_heads
     n_key_heads = layer.n_key_heads
     heads = product(layer.qkv, x).reshape(len(x), n_heads + 2 * n_key_heads, layer.head_size)
     last = n_heads + n_key_heads
+    if layer.key_shift is not None:
+        heads[:, n_heads:last] = _shifted_keys(layer.key_shift, heads[:, n_heads:last], rows, number)
     if layer.query_norm is not None and layer.key_norm is not None:
         heads[:, :n_heads] = _norm(layer.query_norm, heads[:, :n_heads])
         heads[:, n_heads:last] = _norm(layer.key_norm, heads[:, n_heads:last])
@@ -320,13 +325,20 @@ def _angles(rotary: Rotary, n_turned: int, rows: _Rows) -> tuple[np.ndarray, np.
     return cos, sin
 
 
-def _shifted(shift: TokenShift, x: np.ndarray, rows: _Rows, number: int) -> np.ndarray:
-    """Each row and its share of the one before it in its text."""
+def _shifted_keys(shift: KeyShift, heads: np.ndarray, rows: _Rows, number: int) -> np.ndarray:
+    """Keys (R, K, D) mixed with those of the token before in their text."""
+    keys = heads.reshape(len(heads), -1).copy()
+    earlier = _earlier(keys, rows, [text.caches[number].latest_keys for text in rows.texts])
+    for text in rows.texts:
+        text.caches[number].latest_keys = keys[None, text.rows.stop - 1 : text.rows.stop]
+    mixed: np.ndarray = keys + shift.mix.array * (earlier - keys)
+    return mixed.reshape(heads.shape)
+
+
+def _earlier(x: np.ndarray, rows: _Rows, latest: list[Any]) -> np.ndarray:
+    """For each row (R, C) the one before it in its text, of whose earlier rows the latest is known, or zeros."""
     earlier = np.zeros_like(x)
     earlier[1:] = x[:-1]
-    for text in rows.texts:
-        cache = text.caches[number]
-        earlier[text.rows.start] = 0 if cache.latest is None else cache.latest[0, 0]
-        cache.latest = x[None, text.rows.stop - 1 : text.rows.stop]
-    y: np.ndarray = x + shift.mix.array * earlier
-    return y
+    for text, known in zip(rows.texts, latest):
+        earlier[text.rows.start] = 0 if known is None else known[0, 0]
+    return earlier

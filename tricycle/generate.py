@@ -77,7 +77,7 @@ class Reader:
     @property
     def can_go_back(self) -> bool:
         """Whether it can forget the end of what it has read, and keep the beginning."""
-        return all(cache.latest is None for cache in self._caches)
+        return not any(cache.mixes for cache in self._caches)
 
     def _can_crop(self, length: int) -> bool:
         return all(cache.can_crop(length) for cache in self._caches)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.attention import Attention, KeyValueCache
-from tricycle.blocks import TransformerBlock, new_norm
+from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock, new_norm
 from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.devices import Array, array_module
 from tricycle.functions import linear, soft_cap, to_compute_dtype
@@ -28,6 +28,9 @@ from tricycle.tensor import Operand, Parameter, Tensor
 # The most logits that a loss holds at a time in host memory: 128 MB of them, and as much of their gradients.
 # Each part converts the head's matrix, and adds to its gradient, anew.
 LOGITS_AT_ONCE = 2**25
+
+# The correlation of keys with queries at first, where keys are shifted.
+KEYS_LIKE_QUERIES = 0.7
 
 DRAWN = ("matrix", "embedding", "position", "head")  # roles of what does not start at 0 or 1
 
@@ -250,7 +253,7 @@ def places_in(documents: Array) -> Array:
 def _keeps_apart(attention: Any) -> bool:
     """Whether a mask is all that a layer needs so that texts side by side do not meet."""
     inner = getattr(attention, "attention", None)
-    return isinstance(inner, Attention) and inner.softmax.fused and attention.shift is None
+    return isinstance(inner, Attention) and inner.softmax.fused and not attention.mixes
 
 
 def _seen_by(attention: Any) -> int | None:
@@ -268,7 +271,8 @@ def _changed(config: ModelConfig, **values: Any) -> ModelConfig:
 def initialise(model: BlockStack) -> None:
     """GPT-2's first weights: normal(0.02); projections that end in the residual stream, of which there are
     two a block, smaller by 1 / sqrt(2 n_layers), so that the stream keeps its size; biases 0 and gains 1.
-    With `zero_projections` a block adds nothing at first (Zhang et al. 2019, "Fixup").
+    With `zero_projections` a block adds nothing at first (Zhang et al. 2019, "Fixup"). With `key_shift` keys are like
+    queries at first, so that a token's query meets its like in the keys of earlier tokens.
     """
     config = model.config
     last = 0 if config.zero_projections else 0.02 / math.sqrt(2 * config.n_layers)
@@ -277,6 +281,19 @@ def initialise(model: BlockStack) -> None:
         if isinstance(parameter, Parameter) and parameter.role in DRAWN:
             std = last if id(parameter) in into_stream else 0.02
             parameter.array[...] = normal(std)(parameter.shape, model.generator)
+    if config.key_shift:
+        for block in model.blocks:
+            _let_keys_be_like_queries(block.attention)
+
+
+def _let_keys_be_like_queries(attention: MultiHeadSelfAttention) -> None:
+    """Keys' weights of the same size as before, which correlate with those of the first queries that they are for."""
+    weights = attention.qkv.weights.array
+    n_heads, n_key_heads = attention.n_heads, attention.n_key_heads
+    heads = weights.reshape(len(weights), n_heads + 2 * n_key_heads, attention.head_size)
+    queries = heads[:, 0 : n_heads : n_heads // n_key_heads]
+    keys = heads[:, n_heads : n_heads + n_key_heads]
+    keys[...] = KEYS_LIKE_QUERIES * queries + math.sqrt(1 - KEYS_LIKE_QUERIES**2) * keys
 
 
 def least_numbers(config: ModelConfig) -> int:

@@ -60,6 +60,17 @@ class Shift(nn.Module):
         return x + self.mix * F.pad(x, (0, 0, 1, -1))
 
 
+class KeyShift(nn.Module):
+    """k_t + mix * (k_(t-1) - k_t)."""
+
+    def __init__(self, n_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.linspace(0, 1, head_size).repeat(n_heads))
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys + self.mix * (F.pad(keys, (0, 0, 1, -1)) - keys)
+
+
 class Attention(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
@@ -69,29 +80,34 @@ class Attention(nn.Module):
         self.config, size = config, config.embedding_dim
         self.shift = Shift(size) if getattr(config, "token_shift", False) else None
         self.qkv = Dense(size, 3 * size, config.bias)
+        self.key_shift = KeyShift(config.n_heads, size // config.n_heads) if config.key_shift else None
         self.projection = Dense(size, size, config.bias)
         if config.positions == "rotary":
-            d = size // config.n_heads
+            d = int(size // config.n_heads * config.rotary_fraction)
             speeds = 10_000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
             angles = torch.arange(config.context_window, dtype=torch.float64)[:, None] * speeds
             self.register_buffer("cos", angles.cos().float(), persistent=False)
             self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, H, T, D), with channels i and i + D/2 as a pair."""
+        """(B, H, T, D), with channels i and i + R/2 of the R that turn as a pair."""
         cos, sin = (table[: x.shape[-2]] for table in (self.cos, self.sin))
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        half = cos.shape[-1]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         n_items, n_tokens, _ = x.shape
         qkv = self.qkv(x if self.shift is None else self.shift(x))
+        if self.key_shift is not None:
+            q, k, v = qkv.chunk(3, dim=-1)
+            qkv = torch.cat([q, self.key_shift(k), v], dim=-1)
         q, k, v = qkv.view(n_items, n_tokens, 3, self.config.n_heads, -1).permute(2, 0, 3, 1, 4)
         if self.config.qk_norm:
             q, k = (F.rms_norm(heads, heads.shape[-1:], eps=QK_EPS) for heads in (q, k))
         if self.config.positions == "rotary":
             q, k = self.turn(q).to(v.dtype), self.turn(k).to(v.dtype)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.config.score_scale or None)
         return F.dropout(self.projection(mixed.transpose(1, 2).reshape(x.shape)), self.config.dropout, self.training)
 
 

@@ -4,10 +4,11 @@ from tricycle.attention.attend import Attention
 from tricycle.attention.cache import KeyValueCache
 from tricycle.attention.masks import Mask, additive_mask, causal_mask, length_mask
 from tricycle.attention.rotary import Rotary, RotaryScaling
-from tricycle.attention.shift import TokenShift
+from tricycle.attention.shift import KeyShift, TokenShift
 
 __all__ = [
     "Attention",
+    "KeyShift",
     "KeyValueCache",
     "Mask",
     "Rotary",

@@ -35,6 +35,7 @@ class KeyValueCache:
         self._keys: Array | None = None
         self._values: Array | None = None
         self.latest: Array | None = None  # what `TokenShift` has seen last, (B, 1, C)
+        self.latest_keys: Array | None = None  # what `KeyShift` has, (B, 1, K * D)
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Add (B, T, K, D) keys and values; returns those of all tokens so far that these T may see, and maybe of some
@@ -94,11 +95,11 @@ class KeyValueCache:
 
     def can_crop(self, length: int) -> bool:
         """Whether all but the first so many tokens can be forgotten: attention has not mixed them with those before
-        them (`TokenShift`), and what a token there would see is kept.
+        them (`mixes`), and what a token there would see is kept.
         """
         if length in (0, self.length):
             return True
-        return self.latest is None and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
+        return not self.mixes and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
 
     def crop(self, length: int) -> None:
         """Forget all tokens but the first so many.
@@ -110,24 +111,29 @@ class KeyValueCache:
             raise ValueError(f"KeyValueCache: expected to keep 0 to {self.length} tokens, got {length}")
         if length == self.length:
             return
-        if length and self.latest is not None:
-            raise ValueError("KeyValueCache: expected attention without a token shift, to forget some tokens")
+        if length and self.mixes:
+            raise ValueError("KeyValueCache: expected attention without a shift, to forget some tokens")
         if not self.can_crop(length):
             raise ValueError(f"KeyValueCache: expected to keep what a token sees, but {length} is too long ago")
         if length == 0:
             self._first = 0
         self.length = length
-        self.latest = None
+        self.latest = self.latest_keys = None
 
     def select(self, rows: np.ndarray) -> KeyValueCache:
         """A cache of some items of the batch, each as often as it is named."""
         chosen = KeyValueCache(self.capacity, self.dtype, self.window)
         chosen.length = self.length
         chosen._first = self._first
-        for name in ("_keys", "_values", "latest"):
+        for name in ("_keys", "_values", "latest", "latest_keys"):
             held = getattr(self, name)
             setattr(chosen, name, None if held is None else held[array_module(held).asarray(rows)])
         return chosen
+
+    @property
+    def mixes(self) -> bool:
+        """Whether tokens are mixed with those before them on the way here (`TokenShift`, `KeyShift`)."""
+        return self.latest is not None or self.latest_keys is not None
 
     @property
     def keys(self) -> Array:

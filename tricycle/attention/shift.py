@@ -1,4 +1,4 @@
-"""Each token mixed with the one before it."""
+"""Each token, or its keys, mixed with those of the one before it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.attention.cache import KeyValueCache
-from tricycle.devices import Array
+from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.ops import Wanted, as_tensor, check_device, check_width, floating, positive
 from tricycle.tensor import Operand, Parameter, Tensor, record
@@ -37,11 +37,8 @@ class TokenShift(Layer):
         check_width("TokenShift", x, self.mix.size)
         check_device("TokenShift", x.array, self.mix.array)
         array, mix = floating(x.array), self.mix.array
-        earlier = x.xp.zeros_like(array)
-        earlier[:, 1:] = array[:, :-1]
+        earlier = _earlier(array, None if cache is None else cache.latest)
         if cache is not None:
-            if cache.latest is not None:
-                earlier[:, :1] = cache.latest
             cache.latest = array[:, -1:]
 
         def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array | None]:
@@ -55,3 +52,58 @@ class TokenShift(Layer):
 
         y = (array + mix * earlier).astype(array.dtype, copy=False)
         return record(y, (x, self.mix), backward, "token_shift")
+
+
+class KeyShift(Layer):
+    """k_t + mix * (k_(t-1) - k_t) of the keys of heads, with a learned mix for each channel.
+
+    In each head the mix starts at 0 in the first channel and rises evenly to 1 in the last. So a query that looks for
+    its like meets it in the keys of the token behind it, too: one layer then finds what followed an earlier occurrence
+    of a token, as an induction head does.
+
+    Source: Olsson et al. 2022, "In-context learning and induction heads", section "smeared keys", with one mix a head.
+
+    Args:
+        n_heads: of keys.
+        head_size: D.
+    """
+
+    def __init__(self, n_heads: int, head_size: int) -> None:
+        positive("KeyShift", n_heads=n_heads, head_size=head_size)
+        rising = np.linspace(0, 1, head_size, dtype=np.float32)
+        self.mix = Parameter(np.tile(rising, n_heads), "scale")
+
+    def forward(self, keys: Operand, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, heads * D) to the same shape.
+
+        Args:
+            cache: knows the keys before the first, and remembers the last; no gradient flows through it.
+        """
+        keys = as_tensor(keys, self.mix)
+        check_width("KeyShift", keys, self.mix.size)
+        check_device("KeyShift", keys.array, self.mix.array)
+        array, mix = floating(keys.array), self.mix.array
+        earlier = _earlier(array, None if cache is None else cache.latest_keys)
+        if cache is not None:
+            cache.latest_keys = array[:, -1:]
+
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array | None]:
+            dkeys = dmix = None
+            if wanted[0]:
+                dkeys = (1 - mix) * grad
+                dkeys[:, :-1] += mix * grad[:, 1:]
+            if wanted[1]:
+                dmix = kernels.sum_rows((grad * (earlier - array)).reshape(-1, mix.size))
+            return dkeys, dmix
+
+        y = (array + mix * (earlier - array)).astype(array.dtype, copy=False)
+        return record(y, (keys, self.mix), backward, "key_shift")
+
+
+def _earlier(array: Array, latest: Array | None) -> Array:
+    """What stands one token before, (B, T, C): before the first the latest of earlier ones, or zeros."""
+    earlier = array_module(array).zeros_like(array)
+    earlier[:, 1:] = array[:, :-1]
+    if latest is not None:
+        earlier[:, :1] = latest
+    return earlier

@@ -75,6 +75,7 @@ class ModelConfig(Checked):
     score_scale: float = 0.0  # what products of queries and keys are multiplied by; 0 for 1 / sqrt(head size)
     score_cap: float = 0.0  # scores are bent to stay below this: cap tanh(score / cap); 0 leaves them
     token_shift: bool = False  # whether attention takes each token mixed with the one before it
+    key_shift: bool = False  # whether keys are mixed with those of the token before, and begin like the queries
     softmax: str = "softmax"  # how attention weighs keys: softmax, softmax1, adaptive, blocks or sink
     softmax_blocks: int = 2  # into how many blocks "blocks" cuts the keys
     # ---- biases
@@ -181,7 +182,7 @@ class EncoderConfig(ModelConfig):
 
 
 # What belongs to a head, or to tokens that see those before them.
-OF_DECODERS = "window full_layers token_shift tied head_bias embedding_size logit_cap".split()
+OF_DECODERS = "window full_layers token_shift key_shift tied head_bias embedding_size logit_cap".split()
 
 
 def hidden_width(embedding_dim: int, expansion_ratio: float, gated: bool) -> int:

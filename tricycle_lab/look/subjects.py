@@ -309,8 +309,7 @@ class Stack(Subject):
         """Whether what a token is made of is its own, and keys and values of those before it."""
         model = self.model
         return isinstance(model, GPT) and all(
-            isinstance(block.attention, MultiHeadSelfAttention) and block.attention.shift is None
-            for block in model.blocks
+            isinstance(block.attention, MultiHeadSelfAttention) and not block.attention.mixes for block in model.blocks
         )
 
     def _logits(self, x: Tensor) -> Tensor:
