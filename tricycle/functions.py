@@ -184,8 +184,8 @@ def linear(
             return _few_bits_linear(x, rows, (weights, bias), name, precision, dtype)
         matrix = matrix.as_array()
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
-    a = kernels.operand(rows, precision)
-    b = kernels.operand(matrix, precision)
+    a = _operand(rows, precision)
+    b = _operand(matrix, precision)
     y = kernels.matmul(a, b, None if bias is None else bias.array, None, dtype or kept, precision)
     del b  # made again in the backward pass: copies of all matrices are much to keep
 
@@ -195,13 +195,13 @@ def linear(
         multiplies = wanted[0] or wanted[1]
         sums = bias is not None and wanted[2]
         if multiplies and sums:
-            dy, dbias = kernels.operand_and_sums(dy, precision)
+            dy, dbias = _operand_and_sums(dy, precision)
         elif multiplies:
-            dy = kernels.operand(dy, precision)
+            dy = _operand(dy, precision)
         elif sums:
             dbias = kernels.sum_rows(dy)
         if wanted[0]:
-            b = kernels.operand(matrix, precision)
+            b = _operand(matrix, precision)
             dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(x.shape)
         if wanted[1] and matrix.flags.c_contiguous:
             dweights = kernels.matmul(a.T, dy, None, None, None, precision)
@@ -213,11 +213,22 @@ def linear(
     return record(y.reshape(*x.shape[:-1], to_size), args, backward, name)
 
 
+# In float32 operands are what they are. No kernel need be asked, which is much of what a small network costs.
+def _operand(x: Array, precision: str) -> Array:
+    return x if precision == "float32" else kernels.operand(x, precision)
+
+
+def _operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
+    return (x, kernels.sum_rows(x)) if precision == "float32" else kernels.operand_and_sums(x, precision)
+
+
 def _check_linear(name: str, x: Tensor, weights: Tensor, bias: Tensor | None) -> None:
-    if weights.ndim != 2 or (bias is not None and bias.shape != weights.shape[1:]):
-        got = weights.shape if bias is None else f"{weights.shape} and {bias.shape}"
+    shape = weights.shape
+    if len(shape) != 2 or (bias is not None and bias.shape != shape[1:]):
+        got = shape if bias is None else f"{shape} and {bias.shape}"
         raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
-    check_width(f"{name.capitalize()}(from_size={weights.shape[0]})", x, weights.shape[0])
+    if x.shape[-1:] != shape[:1]:
+        check_width(f"{name.capitalize()}(from_size={shape[0]})", x, shape[0])
     check_device(name, x.array, weights.array)
 
 

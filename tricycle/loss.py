@@ -56,13 +56,16 @@ class CrossEntropy(Op):
             raise ValueError(f"CrossEntropy: expected whole numbers (dtype=int) as labels, got {labels.dtype}")
         ids = labels.array.reshape(-1)
         xp = labels.xp
-        counted = xp.ones(ids.shape, bool) if self.ignore_index is None else ids != self.ignore_index
-        n_counted = counted.sum()
-        if not on_gpu(ids) and n_counted == 0:
-            raise ValueError(f"CrossEntropy: expected at least one label to count, got none of shape {labels.shape}")
-        wide = np.float32 if dtype.itemsize == 2 else dtype  # 16 bits cannot count far
+        wide = np.float32 if dtype.itemsize == 2 else dtype.type  # 16 bits cannot count far
         if not isinstance(scale, float) and np.ndim(scale):
             scale = scale.reshape(-1)
+        counted = None if self.ignore_index is None else ids != self.ignore_index
+        n_counted = ids.size if counted is None else counted.sum()
+        if not on_gpu(ids) and n_counted == 0:
+            raise ValueError(f"CrossEntropy: expected at least one label to count, got none of shape {labels.shape}")
+        if counted is None:
+            weight = scale / wide(n_counted)
+            return ids, xp.full(ids.shape, weight) if isinstance(scale, float) else xp.ones(ids.shape, wide) * weight
         return xp.where(counted, ids, 0), counted.astype(wide) * (scale / n_counted.astype(wide))
 
     def _weighted_sum(self, logits: Tensor, rows: Array, ids: Array, weights: Array) -> Tensor:

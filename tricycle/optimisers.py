@@ -305,11 +305,16 @@ class Optimiser:
             factor = float(factor)
         if not isinstance(factor, float) or factor > 0:
             chosen = [(name, p) for name, p in named_parameters if p.grad is not None and p.requires_grad]
-            own = [(name, p) for name, p in chosen if self.owns(p)]
+            own = chosen if self.shards is None else [(name, p) for name, p in chosen if self.owns(p)]
             rules = [self.rule_of(parameter, name) for name, parameter in own]
-            updates = [self._update_of(p, rule, factor, n_skipped) for (_, p), rule in zip(own, rules)]
-            _make([update for update, rule in zip(updates, rules) if not rule.on_one_thread])
-            _make_together([update for update, rule in zip(updates, rules) if rule.on_one_thread])
+            together = []
+            for (_, parameter), rule in zip(own, rules):
+                update = self._update_of(parameter, rule, factor, n_skipped)
+                if rule.on_one_thread:
+                    together.append(update)
+                else:
+                    update()
+            _make_together(together)
             if self.shards is not None:
                 self._take_over([p for _, p in chosen], self.shards)
             changed_in_place(parameter for _, parameter in chosen)
@@ -369,9 +374,9 @@ class Optimiser:
 
     def _update_of(self, parameter: Tensor, rule: Rule, factor: Any, n_skipped: Any) -> partial[None]:
         """The update of a parameter, which is counted, ready to be called."""
-        n_updates, state = self.memory_of(parameter)
+        n_updates, state = self.memory_of(parameter, rule)
         self._memory[parameter] = n_updates + 1, state
-        decay = self.weight_decay if self.decays(parameter) else 0.0
+        decay = self.weight_decay if self.weight_decay and self.decays(parameter) else 0.0
         step = Step(n_updates + 1 - n_skipped, self.learning_rate, decay)
         grad: Any = parameter.grad
         arguments = parameter.array, grad.array, state, step
@@ -379,13 +384,16 @@ class Optimiser:
             return partial(rule.update, *arguments)
         return partial(rule.scaled_update, *arguments, factor)
 
-    def memory_of(self, parameter: Tensor) -> tuple[int, State]:
+    def memory_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
         """How many updates a parameter had, and its state; fresh arrays where there are none.
 
         Arrays follow a parameter that has moved to another device.
+
+        Args:
+            rule: that of the parameter, where it is known.
         """
         n_updates, state = self._memory.get(parameter, (0, {}))
-        for name in self.rule_of(parameter).state_names:
+        for name in (rule or self.rule_of(parameter)).state_names:
             held = state.get(name)
             if held is None:
                 state[name] = parameter.xp.zeros_like(parameter.array)
@@ -438,11 +446,6 @@ def _moved(array: Array, like: Array) -> Array:
     """An array where another one lies."""
     host = devices.to_cpu(array)
     return devices.to_gpu(host, like.device.id) if devices.on_gpu(like) else host
-
-
-def _make(updates: list[partial[None]]) -> None:
-    for update in updates:
-        update()
 
 
 def _make_together(updates: list[partial[None]]) -> None:

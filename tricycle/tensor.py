@@ -330,8 +330,10 @@ class Tensor:
                 "backward: this Tensor does not require a gradient, nor does anything it was made from "
                 "(a gradient is a constant: there are no gradients of gradients)"
             )
+        ones = self.xp.empty_like(self.array)
+        ones.fill(1)
         sums = _GradientSums()
-        for leaf, grad in _walk_back(self, self.xp.ones_like(self.array), sums, retain_graph):
+        for leaf, grad in _walk_back(self, ones, sums, retain_graph):
             _accumulate(leaf, grad, sums)
             if on_input is not None:
                 on_input(leaf)
@@ -560,10 +562,11 @@ def _walk_back(
 ) -> Iterator[tuple[Tensor, Array]]:
     """The chain rule from a result to all inputs behind it: each with its whole gradient, which may share memory."""
     order = topological_order(root)
-    sums.add(root, root_grad)
+    add, take = sums.add, sums.take
+    add(root, root_grad)
     while order:  # popped, so that a node's array can go as soon as nothing needs it
         node = order.pop()
-        grad = sums.take(node)
+        grad = take(node)
         args = node.args
         if not args:
             if grad is not None:
@@ -576,7 +579,7 @@ def _walk_back(
             gradients = node._backward(grad, wanted, *node._saved)  # type: ignore[misc]
             for arg, wants, gradient in zip(args, wanted, gradients, strict=True):
                 if wants and gradient is not None:
-                    sums.add(arg, gradient)
+                    add(arg, gradient)
         if not retain_graph:
             node.args = ()
             node._backward = None
@@ -742,7 +745,7 @@ def _tiles(parts: list[Part], shape: tuple[int, ...]) -> list[Array]:
 
 def _accumulate(leaf: Tensor, grad: Array, sums: _GradientSums) -> None:
     """Add to the gradient of an input. It becomes the user's, so it shares memory with nothing else."""
-    if grad.shape != leaf.shape:
+    if grad.shape != leaf.array.shape:
         raise RuntimeError(f"backward: a gradient of shape {grad.shape} came for a Tensor of shape {leaf.shape}")
     if leaf.grad is not None:
         leaf.grad = Tensor(leaf.grad.array + grad, False, leaf.is_batched)

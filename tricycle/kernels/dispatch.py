@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import update_wrapper
+from functools import cached_property, update_wrapper
 from types import NotImplementedType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -54,10 +54,13 @@ class Kernel(Generic[P, R]):
 
     def __init__(self, plain: Callable[P, R]) -> None:
         self.plain = plain
-        self.signature = inspect.signature(plain)
         self.registered: dict[type, list[Callable[P, R | NotImplementedType]]] = {}
         self.versions: dict[type, tuple[Callable[P, R | NotImplementedType], ...]] = {}
         update_wrapper(self, plain)
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.plain)
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         if not args:  # even the first array came by its name
@@ -71,7 +74,7 @@ class Kernel(Generic[P, R]):
                 versions = self._look_up(array_type)
             for version in versions:
                 result = version(*args, **options)
-                if not isinstance(result, NotImplementedType):
+                if result is not NotImplemented:
                     return result
         return self.plain(*args, **options)
 

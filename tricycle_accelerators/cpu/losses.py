@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ def cross_entropy(
     if not logits.size:
         return NotImplemented
     wide_logits = wide(logits)
+    if logits.size <= pieces.UNSHARED:
+        return _cross_entropy(wide_logits, labels, weights, smoothing, None)
 
     def work(piece: slice) -> np.ndarray:
         return _cross_entropy(wide_logits[piece], labels[piece], weights[piece], smoothing, None)
@@ -31,6 +34,8 @@ def cross_entropy_with_slope(
         return NotImplemented
     wide_logits = wide(logits)
     slope = np.empty(logits.shape, wide_logits.dtype)
+    if logits.size <= pieces.UNSHARED:
+        return _cross_entropy(wide_logits, labels, weights, smoothing, slope), slope.astype(logits.dtype, copy=False)
 
     def work(piece: slice) -> np.ndarray:
         return _cross_entropy(wide_logits[piece], labels[piece], weights[piece], smoothing, slope[piece])
@@ -47,7 +52,7 @@ def _cross_entropy(
     Exponentials are not shifted by each row's maximum where one look at all of them says that nothing can overflow or
     vanish.
     """
-    shift = np.zeros((len(rows), 1), rows.dtype)
+    shift: Any = 0
     ones = pieces.ones(rows.shape[1], rows)
     exponentials = slope
     total = None
@@ -55,19 +60,22 @@ def _cross_entropy(
         exponentials = np.exp(rows, out=slope)
         total = exponentials @ ones
     if total is None or not total.min() > 1 / pieces.MOST:
-        shift = rows.max(axis=1, keepdims=True)
-        exponentials = np.subtract(rows, shift, out=slope)
+        highest = rows.max(axis=1, keepdims=True)
+        exponentials = np.subtract(rows, highest, out=slope)
+        shift = highest[:, 0]
         np.exp(exponentials, out=exponentials)
         total = exponentials @ ones
-    places = np.arange(len(rows)), labels
-    truth = rows[places]
+    # where the truth stands in all rows one after another
+    places = np.arange(0, rows.size, rows.shape[1]) + labels.astype(np.intp, copy=False)
+    truth = rows.take(places)
     if smoothing:
         truth = (1 - smoothing) * truth + smoothing * rows.mean(axis=1)
-    # where, for a row that does not count may cost infinitely much, and 0 times that is not 0
-    costs = np.where(weights == 0, 0, shift[:, 0] + np.log(total) - truth)
+    costs = shift + np.log(total) - truth
+    if np.count_nonzero(weights) < len(weights):  # such a row may cost infinitely much, and 0 times that is not 0
+        costs = np.where(weights == 0, 0, costs)
     if slope is not None:
         slope *= (weights / total)[:, None]
         if smoothing:
             slope -= (weights * (smoothing / rows.shape[1]))[:, None]
-        slope[places] -= weights * (1 - smoothing)
+        slope.reshape(-1)[places] -= weights * (1 - smoothing)  # a view: it is made here, in one piece
     return np.asarray((costs * weights).sum())

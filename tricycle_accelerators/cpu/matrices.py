@@ -54,10 +54,12 @@ def matmul(
             if bias is not None:
                 row += bias
             return row
-    if is_narrow(a) or is_narrow(b):
-        return NotImplemented
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
+    if _is_unshared(n_rows, n_inner, n_columns):
+        return kernels.matmul.plain(a, b, bias, out, dtype)
+    if is_narrow(a) or is_narrow(b):
+        return NotImplemented
     few = n_rows * n_inner * n_columns < SMALL_PRODUCT
     if few or not threads.blas_libraries() or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
@@ -148,9 +150,13 @@ def _unshared(n_rows: int, n_inner: int, n_columns: int) -> AbstractContextManag
     """BLAS in one thread for a product that it might share, which costs more than a small one: it shares products of
     matrices of more than 2^18 multiplications and of a vector of more than 9,216.
     """
-    n_multiplications = n_rows * n_inner * n_columns
-    most = SMALL_PRODUCT // 2 if min(n_rows, n_columns) > 1 else 4096
-    return nullcontext() if n_multiplications < most else threads.one_blas_thread()
+    return nullcontext() if _is_unshared(n_rows, n_inner, n_columns) else threads.one_blas_thread()
+
+
+def _is_unshared(n_rows: int, n_inner: int, n_columns: int) -> bool:
+    """Whether BLAS would never share a product."""
+    most = SMALL_PRODUCT // 2 if n_rows > 1 < n_columns else pieces.UNSHARED
+    return n_rows * n_inner * n_columns < most
 
 
 def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedType:
@@ -178,8 +184,9 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedT
 # -------------------------------------------------------------------- sums
 @widening(0)
 def sum_rows(x: np.ndarray) -> np.ndarray:
-    if not len(x):
-        return kernels.sum_rows.plain(x)
+    if x.size <= pieces.UNSHARED:
+        few: np.ndarray = pieces.ones(len(x), x) @ x
+        return few
     sums: np.ndarray = pieces.sum_over(lambda piece: pieces.ones(len(x[piece]), x) @ x[piece], pieces.cut(*x.shape))
     return sums
 

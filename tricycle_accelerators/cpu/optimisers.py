@@ -69,5 +69,8 @@ def adamw(
         t *= rate
         w -= t
 
-    threads.parallel(work, pieces.cut(weights.size))
+    if weights.size <= pieces.PIECE:  # nothing to share, and no product for which BLAS would have to be held
+        work(slice(None))
+    else:
+        threads.parallel(work, pieces.cut(weights.size))
     return None
