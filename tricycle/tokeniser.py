@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 import unicodedata
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -474,12 +474,13 @@ class _Line:
     """All different pieces of a text, one after the other in one line of symbols, with an edge around each.
 
     Each piece is weighted by how often it occurs. Merged symbols are linked out of the line, so a merge costs what the
-    pair occurs, not what the text is long, and only counts of neighbouring pairs change. The heap may hold counts that
-    have fallen since; those are put back with today's count when they surface.
+    pair occurs, not what the text is long, and only counts of neighbouring pairs change. All places of a pair are
+    merged at once. The heap may hold counts that have fallen since; those are put back with today's count when they
+    surface.
 
     Attributes:
         n_ids: a pair (a, b) is kept as the number a * n_ids + b.
-        symbol, weight: by the place in the line (single items of lists are read faster than of arrays).
+        symbol, weight: by the place in the line.
         before, after: the places of the neighbours.
         count: of each pair, weighted.
         where: the places at which a pair began when it was found, in ascending order.
@@ -488,22 +489,30 @@ class _Line:
 
     def __init__(self, counts: Counter[str], n_ids: int) -> None:
         self.n_ids = n_ids
-        line, weights = _laid_out(counts)
-        starts = np.flatnonzero((line[:-1] != _EDGE) & (line[1:] != _EDGE))
-        pairs = line[starts] * n_ids + line[starts + 1]
-        order = np.argsort(pairs, kind="stable")
-        different, first = np.unique(pairs[order], return_index=True)
-        keys = different.tolist()
-        groups = np.split(starts[order], first[1:])
-        # a text of one-byte pieces has no pairs; np.split gives one (empty) group even then
-        self.where: dict[int, list[int]] = {pair: group.tolist() for pair, group in zip(keys, groups)}
-        self.count: dict[int, int] = {pair: int(weights[group].sum()) for pair, group in zip(keys, groups)}
-        self.heap = [(-times, pair) for pair, times in self.count.items()]
-        heapq.heapify(self.heap)
-        self.symbol: list[int] = line.tolist()
-        self.weight: list[int] = weights.tolist()
-        self.before = list(range(-1, len(line) - 1))
-        self.after = list(range(1, len(line) + 1))
+        self.symbol, self.weight = _laid_out(counts)
+        n_places = len(self.symbol)
+        self.before = np.arange(-1, n_places - 1)
+        self.after = np.arange(1, n_places + 1)
+        self.count: dict[int, int] = {}
+        self.where: dict[int, np.ndarray] = {}
+        self.heap: list[tuple[int, int]] = []
+        left, right = self.symbol[:-1], self.symbol[1:]
+        starts = np.flatnonzero((left != _EDGE) & (right != _EDGE))
+        self._enter(left[starts] * n_ids + right[starts], starts)
+
+    def _enter(self, pairs: np.ndarray, places: np.ndarray) -> None:
+        """New pairs, and the places in the line where they begin."""
+        order, starts = _grouped(pairs)
+        if not starts:
+            return
+        places = places[order]
+        times = np.add.reduceat(self.weight[places], starts).tolist()
+        ends = [*starts[1:], len(places)]
+        for pair, n_times, start, end in zip(pairs[order[starts]].tolist(), times, starts, ends):
+            self.count[pair] = n_times
+            if n_times > 1:
+                self.where[pair] = places[start:end]
+                heapq.heappush(self.heap, (-n_times, pair))
 
     def most_frequent(self) -> int | None:
         """The pair that occurs most often, the first of equals; None where nothing is left that occurs twice."""
@@ -521,32 +530,54 @@ class _Line:
 
     def merge(self, pair: int, new: int) -> None:
         """Put a new symbol in the place of each occurrence of a pair."""
-        symbol, weight, before, after = self.symbol, self.weight, self.before, self.after
-        n_ids, count = self.n_ids, self.count
+        symbol, before, after, n_ids = self.symbol, self.before, self.after, self.n_ids
         a, b = divmod(pair, n_ids)
-        new_count: defaultdict[int, int] = defaultdict(int)
-        new_where: defaultdict[int, list[int]] = defaultdict(list)
-        for i in self.where.pop(pair):
-            j = after[i]
-            if symbol[i] != a or symbol[j] != b:
-                continue  # an earlier merge took one of them
-            left, right = before[i], after[j]
-            symbol[i], symbol[j] = new, _MERGED_AWAY
-            after[i], before[right] = right, i
-            if symbol[left] != _EDGE:
-                # where the left neighbour was itself just merged, (new, a) is one of the new pairs
-                (new_count if symbol[left] == new else count)[symbol[left] * n_ids + a] -= weight[i]
-                new_count[symbol[left] * n_ids + new] += weight[i]
-                new_where[symbol[left] * n_ids + new].append(left)
-            if symbol[right] != _EDGE:
-                count[b * n_ids + symbol[right]] -= weight[i]
-                new_count[new * n_ids + symbol[right]] += weight[i]
-                new_where[new * n_ids + symbol[right]].append(i)
-        for neighbours, times in new_count.items():
-            count[neighbours] = times
-            if times > 1:
-                self.where[neighbours] = new_where[neighbours]
-                heapq.heappush(self.heap, (-times, neighbours))
+        i = self.where.pop(pair)
+        j = after[i]
+        intact = (symbol[i] == a) & (symbol[j] == b)  # or an earlier merge took one of them
+        i, j = i[intact], j[intact]
+        if a == b:
+            i, j = _without_overlap(i, j)
+        right = after[j]
+        symbol[i], symbol[j] = new, _MERGED_AWAY
+        after[i], before[right] = right, i
+        left = before[i]
+        on_left, on_right = symbol[left], symbol[right]
+        has_left = on_left != _EDGE
+        has_right = (on_right != _EDGE) & (on_right != new)  # what was just merged itself has this one on its left
+        on_left, on_right = on_left[has_left], on_right[has_right]
+        places = np.concatenate([left[has_left], i[has_right]])
+        # two that were merged side by side, (a, b) (a, b), had (b, a) between them
+        left_lost = np.where(on_left == new, b, on_left) * n_ids + a
+        self._lose(np.concatenate([left_lost, b * n_ids + on_right]), places)
+        self._enter(np.concatenate([on_left * n_ids + new, new * n_ids + on_right]), places)
+
+    def _lose(self, pairs: np.ndarray, places: np.ndarray) -> None:
+        """Pairs that are no more, each in a piece of which a place is given."""
+        order, starts = _grouped(pairs)
+        if starts:
+            times = np.add.reduceat(self.weight[places[order]], starts).tolist()
+            for pair, n_times in zip(pairs[order[starts]].tolist(), times):
+                self.count[pair] -= n_times
+
+
+def _grouped(values: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """An order in which equal values stand together, otherwise as they come; and where each group starts in it."""
+    order = values.argsort(kind="stable")
+    in_order = values[order]
+    is_first = np.ones(len(values), bool)
+    np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
+    return order, is_first.nonzero()[0].tolist()
+
+
+def _without_overlap(i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the pairs (i, j) of one symbol those that merge: in a row of such symbols every other, from the left."""
+    number = np.arange(len(i))
+    starts_row = np.ones(len(i), bool)
+    np.not_equal(i[1:], j[:-1], out=starts_row[1:])
+    row_start = np.maximum.accumulate(np.where(starts_row, number, 0))
+    merges = (number - row_start) % 2 == 0
+    return i[merges], j[merges]
 
 
 def _laid_out(counts: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
