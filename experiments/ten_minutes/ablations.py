@@ -51,6 +51,9 @@ PLAIN: dict[str, Any] = {
     "softmax": "softmax",
     "zero_projections": False,
     "token_shift": False,
+    "key_shift": False,
+    "rotary_fraction": 1.0,
+    "score_scale": 0.0,
     "precision": "float32",
     "batch_size": 6,
     "accumulation_steps": 1,
@@ -118,6 +121,9 @@ VARIANTS: dict[str, Variant] = {
     "biases": Variant("biases", {"bias": True}),
     "no-zeros": Variant("projections not at zero", {"zero_projections": False}),
     "no-shift": Variant("no token shift", {"token_shift": False}),
+    "no-key-shift": Variant("no shift of keys", {"key_shift": False}),
+    "all-turned": Variant("all channels of a head turned by position", {"rotary_fraction": 1.0}),
+    "flatter": Variant("scores as they come, 1 / sqrt(head size)", {"score_scale": 0.0}),
     "cosine": Variant("cosine instead of linear", {"schedule": "cosine"}),
     "end-rate": Variant(
         "rates end at 5%, not lower", {"min_learning_rate": lambda recipe: 0.05 * recipe.max_learning_rate}

@@ -38,18 +38,21 @@ class DebugConfig(GPTConfig):
 
 @dataclass(frozen=True)
 class LaptopConfig(GPTConfig):
-    """2.0M parameters: about ten minutes on two CPU cores. What each choice is worth: experiments/ten_minutes."""
+    """2.9M parameters: about ten minutes on two CPU cores. What each choice is worth: experiments/ten_minutes."""
 
-    vocab_size: int = 1024
-    context_window: int = 256
+    vocab_size: int = 8192
+    context_window: int = 512
     embedding_dim: int = 192
     n_heads: int = 3
-    n_layers: int = 4
+    n_layers: int = 3
     activation: Activation = "relu_squared"
     norm: Norm = "rms_norm"
     positions: Positions = "rotary"
+    rotary_fraction: float = 0.5
     qk_norm: bool = True
+    score_scale: float = 0.25
     token_shift: bool = True
+    key_shift: bool = True
     bias: bool = False
     zero_projections: bool = True
     batch_size: int = 6
@@ -62,21 +65,29 @@ class LaptopConfig(GPTConfig):
     warmup_steps: int = 40
     beta2: float = 0.99
     max_gradient_norm: float = 0.0
-    eval_interval: int = 1000
+    eval_interval: int = 500
     eval_batches: int = 8
-    sample_interval: int = 2000
+    sample_interval: int = 1000
 
 
 @dataclass(frozen=True)
 class PortableConfig(LaptopConfig):
     """As "laptop", in a shape that others know, Llama's: for models to be handed on (docs/pretrained.md)."""
 
+    vocab_size: int = 1024
+    context_window: int = 256
+    n_layers: int = 4
     activation: Activation = "swish"
     gated: bool = True
+    rotary_fraction: float = 1.0
     qk_norm: bool = False
+    score_scale: float = 0.0
     token_shift: bool = False
+    key_shift: bool = False
     matrix_rate: float = 1.25
     max_learning_rate: float = 8e-3
+    eval_interval: int = 1000
+    sample_interval: int = 2000
 
 
 @dataclass(frozen=True)
