@@ -8,7 +8,7 @@ import pytest
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
-from tricycle_accelerators import attention_blocks
+from tricycle_accelerators import attention_blocks, threads
 from tricycle_accelerators.compiled import attention, generation, optimisers, recurrence
 from tricycle_accelerators.compiled.generation import loops
 
@@ -152,10 +152,13 @@ def test_products_of_panels(n_rows, n_terms, n_columns):
     x, matrix = normal(n_rows, n_terms), normal(n_terms, n_columns, seed=1)
     for right in (matrix, np.asfortranarray(matrix)):
         cut = products.panels(right)
-        out = np.full((n_rows, len(cut) * products.PANEL), np.nan, np.float32)
-        products.multiply(x, cut, out)
-        np.testing.assert_allclose(out[:, :n_columns], x.astype(np.float64) @ matrix, 1e-4, 1e-4)
-        assert not out[:, n_columns:].any()
+        bias = normal(len(cut) * products.PANEL)
+        for steps in (x[None], normal(n_rows, 3, n_terms).swapaxes(0, 1)):
+            wide = np.full((len(steps), n_rows, n_columns + 1), np.nan, np.float32)
+            products.multiply(steps, cut, bias, wide[..., :-1])
+            expected = steps.astype(np.float64) @ matrix + bias[:n_columns]
+            np.testing.assert_allclose(wide[..., :-1], expected, 1e-4, 1e-4)
+            assert np.isnan(wide[..., -1]).all()
 
 
 def test_recurrent_layers_are_asked():
@@ -168,16 +171,18 @@ def test_recurrent_layers_are_asked():
         assert recurrence.lstm(strided, states, matrix, None, None) is NotImplemented
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
-def test_threads_of_recurrent_layers_give_the_same_bits(n_threads, monkeypatch):
-    monkeypatch.setattr(recurrence.threads, "n_threads", lambda: n_threads)
-    gates, states = normal(3, 35, 20), normal(3, 4, 35, 5, seed=1)
-    expected = gates.copy(), states.copy()
-    weights = normal(5, 20, seed=2)
-    assert recurrence.lstm(gates, states, weights, None, None) is None
-    for items in (slice(0, 20), slice(20, 35)):
-        gates_of = np.ascontiguousarray(expected[0][:, items])
-        states_of = np.ascontiguousarray(expected[1][:, :, items])
-        assert recurrence.lstm(gates_of, states_of, weights, None, None) is None
-        np.testing.assert_array_equal(gates_of, gates[:, items])
-        np.testing.assert_array_equal(states_of, states[:, :, items])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
+def test_threads_of_recurrent_layers_give_the_same_bits(cell, monkeypatch):
+    from tricycle.sequences import recurrent
+    from tricycle.tensor import to_tensor
+
+    layer, x = getattr(recurrent, cell)(5, 7, generator=0), normal(35, 11, 5)
+    results = []
+    for n_threads in (1, 3):
+        monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
+        inputs = to_tensor(x)
+        outputs, _ = layer(inputs, lengths=np.arange(35) % 11 + 1)
+        outputs.backward()
+        results.append((outputs.array, inputs.grad.array))
+    for one, three in zip(*results):
+        np.testing.assert_array_equal(one, three)

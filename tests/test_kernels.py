@@ -212,6 +212,15 @@ CASES = {
         _adamw,
         [((1,), 1, 0.0), ((7, 3), 1, 0.1), ((65_539,), 5, 0.1), ((0,), 1, 0.1), ((), 2, 0.1), ((300, 500), 1000, 0.0)],
     ),
+    "project": (
+        lambda rng, shape, n, bias: (
+            rng.standard_normal(shape),
+            rng.standard_normal((shape[-1], n)),
+            rng.standard_normal(n) if bias else None,
+            np.full((*shape[:-1], n), np.nan),
+        ),
+        [((2, 3, 5), 7, True), ((40, 33, 70), 65, False), ((0, 3, 5), 2, True)],
+    ),
     "rnn": (_recurrence, [(1, 1, *sizes) for sizes in ELMAN]),
     "rnn_backward": (_recurrence_backward, [("rnn", 1, 1, 1, 1, *sizes) for sizes in ELMAN]),
     "gru": (_recurrence, [(3, 2, *sizes) for sizes in RECURRENCES]),
@@ -224,6 +233,7 @@ IN_PLACE = {
     "row_attention_backward": slice(-3, None),
     "adamw": slice(0, 4),
     "turn": slice(0, 1),
+    "project": slice(3, 4),
     **dict.fromkeys(("rnn", "gru", "lstm"), slice(0, 2)),
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
@@ -444,14 +454,14 @@ def test_a_repeated_matrix_multiplies_as_the_plain_one(shape, rng):
 @pytest.mark.parametrize("n_items", [1, cpu.recurrence.ITEMS + 1])
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_pipeline_keeps_its_order(two_threads, n_items, plain):
-    pieces, done = [slice(i, i + 1) for i in range(20)], []
+    pieces, done = [(slice(i, i + 1), slice(0, n_items)) for i in range(20)], []
 
     def then(piece):
-        assert ("first", piece.start) in done
-        done.append(("then", piece.start))
+        assert ("first", piece[0].start) in done
+        done.append(("then", piece[0].start))
 
     with use_reference() if plain else nullcontext():
-        kernels.pipeline(np.ones((20, n_items, 1)), pieces, lambda piece: done.append(("first", piece.start)), then)
+        kernels.pipeline(np.ones((20, n_items, 1)), pieces, lambda piece: done.append(("first", piece[0].start)), then)
     for name in ("first", "then"):
         assert [number for what, number in done if what == name] == list(range(20))
 
@@ -463,7 +473,7 @@ def test_an_error_in_a_pipeline_ends_it(two_threads, which):
 
     functions = [dies, lambda piece: None][:: 1 if which == 0 else -1]
     with pytest.raises(ArithmeticError, match="broken"):
-        kernels.pipeline(np.ones((9, 1, 1)), [slice(i, i + 1) for i in range(9)], *functions)
+        kernels.pipeline(np.ones((9, 1, 1)), [(slice(i, i + 1), slice(0, 1)) for i in range(9)], *functions)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (600, 70, 90), (90, 70, 600), (5, 300, 5)])

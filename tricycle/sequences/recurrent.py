@@ -18,6 +18,7 @@ from tricycle.attention import length_mask
 from tricycle.devices import Array, array_module
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels.dispatch import Kernel
+from tricycle.kernels.reference.recurrence import Piece
 from tricycle.layers import Dropout, Layer, new_generator
 from tricycle.ops import Wanted, as_tensor, check_device, concatenate, floating, positive, register, stack, where
 from tricycle.tensor import Operand, Parameter, Tensor, record
@@ -112,14 +113,15 @@ class _Run:
         xp = array_module(rows)
         self.kind = kind
         self.rows = rows
-        self.matrix = matrix
+        self.matrix = kernels.repeated(matrix)
         self.hidden = kernels.repeated(hidden)
         self.active = active
         self.gates = xp.empty((n_steps, n_items, n_columns), rows.dtype)
         self.states = xp.empty((kind.n_kept, n_steps + 1, n_items, size), self.gates.dtype)
         self.states[:, 0] = 0
         self.states[: kind.n_states, 0] = initial
-        self.pieces = [slice(start, min(start + PIECE_STEPS, n_steps)) for start in range(0, n_steps, PIECE_STEPS)]
+        starts = range(0, n_steps, PIECE_STEPS)
+        self.pieces = [(slice(start, min(start + PIECE_STEPS, n_steps)), slice(0, n_items)) for start in starts]
 
     def forward(self, bias: Array | None = None, later_bias: Array | None = None) -> None:
         """Fill gates and states.
@@ -132,10 +134,10 @@ class _Run:
             later_bias = None
         step = self.kind.step
 
-        def project(piece: slice) -> None:
-            kernels.matmul(_flat(self.rows[piece]), self.matrix, bias, _flat(self.gates[piece]))
+        def project(piece: Piece) -> None:
+            kernels.project(self.rows[piece], self.matrix, bias, self.gates[piece])
 
-        def advance(piece: slice) -> None:
+        def advance(piece: Piece) -> None:
             states = _around(self.states, piece)
             step(self.gates[piece], states, self.hidden, later_bias, self._active(piece), *self.kind.options)
 
@@ -149,13 +151,14 @@ class _Run:
         dx = xp.empty(self.rows.shape, self.gates.dtype)
         step_back = self.kind.step_back
 
-        def go_back(piece: slice) -> None:
-            states = _around(self.states, piece)
-            known = (self.gates[piece], states, self.hidden, self._active(piece))
-            step_back(_around(grad, piece), *known, d_gates[:, piece], d_initial, *self.kind.options)
+        def go_back(piece: Piece) -> None:
+            steps, items = piece
+            known = (self.gates[piece], _around(self.states, piece), self.hidden, self._active(piece))
+            d_states = d_initial[:, items]
+            step_back(_around(grad, piece), *known, d_gates[:, steps, items], d_states, *self.kind.options)
 
-        def multiply(piece: slice) -> None:
-            kernels.matmul(_flat(d_gates[0, piece]), self.matrix.T, None, _flat(dx[piece]))
+        def multiply(piece: Piece) -> None:
+            kernels.project(d_gates[0][piece], self.matrix.T, None, dx[piece])
 
         kernels.pipeline(self.gates, self.pieces[::-1], go_back, multiply)
         d_matrix = kernels.matmul(_flat(self.rows).T, _flat(d_gates[0]))
@@ -168,13 +171,14 @@ class _Run:
             gradients += [into_gates, recurrent]
         return gradients
 
-    def _active(self, piece: slice) -> Array | None:
+    def _active(self, piece: Piece) -> Array | None:
         return None if self.active is None else self.active[piece]
 
 
-def _around(array: Array, piece: slice) -> Array:
+def _around(array: Array, piece: Piece) -> Array:
     """States or their gradients, from before these steps to after them."""
-    return array[:, piece.start : piece.stop + 1]
+    steps, items = piece
+    return array[:, steps.start : steps.stop + 1, items]
 
 
 def _flat(array: Array) -> Array:

@@ -44,6 +44,8 @@ def register(array: type) -> None:
     kernels.layer_norm.on(array)(normalisation.layer_norm)
     kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
     kernels.repeated.on(array)(recurrence.repeated)
+    kernels.pipeline.on(array)(recurrence.pipeline)
+    kernels.project.on(array)(recurrence.project)
     kernels.rnn.on(array)(recurrence.rnn)
     kernels.rnn_backward.on(array)(recurrence.rnn_backward)
     kernels.lstm.on(array)(recurrence.lstm)

@@ -45,14 +45,14 @@ TOGETHER = ("contract",)  # a product and a sum may be one instruction
 
 @intrinsic
 def _tile(
-    context: Any, n_rows: Any, rows: Any, row_size: Any, panel: Any, n_terms: Any, out: Any, out_size: Any
+    context: Any, n_rows: Any, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
 ) -> Any:
-    """Write some rows (K,) times a panel (K, PANEL).
+    """Write some rows (K,) times a panel (K, PANEL), plus a bias (PANEL,).
 
     Args:
         n_rows: 1 to MOST_ROWS.
-        rows, panel, out: addresses.
-        row_size, out_size: numbers from one row to the next.
+        rows, panel, bias, out: addresses.
+        row_size, out_size: bytes from one row to the next.
         n_terms: K, 1 or more.
     """
 
@@ -69,41 +69,43 @@ def _tile(
         builder.position_at_end(end)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), code
+    return types.void(*[types.int64] * 8), code
 
 
 def _write_tile(
-    builder: Any, n_rows: int, rows: Any, row_size: Any, panel: Any, n_terms: Any, out: Any, out_size: Any
+    builder: Any, n_rows: int, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
 ) -> None:
     """The instructions for a tile of so many rows."""
     sources = [_row(builder, rows, row_size, i) for i in range(n_rows)]
+    zero = ir.Constant(INDEX, 0)
+    first_sums = [builder.load(place, align=4) for place in _vectors(builder, _row(builder, bias, zero, 0), zero)]
     start = builder.basic_block
     loop = builder.append_basic_block("terms")
     end = builder.append_basic_block("terms_end")
     builder.branch(loop)
     builder.position_at_end(loop)
     term = builder.phi(INDEX)
-    term.add_incoming(ir.Constant(INDEX, 0), start)
+    term.add_incoming(zero, start)
     sums = [[builder.phi(VECTOR) for _ in range(N_VECTORS)] for _ in range(n_rows)]
-    vectors = _vectors(builder, builder.inttoptr(panel, FLOAT.as_pointer()), term)
+    vectors = _vectors(builder, _row(builder, panel, zero, 0), term)
     parts = [builder.load(vector, align=4) for vector in vectors]
     totals = [_with_term(builder, row, builder.load(builder.gep(x, [term])), parts) for row, x in zip(sums, sources)]
     following = builder.add(term, ir.Constant(INDEX, 1))
     term.add_incoming(following, loop)
     for row, new_row in zip(sums, totals):
-        for old, new in zip(row, new_row):
-            old.add_incoming(ir.Constant(VECTOR, [0.0] * LANES), start)
+        for old, first_sum, new in zip(row, first_sums, new_row):
+            old.add_incoming(first_sum, start)
             old.add_incoming(new, loop)
     builder.cbranch(builder.icmp_signed("<", following, n_terms), loop, end)
     builder.position_at_end(end)
     for i, row in enumerate(totals):
-        places = _vectors(builder, _row(builder, out, out_size, i), ir.Constant(INDEX, 0))
+        places = _vectors(builder, _row(builder, out, out_size, i), zero)
         for place, total in zip(places, row):
             builder.store(total, place, align=4)
 
 
 def _row(builder: Any, address: Any, size: Any, i: int) -> Any:
-    n_bytes = builder.mul(size, ir.Constant(INDEX, 4 * i))
+    n_bytes = builder.mul(size, ir.Constant(INDEX, i))
     return builder.inttoptr(builder.add(address, n_bytes), FLOAT.as_pointer())
 
 
@@ -135,20 +137,54 @@ def panels(matrix: np.ndarray) -> np.ndarray:
     return cut
 
 
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], FLOAT.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), code
+
+
 @numba.njit(inline="always")
-def _address(rows: np.ndarray, i: int) -> int:
-    return rows.ctypes.data + i * rows.strides[0]
+def at(x: np.ndarray, t: int) -> np.ndarray:
+    """x[t] of an array (T, B, H), for which the caller knows that it is in one piece, as the compiler does not."""
+    return numba.carray(_pointer(x.ctypes.data + t * x.strides[0]), (x.shape[1], x.shape[2]))
 
 
-@compiled("void(f4[:, ::1], f4[:, :, ::1], f4[:, ::1])")
-def multiply(x: np.ndarray, cut: np.ndarray, out: np.ndarray) -> None:
-    """Write x (R, K) times a matrix that `panels` has cut into `out` (R, P PANEL). Each sum is made in order."""
-    n_rows, n_terms = x.shape
+@numba.njit(inline="always")
+def _rows_times_panel(
+    x: np.ndarray, t: int, cut: np.ndarray, p: int, bias: np.ndarray, out: int, out_size: int
+) -> None:
+    """x[t] (B, K) times a panel, plus its part of the bias, to an address."""
+    n_rows = x.shape[1]
     n_tiles = (n_rows + MOST_ROWS - 1) // MOST_ROWS
-    for p in range(len(cut)):
-        first = 0
-        for tile in range(n_tiles):
-            last = (tile + 1) * n_rows // n_tiles  # as many rows in each as can be: few make poor use of a panel
-            place = _address(out, first) + 4 * p * PANEL
-            _tile(last - first, _address(x, first), n_terms, _address(cut, p), n_terms, place, out.shape[1])
-            first = last
+    of_x, row_size = x.ctypes.data + t * x.strides[0], x.strides[1]
+    of_cut, of_bias = cut.ctypes.data + p * cut.strides[0], bias.ctypes.data + 4 * PANEL * p
+    first = 0
+    for tile in range(n_tiles):
+        last = (tile + 1) * n_rows // n_tiles  # as many rows in each as can be: few make poor use of a panel
+        place = out + first * out_size
+        _tile(last - first, of_x + first * row_size, row_size, of_cut, x.shape[2], of_bias, place, out_size)
+        first = last
+
+
+@compiled("void(f4[:, :, :], f4[:, :, ::1], f4[::1], f4[:, :, :])")
+def multiply(x: np.ndarray, cut: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+    """Write x (T, B, K) times a matrix that `panels` has cut, plus a bias (P PANEL,), into `out` (T, B, N).
+
+    Each sum is made in order. The last axes are in one piece.
+    """
+    n_steps, n_rows, n_columns = out.shape
+    n_full = n_columns // PANEL
+    for p in range(n_full):  # a panel stays in the first cache while all rows go by
+        for t in range(n_steps):
+            place = out.ctypes.data + t * out.strides[0] + 4 * PANEL * p
+            _rows_times_panel(x, t, cut, p, bias, place, out.strides[1])
+    if n_full == len(cut):
+        return
+    edge = np.empty((n_rows, PANEL), np.float32)
+    for t in range(n_steps):
+        _rows_times_panel(x, t, cut, n_full, bias, edge.ctypes.data, 4 * PANEL)
+        for b in range(n_rows):
+            for j in range(n_columns - n_full * PANEL):
+                out[t, b, n_full * PANEL + j] = edge[b, j]

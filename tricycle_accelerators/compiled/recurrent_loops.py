@@ -1,9 +1,9 @@
 """The steps of recurrent layers that Numba compiles: a whole sequence in a call, so that nothing is done between steps
 but products and what follows them. Importing this compiles them, or loads what was compiled before.
 
-Shapes as in `tricycle/kernels/reference/recurrence.py`; each loop takes the items from `first` to before `last`. `cut`
-is the matrix of weights, or its transpose on the way back, in panels (`products.py`). `active` has no rows where all
-items are active in all steps, and a bias no numbers where there is none.
+Shapes as in `tricycle/kernels/reference/recurrence.py`. `cut` is the matrix of weights, or its transpose on the way
+back, in panels (`products.py`), and a bias as long as they are wide. `active` (T, B) has no rows where all items are
+active in all steps. What a step has of each other array is in one piece.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp
-from tricycle_accelerators.compiled.products import PANEL, multiply
+from tricycle_accelerators.compiled.products import PANEL, at, multiply
 
 
 @numba.njit(inline="always")
@@ -54,7 +54,7 @@ def _add(x: np.ndarray, more: np.ndarray) -> None:
 
 @compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
 def _add_rows(x: np.ndarray, sums: np.ndarray, grad: np.ndarray) -> None:
-    """Both to the gradients of states (B, H); what a product has beside H columns is nothing."""
+    """Both to the gradients of states (B, H), in place."""
     for b in range(len(x)):
         row, product, slopes = x[b], sums[b], grad[b]
         for j in range(len(row)):
@@ -62,7 +62,7 @@ def _add_rows(x: np.ndarray, sums: np.ndarray, grad: np.ndarray) -> None:
 
 
 # -------------------------------------------------------------------- Elman's
-@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[::1], b1[:, ::1], b1, i8, i8)")
+@compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1], b1)")
 def rnn(
     gates: np.ndarray,
     h: np.ndarray,
@@ -70,17 +70,14 @@ def rnn(
     bias: np.ndarray,
     active: np.ndarray,
     relu: bool,
-    first: int,
-    last: int,
 ) -> None:
-    size = h.shape[2]
-    recurrent = np.empty((last - first, len(cut) * PANEL), np.float32)
+    n_items, size = h.shape[1:]
+    sums = np.empty((1, n_items, size), np.float32)
     for t in range(len(gates)):
-        multiply(h[t, first:last], cut, recurrent)
-        for b in range(first, last):
-            gate, more, new = gates[t, b], recurrent[b - first], h[t + 1, b]
-            if len(bias):
-                _add(gate, bias)
+        multiply(h[t : t + 1], cut, bias, sums)
+        gate_rows, before, after = at(gates, t), at(h, t), at(h, t + 1)
+        for b in range(n_items):
+            gate, more, new = gate_rows[b], sums[0, b], after[b]
             if relu:
                 for j in range(size):
                     gate[j] += more[j]
@@ -90,10 +87,10 @@ def rnn(
                     gate[j] += more[j]
                     new[j] = _tanh(gate[j])
             if len(active) and not active[t, b]:
-                new[:] = h[t, b]
+                new[:] = before[b]
 
 
-@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], b1[:, ::1], f4[:, :, ::1], f4[:, ::1], b1, i8, i8)")
+@compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, ::1], b1)")
 def rnn_back(
     grad: np.ndarray,
     h: np.ndarray,
@@ -102,14 +99,14 @@ def rnn_back(
     d_gates: np.ndarray,
     dh: np.ndarray,
     relu: bool,
-    first: int,
-    last: int,
 ) -> None:
-    size = h.shape[2]
-    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    n_items, size = dh.shape
+    sums = np.empty((1, n_items, size), np.float32)
+    nothing = np.zeros(len(cut) * PANEL, np.float32)
     for t in range(len(d_gates) - 1, -1, -1):
-        for b in range(first, last):
-            d, slope, y = d_gates[t, b], dh[b], h[t + 1, b]
+        d_rows, after = at(d_gates, t), at(h, t + 1)
+        for b in range(n_items):
+            d, slope, y = d_rows[b], dh[b], after[b]
             if len(active) and not active[t, b]:
                 d[:] = ZERO
                 continue
@@ -120,8 +117,8 @@ def rnn_back(
                 for j in range(size):
                     d[j] = slope[j] * (ONE - y[j] * y[j])
             slope[:] = ZERO
-        multiply(d_gates[t, first:last], cut, sums)
-        _add_rows(dh[first:last], sums, grad[t, first:last])
+        multiply(d_gates[t : t + 1], cut, nothing, sums)
+        _add_rows(dh, sums[0], at(grad, t))
 
 
 # -------------------------------------------------------------------- GRU
@@ -140,7 +137,7 @@ def _gru_step(gate: np.ndarray, recurrent: np.ndarray, before: np.ndarray, h: np
         h[j] = n[j] + z[j] * (before[j] - n[j])
 
 
-@compiled("void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[::1], b1[:, ::1], i8, i8)")
+@compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1])")
 def gru(
     gates: np.ndarray,
     h: np.ndarray,
@@ -148,22 +145,24 @@ def gru(
     cut: np.ndarray,
     bias: np.ndarray,
     active: np.ndarray,
-    first: int,
-    last: int,
 ) -> None:
-    size = h.shape[2]
-    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    n_items, size = h.shape[1:]
+    sums = np.empty((1, n_items, 3 * size), np.float32)
     for t in range(len(gates)):
-        multiply(h[t, first:last], cut, sums)
-        for b in range(first, last):
-            recurrent = sums[b - first, : 3 * size]
-            if len(bias):
-                _add(recurrent, bias)
-            _gru_step(gates[t, b], recurrent, h[t, b], h[t + 1, b])
-            part[t + 1, b] = recurrent[2 * size :]
+        multiply(h[t : t + 1], cut, bias, sums)
+        gate, before, after, part_before, part_after = (
+            at(gates, t),
+            at(h, t),
+            at(h, t + 1),
+            at(part, t),
+            at(part, t + 1),
+        )
+        for b in range(n_items):
+            _gru_step(gate[b], sums[0, b], before[b], after[b])
+            part_after[b] = sums[0, b, 2 * size :]
             if len(active) and not active[t, b]:
-                h[t + 1, b] = h[t, b]
-                part[t + 1, b] = part[t, b]
+                after[b] = before[b]
+                part_after[b] = part_before[b]
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
@@ -191,8 +190,8 @@ def _with_reset(to_input: np.ndarray, gate: np.ndarray, to_state: np.ndarray) ->
 
 
 @compiled(
-    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], b1[:, ::1], "
-    "f4[:, :, ::1], f4[:, :, ::1], f4[:, ::1], i8, i8)"
+    "void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], "
+    "f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, :, :], f4[:, ::1])"
 )
 def gru_back(
     grad: np.ndarray,
@@ -204,20 +203,22 @@ def gru_back(
     to_input: np.ndarray,
     to_state: np.ndarray,
     dh: np.ndarray,
-    first: int,
-    last: int,
 ) -> None:
-    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    n_items, size = dh.shape
+    sums = np.empty((1, n_items, size), np.float32)
+    nothing = np.zeros(len(cut) * PANEL, np.float32)
     for t in range(len(gates) - 1, -1, -1):
-        for b in range(first, last):
+        gate, before, after_part = at(gates, t), at(h, t), at(part, t + 1)
+        of_input, of_state = at(to_input, t), at(to_state, t)
+        for b in range(n_items):
             if len(active) and not active[t, b]:
-                to_input[t, b] = ZERO
-                to_state[t, b] = ZERO
+                of_input[b] = ZERO
+                of_state[b] = ZERO
             else:
-                _gru_step_back(gates[t, b], h[t, b], part[t + 1, b], dh[b], to_input[t, b])
-                _with_reset(to_input[t, b], gates[t, b], to_state[t, b])
-        multiply(to_state[t, first:last], cut, sums)
-        _add_rows(dh[first:last], sums, grad[t, first:last])
+                _gru_step_back(gate[b], before[b], after_part[b], dh[b], of_input[b])
+                _with_reset(of_input[b], gate[b], of_state[b])
+        multiply(to_state[t : t + 1], cut, nothing, sums)
+        _add_rows(dh, sums[0], at(grad, t))
 
 
 # -------------------------------------------------------------------- LSTM
@@ -238,9 +239,7 @@ def _lstm_step(
         h[j] = o[j] * tanh_c[j]
 
 
-@compiled(
-    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[::1], b1[:, ::1], i8, i8)"
-)
+@compiled("void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, ::1], f4[::1], b1[:, ::1])")
 def lstm(
     gates: np.ndarray,
     h: np.ndarray,
@@ -249,22 +248,24 @@ def lstm(
     cut: np.ndarray,
     bias: np.ndarray,
     active: np.ndarray,
-    first: int,
-    last: int,
 ) -> None:
-    size = h.shape[2]
-    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    n_items, size = h.shape[1:]
+    sums = np.empty((1, n_items, 4 * size), np.float32)
     for t in range(len(gates)):
-        multiply(h[t, first:last], cut, sums)
-        for b in range(first, last):
-            recurrent = sums[b - first, : 4 * size]
-            if len(bias):
-                _add(recurrent, bias)
-            _lstm_step(gates[t, b], recurrent, c[t, b], h[t + 1, b], c[t + 1, b], tanh_c[t + 1, b])
+        multiply(h[t : t + 1], cut, bias, sums)
+        gate, c_before, h_after, c_after, tanh_after = (
+            at(gates, t),
+            at(c, t),
+            at(h, t + 1),
+            at(c, t + 1),
+            at(tanh_c, t + 1),
+        )
+        for b in range(n_items):
+            _lstm_step(gate[b], sums[0, b], c_before[b], h_after[b], c_after[b], tanh_after[b])
             if len(active) and not active[t, b]:
-                h[t + 1, b] = h[t, b]
-                c[t + 1, b] = c[t, b]
-                tanh_c[t + 1, b] = tanh_c[t, b]
+                h_after[b] = at(h, t)[b]
+                c_after[b] = c_before[b]
+                tanh_after[b] = at(tanh_c, t)[b]
 
 
 @compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
@@ -285,8 +286,8 @@ def _lstm_step_back(
 
 
 @compiled(
-    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], b1[:, ::1], "
-    "f4[:, :, ::1], f4[:, ::1], f4[:, ::1], i8, i8)"
+    "void(f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], f4[:, :, :], "
+    "f4[:, :, ::1], b1[:, ::1], f4[:, :, :], f4[:, ::1], f4[:, ::1])"
 )
 def lstm_back(
     grad_h: np.ndarray,
@@ -299,16 +300,17 @@ def lstm_back(
     d_gates: np.ndarray,
     dh: np.ndarray,
     dc: np.ndarray,
-    first: int,
-    last: int,
 ) -> None:
-    sums = np.empty((last - first, len(cut) * PANEL), np.float32)
+    n_items, size = dh.shape
+    sums = np.empty((1, n_items, size), np.float32)
+    nothing = np.zeros(len(cut) * PANEL, np.float32)
     for t in range(len(gates) - 1, -1, -1):
-        for b in range(first, last):
+        gate, before, after, d, slopes = at(gates, t), at(c, t), at(tanh_c, t + 1), at(d_gates, t), at(grad_c, t)
+        for b in range(n_items):
             if len(active) and not active[t, b]:
-                d_gates[t, b] = ZERO
+                d[b] = ZERO
             else:
-                _lstm_step_back(gates[t, b], c[t, b], tanh_c[t + 1, b], dh[b], dc[b], d_gates[t, b])
-            _add(dc[b], grad_c[t, b])
-        multiply(d_gates[t, first:last], cut, sums)
-        _add_rows(dh[first:last], sums, grad_h[t, first:last])
+                _lstm_step_back(gate[b], before[b], after[b], dh[b], dc[b], d[b])
+            _add(dc[b], slopes[b])
+        multiply(d_gates[t : t + 1], cut, nothing, sums)
+        _add_rows(dh, sums[0], at(grad_h, t))

@@ -67,6 +67,7 @@ def register(array: type) -> None:
 
     kernels.repeated.on(array)(recurrence.repeated)
     kernels.pipeline.on(array)(recurrence.pipeline)
+    kernels.project.on(array)(recurrence.project)
     kernels.rnn.on(array)(recurrence.rnn)
     kernels.rnn_backward.on(array)(recurrence.rnn_backward)
     kernels.gru.on(array)(recurrence.gru)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tricycle import kernels
+from tricycle.kernels.reference.recurrence import Piece
 from tricycle.kernels.reference.widening import is_narrow
 from tricycle_accelerators import threads
 
@@ -64,7 +65,7 @@ def repeated(matrix: np.ndarray) -> Any:
 
 
 def pipeline(
-    gates: np.ndarray, pieces: list[slice], first: Callable[[slice], None], then: Callable[[slice], None]
+    gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
 ) -> NotImplementedType | None:
     """In two threads, one for each function, where items are too few to be shared."""
     if gates.shape[1] > ITEMS or len(pieces) < 2:
@@ -85,6 +86,14 @@ def pipeline(
             ready.release(len(pieces))  # after an error the other thread must not wait for ever
 
     threads.parallel(run, [False, True])
+    return None
+
+
+def project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> NotImplementedType | None:
+    """Of so many rows BLAS makes a product best by itself."""
+    if not isinstance(matrix, Blocks):
+        return NotImplemented
+    kernels.project.plain(x, matrix.matrix, bias, out)
     return None
 
 

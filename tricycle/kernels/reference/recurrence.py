@@ -17,10 +17,12 @@ And the kernels that go back in time::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import kernel
+from tricycle.kernels.reference.matrices import matmul
 from tricycle.kernels.reference.widening import widening_in_place
 
 
@@ -30,12 +32,30 @@ def repeated(matrix: Array) -> Array:
     return matrix
 
 
+Piece = tuple[slice, slice]  # some steps of some items
+
+
 @kernel
-def pipeline(gates: Array, pieces: list[slice], first: Callable[[slice], None], then: Callable[[slice], None]) -> None:
-    """Both for each piece, in order; `then` may need what `first` did for its piece and for those before."""
+def pipeline(gates: Array, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]) -> None:
+    """Both for each piece, in order; `then` may need what `first` did for its piece and for those before.
+
+    Args:
+        pieces: some steps of all items. Those of some items at a time may be done in their place, for items know
+            nothing of each other.
+    """
     for piece in pieces:
         first(piece)
         then(piece)
+
+
+@kernel
+def project(x: Array, matrix: Array, bias: Array | None, out: Array) -> None:
+    """Write x (T, B, K) times a `repeated` matrix (K, N), plus a bias (N,), into `out` (T, B, N)."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if out.flags.c_contiguous:
+        matmul(rows, matrix, bias, out.reshape(len(rows), out.shape[-1]))
+    else:
+        out[...] = matmul(rows, matrix, bias).reshape(out.shape)
 
 
 # -------------------------------------------------------------------- through time
