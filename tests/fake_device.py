@@ -18,7 +18,7 @@ from tricycle import kernels
 
 REFUSED_ARGUMENTS = {"initial", "where"}  # of reductions: CuPy's have none
 METHODS = """
-all any argmax astype copy cumsum diagonal max mean min ravel repeat reshape squeeze sum swapaxes transpose
+all any argmax astype copy cumsum diagonal fill max mean min ravel repeat reshape squeeze sum swapaxes transpose
 """.split()
 OPERATORS = "add sub mul truediv mod pow matmul lt le gt ge eq ne and_ or_".split()
 PRODUCTS = {"matmul", "einsum", "tensordot", "dot"}

@@ -154,6 +154,15 @@ def _batched_matmul(draw):
     return Arguments([rng.standard_normal((*lead, n, k)), rng.standard_normal((*lead, k, m))])
 
 
+@of("project")
+def _project(draw):
+    sizes, rng = (draw(LENGTHS), draw(LENGTHS)), generator(draw)
+    k, m = draw(LENGTHS), draw(LENGTHS)
+    bias = rng.standard_normal(m) if draw(st.booleans()) else None
+    out = np.full((*sizes, m), np.nan)
+    return Arguments([rng.standard_normal((*sizes, k)), rng.standard_normal((k, m)), bias, out], written=(3,))
+
+
 @of("few_bits_matmul")
 def _few_bits_matmul(draw):
     n, rng = draw(LENGTHS), generator(draw)

@@ -81,8 +81,8 @@ def _panels(weights: Any) -> _Panels:
 
 
 def _mask(active: np.ndarray | None) -> np.ndarray:
-    """(T, B)."""
-    return ALL_ACTIVE if active is None else np.ascontiguousarray(active[..., 0], np.bool_)
+    """(T, B), a copy: what is not may be read-only."""
+    return ALL_ACTIVE if active is None else np.array(active[..., 0], np.bool_, order="C")
 
 
 def _bias(bias: np.ndarray | None, panels: np.ndarray) -> np.ndarray:
