@@ -108,6 +108,16 @@ def test_training_and_encoding_follow_the_definition(train_on, text):
     assert tokeniser.encode(text).tolist() == slow_encode(text, merges)
 
 
+@settings(max_examples=150, deadline=None)
+@given(train_on=st.one_of(LIKELY, st.text(alphabet="ab ", max_size=60)).filter(bool), few=st.sampled_from([0, 3]))
+def test_merging_many_places_at_once_follows_the_definition(train_on, few):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_FEW", few)
+        tokeniser = BPETokeniser(256 + 30, special_tokens=()).train(train_on, progress=False)
+    merges = slow_merges(train_on, 30)
+    assert [tokeniser.token_bytes(i) for i in range(len(tokeniser))] == tokens_of(merges)
+
+
 def test_training_follows_the_definition_on_real_text(trained):
     merges = slow_merges(TEXT, 290 - 257)
     assert [trained.token_bytes(i) for i in range(len(trained) - 1)] == tokens_of(merges)

@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -450,6 +450,7 @@ def _chunks(text: str) -> Iterator[str]:
         yield text[start:]
 
 
+_FEW = 32  # places of a pair: for so many NumPy's calls take as long as a loop over them
 _EDGE, _MERGED_AWAY = -1, -2  # no symbols: the ends of pieces, and right halves of merged pairs
 
 
@@ -474,14 +475,14 @@ class _Line:
     """All different pieces of a text, one after the other in one line of symbols, with an edge around each.
 
     Each piece is weighted by how often it occurs. Merged symbols are linked out of the line, so a merge costs what the
-    pair occurs, not what the text is long, and only counts of neighbouring pairs change. All places of a pair are
-    merged at once. The heap may hold counts that have fallen since; those are put back with today's count when they
-    surface.
+    pair occurs, not what the text is long, and only counts of neighbouring pairs change. The heap may hold counts that
+    have fallen since; those are put back with today's count when they surface.
 
     Attributes:
         n_ids: a pair (a, b) is kept as the number a * n_ids + b.
         symbol, weight: by the place in the line.
         before, after: the places of the neighbours.
+        items: of symbol, weight, before and after, which are read and written faster one by one.
         count: of each pair, weighted.
         where: the places at which a pair began when it was found, in ascending order.
         heap: (-count, pair).
@@ -493,8 +494,9 @@ class _Line:
         n_places = len(self.symbol)
         self.before = np.arange(-1, n_places - 1)
         self.after = np.arange(1, n_places + 1)
+        self.items = [array.data for array in (self.symbol, self.weight, self.before, self.after)]
         self.count: dict[int, int] = {}
-        self.where: dict[int, np.ndarray] = {}
+        self.where: dict[int, np.ndarray | list[int]] = {}
         self.heap: list[tuple[int, int]] = []
         left, right = self.symbol[:-1], self.symbol[1:]
         starts = np.flatnonzero((left != _EDGE) & (right != _EDGE))
@@ -502,13 +504,10 @@ class _Line:
 
     def _enter(self, pairs: np.ndarray, places: np.ndarray) -> None:
         """New pairs, and the places in the line where they begin."""
-        order, starts = _grouped(pairs)
-        if not starts:
-            return
-        places = places[order]
-        times = np.add.reduceat(self.weight[places], starts).tolist()
-        ends = [*starts[1:], len(places)]
-        for pair, n_times, start, end in zip(pairs[order[starts]].tolist(), times, starts, ends):
+        pairs, places, starts = _grouped(pairs, places)
+        times = np.add.reduceat(self.weight[places], starts).tolist() if len(starts) else []
+        edges = [*starts.tolist(), len(places)]
+        for pair, n_times, start, end in zip(pairs[starts].tolist(), times, edges, edges[1:]):
             self.count[pair] = n_times
             if n_times > 1:
                 self.where[pair] = places[start:end]
@@ -530,9 +529,45 @@ class _Line:
 
     def merge(self, pair: int, new: int) -> None:
         """Put a new symbol in the place of each occurrence of a pair."""
+        places = self.where.pop(pair)
+        if len(places) < _FEW:
+            self._merge_one_by_one(pair, new, places if isinstance(places, list) else places.tolist())
+        else:
+            self._merge_at_once(pair, new, np.asarray(places))
+
+    def _merge_one_by_one(self, pair: int, new: int, places: list[int]) -> None:
+        symbol, weight, before, after = self.items
+        n_ids, count = self.n_ids, self.count
+        a, b = divmod(pair, n_ids)
+        new_count: defaultdict[int, int] = defaultdict(int)
+        new_where: defaultdict[int, list[int]] = defaultdict(list)
+        for i in places:
+            j = after[i]
+            if symbol[i] != a or symbol[j] != b:
+                continue  # an earlier merge took one of them
+            left, right, times = before[i], after[j], weight[i]
+            on_left, on_right = symbol[left], symbol[right]
+            symbol[i], symbol[j] = new, _MERGED_AWAY
+            after[i], before[right] = right, i
+            if on_left != _EDGE:
+                # where the left neighbour was itself just merged, (new, a) is one of the new pairs
+                (new_count if on_left == new else count)[on_left * n_ids + a] -= times
+                new_count[on_left * n_ids + new] += times
+                new_where[on_left * n_ids + new].append(left)
+            if on_right != _EDGE:
+                count[b * n_ids + on_right] -= times
+                new_count[new * n_ids + on_right] += times
+                new_where[new * n_ids + on_right].append(i)
+        for neighbours, times in new_count.items():
+            count[neighbours] = times
+            if times > 1:
+                self.where[neighbours] = new_where[neighbours]
+                heapq.heappush(self.heap, (-times, neighbours))
+
+    def _merge_at_once(self, pair: int, new: int, i: np.ndarray) -> None:
+        """The same for many places, which NumPy goes through several times as fast."""
         symbol, before, after, n_ids = self.symbol, self.before, self.after, self.n_ids
         a, b = divmod(pair, n_ids)
-        i = self.where.pop(pair)
         j = after[i]
         intact = (symbol[i] == a) & (symbol[j] == b)  # or an earlier merge took one of them
         i, j = i[intact], j[intact]
@@ -554,20 +589,18 @@ class _Line:
 
     def _lose(self, pairs: np.ndarray, places: np.ndarray) -> None:
         """Pairs that are no more, each in a piece of which a place is given."""
-        order, starts = _grouped(pairs)
-        if starts:
-            times = np.add.reduceat(self.weight[places[order]], starts).tolist()
-            for pair, n_times in zip(pairs[order[starts]].tolist(), times):
-                self.count[pair] -= n_times
+        for pair, n_times in zip(pairs.tolist(), self.weight[places].tolist()):
+            self.count[pair] -= n_times
 
 
-def _grouped(values: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """An order in which equal values stand together, otherwise as they come; and where each group starts in it."""
-    order = values.argsort(kind="stable")
-    in_order = values[order]
-    is_first = np.ones(len(values), bool)
-    np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
-    return order, is_first.nonzero()[0].tolist()
+def _grouped(pairs: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Both in an order in which equal pairs stand together, otherwise as they came; and where each group starts."""
+    order = pairs.argsort(kind="stable")
+    pairs, places = pairs[order], places[order]
+    is_first = np.empty(len(pairs), bool)
+    is_first[:1] = True
+    np.not_equal(pairs[1:], pairs[:-1], out=is_first[1:])
+    return pairs, places, is_first.nonzero()[0]
 
 
 def _without_overlap(i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
