@@ -1,11 +1,13 @@
 """Causal self-attention beside PyTorch's as texts get longer: python -m benchmarks.attention
 
-Forward and backward of 6 heads of 64 in float32, from queries, keys and values side by side to the mixed values, for
+Forward and backward of 6 heads of 64 on float32, from queries, keys and values side by side to the mixed values, for
 as many texts as make 8,192 tokens. Each side has a process of its own for each length; the two take turns. The memory
 is what a process came to hold over what it held before, its inputs and gradients included: as the number of tokens is
 the same everywhere, it stays the same where it does not grow with the square of the length.
 
-python -m benchmarks.attention --train 8192 makes training steps of a GPT of 6 layers with that context instead.
+With --precision bfloat16 both make their products in 16 bits, PyTorch by autocast.
+
+python -m benchmarks.attention --train 16384 makes training steps of a GPT of 6 layers with that context instead.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from tricycle.models import GPT
 
 N_HEADS, WIDTH = 6, 384
 N_TOKENS = 8192  # in all; one text of a greater length has more
-LENGTHS = [256, 512, 1024, 2048, 4096, 8192]
+LENGTHS = [256, 512, 1024, 2048, 4096, 8192, 16_384]
 A_SHORT_LENGTH = 64  # the first step starts threads and loads libraries, which is not attention's memory
 
 Step = Callable[[], Any]  # returns the mixed values and the gradient, as arrays
 
 
-def tricycle_attention(n_items: int, length: int) -> Step:
+def tricycle_attention(n_items: int, length: int, precision: str = "float32") -> Step:
     from tricycle.attention import Attention
     from tricycle.ops import split
     from tricycle.tensor import to_tensor
@@ -43,7 +45,7 @@ def tricycle_attention(n_items: int, length: int) -> Step:
 
     def step() -> tuple[np.ndarray, np.ndarray]:
         q, k, v = (part.reshape(heads) for part in split(qkv, 3))
-        y = attention(q, k, v).reshape(n_items, length, WIDTH)
+        y = attention(q, k, v, precision=precision).reshape(n_items, length, WIDTH)
         y.backward()
         assert qkv.grad is not None
         grad, qkv.grad = qkv.grad, None
@@ -52,7 +54,7 @@ def tricycle_attention(n_items: int, length: int) -> Step:
     return step
 
 
-def torch_attention(n_items: int, length: int) -> Step:
+def torch_attention(n_items: int, length: int, precision: str = "float32") -> Step:
     import torch
     from torch.nn import functional as F
 
@@ -62,7 +64,9 @@ def torch_attention(n_items: int, length: int) -> Step:
 
     def step() -> tuple[np.ndarray, np.ndarray]:
         q, k, v = packed.view(n_items, length, 3, N_HEADS, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(ones.shape)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = mixed.transpose(1, 2).reshape(ones.shape).float()
         y.backward(ones)
         assert packed.grad is not None
         grad, packed.grad = packed.grad, None
@@ -90,15 +94,15 @@ def gpt(length: int) -> GPTConfig:
     )
 
 
-def work_on(side: str, work: str, length: int) -> None:
+def work_on(side: str, work: str, length: int, precision: str) -> None:
     """What the process of a side does."""
-    ATTENTION[side](1, A_SHORT_LENGTH)()
+    ATTENTION[side](1, A_SHORT_LENGTH, precision)()
     before = peak_memory_mb()
     if work == "training":
-        step = SIDES[side](gpt(length))
+        step = SIDES[side](gpt(length), precision)
     else:
-        step = ATTENTION[side](max(1, N_TOKENS // length), length)
-    serve(side, step, before)
+        step = ATTENTION[side](max(1, N_TOKENS // length), length, precision)
+    serve(side, step, before, precision)
 
 
 def main() -> None:
@@ -108,17 +112,18 @@ def main() -> None:
     parser.add_argument("--peer", choices=["torch", "none"], default="torch", help="whom to compare with")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of each side")
     Pace.add_flags(parser)
-    parser.add_argument("--serve", nargs=3, metavar=("SIDE", "WORK", "T"), help=argparse.SUPPRESS)
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of products")
+    parser.add_argument("--serve", nargs=4, metavar=("SIDE", "WORK", "T", "PRECISION"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        side, work, length = arguments.serve
-        work_on(side, work, int(length))
+        side, work, length, precision = arguments.serve
+        work_on(side, work, int(length), precision)
         return
     names = ["tricycle"] + ["torch"] * (arguments.peer == "torch")
     work, lengths = ("training", [arguments.train]) if arguments.train else ("attention", arguments.lengths)
     rows = []
     for length in lengths:
-        words = [("--serve", name, work, str(length)) for name in names]
+        words = [("--serve", name, work, str(length), arguments.precision) for name in names]
         workers = [Worker(name, arguments.threads, "benchmarks.attention", *said) for name, said in zip(names, words)]
         times = time_steps(workers, Pace.of(arguments))
         memory = [worker.ask("memory") for worker in workers]
@@ -130,7 +135,7 @@ def main() -> None:
             worker.close()
         rows.append((length, times, memory))
     what = "forward, loss, backward, AdamW" if arguments.train else "causal self-attention, forward and backward"
-    print(f"{what}: medians of {Pace.of(arguments)}")
+    print(f"{what}, {arguments.precision}: medians of {Pace.of(arguments)}")
     if arguments.train:
         print_training(arguments.train, names, *rows[0][1:])
     else:

@@ -1,5 +1,7 @@
 """The benchmark of attention runs and prints its tables; how fast is no test's business."""
 
+import warnings
+
 import numpy as np
 import pytest
 from test_benchmarks import NEEDS_TORCH, PEERS
@@ -21,6 +23,22 @@ def test_the_table_of_lengths(peer, sides):
     assert values[:2] == [128, N_TOKENS // 128]
     assert len(values) == (4 if len(sides) == 1 else 7)
     assert values[2] > 0
+
+
+@NEEDS_TORCH
+def test_bfloat16_on_both_sides(monkeypatch):
+    """16-bit operands, and gradients that come back in 32; far apart only as far as 8 bits of a number are."""
+    import torch
+
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    exact = ATTENTION["torch"](2, 40)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without oneDNN products are made in float32, and it says so
+        sides = [ATTENTION[side](2, 40, "bfloat16")() for side in ("tricycle", "torch")]
+    for side in sides:
+        for a, b in zip(side, exact, strict=True):
+            assert a.dtype == np.float32
+            np.testing.assert_allclose(a, b, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(("peer", "sides"), PEERS)
