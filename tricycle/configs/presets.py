@@ -57,10 +57,11 @@ class LaptopConfig(GPTConfig):
     zero_projections: bool = True
     batch_size: int = 6
     optimiser: OptimiserName = "muon"
+    matrix_rate: float = 2.5
     schedule: Schedule = "linear"
     steps: int = 0
     minutes: float = 10.0
-    max_learning_rate: float = 4e-3
+    max_learning_rate: float = 8e-3
     min_learning_rate: float = 0.0
     warmup_steps: int = 40
     beta2: float = 0.99
