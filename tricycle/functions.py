@@ -202,7 +202,8 @@ def linear(
             dbias = kernels.sum_rows(dy)
         if wanted[0]:
             b = _operand(matrix, precision)
-            dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(x.shape)
+            dx = kernels.matmul(dy, b.T, None, None, kept, precision)
+            dx = dx if x.ndim == 2 else dx.reshape(x.shape)
         if wanted[1] and matrix.flags.c_contiguous:
             dweights = kernels.matmul(a.T, dy, None, None, None, precision)
         elif wanted[1]:  # in the layout of the weights: tied ones come transposed
@@ -210,7 +211,7 @@ def linear(
         return [dx, dweights, dbias][: len(args)]
 
     args = (x, weights) if bias is None else (x, weights, bias)
-    return record(y.reshape(*x.shape[:-1], to_size), args, backward, name)
+    return record(y if x.ndim == 2 else y.reshape(*x.shape[:-1], to_size), args, backward, name)
 
 
 # In float32 operands are what they are. No kernel need be asked, which is much of what a small network costs.

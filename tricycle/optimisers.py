@@ -309,11 +309,11 @@ class Optimiser:
             rules = [self.rule_of(parameter, name) for name, parameter in own]
             together = []
             for (_, parameter), rule in zip(own, rules):
-                update = self._update_of(parameter, rule, factor, n_skipped)
+                update, arguments = self._update_of(parameter, rule, factor, n_skipped)
                 if rule.on_one_thread:
-                    together.append(update)
+                    together.append(partial(update, *arguments))
                 else:
-                    update()
+                    update(*arguments)
             _make_together(together)
             if self.shards is not None:
                 self._take_over([p for _, p in chosen], self.shards)
@@ -372,8 +372,10 @@ class Optimiser:
         what = f"{name}, a {role_of(parameter)} of shape {parameter.shape}"
         raise ValueError(f"{type(self).__name__}: expected a group that takes {what}, got none")
 
-    def _update_of(self, parameter: Tensor, rule: Rule, factor: Any, n_skipped: Any) -> partial[None]:
-        """The update of a parameter, which is counted, ready to be called."""
+    def _update_of(
+        self, parameter: Tensor, rule: Rule, factor: Any, n_skipped: Any
+    ) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """The function that updates a parameter, and its arguments. The update is counted."""
         n_updates, state = self.memory_of(parameter, rule)
         self._memory[parameter] = n_updates + 1, state
         decay = self.weight_decay if self.weight_decay and self.decays(parameter) else 0.0
@@ -381,8 +383,8 @@ class Optimiser:
         grad: Any = parameter.grad
         arguments = parameter.array, grad.array, state, step
         if factor is None or (isinstance(factor, float) and factor == 1):
-            return partial(rule.update, *arguments)
-        return partial(rule.scaled_update, *arguments, factor)
+            return rule.update, arguments
+        return rule.scaled_update, (*arguments, factor)
 
     def memory_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
         """How many updates a parameter had, and its state; fresh arrays where there are none.

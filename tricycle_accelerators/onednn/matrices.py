@@ -57,7 +57,7 @@ def matmul(
 ) -> np.ndarray | NotImplementedType:
     """Threads take some rows or some columns of the result each."""
     if a.dtype == np.float32:
-        if len(a) == 1 or b.dtype != np.float32 or out is not None or dtype is not None:
+        if not 1 < len(a) <= FEW_ROWS or b.dtype != np.float32 or out is not None or dtype is not None:
             return NotImplemented
         return _few_rows(a, b, bias)
     if not a.dtype == b.dtype == library.bfloat16() or (out is not None and out.dtype != np.float32):
@@ -83,7 +83,7 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
     """Two rows of float32 or some more: OpenBLAS first copies the other matrix, oneDNN multiplies it as it lies."""
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
-    if not 1 < n_rows <= FEW_ROWS or n_rows * n_inner * n_columns < SMALL_PRODUCT or not a.flags.c_contiguous:
+    if n_rows * n_inner * n_columns < SMALL_PRODUCT or not a.flags.c_contiguous:
         return NotImplemented
     if b.flags.c_contiguous:
         result = np.empty((n_rows, n_columns), np.float32)
