@@ -563,7 +563,7 @@ def _walk_back(
     """The chain rule from a result to all inputs behind it: each with its whole gradient, which may share memory."""
     order = topological_order(root)
     add, take = sums.add, sums.take
-    add(root, root_grad)
+    add((root,), (True,), (root_grad,))
     while order:  # popped, so that a node's array can go as soon as nothing needs it
         node = order.pop()
         grad = take(node)
@@ -577,9 +577,7 @@ def _walk_back(
                 _check_unchanged(node)
             wanted = [arg.requires_grad for arg in args]
             gradients = node._backward(grad, wanted, *node._saved)  # type: ignore[misc]
-            for arg, wants, gradient in zip(args, wanted, gradients, strict=True):
-                if wants and gradient is not None:
-                    add(arg, gradient)
+            add(args, wanted, gradients)
         if not retain_graph:
             node.args = ()
             node._backward = None
@@ -659,30 +657,34 @@ class _GradientSums:
         self.ours: set[int] = set()  # ids of Tensors, which all live until their turn has come
         self.handed_out: dict[int, Array] = {}
 
-    def add(self, node: Tensor, grad: Array | Tensor | Part) -> None:
-        if type(grad) is Part:
-            self.parts.setdefault(node, []).append(grad)
-            return
-        array: Array = grad.array if isinstance(grad, Tensor) else grad
-        dtype = node.array.dtype
-        if array.dtype is not dtype:
-            array = array.astype(dtype, copy=False)
-        held = self.arrays.get(node)
-        if held is None:
-            self.arrays[node] = array
-        elif id(node) in self.ours:
-            held += array
-        else:
-            self.arrays[node] = total = held + array
-            if total.size > 1:
-                self.ours.add(id(node))
+    def add(self, args: Sequence[Tensor], wanted: Sequence[bool], gradients: Sequence[Array | Tensor | Part]) -> None:
+        """Those of some Tensors that want one."""
+        arrays = self.arrays
+        for arg, wants, grad in zip(args, wanted, gradients, strict=True):
+            if not wants or grad is None:
+                continue
+            if type(grad) is Part:
+                self.parts.setdefault(arg, []).append(grad)
+                continue
+            array: Array = grad.array if isinstance(grad, Tensor) else grad
+            dtype = arg.array.dtype
+            if array.dtype is not dtype:
+                array = array.astype(dtype, copy=False)
+            if arg not in arrays:
+                arrays[arg] = array
+            elif id(arg) in self.ours:
+                arrays[arg] += array
+            else:
+                arrays[arg] = total = arrays[arg] + array
+                if total.size > 1:
+                    self.ours.add(id(arg))
 
     def take(self, node: Tensor) -> Array | None:
         """The whole gradient of a Tensor whose turn has come; None where none has arrived."""
         if node in self.parts:
             parts = self.parts.pop(node)
             if node not in self.arrays:
-                self.add(node, _assembled(parts, node.array))
+                self.arrays[node] = _assembled(parts, node.array).astype(node.array.dtype, copy=False)
             else:
                 if id(node) not in self.ours:
                     self.arrays[node] = array_module(node.array).array(self.arrays[node])  # a copy
