@@ -71,6 +71,24 @@ class Plan(NamedTuple):
     in_parts: bool
 
 
+def make_groups(q: np.ndarray, k: np.ndarray) -> tuple[list[Group], bool]:
+    """Groups of as many heads as leave some groups for every thread, for who needs no room for all of their scores.
+
+    Args: as of `make_plan`.
+
+    Returns:
+        these, and whether the query heads of one key head lie in several.
+    """
+    n_items, _, n_heads, _ = q.shape
+    n_key_heads = k.shape[2]
+    workers = 1 if threads.inside_work() else threads.n_threads()
+    if n_heads > n_key_heads and n_items * n_key_heads < workers:
+        n_together = max(1, n_items * n_heads // (2 * workers))
+        return _groups_in_parts(n_items, n_key_heads, n_heads // n_key_heads, n_together), True
+    n_together = max(1, min(n_key_heads, n_items * n_key_heads // (4 * workers)))
+    return _groups(n_items, n_key_heads, n_heads // n_key_heads, n_together), False
+
+
 def make_plan(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> Plan:
     """Groups of as many heads as make scores of about a piece, but some groups for every thread.
 

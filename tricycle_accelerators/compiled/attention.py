@@ -1,38 +1,53 @@
-"""Attention of many queries: BLAS multiplies, and all between its products is one call for each block.
-
-Some heads of one item at a time, some queries of these, and some keys. A row's exponentials are shifted by the largest
-of its scores so far, and sums of earlier blocks are made smaller when a larger one comes (Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax"), so that memory grows with the number of tokens.
-"""
+"""Attention of many queries: some heads of one item are one call of what `attention_loops` compiles."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import cache
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from tricycle.kernels import Scoring
-from tricycle.kernels.reference.widening import wide
+from tricycle.kernels.reference.widening import is_narrow, wide
 from tricycle_accelerators import threads
-from tricycle_accelerators.attention_blocks import Block, Group, Plan, heads_first, make_plan, stack, unstack
-from tricycle_accelerators.compiled.generation import training_loops
+from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
 
 LEAST_QUERIES = 16
 
 
+@cache
+def _loops() -> ModuleType:
+    """What Numba compiles for this; the first call imports it, and compiles where that has not been done before."""
+    from tricycle_accelerators.compiled import attention_loops
+
+    return attention_loops
+
+
 def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> bool:
-    """Whether this is our business: enough queries of float32 that each see a key, no mask and no cap."""
+    """Whether this is our business: enough queries that each see a key, all of one dtype, no mask and no cap."""
     n_queries, n_keys = q.shape[1], k.shape[1]
-    if mask is not None or scoring.cap is not None or n_queries < LEAST_QUERIES or not v.size:
+    if mask is not None or scoring.cap is not None or n_queries < LEAST_QUERIES or not v.size or not q.size:
         return False
-    all_see = scoring.queries_seeing(n_queries, n_keys) == slice(0, n_queries)
-    return all_see and q.dtype == k.dtype == v.dtype == np.float32
+    if not q.dtype == k.dtype == v.dtype or not (q.dtype == np.float32 or is_narrow(q)):
+        return False
+    return scoring.queries_seeing(n_queries, n_keys) == slice(0, n_queries)
 
 
-def _last_and_window(block: Block, seen: slice, scoring: Scoring) -> tuple[int, int]:
-    """Query t of a block sees the keys from t + last - window + 1 to t + last of those in `seen`; window 0 for all."""
-    last = seen.stop if block.diagonal is None else block.diagonal - seen.start
-    return last, 0 if block.edge is None else scoring.window or 0
+def _operands(arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """As the loops take them: the bits of bfloat16 where the processor multiplies these, else float32."""
+    if arrays[0].dtype.name == "bfloat16" and _loops().HAS_PAIRS:
+        arrays = tuple(array.view(np.uint16) for array in arrays)
+    else:
+        arrays = tuple(map(wide, arrays))
+    return tuple(array if array.flags.behaved else array.copy() for array in arrays)
+
+
+def _settings(scoring: Scoring, n_queries: int, n_keys: int) -> tuple[float, int, int]:
+    """The scale; query t sees the keys up to t + this; and the window, 0 for none."""
+    if scoring.offset is None:
+        return scoring.scale, n_keys, 0
+    return scoring.scale, scoring.offset, min(scoring.window or 0, n_keys)
 
 
 def attention(
@@ -44,72 +59,29 @@ def attention(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> Any:
-    dtype = dtype or q.dtype
-    q, k, v = map(wide, (q, k, v))
     if not _takes(q, k, v, scoring, mask):
         return NotImplemented
     out = np.empty((*q.shape[:3], v.shape[3]), np.float32)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-    plan = make_plan(q, k, scoring)
+    settings = _settings(scoring, q.shape[1], k.shape[1])
+    groups, _ = make_groups(q, k)
+    dtype = dtype or q.dtype
+    q, k, v = _operands((q, k, v))
 
     def work(group: Group) -> None:
-        queries = heads_first(q, group.item, group.heads)
-        keys, values = (heads_first(array, group.item, group.key_heads) for array in (k, v))
-        for block in plan.blocks:
-            rows = stack(queries[:, block.queries], len(keys))
-            shifts = np.full(queries[:, block.queries].shape[:2], 0 if nothing else -np.inf, np.float32)
-            totals = np.full_like(shifts, nothing)
-            mixed = np.zeros((*rows.shape[:2], values.shape[2]), np.float32)
-            flat = mixed.reshape(-1, mixed.shape[-1])
-            for seen in block.keys:
-                scores = rows @ keys[:, seen].swapaxes(1, 2)
-                limits = _last_and_window(block, seen, scoring)
-                training_loops().add_exponentials(
-                    scores.reshape(len(flat), -1), flat, shifts, totals, scoring.scale, *limits
-                )
-                mixed += scores @ values[:, seen]
-            place = heads_first(out, group.item, group.heads)[:, block.queries]
-            training_loops().divide(flat, shifts, totals, place, log_total[group.item, group.heads, block.queries])
+        item, heads, key_heads = group
+        _loops().attend(
+            heads_first(q, item, heads),
+            heads_first(k, item, key_heads),
+            heads_first(v, item, key_heads),
+            *settings,
+            nothing,
+            heads_first(out, item, heads),
+            log_total[item, heads],
+        )
 
-    threads.parallel(work, plan.groups)
+    threads.parallel(work, groups)
     return out.astype(dtype, copy=False), log_total
-
-
-class _Group(NamedTuple):
-    """What the gradients of one group are made of, and where they go.
-
-    Attributes:
-        queries, keys, values: (H, T, D), (K, S, D) and (K, S, E).
-        grads: (H, T, E). logs, inner: (H, T), of the sums of exponentials; the products of results and their gradients.
-        dq, dk, dv: like queries, keys and values; the last two in one piece.
-    """
-
-    queries: np.ndarray
-    keys: np.ndarray
-    values: np.ndarray
-    grads: np.ndarray
-    logs: np.ndarray
-    inner: np.ndarray
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
-
-    def add_block(self, block: Block, scoring: Scoring) -> None:
-        """Write dq of its queries, and add to dk and dv of its keys."""
-        n_key_heads = len(self.keys)
-        rows, grads = (stack(array[:, block.queries], n_key_heads) for array in (self.queries, self.grads))
-        logs, inner = self.logs[:, block.queries], self.inner[:, block.queries]
-        dq: Any = 0
-        for seen in block.keys:
-            scores = rows @ self.keys[:, seen].swapaxes(1, 2)
-            slopes = grads @ self.values[:, seen].swapaxes(1, 2)
-            flat = (array.reshape(logs.size, -1) for array in (scores, slopes))
-            limits = _last_and_window(block, seen, scoring)
-            training_loops().differentiate(*flat, logs, inner, scoring.scale, *limits)
-            self.dv[:, seen] += scores.swapaxes(1, 2) @ grads
-            self.dk[:, seen] += slopes.swapaxes(1, 2) @ rows
-            dq = dq + slopes @ self.keys[:, seen]
-        self.dq[:, block.queries] = unstack(dq, len(self.queries))
 
 
 def attention_backward(
@@ -125,45 +97,48 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> Any:
-    same = grad.dtype == out.dtype == log_total.dtype == dq.dtype == np.float32
-    if not same or not log_total.flags.behaved or not _takes(q, k, v, scoring, mask):
+    wide_enough = all(array.dtype == np.float32 for array in (grad, out, log_total, dq, dk, dv))
+    if not wide_enough or not _takes(q, k, v, scoring, mask):
         return NotImplemented
-    plan = make_plan(q, k, scoring)
+    settings = _settings(scoring, q.shape[1], k.shape[1])
+    groups, in_parts = make_groups(q, k)
     sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of groups, for keys and values
+    q, k, v = _operands((q, k, v))
+    grad, out, log_total = (array if array.flags.behaved else array.copy() for array in (grad, out, log_total))
 
     def work(i: int) -> None:
-        group = plan.groups[i]
-        keys, values = (heads_first(array, group.item, group.key_heads) for array in (k, v))
-        grads = heads_first(grad, group.item, group.heads)
-        here = _Group(
-            heads_first(q, group.item, group.heads),
+        item, heads, key_heads = groups[i]
+        keys, values = heads_first(k, item, key_heads), heads_first(v, item, key_heads)
+        if in_parts:
+            new_keys, new_values = np.empty(keys.shape, np.float32), np.empty(values.shape, np.float32)
+            sums[i] = new_keys, new_values
+        else:
+            new_keys, new_values = heads_first(dk, item, key_heads), heads_first(dv, item, key_heads)
+        _loops().attend_back(
+            heads_first(grad, item, heads),
+            heads_first(q, item, heads),
             keys,
             values,
-            grads,
-            log_total[group.item, group.heads],
-            np.vecdot(grads, heads_first(out, group.item, group.heads)),
-            heads_first(dq, group.item, group.heads),
-            np.zeros(keys.shape, np.float32),
-            np.zeros(values.shape, np.float32),
+            heads_first(out, item, heads),
+            log_total[item, heads],
+            *settings,
+            heads_first(dq, item, heads),
+            new_keys,
+            new_values,
         )
-        for block in plan.blocks:
-            here.add_block(block, scoring)
-        if plan.in_parts:
-            sums[i] = here.dk, here.dv
-        else:
-            heads_first(dk, group.item, group.key_heads)[...] = here.dk
-            heads_first(dv, group.item, group.key_heads)[...] = here.dv
 
-    threads.parallel(work, range(len(plan.groups)))
-    if plan.in_parts:
-        _add_parts(plan, sums, dk, dv)
+    threads.parallel(work, range(len(groups)))
+    if in_parts:
+        _add_parts(groups, sums, dk, dv)
     return None
 
 
-def _add_parts(plan: Plan, sums: dict[int, tuple[np.ndarray, np.ndarray]], dk: np.ndarray, dv: np.ndarray) -> None:
+def _add_parts(
+    groups: list[Group], sums: dict[int, tuple[np.ndarray, np.ndarray]], dk: np.ndarray, dv: np.ndarray
+) -> None:
     """What several groups give to one key head, in their order, so that every run gives the same sums."""
     dk[...] = 0
     dv[...] = 0
-    for i, group in enumerate(plan.groups):
+    for i, group in enumerate(groups):
         for place, part in zip((dk, dv), sums[i]):
             heads_first(place, group.item, group.key_heads)[...] += part

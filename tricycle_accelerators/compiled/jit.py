@@ -13,18 +13,21 @@ from typing import Any
 import numba
 import numba.extending
 import numpy as np
+from llvmlite import binding, ir
 from numba import types
 
 intrinsic: Any = numba.extending.intrinsic  # whose own type says nothing of the argument that it leaves out
 ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+FEATURES = dict(binding.get_host_cpu_features())
+HAS_BFLOAT = FEATURES.get("avx512bf16", False)
 ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))
 FARTHEST = np.float32(87)  # e to this is near the ends of float32
 
 
-def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile for these types, or load what was compiled before."""
+def compiled(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
+    """Compile for these types, or for each of several, or load what was compiled before."""
 
     def compile_(loop: Callable[..., Any]) -> Any:
         try:
@@ -79,12 +82,38 @@ def _bits(context: Any, x: Any) -> Any:
     return types.uint32(types.float32), code
 
 
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+@intrinsic
+def _narrowed_by_processor(context: Any, x: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], BFloat()), context.get_value_type(types.uint16))
+
+    return types.uint16(types.float32), code
+
+
 @numba.njit(inline="always")
-def narrowed(x: Any) -> Any:
-    """The bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
+def _narrowed_by_bits(x: Any) -> Any:
     bits = _bits(x)
     upper = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(upper if x == x else np.uint32(0x7FC0))
+
+
+@numba.njit(inline="always")
+def narrowed(x: Any) -> Any:
+    """The bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
+    return _narrowed_by_processor(x) if HAS_BFLOAT else _narrowed_by_bits(x)
 
 
 @numba.njit(inline="always")

@@ -10,102 +10,11 @@ import math
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, larger, narrowed, widened
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, narrowed, widened
 from tricycle_accelerators.compiled.loops import gated_swish as gated_swish
 
 LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
 CUBIC = np.float32(LINEAR * 0.044715)
-
-
-# -------------------------------------------------------------------- attention
-@numba.njit(inline="always")
-def _seen(row: np.ndarray, end: int, window: int) -> np.ndarray:
-    """The part of a row before `end` and, where there is a window, in it; the rest of the row becomes 0.
-
-    A loop over the indices of an array, unlike one from start to stop, is known to stay in it: that is what lets the
-    compiler take many numbers at a time.
-    """
-    stop = max(0, min(len(row), end))
-    start = max(0, min(stop, end - window)) if window else 0
-    row[:start] = 0
-    row[stop:] = 0
-    return row[start:stop]
-
-
-@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4, i8, i8)")
-def add_exponentials(
-    scores: np.ndarray, mixed: np.ndarray, shifts: np.ndarray, totals: np.ndarray, scale: float, last: int, window: int
-) -> None:
-    """Products of queries and some keys (H T, S), head after head, to e^(scale score - shift) in place, 0 where hidden.
-
-    A row's shift is the largest of its scores so far. What was summed with a smaller shift is made smaller by as much.
-
-    Args:
-        mixed: (H T, D), sums of values so far.
-        shifts, totals: (H, T), the shifts, and the sums of exponentials so far.
-        last: query t sees the keys up to t + last.
-        window: and of these the last so many; 0 for all.
-    """
-    n_heads, n_queries = totals.shape
-    for h in range(n_heads):
-        for t in range(n_queries):
-            row = _seen(scores[h * n_queries + t], t + last + 1, window)
-            shift = shifts[h, t]
-            for s in range(len(row)):
-                row[s] *= scale
-                shift = larger(shift, row[s])
-            if shift > shifts[h, t]:
-                smaller = exp(shifts[h, t] - shift) if totals[h, t] > ZERO else ZERO
-                totals[h, t] *= smaller
-                sums = mixed[h * n_queries + t]
-                for d in range(len(sums)):
-                    sums[d] *= smaller
-                shifts[h, t] = shift
-            total = ZERO
-            for s in range(len(row)):
-                row[s] = exp(row[s] - shift)
-                total += row[s]
-            totals[h, t] += total
-
-
-@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, :, :], f4[:, :])")
-def divide(mixed: np.ndarray, shifts: np.ndarray, totals: np.ndarray, out: np.ndarray, logs: np.ndarray) -> None:
-    """Sums of values (H T, D) to their means (H, T, D), and the logs (H, T) of what they were divided by."""
-    n_heads, n_queries = totals.shape
-    for h in range(n_heads):
-        for t in range(n_queries):
-            share = ONE / totals[h, t]
-            for d in range(mixed.shape[1]):
-                out[h, t, d] = mixed[h * n_queries + t, d] * share
-            logs[h, t] = np.float32(shifts[h, t] + math.log(totals[h, t]))
-
-
-@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, :], f4[:, :], f4, i8, i8)")
-def differentiate(
-    scores: np.ndarray,
-    slopes: np.ndarray,
-    logs: np.ndarray,
-    inner: np.ndarray,
-    scale: float,
-    last: int,
-    window: int,
-) -> None:
-    """In place: products of queries and keys to weights, and the gradients of weights to those of the products.
-
-    Args:
-        scores, slopes: (H T, S). logs, inner: (H, T), of `divide`, and the products of results and their gradients.
-        last, window: as of `add_exponentials`.
-    """
-    n_heads, n_queries = logs.shape
-    for h in range(n_heads):
-        for t in range(n_queries):
-            row = _seen(scores[h * n_queries + t], t + last + 1, window)
-            slope = _seen(slopes[h * n_queries + t], t + last + 1, window)
-            log, mean = logs[h, t], inner[h, t]
-            for s in range(len(row)):
-                weight = exp(row[s] * scale - log)
-                row[s] = weight
-                slope[s] = weight * (slope[s] - mean) * scale
 
 
 # -------------------------------------------------------------------- activations

@@ -29,8 +29,8 @@ def register(array: type) -> None:
 
     `tricycle.kernels` calls it when the first NumPy array comes (the entry point `numpy` in pyproject.toml).
     """
-    onednn.register(array)
     compiled.register(array)
+    onednn.register(array)
 
     kernels.operand.on(array)(matrices.operand)
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)

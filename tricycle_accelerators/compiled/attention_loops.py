@@ -1,0 +1,292 @@
+"""Attention that Numba compiles: forward and backward of some heads of one item, in one call each.
+
+Some queries and some keys at a time, so that their scores stay in a core's cache. A row's exponentials are shifted by
+the largest of its scores so far, and sums of earlier blocks are made smaller when a larger one comes; the backward
+pass makes the weights again from the logs of the sums. Products are of `tiles`.
+
+Shapes: H heads of queries, K heads of keys, T queries, S keys, D and E sizes of a query and of a value. Query t sees
+the keys up to t + last, and of these the last `window`; 0 for all.
+
+Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+
+from tricycle_accelerators.compiled.jit import ANY_ORDER, ONE, OPTIONS, ZERO, compiled, exp, larger
+from tricycle_accelerators.compiled.tiles import (
+    HAS_PAIRS as HAS_PAIRS,
+)
+from tricycle_accelerators.compiled.tiles import (
+    LANES,
+    as_left,
+    as_right,
+    as_right_turned,
+    multiply,
+    n_steps,
+    narrowed_like,
+    number_of,
+    operands_of,
+    room,
+    turned_like,
+    whole_registers,
+)
+
+QUERIES, KEYS = 64, 64  # of a block
+_HEADS, _LOGS, _SETTINGS = "f4[:, :, :]", "f4[:, :]", "f4, i8, i8"
+_OPERANDS = [", ".join([heads] * 3) for heads in (_HEADS, "u2[:, :, :]")]  # queries, keys and values
+
+
+@numba.njit(inline="always")
+def _seen(row: np.ndarray, end: int, window: int) -> np.ndarray:
+    """The part of a row before `end` and, where there is a window, in it; the rest of the row becomes 0.
+
+    A loop over the indices of an array, unlike one from start to stop, is known to stay in it: that is what lets the
+    compiler take many numbers at a time.
+    """
+    stop = max(0, min(len(row), end))
+    start = max(0, min(stop, end - window)) if window else 0
+    row[:start] = 0
+    row[stop:] = 0
+    return row[start:stop]
+
+
+@numba.njit(inline="always")
+def _keys_seen(first: int, n_queries: int, n_keys: int, last: int, window: int) -> tuple[int, int]:
+    """The first block of keys that any of these queries sees, and the key after the last."""
+    stop = min(n_keys, first + n_queries + last)
+    start = max(0, first + last + 1 - window) // KEYS if window else 0
+    return start, stop
+
+
+@numba.njit(inline="always")
+def whole_blocks(n_keys: int) -> int:
+    return (n_keys + KEYS - 1) // KEYS
+
+
+@numba.njit(**OPTIONS)
+def _by_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+    """Write the right operands of x^T for rows x (S, D), one for each block of keys, one below the other."""
+    n_steps = scratch.shape[1]
+    for start in range(0, len(x), KEYS):
+        first = start // KEYS * n_steps
+        as_right_turned(x[start : start + KEYS], scratch, out[first : first + n_steps])
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _add_exponentials(
+    scores: np.ndarray,
+    mixed: np.ndarray,
+    shifts: np.ndarray,
+    totals: np.ndarray,
+    scale: float,
+    shape: tuple[int, int],
+    ends: tuple[int, int],
+) -> None:
+    """Products of queries and some keys to e^(scale score - shift) in place, 0 where hidden.
+
+    Args:
+        scores: (T, S). mixed: (T, E), sums of values so far, made smaller where a shift grows.
+        shifts, totals: (T,), the shifts, and the sums of exponentials so far.
+        shape: how many rows and columns of `scores` there are.
+        ends: the key after the last that the first query sees; the window, or 0.
+    """
+    n_rows, n_columns = shape
+    end, window = ends
+    for t in range(n_rows):
+        row = _seen(scores[t][:n_columns], end + t, window)
+        shift = shifts[t]
+        for s in range(len(row)):
+            shift = larger(shift, row[s] * scale)
+        if shift > shifts[t]:
+            smaller = exp(shifts[t] - shift) if totals[t] > ZERO else ZERO
+            totals[t] *= smaller
+            sums = mixed[t]
+            for e in range(len(sums)):
+                sums[e] *= smaller
+            shifts[t] = shift
+        total = ZERO
+        for s in range(len(row)):
+            row[s] = exp(row[s] * scale - shift)
+            total += row[s]
+        totals[t] += total
+
+
+@compiled([f"void({three}, {_SETTINGS}, b1, {_HEADS}, {_LOGS})" for three in _OPERANDS])
+def attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no-untyped-def]
+    """Write the means of values (H, T, E), and the logs (H, T) of the sums that they were divided by.
+
+    Args:
+        q: (H, T, D). k: (K, S, D). v: (K, S, E); float32, or the bits of bfloat16.
+        nothing: whether a row may attend to nothing: a sum begins with e^0.
+    """
+    like = operands_of(q)
+    n_heads, n_queries, size = q.shape
+    n_key_heads, n_keys, value_size = v.shape
+    n_sharing = n_heads // n_key_heads
+    turned = room(LANES, whole_registers(n_steps(size, like)), like)
+    n_below = turned.shape[1]  # from one block to the next
+    keys = room(whole_blocks(n_keys) * n_below, KEYS, like)
+    values = room(n_steps(n_keys, like), whole_registers(value_size), like)
+    n_inner = n_steps(size, like)
+    queries = room(QUERIES, n_inner, like)
+    weights = room(QUERIES, n_steps(KEYS, like), like)
+    scores = room(QUERIES, KEYS, logs)
+    mixed = room(QUERIES, whole_registers(value_size), logs)
+    shifts, totals = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
+    for h in range(n_heads):
+        if h % n_sharing == 0:
+            _by_blocks(k[h // n_sharing], turned, keys)
+            as_right(v[h // n_sharing], values)
+        for first in range(0, n_queries, QUERIES):
+            n = min(QUERIES, n_queries - first)
+            as_left(q[h, first : first + n], queries)
+            mixed[:] = ZERO
+            shifts[:] = ZERO if nothing else -np.inf
+            totals[:] = ONE if nothing else ZERO
+            start, stop = _keys_seen(first, n, n_keys, last, window)
+            for block in range(start, whole_blocks(stop)):
+                place = block * KEYS
+                n_seen = min(KEYS, stop - place)
+                columns = whole_registers(n_seen)
+                below = slice(block * n_below, block * n_below + n_inner)
+                multiply(queries, keys[below], scores[:, :columns], False)
+                ends = first + last + 1 - place, window
+                _add_exponentials(scores, mixed, shifts, totals, scale, (n, columns), ends)
+                left = narrowed_like(scores, weights)
+                begin = n_steps(place, like)
+                multiply(left, values[begin : begin + n_steps(n_seen, like)], mixed, True)
+            for t in range(n):
+                share = ONE / totals[t]
+                row, new = mixed[t, :value_size], out[h, first + t]
+                for e in range(len(row)):
+                    new[e] = row[e] * share
+                logs[h, first + t] = np.float32(shifts[t] + math.log(totals[t]))
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _differentiate(
+    scores: np.ndarray,
+    slopes: np.ndarray,
+    logs: np.ndarray,
+    inner: np.ndarray,
+    scale: float,
+    shape: tuple[int, int],
+    ends: tuple[int, int],
+) -> None:
+    """In place: products of queries and keys to weights, and the gradients of weights to those of the products.
+
+    Args:
+        scores, slopes: (T, S). logs, inner: (T,), of `attend`, and the products of results and their gradients.
+        shape, ends: as of `_add_exponentials`.
+    """
+    n_rows, n_columns = shape
+    end, window = ends
+    for t in range(n_rows):
+        row = _seen(scores[t][:n_columns], end + t, window)
+        slope = _seen(slopes[t][:n_columns], end + t, window)
+        log, mean = logs[t], inner[t]
+        for s in range(len(row)):
+            weight = exp(row[s] * scale - log)
+            row[s] = weight
+            slope[s] = weight * (slope[s] - mean) * scale
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def _inner(grad, out, sums):  # type: ignore[no-untyped-def]
+    """Write the sums of products of rows (T, E)."""
+    for t in range(len(grad)):
+        a, b = grad[t], out[t]
+        total = ZERO
+        for e in range(len(a)):
+            total += number_of(a[e]) * number_of(b[e])
+        sums[t] = total
+
+
+@numba.njit(**OPTIONS)
+def _write(rows: np.ndarray, out: np.ndarray) -> None:
+    for t in range(len(out)):
+        row, new = rows[t], out[t]
+        for d in range(len(row)):
+            new[d] = row[d]
+
+
+@compiled(
+    [f"void({_HEADS}, {three}, {_HEADS}, {_LOGS}, {_SETTINGS}, {_HEADS}, {_HEADS}, {_HEADS})" for three in _OPERANDS]
+)
+def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
+    """Write the gradients of queries, keys and values.
+
+    Args:
+        grad, out: (H, T, E), the latter of `attend`, as is logs; the others as of `attend`.
+        dq, dk, dv: like q, k and v.
+    """
+    like = operands_of(q)
+    n_heads, n_queries, size = q.shape
+    n_key_heads, n_keys, value_size = v.shape
+    n_sharing = n_heads // n_key_heads
+    n_inner, n_inner_values = n_steps(size, like), n_steps(value_size, like)
+    turned, turned_values = (
+        room(LANES, whole_registers(n_inner), like),
+        room(LANES, whole_registers(n_inner_values), like),
+    )
+    n_below, n_below_values = turned.shape[1], turned_values.shape[1]
+    keys = room(whole_blocks(n_keys) * n_below, KEYS, like)
+    values = room(whole_blocks(n_keys) * n_below_values, KEYS, like)
+    key_rows = room(n_steps(n_keys, like), whole_registers(size), like)
+    queries = room(QUERIES, n_inner, like)
+    grads = room(QUERIES, n_inner_values, like)
+    query_rows = room(n_steps(QUERIES, like), key_rows.shape[1], like)
+    grad_rows = room(n_steps(QUERIES, like), whole_registers(value_size), like)
+    scores, slopes = room(QUERIES, KEYS, logs), room(QUERIES, KEYS, logs)
+    weights_left = room(n_steps(QUERIES, like), KEYS, like)
+    slopes_left = room(n_steps(QUERIES, like), KEYS, like)
+    slopes_along = room(QUERIES, n_steps(KEYS, like), like)
+    d_query = room(QUERIES, key_rows.shape[1], logs)
+    d_keys = room(whole_blocks(n_keys) * KEYS, key_rows.shape[1], logs)
+    d_values = room(whole_blocks(n_keys) * KEYS, grad_rows.shape[1], logs)
+    inner = np.empty(QUERIES, np.float32)
+    for h in range(n_heads):
+        if h % n_sharing == 0:
+            _by_blocks(k[h // n_sharing], turned, keys)
+            _by_blocks(v[h // n_sharing], turned_values, values)
+            as_right(k[h // n_sharing], key_rows)
+            d_keys[:] = ZERO
+            d_values[:] = ZERO
+        for first in range(0, n_queries, QUERIES):
+            n = min(QUERIES, n_queries - first)
+            some = slice(first, first + n)
+            as_left(q[h, some], queries)
+            as_left(grad[h, some], grads)
+            as_right(q[h, some], query_rows)
+            as_right(grad[h, some], grad_rows)
+            _inner(grad[h, some], out[h, some], inner)
+            d_query[:] = ZERO
+            n_rows = n_steps(n, like)
+            start, stop = _keys_seen(first, n, n_keys, last, window)
+            for block in range(start, whole_blocks(stop)):
+                place = block * KEYS
+                n_seen = min(KEYS, stop - place)
+                columns = whole_registers(n_seen)
+                seen = slice(place, place + columns)
+                below = slice(block * n_below, block * n_below + n_inner)
+                below_values = slice(block * n_below_values, block * n_below_values + n_inner_values)
+                multiply(queries, keys[below], scores[:, :columns], False)
+                multiply(grads, values[below_values], slopes[:, :columns], False)
+                ends = first + last + 1 - place, window
+                _differentiate(scores, slopes, logs[h, some], inner, scale, (n, columns), ends)
+                left = turned_like(scores, n, weights_left)
+                multiply(left[:columns], grad_rows[:n_rows], d_values[seen], True)
+                left = turned_like(slopes, n, slopes_left)
+                multiply(left[:columns], query_rows[:n_rows], d_keys[seen], True)
+                begin = n_steps(place, like)
+                left = narrowed_like(slopes, slopes_along)
+                multiply(left, key_rows[begin : begin + n_steps(n_seen, like)], d_query, True)
+            _write(d_query[:n, :size], dq[h, some])
+        if (h + 1) % n_sharing == 0:
+            _write(d_keys[:n_keys, :size], dk[h // n_sharing])
+            _write(d_values[:n_keys, :value_size], dv[h // n_sharing])

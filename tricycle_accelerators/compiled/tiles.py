@@ -1,0 +1,392 @@
+"""Products of small matrices inside what Numba compiles, at the rate of large ones.
+
+A tile of the result stays in the processor's registers while the product runs along it: ROWS rows of some whole
+registers, each step a register of the right matrix, times a number of the left one. All operands are 2-D:
+
+- left (M, K), any strides, so that a transposed view is as good; right (K, N) and the result (M, N), C order.
+- of float32; or left and right of pairs, uint32: two bfloat16 that follow each other along K, the first in the lower
+  bits. The processor multiplies and adds two pairs at once, and its sums are float32.
+
+`packed` and `turned` make operands of parts of larger arrays, of which a bfloat16 is given by its bits, uint16.
+
+Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import overload
+
+from tricycle_accelerators.compiled.jit import FEATURES, HAS_BFLOAT, OPTIONS, BFloat, intrinsic, narrowed, widened
+
+WIDE = FEATURES.get("avx512f", False)
+LANES = 16 if WIDE else 8 if FEATURES.get("avx2", False) else 4  # float32 in a register
+ROWS = 4
+VECTORS = 2 if LANES == 8 else 4  # registers side by side in a tile: AVX2 has 16 of them, the others 32
+HAS_PAIRS = HAS_BFLOAT
+LINE = 16  # float32 in a line of a cache
+
+
+# -------------------------------------------------------------------- a tile
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_NUMBERS = ir.VectorType(_F32, LANES)
+
+
+def _function(builder: Any, name: str, operand: Any) -> Any:
+    """One of LLVM's that takes and gives a register of sums."""
+    operands = [_NUMBERS, operand, operand]
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(_NUMBERS, operands), name)
+
+
+def _multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool) -> Any:
+    if not pairs:
+        return builder.call(_function(builder, f"llvm.fma.v{LANES}f32", _NUMBERS), [a, b, sums])
+    narrow = ir.VectorType(BFloat(), 2 * LANES)
+    a, b = builder.bitcast(a, narrow), builder.bitcast(b, narrow)
+    return builder.call(_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", narrow), [sums, a, b])
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+
+def _repeated(builder: Any, number: Any) -> Any:
+    """A register of one number."""
+    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, number, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+
+
+def _tile(n_vectors: int, pairs: bool) -> Any:
+    """What multiplies ROWS rows of a left matrix and `n_vectors` registers of columns of a right one.
+
+    Its arguments are addresses and strides, in bytes: (left, from row to row, from step to step, right, from step to
+    step, result, from row to row, number of steps, whether the sums are added to what is there).
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        left, down, along, right, right_along, result, result_down, n_steps, add = arguments
+        places = [
+            builder.add(builder.add(result, builder.mul(result_down, _I64(row))), _I64(4 * LANES * column))
+            for row in range(ROWS)
+            for column in range(n_vectors)
+        ]
+        rows = [builder.add(left, builder.mul(down, _I64(row))) for row in range(ROWS)]
+        kind = _I32 if pairs else _F32
+
+        entry = builder.block
+        body, done = builder.append_basic_block("step"), builder.append_basic_block("done")
+        builder.branch(body)
+        builder.position_at_end(body)
+        step = builder.phi(_I64)
+        sums = [builder.phi(_NUMBERS) for _ in places]
+        step.add_incoming(_I64(0), entry)
+        for register in sums:
+            register.add_incoming(ir.Constant(_NUMBERS, [0.0] * LANES), entry)
+        start = builder.add(right, builder.mul(step, right_along))
+        columns = [
+            _load(builder, builder.add(start, _I64(4 * LANES * column)), ir.VectorType(kind, LANES))
+            for column in range(n_vectors)
+        ]
+        offset, new = builder.mul(step, along), []
+        for row in range(ROWS):
+            number = _repeated(builder, _load(builder, builder.add(rows[row], offset), kind))
+            for column in range(n_vectors):
+                new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
+        after = builder.add(step, _I64(1))
+        step.add_incoming(after, body)
+        for register, value in zip(sums, new):
+            register.add_incoming(value, body)
+        builder.cbranch(builder.icmp_signed("<", after, n_steps), body, done)
+
+        builder.position_at_end(done)
+        with builder.if_else(add) as (adds, writes):
+            with adds:
+                for place, value in zip(places, new):
+                    before = _load(builder, place, _NUMBERS)
+                    builder.store(builder.fadd(before, value), builder.inttoptr(place, _NUMBERS.as_pointer()), align=4)
+            with writes:
+                for place, value in zip(places, new):
+                    builder.store(value, builder.inttoptr(place, _NUMBERS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(
+        context: Any,
+        left: Any,
+        down: Any,
+        along: Any,
+        right: Any,
+        right_along: Any,
+        result: Any,
+        result_down: Any,
+        n_steps: Any,
+        add: Any,
+    ) -> Any:
+        return types.void(*[types.intp] * 8, types.boolean), code
+
+    return tile
+
+
+def _product(pairs: bool) -> Any:
+    """The product of matrices of float32, or of pairs."""
+    tiles = [_tile(n, pairs) for n in range(1, 5)]
+    one, two, three, four = tiles
+
+    @numba.njit(types.void(*[types.intp] * 10, types.boolean), **OPTIONS)
+    def product(
+        left: int,
+        down: int,
+        along: int,
+        right: int,
+        right_along: int,
+        result: int,
+        result_down: int,
+        n_rows: int,
+        n_columns: int,
+        n_steps: int,
+        add: bool,
+    ) -> None:
+        for column in range(0, n_columns, VECTORS * LANES):
+            n_vectors = min(VECTORS, (n_columns - column) // LANES)
+            b = right + 4 * column
+            for row in range(0, n_rows, ROWS):
+                a = left + row * down
+                c = result + row * result_down + 4 * column
+                if n_vectors == 4:
+                    four(a, down, along, b, right_along, c, result_down, n_steps, add)
+                elif n_vectors == 3:
+                    three(a, down, along, b, right_along, c, result_down, n_steps, add)
+                elif n_vectors == 2:
+                    two(a, down, along, b, right_along, c, result_down, n_steps, add)
+                else:
+                    one(a, down, along, b, right_along, c, result_down, n_steps, add)
+
+    return product
+
+
+_of_numbers = _product(False)
+_of_pairs = _product(True)
+
+
+def multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray, add: bool) -> None:
+    """Write left right into `out`, or add it: whole tiles of at least one step, M a multiple of ROWS, N of LANES."""
+    raise NotImplementedError
+
+
+@overload(multiply, strict=False)
+def _multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
+    product = _of_pairs if left.dtype == types.uint32 else _of_numbers
+
+    def call(left: Any, right: Any, out: Any, add: Any) -> None:
+        product(
+            left.ctypes.data,
+            left.strides[0],
+            left.strides[1],
+            right.ctypes.data,
+            right.strides[0],
+            out.ctypes.data,
+            out.strides[0],
+            out.shape[0],
+            out.shape[1],
+            right.shape[0],
+            add,
+        )
+
+    return call
+
+
+# -------------------------------------------------------------------- operands
+def bits_of(x: Any) -> Any:
+    """The bits of a float32 as a bfloat16; these are left as they are."""
+    raise NotImplementedError
+
+
+@overload(bits_of, strict=False)
+def _bits_of(x: Any) -> Any:
+    if x == types.uint16:
+        return lambda x: x
+    return lambda x: narrowed(x)
+
+
+def number_of(x: Any) -> Any:
+    """The float32 that a float32, or the bits of a bfloat16, stand for."""
+    raise NotImplementedError
+
+
+@overload(number_of, strict=False)
+def _number_of(x: Any) -> Any:
+    if x == types.uint16:
+        return lambda x: widened(x)
+    return lambda x: x
+
+
+@numba.njit(**OPTIONS)
+def room(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
+    """(N, M) zeros of a dtype of 4 bytes, from the beginning of a line of the cache on."""
+    flat = np.zeros(n_rows * n_columns + LINE, like.dtype)
+    skip = -(flat.ctypes.data // 4) % LINE
+    return flat[skip : skip + n_rows * n_columns].reshape(n_rows, n_columns)
+
+
+@numba.njit(inline="always")
+def whole_registers(n: int) -> int:
+    return (n + LANES - 1) // LANES * LANES
+
+
+def n_steps(n: int, like: np.ndarray) -> int:
+    """Steps that a product along n numbers takes with operands of this dtype."""
+    raise NotImplementedError
+
+
+@overload(n_steps, strict=False)
+def _n_steps(n: Any, like: Any) -> Any:
+    if like.dtype == types.uint32:
+        return lambda n, like: (n + 1) // 2
+    return lambda n, like: n
+
+
+def operands_of(x: np.ndarray) -> np.ndarray:
+    """An array of the dtype of operands that are made of x."""
+    raise NotImplementedError
+
+
+@overload(operands_of, strict=False)
+def _operands_of(x: Any) -> Any:
+    if x.dtype == types.uint16:
+        return lambda x: np.zeros(1, np.uint32)
+    return lambda x: np.zeros(1, np.float32)
+
+
+def as_left(x: np.ndarray, out: np.ndarray) -> None:
+    """Write rows (N, K) as a left operand into the beginning of `out`. Where K is odd, the rest of it must be 0."""
+    raise NotImplementedError
+
+
+@overload(as_left, strict=False)
+def _as_left(x: Any, out: Any) -> Any:
+    if out.dtype == types.uint32:
+
+        def pairs(x: Any, out: Any) -> None:
+            bits = out.view(np.uint16)
+            for i in range(x.shape[0]):
+                row, new = x[i], bits[i]
+                for j in range(len(row)):
+                    new[j] = bits_of(row[j])
+
+        return pairs
+
+    def numbers(x: Any, out: Any) -> None:
+        for i in range(x.shape[0]):
+            row, new = x[i], out[i]
+            for j in range(len(row)):
+                new[j] = row[j]
+
+    return numbers
+
+
+def as_right(x: np.ndarray, out: np.ndarray) -> None:
+    """Write rows (K, N) as a right operand into the beginning of `out`."""
+    raise NotImplementedError
+
+
+@overload(as_right, strict=False)
+def _as_right(x: Any, out: Any) -> Any:
+    if out.dtype == types.uint32:
+
+        def pairs(x: Any, out: Any) -> None:
+            for i in range(x.shape[0] // 2):
+                first, second, new = x[2 * i], x[2 * i + 1], out[i]
+                for j in range(len(first)):
+                    new[j] = np.uint32(bits_of(first[j])) | (np.uint32(bits_of(second[j])) << np.uint32(16))
+            if x.shape[0] % 2:
+                last, new = x[x.shape[0] - 1], out[x.shape[0] // 2]
+                for j in range(len(last)):
+                    new[j] = np.uint32(bits_of(last[j]))
+
+        return pairs
+
+    def numbers(x: Any, out: Any) -> None:
+        for i in range(x.shape[0]):
+            row, new = x[i], out[i]
+            for j in range(len(row)):
+                new[j] = row[j]
+
+    return numbers
+
+
+@intrinsic
+def _turn_tile(context: Any, source: Any, down: Any, result: Any, result_down: Any) -> Any:
+    """Write the transpose of a square of LANES rows; addresses, and bytes from row to row."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, down, result, result_down = arguments
+        kind, places = ir.VectorType(_I32, LANES), range(LANES)
+        rows = [_load(builder, builder.add(source, builder.mul(down, _I64(i))), kind) for i in places]
+        zipped = [LANES * (i % 2) + i // 2 for i in range(2 * LANES)]
+        halves = [ir.Constant(kind, zipped[:LANES]), ir.Constant(kind, zipped[LANES:])]
+        for _ in range(
+            LANES.bit_length() - 1
+        ):  # rows i and i + L/2 become rows 2i and 2i + 1, one number of each in turn
+            pairs = zip(rows[: LANES // 2], rows[LANES // 2 :])
+            rows = [builder.shuffle_vector(a, b, half) for a, b in pairs for half in halves]
+        for i in places:
+            address = builder.add(result, builder.mul(result_down, _I64(i)))
+            builder.store(rows[i], builder.inttoptr(address, kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), code
+
+
+@numba.njit(**OPTIONS)
+def as_right_turned(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
+    """Write the right operand of x^T (K, N), of rows x (N, K), into `out`, of whole registers each way.
+
+    Args:
+        scratch: zeros (LANES, steps in whole registers), of which only what rows fill is written.
+    """
+    for start in range(0, x.shape[0], LANES):
+        as_left(x[start : start + LANES], scratch)
+        for column in range(0, scratch.shape[1], LANES):
+            place = out.ctypes.data + column * out.strides[0] + 4 * start
+            _turn_tile(scratch.ctypes.data + 4 * column, scratch.strides[0], place, out.strides[0])
+
+
+def narrowed_like(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Rows of float32 (N, K) as a left operand: as they are, or as pairs, which are written into `out`."""
+    raise NotImplementedError
+
+
+@overload(narrowed_like, strict=False)
+def _narrowed_like(x: Any, out: Any) -> Any:
+    if out.dtype == types.uint32:
+
+        def pairs(x: Any, out: Any) -> Any:
+            as_left(x, out)
+            return out
+
+        return pairs
+    return lambda x, out: x
+
+
+def turned_like(x: np.ndarray, n: int, out: np.ndarray) -> np.ndarray:
+    """The first n rows of float32 (K, N) as the left operand x^T: a view, or pairs, which are written into `out`."""
+    raise NotImplementedError
+
+
+@overload(turned_like, strict=False)
+def _turned_like(x: Any, n: Any, out: Any) -> Any:
+    if out.dtype == types.uint32:
+
+        def pairs(x: Any, n: Any, out: Any) -> Any:
+            as_right(x[:n], out)
+            return out.T
+
+        return pairs
+    return lambda x, n, out: x.T
