@@ -5,10 +5,12 @@ import sys
 
 import numpy as np
 import pytest
+from attention_cases import Sizes
+from versions import registered_by
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
-from tricycle_accelerators import attention_blocks, threads
+from tricycle_accelerators import cpu, pieces, threads
 from tricycle_accelerators.compiled import attention, generation, optimisers, recurrence
 from tricycle_accelerators.compiled.generation import loops
 
@@ -108,6 +110,21 @@ assert "numba" in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def distance(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Relative to the size of all of it."""
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+@pytest.fixture
+def many_threads(monkeypatch):
+    """Three threads, whatever this machine has, and small pieces."""
+    monkeypatch.setattr(threads, "n_threads", lambda: 3)
+    monkeypatch.setattr(pieces, "PIECE", 1024)
+    threads._helpers.cache_clear()
+    yield
+    threads._helpers.cache_clear()
+
+
 # -------------------------------------------------------------------- attention
 def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool, plain: bool) -> list:
     """The result, the logs of sums, and the gradients of q, k and v."""
@@ -184,3 +201,198 @@ def test_threads_of_recurrent_layers_give_the_same_bits(cell, monkeypatch):
         results.append((outputs.array, inputs.grad.array))
     for one, three in zip(*results):
         np.testing.assert_array_equal(one, three)
+
+
+# -------------------------------------------------------------------- attention of bfloat16
+# items, queries, keys, heads, key heads, head size; how it is scored; whether there is nothing to attend to
+ATTENTION = [
+    (Sizes(2, 256, 256, 3, 3, 64), Scoring(0.125, 0), False),
+    (Sizes(1, 200, 333, 2, 2, 32), Scoring(0.2, 133), True),
+    (Sizes(1, 40, 40, 2, 2, 48), Scoring(0.15, 0), False),
+    (Sizes(2, 300, 100, 1, 1, 16), Scoring(0.25), False),
+    (Sizes(1, 130, 400, 2, 2, 64), Scoring(0.125, 20), False),
+    (Sizes(3, 16, 16, 1, 1, 8), Scoring(0.3, 0), True),
+    (Sizes(1, 5, 9, 2, 2, 16), Scoring(0.25, 4), False),
+    (Sizes(1, 128, 129, 1, 1, 64), Scoring(0.125, 0), False),
+    (Sizes(2, 200, 200, 6, 2, 32), Scoring(0.2, 0), False),
+    (Sizes(1, 150, 150, 8, 1, 16), Scoring(0.25), True),
+    (Sizes(1, 300, 300, 2, 2, 16), Scoring(0.25, 0, 40), False),
+    (Sizes(1, 300, 500, 4, 2, 16), Scoring(0.25, 200, 300), True),
+    (Sizes(2, 130, 130, 3, 1, 16), Scoring(0.25, 0, 2), False),
+    (Sizes(1, 40, 300, 2, 1, 16), Scoring(0.25, 100, 1000), False),
+]
+LEFT_TO_OTHERS = [
+    (Sizes(1, 40, 40, 2, 1, 16), Scoring(0.25, 0, None, 2.0), False),
+    (Sizes(1, 40, 40, 2, 2, 16), Scoring(0.25, -3), False),
+    (Sizes(1, 40, 20, 2, 2, 16), Scoring(0.25, 0, 5), False),
+    (Sizes(1, 3, 400, 4, 2, 16), Scoring(0.25, 300, 16, 2.0), True),
+]
+
+
+def heads(rng, sizes: Sizes, scale: float = 1.0) -> list[np.ndarray]:
+    """q, k and v, bfloat16, as slices of one packed array."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    items, queries, keys, n_heads, key_heads, size = sizes
+    packed = rng.standard_normal((items, max(queries, keys), n_heads + 2 * key_heads, size)) * scale
+    packed = packed.astype(ml_dtypes.bfloat16)
+    k, v = packed[:, :keys, n_heads : n_heads + key_heads], packed[:, :keys, n_heads + key_heads :]
+    return [packed[:, :queries, :n_heads], k, v]
+
+
+def attend_both(qkv, scoring, nothing, mask=None, narrow=False):
+    """Results, logs and gradients of ours and of the reference in float64.
+
+    Args:
+        narrow: results and gradients have 16 bits, too.
+    """
+    grad = np.random.default_rng(5).standard_normal(qkv[0].shape)
+    dtype = qkv[0].dtype if narrow else np.dtype(np.float32)
+    exact = [array.astype(np.float64) for array in qkv]
+    actual = kernels.attention(*qkv, scoring, nothing, mask, dtype)
+    expected = kernels.attention.plain(*exact, scoring, nothing, mask)
+    poisoned = [np.full(array.shape, np.nan, dtype) for array in qkv]
+    kernels.attention_backward(grad.astype(dtype), *qkv, *actual, scoring, *poisoned, mask)
+    wanted = [np.full(array.shape, np.nan) for array in qkv]
+    kernels.attention_backward.plain(grad, *exact, *expected, scoring, *wanted, mask)
+    return [*actual, *poisoned], [*expected, *wanted]
+
+
+@pytest.mark.parametrize(("sizes", "scoring", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
+@pytest.mark.parametrize("narrow", [False, True])
+def test_attention(many_threads, sizes, scoring, nothing, narrow):
+    qkv = heads(np.random.default_rng(6), sizes)
+    actual, expected = attend_both(qkv, scoring, nothing, None, narrow)
+    for i, (mine, theirs) in enumerate(zip(actual, expected)):
+        assert mine.dtype == (qkv[0].dtype if narrow and i != 1 else np.float32)
+        mine = mine.astype(np.float64)
+        seen = np.isfinite(theirs)
+        assert (np.isneginf(mine) == ~seen).all()
+        assert distance(mine[seen], theirs[seen]) < (1e-2 if narrow else 5e-3)
+
+
+def test_which_attention_is_taken():
+    """So that the test above tests what it should."""
+    for taken, cases in ((True, [case for case in ATTENTION if case[0].queries >= 16]), (False, LEFT_TO_OTHERS)):
+        for sizes, scoring, _ in cases:
+            assert attention._takes(*heads(np.random.default_rng(6), sizes), scoring, None) is taken
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
+@pytest.mark.parametrize(("n_key_heads", "window"), [(4, None), (1, 20)])
+def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
+    qkv = heads(np.random.default_rng(7), Sizes(1, 150, 150, 4, n_key_heads, 16), scale)
+    actual, expected = attend_both(qkv, Scoring(0.25, 0, window), False)
+    for mine, theirs in zip(actual, expected):
+        assert np.isfinite(mine).all()
+        assert distance(mine, theirs) < 5e-3 or np.abs(theirs).max() < 1e-6
+
+
+def test_attention_with_a_mask():
+    rng = np.random.default_rng(8)
+    mask = np.where(rng.random((2, 1, 1, 40)) < 0.5, 0, -np.inf)
+    actual, expected = attend_both(
+        heads(rng, Sizes(2, 40, 40, 2, 1, 16)), Scoring(0.25), False, mask.astype(np.float32)
+    )
+    for mine, theirs in zip(actual, expected):
+        assert distance(mine, theirs) < 5e-3
+
+
+def test_keys_that_no_query_sees_have_no_gradient():
+    found, _ = attend_both(heads(np.random.default_rng(9), Sizes(1, 50, 90, 2, 1, 16)), Scoring(0.25, 20, 5), False)
+    for gradient in found[3:]:
+        np.testing.assert_array_equal(gradient[:, :16], 0)
+        np.testing.assert_array_equal(gradient[:, 70:], 0)
+        assert gradient[:, 16:70].all()
+
+
+# -------------------------------------------------------------------- products of tiles
+@pytest.mark.parametrize("shape", [(4, 16, 1), (64, 64, 64), (12, 48, 7), (8, 112, 33)])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_tiles(shape, add, turned):
+    """Of numbers, and of pairs where the processor has them: of an odd number of steps, too."""
+    import numba
+
+    from tricycle_accelerators.compiled import tiles
+
+    @numba.njit
+    def multiply(left, right, out, add):
+        tiles.multiply(left, right, out, add)
+
+    n_rows, n_columns, n_inner = shape
+    a, b, before = normal(n_rows, n_inner), normal(n_inner, n_columns, seed=1), normal(n_rows, n_columns, seed=2)
+    left, out = np.asarray(a, order="F" if turned else "C"), before.copy()
+    multiply(left.T.copy().T if turned else left, b, out, add)
+    np.testing.assert_allclose(out, a.astype(np.float64) @ b + add * before, 1e-4, 1e-5)
+    if not tiles.HAS_PAIRS or turned:
+        return
+
+    @numba.njit
+    def multiply_pairs(a, b, left, right, out, add):
+        tiles.as_left(a, left)
+        tiles.as_right(b, right)
+        tiles.multiply(left, right, out, add)
+
+    n_steps, out = (n_inner + 1) // 2, before.copy()
+    left, right = np.zeros((n_rows, n_steps), np.uint32), np.zeros((n_steps, n_columns), np.uint32)
+    multiply_pairs(a, b, left, right, out, add)
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    expected = a.astype(bfloat16).astype(np.float64) @ b.astype(bfloat16).astype(np.float64) + add * before
+    np.testing.assert_allclose(out, expected, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (16, 16), (70, 33)])
+def test_turned_operands(shape):
+    import numba
+
+    from tricycle_accelerators.compiled import tiles
+
+    @numba.njit
+    def turn(x, scratch, out):
+        tiles.as_right_turned(x, scratch, out)
+
+    x = normal(*shape)
+    wide, long = (-(-n // tiles.LANES) * tiles.LANES for n in shape[::-1])
+    out = np.zeros((wide, long), np.float32)
+    turn(x, np.zeros((tiles.LANES, wide), np.float32), out)
+    np.testing.assert_array_equal(out[: shape[1], : shape[0]], x.T)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_backward", "layer_norm", "layer_norm_backward"])
+def test_numpys_versions_agree(name):
+    """The tests of the kernels see the faster ones here: these are the others, in float32."""
+    rng = np.random.default_rng(4)
+    x, grad = rng.standard_normal((2, 1100, 64)).astype(np.float32)
+    gain, bias = rng.standard_normal((2, 64)).astype(np.float32)
+    arguments = {
+        "gelu": (x,),
+        "gelu_backward": (grad, x, None),
+        "layer_norm": (x, gain, bias, 1e-5, True),
+        "layer_norm_backward": (grad, x, gain, *kernels.layer_norm.plain(x, gain, bias, 1e-5, True)[1:], True),
+    }[name]
+    results = [version(*arguments) for version in registered_by(cpu.register)[name]]
+    results = [result if isinstance(result, tuple) else (result,) for result in results]
+    assert len(results) == 2
+    for first, second in zip(*results):
+        np.testing.assert_allclose(first, second, 1e-4, 1e-4 * np.abs(second).max())
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_norms_of_16_bits(centred):
+    """From float32 to bfloat16, and from a gradient of that back; those that are not centred of bfloat16 alone, too."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    x, grad, gain = normal(1100, 64), normal(1100, 64, seed=1), normal(64, seed=2)
+    versions = registered_by(cpu.register)
+    for dtype in [np.float32] if centred else [np.float32, bfloat16]:
+        rows, slopes = x.astype(dtype), grad.astype(bfloat16)
+        y, mean, scale = versions["layer_norm"][0](rows, gain, None, 1e-5, centred, np.dtype(bfloat16))
+        expected = kernels.layer_norm.plain(rows.astype(np.float64), gain, None, 1e-5, centred)
+        assert y.dtype == bfloat16
+        np.testing.assert_allclose(y.astype(np.float64), expected[0], 2**-8, 1e-6)
+        np.testing.assert_allclose(scale, expected[2], 1e-5)
+        back = versions["layer_norm_backward"][0](slopes, rows, gain, mean, scale, centred)
+        wide = slopes.astype(np.float64), rows.astype(np.float64)
+        expected = kernels.layer_norm_backward.plain(*wide, gain, *expected[1:], centred)
+        assert back[0].dtype == dtype
+        for mine, theirs in zip(back, expected):
+            np.testing.assert_allclose(mine.astype(np.float64), theirs, 2**-7, 1e-2)

@@ -1,4 +1,4 @@
-"""oneDNN's products, conversions and attention against float64; what happens where it cannot be used."""
+"""oneDNN's products and conversions against float64; what happens where it cannot be used."""
 
 import math
 import warnings
@@ -6,21 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention_cases import Sizes
 from test_programs import call, good
 from versions import offer, registered_by
 
 from tricycle import kernels
 from tricycle.blocks import MLPBlock
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.kernels import Scoring
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
 from tricycle_accelerators import cpu, pieces, spinning, threads
 from tricycle_accelerators import onednn as table
-from tricycle_accelerators.onednn import attention as onednn_attention
 from tricycle_accelerators.onednn import library as onednn
 from tricycle_accelerators.onednn import matrices
 
@@ -203,40 +200,7 @@ def test_errors_of_the_library_are_named():
         onednn.product(a, a, np.empty((3, 4), np.float32))
 
 
-# -------------------------------------------------------------------- elementwise and norms: float32, as NumPy's own
-@USABLE
-@pytest.mark.parametrize("shape", [(1,), (5,), (3, 7), (2, 40, 96)])
-def test_gelu_and_its_slope(many_threads, shape):
-    x = np.random.default_rng(3).standard_normal(shape) * 4
-    small = x.astype(np.float32)
-    np.testing.assert_allclose(kernels.gelu(small), kernels.gelu.plain(x), 1e-5, 2e-6)
-    assert kernels.gelu_with_slope(small)[1] is None
-    y, slope = kernels.gelu_with_slope.plain(x)
-    np.testing.assert_allclose(kernels.gelu_with_slope(small)[0], y, 1e-5, 2e-6)
-    np.testing.assert_allclose(kernels.gelu_backward(np.ones_like(small), small, None), slope, 1e-5, 2e-6)
-
-
-@USABLE
-def test_numpys_versions_agree_where_onednn_is_used():
-    """The tests of the kernels see the faster ones here: these are the others, in float32."""
-    rng = np.random.default_rng(4)
-    x, grad, gain, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((9, 40), (9, 40), 40, 40))
-    calls = {
-        "gelu": (x,),
-        "gelu_backward": (grad, x, None),
-        "layer_norm": (x, gain, bias, 1e-5, True),
-        "layer_norm_backward": (grad, x, gain, *kernels.layer_norm.plain(x, gain, bias, 1e-5, True)[1:], True),
-    }
-    offered = registered_by(cpu.register)
-    for name, arguments in calls.items():
-        results = [version(*arguments) for version in offered[name]]
-        results = [result for result in results if result is not NotImplemented]
-        assert len(results) == 2
-        results = [found if isinstance(found, tuple) else (found,) for found in results]
-        for first, second in zip(*results):
-            np.testing.assert_allclose(first, second, 1e-5, 1e-5)
-
-
+# -------------------------------------------------------------------- orthogonal matrices
 @USABLE
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 24, 60), (2, 60, 24), (1, 1, 5)], ids=str)
 def test_orthogonal_matrices(many_threads, shape):
@@ -248,105 +212,6 @@ def test_orthogonal_matrices(many_threads, shape):
     assert (actual * expected).sum() > 0.99 * np.linalg.norm(actual) * np.linalg.norm(expected)
     assert np.linalg.norm(actual, 2, axis=(1, 2)).max() < 1.14
     np.testing.assert_allclose(kernels.orthogonalise(small, "float32"), expected, 1e-3, 1e-3)
-
-
-# -------------------------------------------------------------------- attention
-# items, queries, keys, heads, key heads, head size; how it is scored; whether there is nothing to attend to
-ATTENTION = [
-    (Sizes(2, 256, 256, 3, 3, 64), Scoring(0.125, 0), False),
-    (Sizes(1, 200, 333, 2, 2, 32), Scoring(0.2, 133), True),
-    (Sizes(1, 40, 40, 2, 2, 48), Scoring(0.15, 0), False),
-    (Sizes(2, 300, 100, 1, 1, 16), Scoring(0.25), False),
-    (Sizes(1, 130, 400, 2, 2, 64), Scoring(0.125, 20), False),
-    (Sizes(3, 16, 16, 1, 1, 8), Scoring(0.3, 0), True),
-    (Sizes(1, 5, 9, 2, 2, 16), Scoring(0.25, 4), False),
-    (Sizes(1, 128, 129, 1, 1, 64), Scoring(0.125, 0), False),
-    (Sizes(2, 200, 200, 6, 2, 32), Scoring(0.2, 0), False),
-    (Sizes(1, 150, 150, 8, 1, 16), Scoring(0.25), True),
-    (Sizes(1, 300, 300, 2, 2, 16), Scoring(0.25, 0, 40), False),
-    (Sizes(1, 300, 500, 4, 2, 16), Scoring(0.25, 200, 300), True),
-    (Sizes(2, 130, 130, 3, 1, 16), Scoring(0.25, 0, 2), False),
-    (Sizes(1, 40, 300, 2, 1, 16), Scoring(0.25, 100, 1000), False),
-]
-LEFT_TO_OTHERS = [
-    (Sizes(1, 40, 40, 2, 1, 16), Scoring(0.25, 0, None, 2.0), False),
-    (Sizes(1, 40, 40, 2, 2, 16), Scoring(0.25, -3), False),
-    (Sizes(1, 40, 20, 2, 2, 16), Scoring(0.25, 0, 5), False),
-    (Sizes(1, 3, 400, 4, 2, 16), Scoring(0.25, 300, 16, 2.0), True),
-]
-
-
-def heads(rng, sizes: Sizes, scale: float = 1.0) -> list[np.ndarray]:
-    """q, k and v, bfloat16, as slices of one packed array."""
-    items, queries, keys, n_heads, key_heads, size = sizes
-    packed = rng.standard_normal((items, max(queries, keys), n_heads + 2 * key_heads, size)) * scale
-    packed = kernels.operand(packed.astype(np.float32), "bfloat16")
-    k, v = packed[:, :keys, n_heads : n_heads + key_heads], packed[:, :keys, n_heads + key_heads :]
-    return [packed[:, :queries, :n_heads], k, v]
-
-
-def attend_both(qkv, scoring, nothing, mask=None):
-    """Results, logs and gradients of ours and of the reference in float64."""
-    grad = np.random.default_rng(5).standard_normal(qkv[0].shape)
-    exact = [array.astype(np.float64) for array in qkv]
-    actual = kernels.attention(*qkv, scoring, nothing, mask, np.dtype(np.float32))
-    expected = kernels.attention.plain(*exact, scoring, nothing, mask)
-    poisoned = [np.full(array.shape, np.nan, np.float32) for array in qkv]
-    kernels.attention_backward(grad.astype(np.float32), *qkv, *actual, scoring, *poisoned, mask)
-    wanted = [np.full(array.shape, np.nan) for array in qkv]
-    kernels.attention_backward.plain(grad, *exact, *expected, scoring, *wanted, mask)
-    return [*actual, *poisoned], [*expected, *wanted]
-
-
-@USABLE
-@pytest.mark.parametrize(("sizes", "scoring", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
-def test_attention(many_threads, sizes, scoring, nothing):
-    actual, expected = attend_both(heads(np.random.default_rng(6), sizes), scoring, nothing)
-    for mine, theirs in zip(actual, expected):
-        assert mine.dtype == np.float32
-        seen = np.isfinite(theirs)
-        assert (np.isneginf(mine) == ~seen).all()
-        assert distance(mine[seen], theirs[seen]) < 5e-3
-
-
-@USABLE
-def test_which_attention_is_taken():
-    """So that the test above tests what it should."""
-    for taken, cases in ((True, [case for case in ATTENTION if case[0].queries >= 16]), (False, LEFT_TO_OTHERS)):
-        for sizes, scoring, _ in cases:
-            assert onednn_attention._takes(*heads(np.random.default_rng(6), sizes), scoring, None) is taken
-
-
-@USABLE
-@pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])
-@pytest.mark.parametrize(("n_key_heads", "window"), [(4, None), (1, 20)])
-def test_attention_with_scores_of_any_size(scale, n_key_heads, window):
-    """Sums of exponentials that leave float32 are NumPy's business."""
-    qkv = heads(np.random.default_rng(7), Sizes(1, 150, 150, 4, n_key_heads, 16), scale)
-    actual, expected = attend_both(qkv, Scoring(0.25, 0, window), False)
-    for mine, theirs in zip(actual, expected):
-        assert np.isfinite(mine).all()
-        assert distance(mine, theirs) < 5e-3 or np.abs(theirs).max() < 1e-6
-
-
-@USABLE
-def test_attention_with_a_mask():
-    rng = np.random.default_rng(8)
-    mask = np.where(rng.random((2, 1, 1, 40)) < 0.5, 0, -np.inf)
-    actual, expected = attend_both(
-        heads(rng, Sizes(2, 40, 40, 2, 1, 16)), Scoring(0.25), False, mask.astype(np.float32)
-    )
-    for mine, theirs in zip(actual, expected):
-        assert distance(mine, theirs) < 5e-3
-
-
-@USABLE
-def test_keys_that_no_query_sees_have_no_gradient():
-    found, _ = attend_both(heads(np.random.default_rng(9), Sizes(1, 50, 90, 2, 1, 16)), Scoring(0.25, 20, 5), False)
-    for gradient in found[3:]:
-        np.testing.assert_array_equal(gradient[:, :16], 0)
-        np.testing.assert_array_equal(gradient[:, 70:], 0)
-        assert gradient[:, 16:70].all()
 
 
 # -------------------------------------------------------------------- models

@@ -22,6 +22,13 @@ from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor
 
 
+# -------------------------------------------------------------------- activations between products
+def _dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
+    """What is kept of activations between these layers: what products take, where they are all plain; else as x is."""
+    plain = all(type(product) is Dense for product in products)
+    return kernels.operand(x.array[:0], precision).dtype if plain else x.dtype
+
+
 # -------------------------------------------------------------------- attention with its projections
 class _MultiHead(Layer):
     """What both layers with heads have in common: the last projection, and the way of weighing keys."""
@@ -146,12 +153,19 @@ class MultiHeadSelfAttention(_MultiHead):
         self.dropout = Dropout(config.dropout, generator)
         self.use_softmax(config.softmax)
 
-    def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
+    def dtype_inside(self, x: Tensor) -> Any:
+        """What is kept of its activations: 16 bits where its products take no more, and all between can do with it."""
+        if self.shift is not None or not getattr(self.attention.softmax, "fused", False):
+            return x.dtype
+        return _dtype_between(x, self.precision, self.qkv, self.projection)
+
+    def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
         """(B, T, C), or (T, C) for one sequence, to the same shape.
 
         Args:
             cache: keys and values of earlier tokens, for generation: no gradient flows through it.
             mask: which keys may be seen, as `attention.additive_mask` takes it.
+            dtype: of the result; that of x unless given.
 
         Raises:
             ValueError: a wrong width, no token, or more tokens than the context window.
@@ -166,12 +180,16 @@ class MultiHeadSelfAttention(_MultiHead):
             q, k, v = (Tensor(array, False) for array in (q.array, *cache.append(k.array, v.array)))
             precision = "float32"  # to make 16 bits of all that is cached for each token would cost more than it saves
         out = self.attention(q, k, v, mask, self.softmax_scales, precision)
-        out = self.dropout(self.projection(self._join_heads(out)))
+        out = self._join_heads(out)
+        plain = type(self.projection) is Dense
+        out = self.dropout(self.projection(out, dtype or x.dtype) if plain else self.projection(out))
         return out if x.ndim == 3 else reshape(out, x.shape)
 
     def _queries_keys_values(self, x: Tensor, seen: int, cache: KeyValueCache | None) -> list[Tensor]:
         """(B, T, C) to (B, T, H, D), (B, T, K, D) and (B, T, K, D), normed and turned."""
-        qkv = self.qkv(x if self.shift is None else self.shift(x, cache))
+        dtype = x.dtype if cache is not None else self.dtype_inside(x)
+        x = x if self.shift is None else self.shift(x, cache)
+        qkv = self.qkv(x, dtype) if type(self.qkv) is Dense else self.qkv(x)
         heads = [self.n_heads, self.n_key_heads, self.n_key_heads]
         parts = split_sizes(qkv, [n * self.head_size for n in heads])
         if self.key_shift is not None:
@@ -329,13 +347,23 @@ class MLPBlock(Layer):
         self.projection = Dense(hidden, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(dropout, generator)
 
-    def forward(self, x: Operand) -> Tensor:
-        """(..., C) to (..., C)."""
+    def dtype_inside(self, x: Tensor) -> Any:
+        """What is kept of its activations: 16 bits where its products take no more, and the activation can."""
+        if not getattr(self.activation, "computes_wide", False):
+            return x.dtype
+        return _dtype_between(x, self.precision, self.up, self.projection)
+
+    def forward(self, x: Operand, dtype: Any = None) -> Tensor:
+        """(..., C) to (..., C).
+
+        Args:
+            dtype: of the result; that of x unless given.
+        """
         x = as_tensor(x)
-        if not (type(self.up) is type(self.projection) is Dense and getattr(self.activation, "computes_wide", False)):
+        if not type(self.up) is type(self.projection) is Dense:
             return self.dropout(self.projection(self.activation(self.up(x))))
-        dtype = kernels.operand(x.array[:0], self.precision).dtype  # the second product takes no more
-        return self.dropout(self.projection(self.activation(self.up(x, dtype)), x.dtype))
+        hidden = self.activation(self.up(x, self.dtype_inside(x)))
+        return self.dropout(self.projection(hidden, dtype or x.dtype))
 
 
 # -------------------------------------------------------------------- norms
@@ -419,20 +447,34 @@ class TransformerBlock(Layer):
         if self.cross is None and remembered is not None:
             raise ValueError("TransformerBlock: expected nothing remembered without cross=True, got some")
         x = as_tensor(x)
+        dtype = x.dtype
 
-        def attend(x: Tensor) -> Tensor:
-            return self.attention(x, cache, mask)
+        def attend(normal: Tensor) -> Tensor:
+            if normal.dtype == dtype:
+                return self.attention(normal, cache, mask)
+            return self.attention(normal, cache, mask, dtype)
 
-        def look(x: Tensor) -> Tensor:
-            return self.cross(x, mask=remembered_mask, remembered=remembered)
+        def look(normal: Tensor) -> Tensor:
+            return self.cross(normal, mask=remembered_mask, remembered=remembered)
 
+        def think(normal: Tensor) -> Tensor:
+            return self.mlp(normal) if normal.dtype == dtype else self.mlp(normal, dtype)
+
+        attention_norm, mlp_norm = self._for(self.attention_norm, self.attention), self._for(self.mlp_norm, self.mlp)
         if self.parallel:
-            normal = self.attention_norm(x)
-            return x + attend(normal) + self.mlp(normal if self.mlp_norm is None else self.mlp_norm(x))
-        x = self._add(x, self.attention_norm, attend, self.attention_post_norm)
+            normal = attention_norm(x)
+            return x + attend(normal) + think(normal if self.mlp_norm is None else mlp_norm(x))
+        x = self._add(x, attention_norm, attend, self.attention_post_norm)
         if self.cross is not None:
             x = self._add(x, self.cross_norm, look, self.cross_post_norm)
-        return self._add(x, self.mlp_norm, self.mlp, self.mlp_post_norm)
+        return self._add(x, mlp_norm, think, self.mlp_post_norm)
+
+    def _for(self, norm: Any, part: Any) -> Callable[[Tensor], Tensor]:
+        """A norm that gives as many bits as are kept inside the part after it, where that says how many."""
+        says = isinstance(part, (MultiHeadSelfAttention, MLPBlock)) and isinstance(norm, LayerNorm)
+        if not says or self.norm_placement == "after":
+            return norm
+        return lambda x: norm(x, part.dtype_inside(x))
 
     def _add(self, x: Tensor, norm: Any, part: Callable[[Tensor], Tensor], post_norm: Any) -> Tensor:
         """x and a part of it, normed where this block norms."""

@@ -434,14 +434,14 @@ class LayerNorm(Layer):
         self.gain: Parameter | None = Parameter(np.ones(size, np.float32), "gain")
         self.bias: Parameter | None = Parameter(np.zeros(size, np.float32), "bias") if bias else None
 
-    def forward(self, x: Operand) -> Tensor:
-        """(..., size) to (..., size), in the dtype of x."""
+    def forward(self, x: Operand, dtype: Any = None) -> Tensor:
+        """(..., size) to (..., size), in the dtype of x unless another is given."""
         x = as_tensor(x, self.gain)
         check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
         array, gain, centred = floating(x.array), self._gains(x), self._centred
         check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
-        y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred)
+        y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred, dtype)
         args = tuple(arg for arg in (x, self.gain, self.bias) if arg is not None)
 
         def backward(grad: Array, wanted: Wanted) -> tuple[Array, ...]:

@@ -78,8 +78,11 @@ class Rotary(Op):
         if n_turned % 2:
             raise ValueError(f"Rotary: expected an even head size to turn, got {n_turned}")
         cos, sin = angles(self.base, self.scaling, n_turned, offset, x.shape[1])
-        cos = x.xp.asarray(cos, dtype=array.dtype)
-        sin = x.xp.asarray(sin, dtype=array.dtype)
+        dtype = (
+            np.float64 if array.dtype == np.float64 else np.float32
+        )  # angles stay exact where what turns has 16 bits
+        cos = x.xp.asarray(cos, dtype=dtype)
+        sin = x.xp.asarray(sin, dtype=dtype)
 
         def turn(heads: Array, sin: Array) -> Array:
             if n_turned == heads.shape[3]:

@@ -34,12 +34,22 @@ def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: 
     return scoring.queries_seeing(n_queries, n_keys) == slice(0, n_queries)
 
 
-def _operands(arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """As the loops take them: the bits of bfloat16 where the processor multiplies these, else float32."""
-    if arrays[0].dtype.name == "bfloat16" and _loops().HAS_PAIRS:
-        arrays = tuple(array.view(np.uint16) for array in arrays)
-    else:
-        arrays = tuple(map(wide, arrays))
+def _kinds(operand: np.ndarray, *results: Any) -> tuple[bool, bool] | None:
+    """Whether operands go into products as bfloat16, and whether results and gradients are that; None for others.
+
+    Args:
+        results: dtypes, all to be the same.
+    """
+    result = np.dtype(results[0])
+    narrow = operand.dtype.name == "bfloat16" and _loops().HAS_PAIRS
+    if len(set(map(np.dtype, results))) > 1 or not (result == np.float32 or (narrow and result == operand.dtype)):
+        return None
+    return narrow, result != np.float32
+
+
+def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray, ...]:
+    """As the loops take them: the bits of bfloat16, or float32; aligned, and not read-only."""
+    arrays = tuple(array.view(np.uint16) if narrow else wide(array) for array in arrays)
     return tuple(array if array.flags.behaved else array.copy() for array in arrays)
 
 
@@ -61,12 +71,14 @@ def attention(
 ) -> Any:
     if not _takes(q, k, v, scoring, mask):
         return NotImplemented
-    out = np.empty((*q.shape[:3], v.shape[3]), np.float32)
+    dtype = dtype or q.dtype
+    kinds = _kinds(q, dtype) or (q.dtype.name == "bfloat16" and _loops().HAS_PAIRS, False)
+    out = np.empty((*q.shape[:3], v.shape[3]), dtype if kinds[1] else np.float32)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
     settings = _settings(scoring, q.shape[1], k.shape[1])
     groups, _ = make_groups(q, k)
-    dtype = dtype or q.dtype
-    q, k, v = _operands((q, k, v))
+    q, k, v = _prepared((q, k, v), kinds[0])
+    (means,) = _prepared((out,), kinds[1])
 
     def work(group: Group) -> None:
         item, heads, key_heads = group
@@ -76,7 +88,7 @@ def attention(
             heads_first(v, item, key_heads),
             *settings,
             nothing,
-            heads_first(out, item, heads),
+            heads_first(means, item, heads),
             log_total[item, heads],
         )
 
@@ -97,20 +109,24 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> Any:
-    wide_enough = all(array.dtype == np.float32 for array in (grad, out, log_total, dq, dk, dv))
-    if not wide_enough or not _takes(q, k, v, scoring, mask):
+    if log_total.dtype != np.float32 or not _takes(q, k, v, scoring, mask):
+        return NotImplemented
+    kinds = _kinds(q, *(array.dtype for array in (grad, out, dq, dk, dv)))
+    if kinds is None or not all(array.flags.behaved for array in (dq, dk, dv)):
         return NotImplemented
     settings = _settings(scoring, q.shape[1], k.shape[1])
     groups, in_parts = make_groups(q, k)
     sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of groups, for keys and values
-    q, k, v = _operands((q, k, v))
-    grad, out, log_total = (array if array.flags.behaved else array.copy() for array in (grad, out, log_total))
+    dtype = dk.dtype
+    q, k, v = _prepared((q, k, v), kinds[0])
+    grad, out, dq, dk, dv = _prepared((grad, out, dq, dk, dv), kinds[1])
+    (log_total,) = _prepared((log_total,), False)
 
     def work(i: int) -> None:
         item, heads, key_heads = groups[i]
         keys, values = heads_first(k, item, key_heads), heads_first(v, item, key_heads)
         if in_parts:
-            new_keys, new_values = np.empty(keys.shape, np.float32), np.empty(values.shape, np.float32)
+            new_keys, new_values = np.empty(keys.shape, dk.dtype), np.empty(values.shape, dk.dtype)
             sums[i] = new_keys, new_values
         else:
             new_keys, new_values = heads_first(dk, item, key_heads), heads_first(dv, item, key_heads)
@@ -129,7 +145,7 @@ def attention_backward(
 
     threads.parallel(work, range(len(groups)))
     if in_parts:
-        _add_parts(groups, sums, dk, dv)
+        _add_parts(groups, sums, dk.view(dtype), dv.view(dtype))
     return None
 
 
@@ -137,8 +153,8 @@ def _add_parts(
     groups: list[Group], sums: dict[int, tuple[np.ndarray, np.ndarray]], dk: np.ndarray, dv: np.ndarray
 ) -> None:
     """What several groups give to one key head, in their order, so that every run gives the same sums."""
-    dk[...] = 0
-    dv[...] = 0
-    for i, group in enumerate(groups):
-        for place, part in zip((dk, dv), sums[i]):
-            heads_first(place, group.item, group.key_heads)[...] += part
+    for place, which in ((dk, 0), (dv, 1)):
+        total = np.zeros(place.shape, np.float32)
+        for i, group in enumerate(groups):
+            heads_first(total, group.item, group.key_heads)[...] += wide(sums[i][which].view(place.dtype))
+        place[...] = total

@@ -17,7 +17,17 @@ import math
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ANY_ORDER, ONE, OPTIONS, ZERO, compiled, exp, larger
+from tricycle_accelerators.compiled.jit import (
+    ANY_ORDER,
+    ONE,
+    OPTIONS,
+    ZERO,
+    compiled,
+    exp,
+    larger,
+    number_of,
+    rounded_for,
+)
 from tricycle_accelerators.compiled.tiles import (
     HAS_PAIRS as HAS_PAIRS,
 )
@@ -29,7 +39,7 @@ from tricycle_accelerators.compiled.tiles import (
     multiply,
     n_steps,
     narrowed_like,
-    number_of,
+    numbers_of,
     operands_of,
     room,
     turned_like,
@@ -37,18 +47,18 @@ from tricycle_accelerators.compiled.tiles import (
 )
 
 QUERIES, KEYS = 64, 64  # of a block
-_HEADS, _LOGS, _SETTINGS = "f4[:, :, :]", "f4[:, :]", "f4, i8, i8"
-_OPERANDS = [", ".join([heads] * 3) for heads in (_HEADS, "u2[:, :, :]")]  # queries, keys and values
+_NUMBERS, _BITS, _LOGS, _SETTINGS = "f4[:, :, :]", "u2[:, :, :]", "f4[:, :]", "f4, i8, i8"
+_KINDS = [(_NUMBERS, _NUMBERS), (_BITS, _NUMBERS), (_BITS, _BITS)]  # of operands; of results and gradients
 
 
 @numba.njit(inline="always")
-def _seen(row: np.ndarray, end: int, window: int) -> np.ndarray:
-    """The part of a row before `end` and, where there is a window, in it; the rest of the row becomes 0.
+def _seen(row: np.ndarray, n_keys: int, end: int, window: int) -> np.ndarray:
+    """The part of a row of so many keys before `end` and, where there is a window, in it; the rest becomes 0.
 
     A loop over the indices of an array, unlike one from start to stop, is known to stay in it: that is what lets the
     compiler take many numbers at a time.
     """
-    stop = max(0, min(len(row), end))
+    stop = max(0, min(n_keys, end))
     start = max(0, min(stop, end - window)) if window else 0
     row[:start] = 0
     row[stop:] = 0
@@ -84,7 +94,7 @@ def _add_exponentials(
     shifts: np.ndarray,
     totals: np.ndarray,
     scale: float,
-    shape: tuple[int, int],
+    shape: tuple[int, int, int],
     ends: tuple[int, int],
 ) -> None:
     """Products of queries and some keys to e^(scale score - shift) in place, 0 where hidden.
@@ -92,13 +102,13 @@ def _add_exponentials(
     Args:
         scores: (T, S). mixed: (T, E), sums of values so far, made smaller where a shift grows.
         shifts, totals: (T,), the shifts, and the sums of exponentials so far.
-        shape: how many rows and columns of `scores` there are.
+        shape: how many rows, columns and keys there are; a column without a key is hidden.
         ends: the key after the last that the first query sees; the window, or 0.
     """
-    n_rows, n_columns = shape
+    n_rows, n_columns, n_keys = shape
     end, window = ends
     for t in range(n_rows):
-        row = _seen(scores[t][:n_columns], end + t, window)
+        row = _seen(scores[t][:n_columns], n_keys, end + t, window)
         shift = shifts[t]
         for s in range(len(row)):
             shift = larger(shift, row[s] * scale)
@@ -116,7 +126,7 @@ def _add_exponentials(
         totals[t] += total
 
 
-@compiled([f"void({three}, {_SETTINGS}, b1, {_HEADS}, {_LOGS})" for three in _OPERANDS])
+@compiled([f"void({x}, {x}, {x}, {_SETTINGS}, b1, {y}, {_LOGS})" for x, y in _KINDS])
 def attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no-untyped-def]
     """Write the means of values (H, T, E), and the logs (H, T) of the sums that they were divided by.
 
@@ -156,7 +166,7 @@ def attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no
                 below = slice(block * n_below, block * n_below + n_inner)
                 multiply(queries, keys[below], scores[:, :columns], False)
                 ends = first + last + 1 - place, window
-                _add_exponentials(scores, mixed, shifts, totals, scale, (n, columns), ends)
+                _add_exponentials(scores, mixed, shifts, totals, scale, (n, columns, n_seen), ends)
                 left = narrowed_like(scores, weights)
                 begin = n_steps(place, like)
                 multiply(left, values[begin : begin + n_steps(n_seen, like)], mixed, True)
@@ -164,7 +174,7 @@ def attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no
                 share = ONE / totals[t]
                 row, new = mixed[t, :value_size], out[h, first + t]
                 for e in range(len(row)):
-                    new[e] = row[e] * share
+                    new[e] = rounded_for(new, row[e] * share)
                 logs[h, first + t] = np.float32(shifts[t] + math.log(totals[t]))
 
 
@@ -175,7 +185,7 @@ def _differentiate(
     logs: np.ndarray,
     inner: np.ndarray,
     scale: float,
-    shape: tuple[int, int],
+    shape: tuple[int, int, int],
     ends: tuple[int, int],
 ) -> None:
     """In place: products of queries and keys to weights, and the gradients of weights to those of the products.
@@ -184,11 +194,11 @@ def _differentiate(
         scores, slopes: (T, S). logs, inner: (T,), of `attend`, and the products of results and their gradients.
         shape, ends: as of `_add_exponentials`.
     """
-    n_rows, n_columns = shape
+    n_rows, n_columns, n_keys = shape
     end, window = ends
     for t in range(n_rows):
-        row = _seen(scores[t][:n_columns], end + t, window)
-        slope = _seen(slopes[t][:n_columns], end + t, window)
+        row = _seen(scores[t][:n_columns], n_keys, end + t, window)
+        slope = _seen(slopes[t][:n_columns], n_keys, end + t, window)
         log, mean = logs[t], inner[t]
         for s in range(len(row)):
             weight = exp(row[s] * scale - log)
@@ -197,13 +207,14 @@ def _differentiate(
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _inner(grad, out, sums):  # type: ignore[no-untyped-def]
-    """Write the sums of products of rows (T, E)."""
-    for t in range(len(grad)):
-        a, b = grad[t], out[t]
+def _inner(grads, out, sums):  # type: ignore[no-untyped-def]
+    """Write the sums of products of rows (T, E): of gradients as products take them, so that what is equal cancels."""
+    numbers = numbers_of(grads)
+    for t in range(len(out)):
+        row, a = out[t], numbers[t]
         total = ZERO
-        for e in range(len(a)):
-            total += number_of(a[e]) * number_of(b[e])
+        for e in range(len(row)):
+            total += number_of(a[e]) * number_of(row[e])
         sums[t] = total
 
 
@@ -212,12 +223,10 @@ def _write(rows: np.ndarray, out: np.ndarray) -> None:
     for t in range(len(out)):
         row, new = rows[t], out[t]
         for d in range(len(row)):
-            new[d] = row[d]
+            new[d] = rounded_for(new, row[d])
 
 
-@compiled(
-    [f"void({_HEADS}, {three}, {_HEADS}, {_LOGS}, {_SETTINGS}, {_HEADS}, {_HEADS}, {_HEADS})" for three in _OPERANDS]
-)
+@compiled([f"void({y}, {x}, {x}, {x}, {y}, {_LOGS}, {_SETTINGS}, {y}, {y}, {y})" for x, y in _KINDS])
 def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
     """Write the gradients of queries, keys and values.
 
@@ -264,7 +273,7 @@ def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # t
             as_left(grad[h, some], grads)
             as_right(q[h, some], query_rows)
             as_right(grad[h, some], grad_rows)
-            _inner(grad[h, some], out[h, some], inner)
+            _inner(grads, out[h, some], inner)
             d_query[:] = ZERO
             n_rows = n_steps(n, like)
             start, stop = _keys_seen(first, n, n_keys, last, window)
@@ -278,7 +287,7 @@ def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # t
                 multiply(queries, keys[below], scores[:, :columns], False)
                 multiply(grads, values[below_values], slopes[:, :columns], False)
                 ends = first + last + 1 - place, window
-                _differentiate(scores, slopes, logs[h, some], inner, scale, (n, columns), ends)
+                _differentiate(scores, slopes, logs[h, some], inner, scale, (n, columns, n_seen), ends)
                 left = turned_like(scores, n, weights_left)
                 multiply(left[:columns], grad_rows[:n_rows], d_values[seen], True)
                 left = turned_like(slopes, n, slopes_left)

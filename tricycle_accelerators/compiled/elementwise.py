@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import NotImplementedType
 from typing import Any
 
@@ -24,22 +24,17 @@ def fit_16(*arrays: np.ndarray) -> bool:
     return arrays[0].size >= SMALL and all(a.dtype.name == "bfloat16" and a.flags.carray for a in arrays)
 
 
-def _loop(name: str, *arrays: np.ndarray) -> tuple[Callable[..., None], list[np.ndarray]] | None:
-    """A loop for arrays of float32, or for those of bfloat16, whose bits it takes, and what to call it with."""
-    if fits(*arrays):
-        return getattr(training_loops(), name), list(arrays)
-    if fit_16(*arrays):
-        return getattr(training_loops(), f"{name}_16"), [array.view(np.uint16) for array in arrays]
-    return None
+def as_numbers(array: np.ndarray) -> np.ndarray:
+    """As the loops take it: a bfloat16 by its bits."""
+    return array.view(np.uint16) if array.dtype.itemsize == 2 else array
 
 
 def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
     """What a loop over (N,) makes of arrays of one shape."""
-    chosen = _loop(name, *arrays)
-    if chosen is None:
+    if not (fits(*arrays) or fit_16(*arrays)):
         return NotImplemented
-    compute, operands = chosen
-    flat = [operand.reshape(-1) for operand in operands]
+    compute = getattr(training_loops(), name)
+    flat = [as_numbers(array).reshape(-1) for array in arrays]
     result = np.empty_like(flat[0])
     threads.parallel(lambda part: compute(*(x[part] for x in flat), result[part]), pieces.cut(result.size))
     return result.reshape(arrays[0].shape).view(arrays[0].dtype)
@@ -47,11 +42,10 @@ def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
 
 def _over_rows(name: str, arrays: Sequence[np.ndarray], size: int) -> Any:
     """What a loop over rows makes of arrays (..., C), rows of that size."""
-    chosen = _loop(name, *arrays)
-    if chosen is None:
+    if not (fits(*arrays) or fit_16(*arrays)):
         return NotImplemented
-    compute, operands = chosen
-    rows = [operand.reshape(-1, operand.shape[-1]) for operand in operands]
+    compute = getattr(training_loops(), name)
+    rows = [as_numbers(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = np.empty((len(rows[0]), size), rows[0].dtype)
     threads.parallel(lambda part: compute(*(x[part] for x in rows), result[part]), pieces.cut(len(result), 2 * size))
     return result.reshape(*arrays[0].shape[:-1], size).view(arrays[0].dtype)
@@ -87,7 +81,7 @@ def sum_rows(x: np.ndarray) -> np.ndarray | NotImplementedType:
 
     def work(piece: slice) -> np.ndarray:
         sums = np.zeros(x.shape[1], np.float32)
-        training_loops().add_rows_16(bits[piece], sums)
+        training_loops().add_rows(bits[piece], sums)
         return sums
 
     total: np.ndarray = pieces.sum_over(work, pieces.cut(*x.shape))
@@ -96,11 +90,14 @@ def sum_rows(x: np.ndarray) -> np.ndarray | NotImplementedType:
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray | NotImplementedType:
     """A thread takes an item at a time."""
-    if x.size < SMALL or x.dtype != np.float32 or x.strides[-1] != 4 or not x.flags.behaved:
+    if x.size < SMALL or x.dtype.name not in ("float32", "bfloat16"):
+        return NotImplemented
+    if x.strides[-1] != x.itemsize or not x.flags.behaved:
         return NotImplemented
     if not all(a.dtype == np.float32 and a.flags.carray for a in (cos, sin)):
         return NotImplemented
-    y = np.empty(x.shape, np.float32)
+    y = np.empty(x.shape, x.dtype)
+    heads, turned = as_numbers(x), as_numbers(y)
     compute = training_loops().turned
-    threads.parallel(lambda i: compute(x[i], cos, sin, y[i]), range(len(x)))
+    threads.parallel(lambda i: compute(heads[i], cos, sin, turned[i]), range(len(x)))
     return y

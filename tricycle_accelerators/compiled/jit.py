@@ -17,6 +17,7 @@ from llvmlite import binding, ir
 from numba import types
 
 intrinsic: Any = numba.extending.intrinsic  # whose own type says nothing of the argument that it leaves out
+overload: Any = numba.extending.overload
 ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 FEATURES = dict(binding.get_host_cpu_features())
@@ -135,3 +136,35 @@ def exp(x: Any) -> Any:
     y = y * f + np.float32(6.931472028550421e-1)
     y = y * f + ONE
     return y * _power_of_two(np.int32(n))
+
+
+# -------------------------------------------------------------------- one loop for float32 and for bfloat16
+# A bfloat16 is given by its bits, as uint16. These are for loops that are compiled for arrays of either.
+def bits_of(x: Any) -> Any:
+    """The bits of a float32 as a bfloat16; such bits as they are."""
+    raise NotImplementedError
+
+
+@overload(bits_of, strict=False)
+def _bits_of(x: Any) -> Any:
+    return (lambda x: x) if x == types.uint16 else (lambda x: narrowed(x))
+
+
+def number_of(x: Any) -> Any:
+    """The float32 that bits stand for; a float32 as it is."""
+    raise NotImplementedError
+
+
+@overload(number_of, strict=False)
+def _number_of(x: Any) -> Any:
+    return (lambda x: widened(x)) if x == types.uint16 else (lambda x: x)
+
+
+def rounded_for(array: np.ndarray, x: Any) -> Any:
+    """A float32 as what this array holds: its bits as a bfloat16, or itself."""
+    raise NotImplementedError
+
+
+@overload(rounded_for, strict=False)
+def _rounded_for(array: Any, x: Any) -> Any:
+    return (lambda array, x: narrowed(x)) if array.dtype == types.uint16 else (lambda array, x: x)

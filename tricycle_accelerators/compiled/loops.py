@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, larger
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, larger, number_of, rounded_for
 
 LARGEST = np.float32(32512)  # 127 * 256, of a row's numbers as whole steps
 OFFSET = np.float32(128 * 256 + 128 + 0.5)
@@ -20,17 +20,19 @@ HALF_TO_SINGLE = np.float32(2.0**112)  # a float16's exponent is 112 less than a
 
 
 # -------------------------------------------------------------------- norms
-@compiled("void(f4[:, ::1], f4[::1], f8, f4[:, ::1], f4[::1])")
+@compiled(
+    [f"void({x}[:, ::1], f4[::1], f8, {y}[:, ::1], f4[::1])" for x, y in [("f4", "f4"), ("f4", "u2"), ("u2", "u2")]]
+)
 def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales: np.ndarray) -> None:
     """What rows were multiplied by goes into `scales`."""
     n_rows, size = x.shape
     for i in range(n_rows):
         total = ZERO
         for j in range(size):
-            total += x[i, j] * x[i, j]
+            total += number_of(x[i, j]) * number_of(x[i, j])
         scale = np.float32(1 / math.sqrt(total / size + eps))
         for j in range(size):
-            y[i, j] = x[i, j] * scale * gain[j]
+            y[i, j] = rounded_for(y, number_of(x[i, j]) * scale * gain[j])
         scales[i] = scale
 
 
@@ -52,13 +54,14 @@ def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y:
 
 
 # -------------------------------------------------------------------- between products
-@compiled("void(f4[:, ::1], f4[:, ::1])")
+@compiled(["void(f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1])"])
 def gated_swish(x: np.ndarray, y: np.ndarray) -> None:
     """(R, 2 C) to (R, C)."""
     n_rows, size = y.shape
     for i in range(n_rows):
         for j in range(size):
-            y[i, j] = x[i, j] * x[i, size + j] / (ONE + exp(-x[i, size + j]))
+            value = number_of(x[i, size + j])
+            y[i, j] = rounded_for(y, number_of(x[i, j]) * value / (ONE + exp(-value)))
 
 
 @compiled("void(f4[:, :, :], f4[:, ::1], f4[:, ::1])")

@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled.elementwise import fits
+from tricycle_accelerators.compiled.elementwise import SMALL, as_numbers
 from tricycle_accelerators.compiled.generation import loops, training_loops
+
+# what is normed or its gradient, and what comes of it: all that the loops are compiled for
+CENTRED = {("float32", "float32"), ("float32", "bfloat16")}
+NOT_CENTRED = CENTRED | {("bfloat16", "bfloat16")}
+
+
+def _takes(x: np.ndarray, other: Any, centred: bool, *statistics: np.ndarray | None) -> bool:
+    """Whether there is a loop for rows and results of these dtypes, and it is worth it: x is large and in one piece."""
+    dtypes = x.dtype.name, np.dtype(other).name
+    fit = (a is None or (a.dtype == np.float32 and a.flags.carray) for a in statistics)
+    return x.size >= SMALL and dtypes in (CENTRED if centred else NOT_CENTRED) and x.flags.carray and all(fit)
 
 
 def layer_norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool, dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | NotImplementedType:
-    if not fits(x, gain, gain if bias is None else bias) or (bias is not None and not centred):
+    dtype = np.dtype(dtype or x.dtype)
+    if not _takes(x, dtype, centred, gain, bias) or (bias is not None and not centred):
         return NotImplemented
-    rows = x.reshape(-1, x.shape[-1])
-    y = np.empty_like(rows)
+    rows = as_numbers(x).reshape(-1, x.shape[-1])
+    y = np.empty(rows.shape, dtype)
+    out = as_numbers(y)
     means, scales = np.zeros((2, len(rows)), np.float32)
 
     def work(piece: slice) -> None:
         if centred:
             shift = np.zeros_like(gain) if bias is None else bias
-            training_loops().layer_norm(rows[piece], gain, shift, eps, y[piece], means[piece], scales[piece])
+            training_loops().layer_norm(rows[piece], gain, shift, eps, out[piece], means[piece], scales[piece])
         else:
-            loops().rms_norm(rows[piece], gain, eps, y[piece], scales[piece])
+            loops().rms_norm(rows[piece], gain, eps, out[piece], scales[piece])
 
     threads.parallel(work, pieces.cut(*rows.shape))
     statistics = (*x.shape[:-1], 1)
@@ -35,20 +49,20 @@ def layer_norm(
 def layer_norm_backward(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | NotImplementedType:
-    if not fits(x, grad, gain, mean, scale):
+    if not _takes(x, grad.dtype, centred, gain, mean, scale) or not grad.flags.carray:
         return NotImplemented
-    rows, slopes = (a.reshape(-1, x.shape[-1]) for a in (x, grad))
+    dx = np.empty_like(x)
+    rows, slopes, out = (as_numbers(a).reshape(-1, x.shape[-1]) for a in (x, grad, dx))
     means, scales = mean.reshape(-1), scale.reshape(-1)
-    dx = np.empty_like(rows)
 
     def work(piece: slice) -> np.ndarray:
         sums = np.zeros((2, rows.shape[1]), np.float32)
         if centred:
             compute = training_loops().layer_norm_backward
-            compute(slopes[piece], rows[piece], gain, means[piece], scales[piece], dx[piece], sums)
+            compute(slopes[piece], rows[piece], gain, means[piece], scales[piece], out[piece], sums)
         else:
-            training_loops().rms_norm_backward(slopes[piece], rows[piece], gain, scales[piece], dx[piece], sums)
+            training_loops().rms_norm_backward(slopes[piece], rows[piece], gain, scales[piece], out[piece], sums)
         return sums
 
     dgain, dbias = pieces.sum_over(work, pieces.cut(*rows.shape))
-    return dx.reshape(x.shape), dgain, dbias
+    return dx, dgain, dbias

@@ -21,9 +21,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import overload
 
-from tricycle_accelerators.compiled.jit import FEATURES, HAS_BFLOAT, OPTIONS, BFloat, intrinsic, narrowed, widened
+from tricycle_accelerators.compiled.jit import FEATURES, HAS_BFLOAT, OPTIONS, BFloat, bits_of, intrinsic, overload
 
 WIDE = FEATURES.get("avx512f", False)
 LANES = 16 if WIDE else 8 if FEATURES.get("avx2", False) else 4  # float32 in a register
@@ -203,30 +202,6 @@ def _multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
 
 
 # -------------------------------------------------------------------- operands
-def bits_of(x: Any) -> Any:
-    """The bits of a float32 as a bfloat16; these are left as they are."""
-    raise NotImplementedError
-
-
-@overload(bits_of, strict=False)
-def _bits_of(x: Any) -> Any:
-    if x == types.uint16:
-        return lambda x: x
-    return lambda x: narrowed(x)
-
-
-def number_of(x: Any) -> Any:
-    """The float32 that a float32, or the bits of a bfloat16, stand for."""
-    raise NotImplementedError
-
-
-@overload(number_of, strict=False)
-def _number_of(x: Any) -> Any:
-    if x == types.uint16:
-        return lambda x: widened(x)
-    return lambda x: x
-
-
 @numba.njit(**OPTIONS)
 def room(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
     """(N, M) zeros of a dtype of 4 bytes, from the beginning of a line of the cache on."""
@@ -390,3 +365,15 @@ def _turned_like(x: Any, n: Any, out: Any) -> Any:
 
         return pairs
     return lambda x, n, out: x.T
+
+
+def numbers_of(left: np.ndarray) -> np.ndarray:
+    """What a left operand is made of, by rows: float32, or the bits of bfloat16."""
+    raise NotImplementedError
+
+
+@overload(numbers_of, strict=False)
+def _numbers_of(left: Any) -> Any:
+    if left.dtype == types.uint32:
+        return lambda left: left.view(np.uint16)
+    return lambda left: left

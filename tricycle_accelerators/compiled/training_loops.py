@@ -1,6 +1,7 @@
 """The loops of training that Numba compiles. Importing this compiles them, or loads what was compiled before.
 
-Shapes: R rows, C channels; N numbers; H heads, T queries, S keys, D head size.
+Shapes: R rows, C channels; N numbers; H heads, D head size. Where a loop is compiled for uint16, these are the bits of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, narrowed, widened
+from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, number_of, rounded_for
 from tricycle_accelerators.compiled.loops import gated_swish as gated_swish
 
 LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
@@ -31,76 +32,41 @@ def _gelu_slope(x: np.float32) -> np.float32:
     return gate * (ONE + (ONE - gate) * x * (LINEAR + np.float32(3) * CUBIC * square))
 
 
-@compiled("void(f4[::1], f4[::1])")
+@compiled(["void(f4[::1], f4[::1])", "void(u2[::1], u2[::1])"])
 def gelu(x: np.ndarray, y: np.ndarray) -> None:
     for i in range(len(x)):
-        y[i] = _gelu(x[i])
+        y[i] = rounded_for(y, _gelu(number_of(x[i])))
 
 
-@compiled("void(f4[::1], f4[::1], f4[::1])")
+@compiled(["void(f4[::1], f4[::1], f4[::1])", "void(u2[::1], u2[::1], u2[::1])"])
 def gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     for i in range(len(x)):
-        dx[i] = dy[i] * _gelu_slope(x[i])
+        dx[i] = rounded_for(dx, number_of(dy[i]) * _gelu_slope(number_of(x[i])))
 
 
-@compiled("void(u2[::1], u2[::1])")
-def gelu_16(x: np.ndarray, y: np.ndarray) -> None:
-    """The same with the bits of bfloat16."""
-    for i in range(len(x)):
-        y[i] = narrowed(_gelu(widened(x[i])))
-
-
-@compiled("void(u2[::1], u2[::1], u2[::1])")
-def gelu_backward_16(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
-    for i in range(len(x)):
-        dx[i] = narrowed(widened(dy[i]) * _gelu_slope(widened(x[i])))
-
-
-@compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1])")
+@compiled(["void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1], u2[:, ::1])"])
 def gated_swish_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """(R, C) and (R, 2 C) to (R, 2 C)."""
     n_rows, size = dy.shape
     for i in range(n_rows):
         for j in range(size):
-            gate = ONE / (ONE + exp(-x[i, size + j]))
-            value = x[i, size + j]
-            slope = dy[i, j] * gate
-            dx[i, j] = slope * value
-            dx[i, size + j] = slope * x[i, j] * (ONE + value * (ONE - gate))
-
-
-@compiled("void(u2[:, ::1], u2[:, ::1])")
-def gated_swish_16(x: np.ndarray, y: np.ndarray) -> None:
-    """(R, 2 C) to (R, C), with the bits of bfloat16."""
-    n_rows, size = y.shape
-    for i in range(n_rows):
-        for j in range(size):
-            value = widened(x[i, size + j])
-            y[i, j] = narrowed(widened(x[i, j]) * value / (ONE + exp(-value)))
-
-
-@compiled("void(u2[:, ::1], u2[:, ::1], u2[:, ::1])")
-def gated_swish_backward_16(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
-    n_rows, size = dy.shape
-    for i in range(n_rows):
-        for j in range(size):
-            value = widened(x[i, size + j])
+            value = number_of(x[i, size + j])
             gate = ONE / (ONE + exp(-value))
-            slope = widened(dy[i, j]) * gate
-            dx[i, j] = narrowed(slope * value)
-            dx[i, size + j] = narrowed(slope * widened(x[i, j]) * (ONE + value * (ONE - gate)))
+            slope = number_of(dy[i, j]) * gate
+            dx[i, j] = rounded_for(dx, slope * value)
+            dx[i, size + j] = rounded_for(dx, slope * number_of(x[i, j]) * (ONE + value * (ONE - gate)))
 
 
 @compiled("void(u2[:, ::1], f4[::1])")
-def add_rows_16(x: np.ndarray, sums: np.ndarray) -> None:
-    """(R, C) of the bits of bfloat16, added to (C,)."""
+def add_rows(x: np.ndarray, sums: np.ndarray) -> None:
+    """(R, C), added to (C,)."""
     for i in range(len(x)):
         row = x[i]
         for j in range(len(sums)):
-            sums[j] += widened(row[j])
+            sums[j] += number_of(row[j])
 
 
-@compiled("void(f4[:, :, :], f4[:, ::1], f4[:, ::1], f4[:, :, ::1])")
+@compiled([f"void({x}[:, :, :], f4[:, ::1], f4[:, ::1], {x}[:, :, ::1])" for x in ("f4", "u2")])
 def turned(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -> None:
     """(R, H, D); cos and sin (R, D / 2)."""
     n_rows, n_heads, size = heads.shape
@@ -108,13 +74,13 @@ def turned(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -
     for i in range(n_rows):
         for h in range(n_heads):
             for j in range(half):
-                first, second = heads[i, h, j], heads[i, h, half + j]
-                y[i, h, j] = first * cos[i, j] - second * sin[i, j]
-                y[i, h, half + j] = second * cos[i, j] + first * sin[i, j]
+                first, second = number_of(heads[i, h, j]), number_of(heads[i, h, half + j])
+                y[i, h, j] = rounded_for(y, first * cos[i, j] - second * sin[i, j])
+                y[i, h, half + j] = rounded_for(y, second * cos[i, j] + first * sin[i, j])
 
 
 # -------------------------------------------------------------------- norms
-@compiled("void(f4[:, ::1], f4[::1], f4[::1], f8, f4[:, ::1], f4[::1], f4[::1])")
+@compiled([f"void(f4[:, ::1], f4[::1], f4[::1], f8, {y}[:, ::1], f4[::1], f4[::1])" for y in ("f4", "u2")])
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
 ) -> None:
@@ -124,18 +90,21 @@ def layer_norm(
         total = ZERO
         for j in range(size):
             total += x[i, j]
-        mean = np.float32(total / size)
-        total = ZERO
+        about = np.float32(total / size)
+        rest, total = ZERO, ZERO
         for j in range(size):
-            total += (x[i, j] - mean) * (x[i, j] - mean)
-        scale = np.float32(1 / math.sqrt(total / size + eps))
+            rest += x[i, j] - about
+            total += (x[i, j] - about) * (x[i, j] - about)
+        rest = np.float32(rest / size)  # what the mean was rounded by
+        mean = about + rest
+        scale = np.float32(1 / math.sqrt(max(0.0, total / size - rest * rest) + eps))
         for j in range(size):
-            y[i, j] = (x[i, j] - mean) * scale * gain[j] + bias[j]
+            y[i, j] = rounded_for(y, (x[i, j] - mean) * scale * gain[j] + bias[j])
         means[i] = mean
         scales[i] = scale
 
 
-@compiled("void(f4[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])")
+@compiled([f"void({dy}[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])" for dy in ("f4", "u2")])
 def layer_norm_backward(
     dy: np.ndarray,
     x: np.ndarray,
@@ -154,19 +123,24 @@ def layer_norm_backward(
         mean, scale = means[i], scales[i]
         total, inner = ZERO, ZERO
         for j in range(size):
-            slope = dy[i, j] * gain[j]
+            slope = number_of(dy[i, j]) * gain[j]
             total += slope
             inner += slope * (x[i, j] - mean)
         level = total / np.float32(size)
         share = inner * scale * scale / np.float32(size)
         for j in range(size):
-            centred = x[i, j] - mean
-            sums[0, j] += dy[i, j] * centred * scale
-            sums[1, j] += dy[i, j]
-            dx[i, j] = (dy[i, j] * gain[j] - level - centred * share) * scale
+            slope, centred = number_of(dy[i, j]), x[i, j] - mean
+            sums[0, j] += slope * centred * scale
+            sums[1, j] += slope
+            dx[i, j] = (slope * gain[j] - level - centred * share) * scale
 
 
-@compiled("void(f4[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])")
+@compiled(
+    [
+        f"void({dy}[:, ::1], {x}[:, ::1], f4[::1], f4[::1], {x}[:, ::1], f4[:, ::1])"
+        for dy, x in [("f4", "f4"), ("u2", "f4"), ("u2", "u2")]
+    ]
+)
 def rms_norm_backward(
     dy: np.ndarray, x: np.ndarray, gain: np.ndarray, scales: np.ndarray, dx: np.ndarray, sums: np.ndarray
 ) -> None:
@@ -179,12 +153,13 @@ def rms_norm_backward(
         scale = scales[i]
         inner = ZERO
         for j in range(size):
-            inner += dy[i, j] * gain[j] * x[i, j]
+            inner += number_of(dy[i, j]) * gain[j] * number_of(x[i, j])
         share = inner * scale * scale / np.float32(size)
         for j in range(size):
-            sums[0, j] += dy[i, j] * x[i, j] * scale
-            sums[1, j] += dy[i, j]
-            dx[i, j] = (dy[i, j] * gain[j] - x[i, j] * share) * scale
+            slope, value = number_of(dy[i, j]), number_of(x[i, j])
+            sums[0, j] += slope * value * scale
+            sums[1, j] += slope
+            dx[i, j] = rounded_for(dx, (slope * gain[j] - value * share) * scale)
 
 
 # -------------------------------------------------------------------- optimisers

@@ -144,6 +144,7 @@ def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedType:
 
 
 @widening(1)
+@widening(1)
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """A thread takes an item at a time."""
     half = x.shape[-1] // 2

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
-from tricycle.kernels.reference.widening import is_narrow, widening
+from tricycle.kernels.reference.widening import wide
 from tricycle_accelerators import pieces, threads
 
 
-@widening(1)
 def layer_norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool, dtype: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    dtype, x = dtype or x.dtype, wide(x)
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
     y = np.empty_like(rows)
     mean = np.zeros((len(rows), 1), x.dtype)
@@ -39,15 +40,15 @@ def layer_norm(
 
     threads.parallel(work, pieces.cut(*rows.shape))
     statistics = (*x.shape[:-1], 1)
-    return y.reshape(x.shape), mean.reshape(statistics), scale.reshape(statistics)
+    return y.reshape(x.shape).astype(dtype, copy=False), mean.reshape(statistics), scale.reshape(statistics)
 
 
-@widening(1)
 def layer_norm_backward(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | NotImplementedType:
-    if not x.size or is_narrow(x):
+    if not x.size:
         return NotImplemented
+    dtype, grad, x = x.dtype, wide(grad), wide(x)
     rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
     mean = mean.reshape(-1, 1)
     scale = scale.reshape(-1, 1)
@@ -69,4 +70,4 @@ def layer_norm_backward(
         return np.stack([dgain, dbias])
 
     dgain, dbias = pieces.sum_over(work, pieces.cut(*rows.shape))
-    return dx.reshape(x.shape), dgain, dbias
+    return dx.reshape(x.shape).astype(dtype, copy=False), dgain, dbias

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import NotImplementedType
+from typing import Any
 
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, launch, sums
@@ -10,10 +11,10 @@ from tricycle_accelerators.cuda.arrays import f32, i32, i64
 
 
 def layer_norm(
-    x: Array, gain: Array, bias: Array | None, eps: float, centred: bool
+    x: Array, gain: Array, bias: Array | None, eps: float, centred: bool, dtype: Any = None
 ) -> tuple[Array, Array, Array] | NotImplementedType:
     kind = arrays.kind(x)
-    if kind is None or not x.size:
+    if kind is None or not x.size or (dtype is not None and dtype != x.dtype):
         return NotImplemented
     size = x.shape[-1]
     n_rows = x.size // size

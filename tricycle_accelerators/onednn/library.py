@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -35,19 +35,15 @@ DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install '
 SPINS = "100000"  # a millisecond
 N_PRIMITIVES = 512  # kept by each thread
 CPU, IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
-TRAINING, BACKWARD = 64, 128  # dnnl_forward_training, dnnl_backward
 BF16, F32, S8 = 2, 3, 5  # dnnl_bf16, dnnl_f32, dnnl_s8
 KINDS = {1: S8, 2: BF16, 4: F32}  # by the bytes of an element
 ANY_LAYOUT, WEIGHTS_LAYOUT = 1, 131  # dnnl_format_tag_any, dnnl_query_weights_md
 ALIGNMENT = 64  # bytes of a line of a cache
 ISA_BF16 = 0x80  # the bit that avx512_core_bf16 has and avx512_core_vnni has not, nor any before it
-ELEMENTWISE = {"linear": 0x26, "exp": 0x2A, "gelu": 0x2B}  # dnnl_eltwise_linear, _exp, _gelu_tanh
 MULTIPLY = 0x1FFF1  # dnnl_binary_mul
-USE_GAIN, USE_BIAS = 2, 4  # dnnl_use_scale, dnnl_use_shift
-# Places of arguments: DNNL_ARG_SRC (and _FROM), _WEIGHTS, _DST (and _TO), _BIAS; _MEAN, _VARIANCE, _SCALE, _SHIFT and
-# the gradients of these; DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) is FACTOR (i + 1).
-SOURCE, WEIGHTS, RESULT, BIAS, D_SOURCE, D_RESULT = 1, 33, 17, 41, 129, 145
-MEAN, VARIANCE, GAIN, SHIFT, D_GAIN, D_SHIFT, FACTOR = 49, 50, 51, 52, 255, 256, 32768
+# Places of arguments: DNNL_ARG_SRC (and _FROM), _WEIGHTS, _DST (and _TO), _BIAS; DNNL_ARG_ATTR_MULTIPLE_POST_OP(i) is
+# FACTOR (i + 1).
+SOURCE, WEIGHTS, RESULT, BIAS, FACTOR = 1, 33, 17, 41, 32768
 
 
 # -------------------------------------------------------------------- the library
@@ -73,53 +69,12 @@ SIGNATURES: dict[str, list[Any]] = {
     "dnnl_post_ops_create": [_MADE],
     "dnnl_post_ops_append_sum": [c_void_p, c_float, c_int, c_int],
     "dnnl_post_ops_append_binary": [c_void_p, c_int, c_void_p],
-    "dnnl_post_ops_append_eltwise": [c_void_p, c_int, c_float, c_float],
     "dnnl_post_ops_destroy": [c_void_p],
     "dnnl_primitive_attr_create": [_MADE],
     "dnnl_primitive_attr_set_post_ops": [c_void_p] * 2,
     "dnnl_primitive_attr_destroy": [c_void_p],
     "dnnl_reorder_primitive_desc_create": [_MADE, *[c_void_p] * 5],
     "dnnl_matmul_primitive_desc_create": [_MADE, *[c_void_p] * 6],
-    "dnnl_eltwise_forward_primitive_desc_create": [
-        _MADE,
-        c_void_p,
-        c_int,
-        c_int,
-        c_void_p,
-        c_void_p,
-        c_float,
-        c_float,
-        c_void_p,
-    ],
-    "dnnl_eltwise_backward_primitive_desc_create": [
-        _MADE,
-        c_void_p,
-        c_int,
-        *[c_void_p] * 3,
-        c_float,
-        c_float,
-        c_void_p,
-        c_void_p,
-    ],
-    "dnnl_layer_normalization_forward_primitive_desc_create": [
-        _MADE,
-        c_void_p,
-        c_int,
-        *[c_void_p] * 3,
-        c_float,
-        c_uint,
-        c_void_p,
-    ],
-    "dnnl_layer_normalization_backward_primitive_desc_create": [
-        _MADE,
-        c_void_p,
-        c_int,
-        *[c_void_p] * 4,
-        c_float,
-        c_uint,
-        c_void_p,
-        c_void_p,
-    ],
     "dnnl_primitive_create": [_MADE, c_void_p],
     "dnnl_primitive_desc_destroy": [c_void_p],
     "dnnl_primitive_execute": [c_void_p, c_void_p, c_int, c_void_p],
@@ -283,51 +238,23 @@ def _reorder(of: Descriptors) -> c_void_p:
     return _made("dnnl_reorder_primitive_desc_create", of[SOURCE], _engine(), of[RESULT], _engine(), None)
 
 
-def _matmul(of: Descriptors, *then: tuple[Any, ...]) -> c_void_p:
-    """A product, and what is done with its elements before they are written: see `product`."""
+def _matmul(of: Descriptors, *then: str) -> c_void_p:
+    """A product, and what is done with its elements before they are written: "times" a factor, or "add" to what is
+    there.
+    """
     post = _made("dnnl_post_ops_create")
     attributes = _made("dnnl_primitive_attr_create")
-    for i, (what, *number) in enumerate(then):
+    for i, what in enumerate(then):
         if what == "add":
             _call("dnnl_post_ops_append_sum", post, 1.0, 0, 0)
-        elif what == "times":
-            _call("dnnl_post_ops_append_binary", post, MULTIPLY, of[FACTOR * (i + 1) + 2])
         else:
-            _call("dnnl_post_ops_append_eltwise", post, ELEMENTWISE[what], *(number or [0.0]), 0.0)
+            _call("dnnl_post_ops_append_binary", post, MULTIPLY, of[FACTOR * (i + 1) + 2])
     _call("dnnl_primitive_attr_set_post_ops", attributes, post)
     operands = of[SOURCE], of[WEIGHTS], of.get(BIAS), of[RESULT]
     description = _made("dnnl_matmul_primitive_desc_create", _engine(), *operands, attributes)
     _call("dnnl_post_ops_destroy", post)
     _call("dnnl_primitive_attr_destroy", attributes)
     return description
-
-
-def _elementwise(of: Descriptors, function: str) -> c_void_p:
-    name = "dnnl_eltwise_forward_primitive_desc_create"
-    return _made(name, _engine(), TRAINING, ELEMENTWISE[function], of[SOURCE], of[RESULT], 0.0, 0.0, None)
-
-
-def _elementwise_backward(of: Descriptors, function: str) -> c_void_p:
-    forward = _elementwise({SOURCE: of[SOURCE], RESULT: of[SOURCE]}, function)
-    name, kind = "dnnl_eltwise_backward_primitive_desc_create", ELEMENTWISE[function]
-    back = _made(name, _engine(), kind, of[D_SOURCE], of[D_RESULT], of[SOURCE], 0.0, 0.0, forward, None)
-    _call("dnnl_primitive_desc_destroy", forward)
-    return back
-
-
-def _layer_norm(of: Descriptors, eps: float) -> c_void_p:
-    name, flags = "dnnl_layer_normalization_forward_primitive_desc_create", USE_GAIN | (USE_BIAS if SHIFT in of else 0)
-    return _made(name, _engine(), TRAINING, of[SOURCE], of[RESULT], of[MEAN], eps, flags, None)
-
-
-def _layer_norm_backward(of: Descriptors) -> c_void_p:
-    """With an eps of 0: the variance is given with it."""
-    forward = _layer_norm({**of, RESULT: of[SOURCE]}, 0.0)
-    name, arrays = "dnnl_layer_normalization_backward_primitive_desc_create", (D_SOURCE, D_RESULT, SOURCE, MEAN)
-    flags = USE_GAIN | USE_BIAS
-    back = _made(name, _engine(), BACKWARD, *(of[place] for place in arrays), 0.0, flags, forward, None)
-    _call("dnnl_primitive_desc_destroy", forward)
-    return back
 
 
 class _Primitive:
@@ -442,30 +369,18 @@ def convert(x: np.ndarray, out: np.ndarray) -> None:
     _run(_reorder, (), (SOURCE, RESULT), x, out)
 
 
-def product(
-    a: np.ndarray,
-    b: np.ndarray,
-    out: np.ndarray,
-    bias: np.ndarray | None = None,
-    *then: tuple[Any, ...],
-    factors: tuple[np.ndarray, ...] = (),
-) -> None:
-    """Write a b + bias, or what is made of it, into `out`.
+def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, bias: np.ndarray | None = None) -> None:
+    """Write a b + bias into `out`.
 
     Args:
         a, b: (..., N, K) and (..., K, M), bfloat16, either may be a transposed view.
         out: (..., N, M), float32 or bfloat16; its last axis lies in one piece.
         bias: (1, M).
-        then: done with each element before it is written: ("linear", number) times the number, ("exp",),
-            ("times",) times that of an array in `factors`, or, first of all, ("add",) plus what `out` holds.
-        factors: arrays like `out`, float32 or bfloat16.
     """
-    places, arrays = [SOURCE, WEIGHTS, RESULT], [a, b, out]
-    if bias is not None:
-        places, arrays = [*places, BIAS], [*arrays, bias]
-    if factors:
-        places += [FACTOR * (i + 1) + 2 for i, (what, *_) in enumerate(then) if what == "times"]
-    _run(_matmul, then, tuple(places), *arrays, *factors)
+    if bias is None:
+        _run(_matmul, (), (SOURCE, WEIGHTS, RESULT), a, b, out)
+    else:
+        _run(_matmul, (), (SOURCE, WEIGHTS, RESULT, BIAS), a, b, out, bias)
 
 
 class LaidMatrix:
@@ -495,10 +410,10 @@ class LaidMatrix:
             x: (N, K), of the matrix's dtype.
             out: in one piece: oneDNN is very slow where factors meet a part of a larger array.
         """
-        then: list[tuple[str]] = [] if self.factors is None else [("times",)]
+        then = [] if self.factors is None else ["times"]
         places, layouts, arrays = self._arguments(x, out)
         if add:
-            then.append(("add",))
+            then.append("add")
         _run_laid(_matmul, tuple(then), places, layouts, arrays)
 
     def few(self, n_rows: int) -> FewRows:
@@ -536,7 +451,7 @@ class FewRows:
         self.out = np.zeros((n_rows, n_columns), np.float32)
         self.scratch: tuple[np.ndarray, ...] = ()
         places, layouts, arrays = matrix._arguments(self.x, self.out)
-        then = () if matrix.factors is None else (("times",),)
+        then = () if matrix.factors is None else ("times",)
         self.stream = _this_thread().stream
         self.n_threads = threads.n_threads()
         self.alone = _Primitive(_matmul, then, places, *layouts)
@@ -564,49 +479,6 @@ class FewRows:
     def _run(self, primitive: _Primitive) -> None:
         status = self.execute(primitive.handle, self.stream, len(primitive.memories), primitive.arguments)
         _check("dnnl_primitive_execute", status)
-
-
-def gelu(x: np.ndarray, out: np.ndarray) -> None:
-    _run(_elementwise, ("gelu",), (SOURCE, RESULT), x, out)
-
-
-def gelu_backward(grad: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
-    _run(_elementwise_backward, ("gelu",), (D_RESULT, SOURCE, D_SOURCE), grad, x, out)
-
-
-def layer_norm(
-    x: np.ndarray,
-    gain: np.ndarray,
-    bias: np.ndarray | None,
-    eps: float,
-    out: np.ndarray,
-    mean: np.ndarray,
-    variance: np.ndarray,
-) -> None:
-    """Write the layer norm of rows (N, C), and the mean and variance (N,) of each."""
-    places, arrays = [SOURCE, RESULT, MEAN, VARIANCE, GAIN], [x, out, mean, variance, gain]
-    if bias is not None:
-        places, arrays = [*places, SHIFT], [*arrays, bias]
-    _run(_layer_norm, (eps,), tuple(places), *arrays)
-
-
-def layer_norm_backward(
-    grad: np.ndarray,
-    x: np.ndarray,
-    gain: np.ndarray,
-    mean: np.ndarray,
-    variance: np.ndarray,
-    dx: np.ndarray,
-    dgain: np.ndarray,
-    dbias: np.ndarray,
-) -> None:
-    """Write the gradients of rows (N, C), of the gain and of the bias (C,).
-
-    Args:
-        variance: with eps.
-    """
-    places = (D_RESULT, SOURCE, GAIN, MEAN, VARIANCE, D_SOURCE, D_GAIN, D_SHIFT, SHIFT)
-    _run(_layer_norm_backward, (), places, grad, x, gain, mean, variance, dx, dgain, dbias, gain)
 
 
 def is_float32(*arrays: np.ndarray | None) -> bool:
