@@ -155,7 +155,7 @@ class MultiHeadSelfAttention(_MultiHead):
 
     def dtype_inside(self, x: Tensor) -> Any:
         """What is kept of its activations: 16 bits where its products take no more, and all between can do with it."""
-        if self.shift is not None or not getattr(self.attention.softmax, "fused", False):
+        if self.mixes or not getattr(self.attention.softmax, "fused", False):
             return x.dtype
         return _dtype_between(x, self.precision, self.qkv, self.projection)
 
