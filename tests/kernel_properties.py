@@ -92,6 +92,12 @@ def _multiply(draw):
     return Arguments([rng.standard_normal(shape), rng.standard_normal(draw(st.sampled_from([shape, shape, ()])))])
 
 
+@of("add")
+def _add(draw):
+    shape, rng = any_shape(draw), generator(draw)
+    return Arguments([rng.standard_normal(shape), rng.standard_normal(shape)])
+
+
 @of("rotate")
 def _rotate(draw):
     items, tokens, heads, half = draw(LENGTHS), draw(LENGTHS), draw(FEW), draw(FEW)

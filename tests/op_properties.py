@@ -153,6 +153,7 @@ def _to_compute_dtype(draw):
 # -------------------------------------------------------------------- two inputs, and a number on either side
 BINARY = {
     "add": (ops.add, lambda torch, x, y: x + y),
+    "residual": (functions.residual, lambda torch, x, y: x + y),
     "sub": (ops.subtract, lambda torch, x, y: x - y),
     "mul": (ops.multiply, lambda torch, x, y: x * y),
     "div": (ops.divide, lambda torch, x, y: x / y),

@@ -144,6 +144,7 @@ SHAPE_PAIRS = [
 
 BINARY = [
     ("add", ops.add, normal, normal, lambda torch, x, y: x + y),
+    ("residual", functions.residual, normal, normal, lambda torch, x, y: x + y),
     ("sub", ops.subtract, normal, normal, lambda torch, x, y: x - y),
     ("mul", ops.multiply, normal, normal, lambda torch, x, y: x * y),
     ("div", ops.divide, normal, nonzero, lambda torch, x, y: x / y),

@@ -143,6 +143,7 @@ CASES = {
     "to_compute_dtype": (_rows, [((2, 3), "float32")]),
     "operand_and_sums": (_rows, [((2, 3), "float32"), ((70_001, 5), "float32")]),
     "multiply": (_two, [(shape,) for shape in [*ANY, (3, 70_001)]]),
+    "add": (_two, [(shape,) for shape in [*ANY, (8, 70_001)]]),
     "sigmoid": (_rows, [(shape,) for shape in ANY]),
     "batched_matmul": (
         _batched_matmul,

@@ -27,13 +27,13 @@ OUTSIDE = (
 # Each file of tricycle/ imports only from files before it. A package's name stands for its __init__.py.
 # docs/architecture.md says what each is for, in the same order.
 ROOMS = """
-devices tensor
+devices
 kernels.dispatch kernels.reference.widening kernels.reference.elementwise kernels.reference.softmax
 kernels.reference.normalisation kernels.reference.matrices kernels.reference.few_bits
 kernels.reference.generation kernels.reference.losses
 kernels.reference.tables kernels.reference.attention kernels.reference.recurrence kernels.reference.optimisers
 kernels.reference kernels
-ops einsum __init__ gradcheck
+tensor ops einsum __init__ gradcheck
 functions softmaxes.adaptive softmaxes.blocks softmaxes.sink softmaxes activation loss
 precision initialisers layers recompute
 attention.masks attention.attend attention.cache attention.rotary attention.shift attention

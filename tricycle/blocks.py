@@ -14,7 +14,7 @@ from tricycle import kernels
 from tricycle.activation import ACTIVATIONS, Gated, new_activation
 from tricycle.attention import Attention, KeyShift, KeyValueCache, Mask, Rotary, RotaryScaling, TokenShift
 from tricycle.configs.model import ModelConfig, hidden_width
-from tricycle.functions import RowSoftmax
+from tricycle.functions import RowSoftmax, residual
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
 from tricycle.ops import as_tensor, as_tensors, positive, reshape, split_sizes
@@ -463,7 +463,7 @@ class TransformerBlock(Layer):
         attention_norm, mlp_norm = self._for(self.attention_norm, self.attention), self._for(self.mlp_norm, self.mlp)
         if self.parallel:
             normal = attention_norm(x)
-            return x + attend(normal) + think(normal if self.mlp_norm is None else mlp_norm(x))
+            return residual(residual(x, attend(normal)), think(normal if self.mlp_norm is None else mlp_norm(x)))
         x = self._add(x, attention_norm, attend, self.attention_post_norm)
         if self.cross is not None:
             x = self._add(x, self.cross_norm, look, self.cross_post_norm)
@@ -479,10 +479,10 @@ class TransformerBlock(Layer):
     def _add(self, x: Tensor, norm: Any, part: Callable[[Tensor], Tensor], post_norm: Any) -> Tensor:
         """x and a part of it, normed where this block norms."""
         if self.norm_placement == "after":
-            return norm(x + part(x))
+            return norm(residual(x, part(x)))
         if self.norm_placement == "both":
-            return x + post_norm(part(norm(x)))
-        return x + part(norm(x))
+            return residual(x, post_norm(part(norm(x))))
+        return residual(x, part(norm(x)))
 
 
 class GPT2TransformerBlock(TransformerBlock):

@@ -9,7 +9,7 @@ from typing import Any
 from tricycle import kernels, ops
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS, FewBits, Scoring
-from tricycle.ops import Op, Wanted, as_tensor, check_device, check_width, floating, register
+from tricycle.ops import Op, Wanted, as_tensor, as_tensors, check_device, check_width, floating, register
 from tricycle.tensor import Operand, Tensor, record
 
 # -------------------------------------------------------------------- softmax and its kin
@@ -259,6 +259,16 @@ def to_compute_dtype(x: Tensor, precision: str) -> Tensor:
     if array is x.array:
         return x
     return record(array, (x,), lambda grad, wanted: (grad.astype(x.dtype),), "to_compute_dtype")
+
+
+@register
+def residual(x: Operand, part: Operand) -> Tensor:
+    """x + part, as `ops.add` of two that have one shape, shared by all threads: what a block does with its input."""
+    x, part = as_tensors(x, part)
+    a, b = x.array, part.array
+    if a.shape != b.shape or a.dtype != b.dtype or type(a) is not type(b):
+        return ops.add(x, part)
+    return record(kernels.add(a, b), (x, part), lambda grad, wanted: (grad, grad), "residual")
 
 
 @register

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from tricycle import devices
+from tricycle import devices, kernels
 from tricycle.devices import Array, array_module, side_by_side
 
 BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
@@ -643,6 +643,9 @@ class Part(NamedTuple):
     once: bool = False
 
 
+LARGE = 2**19  # numbers from which on a sum is shared by threads
+
+
 class _GradientSums:
     """Gradients that have arrived at Tensors whose turn has not come yet.
 
@@ -672,6 +675,9 @@ class _GradientSums:
                 array = array.astype(dtype, copy=False)
             if arg not in arrays:
                 arrays[arg] = array
+            elif array.size >= LARGE:
+                arrays[arg] = kernels.add(arrays[arg], array, arrays[arg] if id(arg) in self.ours else None)
+                self.ours.add(id(arg))
             elif id(arg) in self.ours:
                 arrays[arg] += array
             else:

@@ -15,6 +15,7 @@ from tricycle.kernels.reference.attention import (
     row_attention_backward,
 )
 from tricycle.kernels.reference.elementwise import (
+    add,
     gelu,
     gelu_backward,
     gelu_with_slope,
@@ -55,6 +56,7 @@ from tricycle.kernels.reference.softmax import log_softmax, softmax, softmax1, s
 from tricycle.kernels.reference.tables import embedding_backward
 
 __all__ = [
+    "add",
     "KERNELS",
     "Kernel",
     "FEW_ROWS",

@@ -41,6 +41,7 @@ from tricycle_accelerators.compiled.tiles import (
     narrowed_like,
     numbers_of,
     operands_of,
+    right_again,
     room,
     turned_like,
     whole_registers,
@@ -76,6 +77,19 @@ def _keys_seen(first: int, n_queries: int, n_keys: int, last: int, window: int) 
 @numba.njit(inline="always")
 def whole_blocks(n_keys: int) -> int:
     return (n_keys + KEYS - 1) // KEYS
+
+
+@numba.njit(**OPTIONS)
+def scratch_for(n_inner: int, like: np.ndarray) -> np.ndarray:
+    """What `as_right_turned` needs for so many steps."""
+    return room(LANES, whole_registers(n_inner), like)
+
+
+@numba.njit(inline="always")
+def block_of(operands: np.ndarray, block: int, scratch: np.ndarray) -> np.ndarray:
+    """One of the blocks that `_by_blocks` has written."""
+    n_steps = scratch.shape[1]
+    return operands[block * n_steps : (block + 1) * n_steps]
 
 
 @numba.njit(**OPTIONS)
@@ -138,9 +152,8 @@ def attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no
     n_heads, n_queries, size = q.shape
     n_key_heads, n_keys, value_size = v.shape
     n_sharing = n_heads // n_key_heads
-    turned = room(LANES, whole_registers(n_steps(size, like)), like)
-    n_below = turned.shape[1]  # from one block to the next
-    keys = room(whole_blocks(n_keys) * n_below, KEYS, like)
+    turned = scratch_for(n_steps(size, like), like)
+    keys = room(whole_blocks(n_keys) * turned.shape[1], KEYS, like)
     values = room(n_steps(n_keys, like), whole_registers(value_size), like)
     n_inner = n_steps(size, like)
     queries = room(QUERIES, n_inner, like)
@@ -163,8 +176,7 @@ def attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no
                 place = block * KEYS
                 n_seen = min(KEYS, stop - place)
                 columns = whole_registers(n_seen)
-                below = slice(block * n_below, block * n_below + n_inner)
-                multiply(queries, keys[below], scores[:, :columns], False)
+                multiply(queries, block_of(keys, block, turned)[:n_inner], scores[:, :columns], False)
                 ends = first + last + 1 - place, window
                 _add_exponentials(scores, mixed, shifts, totals, scale, (n, columns, n_seen), ends)
                 left = narrowed_like(scores, weights)
@@ -226,6 +238,20 @@ def _write(rows: np.ndarray, out: np.ndarray) -> None:
             new[d] = rounded_for(new, row[d])
 
 
+@numba.njit(**OPTIONS)
+def _room_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
+    """For right operands of keys, or values, turned block by block; and for sums of their gradients."""
+    n_blocks = whole_blocks(n_keys)
+    return room(n_blocks * scratch.shape[1], KEYS, like), np.zeros((n_blocks * KEYS, whole_registers(size)), np.float32)
+
+
+@numba.njit(**OPTIONS)
+def _room_for_queries(size, like):  # type: ignore[no-untyped-def]
+    """For queries, or gradients of their results, as a left operand and as a right one."""
+    left = room(QUERIES, whole_registers(n_steps(size, like)), like)
+    return left, room(n_steps(QUERIES, like), whole_registers(size), like)
+
+
 @compiled([f"void({y}, {x}, {x}, {x}, {y}, {_LOGS}, {_SETTINGS}, {y}, {y}, {y})" for x, y in _KINDS])
 def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
     """Write the gradients of queries, keys and values.
@@ -234,30 +260,16 @@ def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # t
         grad, out: (H, T, E), the latter of `attend`, as is logs; the others as of `attend`.
         dq, dk, dv: like q, k and v.
     """
-    like = operands_of(q)
-    n_heads, n_queries, size = q.shape
-    n_key_heads, n_keys, value_size = v.shape
-    n_sharing = n_heads // n_key_heads
-    n_inner, n_inner_values = n_steps(size, like), n_steps(value_size, like)
-    turned, turned_values = (
-        room(LANES, whole_registers(n_inner), like),
-        room(LANES, whole_registers(n_inner_values), like),
-    )
-    n_below, n_below_values = turned.shape[1], turned_values.shape[1]
-    keys = room(whole_blocks(n_keys) * n_below, KEYS, like)
-    values = room(whole_blocks(n_keys) * n_below_values, KEYS, like)
+    like, (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = operands_of(q), q.shape, v.shape
+    n_sharing, n_inner, n_inner_values = n_heads // n_key_heads, n_steps(size, like), n_steps(value_size, like)
+    turned, turned_values = scratch_for(n_inner, like), scratch_for(n_inner_values, like)
+    keys, d_keys = _room_for_keys(n_keys, size, turned, like)
+    values, d_values = _room_for_keys(n_keys, value_size, turned_values, like)
     key_rows = room(n_steps(n_keys, like), whole_registers(size), like)
-    queries = room(QUERIES, n_inner, like)
-    grads = room(QUERIES, n_inner_values, like)
-    query_rows = room(n_steps(QUERIES, like), key_rows.shape[1], like)
-    grad_rows = room(n_steps(QUERIES, like), whole_registers(value_size), like)
-    scores, slopes = room(QUERIES, KEYS, logs), room(QUERIES, KEYS, logs)
-    weights_left = room(n_steps(QUERIES, like), KEYS, like)
-    slopes_left = room(n_steps(QUERIES, like), KEYS, like)
-    slopes_along = room(QUERIES, n_steps(KEYS, like), like)
-    d_query = room(QUERIES, key_rows.shape[1], logs)
-    d_keys = room(whole_blocks(n_keys) * KEYS, key_rows.shape[1], logs)
-    d_values = room(whole_blocks(n_keys) * KEYS, grad_rows.shape[1], logs)
+    queries, query_rows = _room_for_queries(size, like)
+    grads, grad_rows = _room_for_queries(value_size, like)
+    scores, slopes, d_query = room(QUERIES, KEYS, logs), room(QUERIES, KEYS, logs), np.zeros_like(d_keys[:QUERIES])
+    left, left_too = room(n_steps(QUERIES, like), KEYS, like), room(QUERIES, n_steps(KEYS, like), like)
     inner = np.empty(QUERIES, np.float32)
     for h in range(n_heads):
         if h % n_sharing == 0:
@@ -267,34 +279,27 @@ def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # t
             d_keys[:] = ZERO
             d_values[:] = ZERO
         for first in range(0, n_queries, QUERIES):
-            n = min(QUERIES, n_queries - first)
-            some = slice(first, first + n)
+            some = slice(first, min(n_queries, first + QUERIES))
+            n = some.stop - first
             as_left(q[h, some], queries)
             as_left(grad[h, some], grads)
-            as_right(q[h, some], query_rows)
-            as_right(grad[h, some], grad_rows)
+            queries_right = right_again(queries, (n, size), query_rows)[: n_steps(n, like)]
+            grads_right = right_again(grads, (n, value_size), grad_rows)[: n_steps(n, like)]
             _inner(grads, out[h, some], inner)
             d_query[:] = ZERO
-            n_rows = n_steps(n, like)
             start, stop = _keys_seen(first, n, n_keys, last, window)
             for block in range(start, whole_blocks(stop)):
-                place = block * KEYS
-                n_seen = min(KEYS, stop - place)
+                place, n_seen = block * KEYS, min(KEYS, stop - block * KEYS)
                 columns = whole_registers(n_seen)
                 seen = slice(place, place + columns)
-                below = slice(block * n_below, block * n_below + n_inner)
-                below_values = slice(block * n_below_values, block * n_below_values + n_inner_values)
-                multiply(queries, keys[below], scores[:, :columns], False)
-                multiply(grads, values[below_values], slopes[:, :columns], False)
-                ends = first + last + 1 - place, window
-                _differentiate(scores, slopes, logs[h, some], inner, scale, (n, columns, n_seen), ends)
-                left = turned_like(scores, n, weights_left)
-                multiply(left[:columns], grad_rows[:n_rows], d_values[seen], True)
-                left = turned_like(slopes, n, slopes_left)
-                multiply(left[:columns], query_rows[:n_rows], d_keys[seen], True)
-                begin = n_steps(place, like)
-                left = narrowed_like(slopes, slopes_along)
-                multiply(left, key_rows[begin : begin + n_steps(n_seen, like)], d_query, True)
+                multiply(queries, block_of(keys, block, turned)[:n_inner], scores[:, :columns], False)
+                multiply(grads, block_of(values, block, turned_values)[:n_inner_values], slopes[:, :columns], False)
+                shape, ends = (n, columns, n_seen), (first + last + 1 - place, window)
+                _differentiate(scores, slopes, logs[h, some], inner, scale, shape, ends)
+                multiply(turned_like(scores, n, left)[:columns], grads_right, d_values[seen], True)
+                multiply(turned_like(slopes, n, left)[:columns], queries_right, d_keys[seen], True)
+                below = slice(n_steps(place, like), n_steps(place + n_seen, like))
+                multiply(narrowed_like(slopes, left_too), key_rows[below], d_query, True)
             _write(d_query[:n, :size], dq[h, some])
         if (h + 1) % n_sharing == 0:
             _write(d_keys[:n_keys, :size], dk[h // n_sharing])

@@ -55,6 +55,10 @@ def _load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
 
+def _store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+
 def _repeated(builder: Any, number: Any) -> Any:
     """A register of one number."""
     undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
@@ -70,49 +74,20 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
     """
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, down, along, right, right_along, result, result_down, n_steps, add = arguments
+        *operands, result, result_down, n_steps, add = arguments
+        sums = _sums(builder, n_vectors, pairs, operands, n_steps)
         places = [
             builder.add(builder.add(result, builder.mul(result_down, _I64(row))), _I64(4 * LANES * column))
             for row in range(ROWS)
             for column in range(n_vectors)
         ]
-        rows = [builder.add(left, builder.mul(down, _I64(row))) for row in range(ROWS)]
-        kind = _I32 if pairs else _F32
-
-        entry = builder.block
-        body, done = builder.append_basic_block("step"), builder.append_basic_block("done")
-        builder.branch(body)
-        builder.position_at_end(body)
-        step = builder.phi(_I64)
-        sums = [builder.phi(_NUMBERS) for _ in places]
-        step.add_incoming(_I64(0), entry)
-        for register in sums:
-            register.add_incoming(ir.Constant(_NUMBERS, [0.0] * LANES), entry)
-        start = builder.add(right, builder.mul(step, right_along))
-        columns = [
-            _load(builder, builder.add(start, _I64(4 * LANES * column)), ir.VectorType(kind, LANES))
-            for column in range(n_vectors)
-        ]
-        offset, new = builder.mul(step, along), []
-        for row in range(ROWS):
-            number = _repeated(builder, _load(builder, builder.add(rows[row], offset), kind))
-            for column in range(n_vectors):
-                new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
-        after = builder.add(step, _I64(1))
-        step.add_incoming(after, body)
-        for register, value in zip(sums, new):
-            register.add_incoming(value, body)
-        builder.cbranch(builder.icmp_signed("<", after, n_steps), body, done)
-
-        builder.position_at_end(done)
         with builder.if_else(add) as (adds, writes):
             with adds:
-                for place, value in zip(places, new):
-                    before = _load(builder, place, _NUMBERS)
-                    builder.store(builder.fadd(before, value), builder.inttoptr(place, _NUMBERS.as_pointer()), align=4)
+                for place, value in zip(places, sums):
+                    _store(builder, builder.fadd(_load(builder, place, _NUMBERS), value), place)
             with writes:
-                for place, value in zip(places, new):
-                    builder.store(value, builder.inttoptr(place, _NUMBERS.as_pointer()), align=4)
+                for place, value in zip(places, sums):
+                    _store(builder, value, place)
         return context.get_dummy_value()
 
     @intrinsic
@@ -131,6 +106,38 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
         return types.void(*[types.intp] * 8, types.boolean), code
 
     return tile
+
+
+def _sums(builder: Any, n_vectors: int, pairs: bool, operands: list[Any], n_steps: Any) -> list[Any]:
+    """The loop along the product, and the registers that it leaves, row by row."""
+    left, down, along, right, right_along = operands
+    rows = [builder.add(left, builder.mul(down, _I64(row))) for row in range(ROWS)]
+    kind = _I32 if pairs else _F32
+    entry = builder.block
+    body, done = builder.append_basic_block("step"), builder.append_basic_block("done")
+    builder.branch(body)
+    builder.position_at_end(body)
+    step = builder.phi(_I64)
+    step.add_incoming(_I64(0), entry)
+    sums = [builder.phi(_NUMBERS) for _ in range(ROWS * n_vectors)]
+    start, offset = builder.add(right, builder.mul(step, right_along)), builder.mul(step, along)
+    columns = [
+        _load(builder, builder.add(start, _I64(4 * LANES * column)), ir.VectorType(kind, LANES))
+        for column in range(n_vectors)
+    ]
+    new = []
+    for row in range(ROWS):
+        number = _repeated(builder, _load(builder, builder.add(rows[row], offset), kind))
+        for column in range(n_vectors):
+            new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
+    after = builder.add(step, _I64(1))
+    step.add_incoming(after, body)
+    for register, value in zip(sums, new):
+        register.add_incoming(ir.Constant(_NUMBERS, [0.0] * LANES), entry)
+        register.add_incoming(value, body)
+    builder.cbranch(builder.icmp_signed("<", after, n_steps), body, done)
+    builder.position_at_end(done)
+    return new
 
 
 def _product(pairs: bool) -> Any:
@@ -312,8 +319,7 @@ def _turn_tile(context: Any, source: Any, down: Any, result: Any, result_down: A
             pairs = zip(rows[: LANES // 2], rows[LANES // 2 :])
             rows = [builder.shuffle_vector(a, b, half) for a, b in pairs for half in halves]
         for i in places:
-            address = builder.add(result, builder.mul(result_down, _I64(i)))
-            builder.store(rows[i], builder.inttoptr(address, kind.as_pointer()), align=4)
+            _store(builder, rows[i], builder.add(result, builder.mul(result_down, _I64(i))))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), code
@@ -377,3 +383,29 @@ def _numbers_of(left: Any) -> Any:
     if left.dtype == types.uint32:
         return lambda left: left.view(np.uint16)
     return lambda left: left
+
+
+def right_again(left: np.ndarray, shape: tuple[int, int], out: np.ndarray) -> np.ndarray:
+    """A left operand of rows (N, K) as a right one: the same of numbers, or other pairs, which go into `out`."""
+    raise NotImplementedError
+
+
+@overload(right_again, strict=False)
+def _right_again(left: Any, shape: Any, out: Any) -> Any:
+    if left.dtype == types.uint32:
+
+        def pairs(left: Any, shape: Any, out: Any) -> Any:
+            n_rows, size = shape
+            bits = left.view(np.uint16)
+            for i in range(n_rows // 2):
+                first, second, new = bits[2 * i][:size], bits[2 * i + 1][:size], out[i]
+                for j in range(len(first)):
+                    new[j] = np.uint32(first[j]) | (np.uint32(second[j]) << np.uint32(16))
+            if n_rows % 2:
+                last, new = bits[n_rows - 1][:size], out[n_rows // 2]
+                for j in range(len(last)):
+                    new[j] = np.uint32(last[j])
+            return out
+
+        return pairs
+    return lambda left, shape, out: left

@@ -47,6 +47,7 @@ def register(array: type) -> None:
     kernels.swiglu.on(array)(elementwise.swiglu)
     kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
     kernels.multiply.on(array)(elementwise.multiply)
+    kernels.add.on(array)(elementwise.add)
     kernels.rotate.on(array)(elementwise.rotate)
 
     kernels.layer_norm.on(array)(normalisation.layer_norm)

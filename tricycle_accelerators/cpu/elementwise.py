@@ -128,22 +128,25 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedType:
+    return _shared(np.multiply, a, b, None)
+
+
+def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray | NotImplementedType:
+    return _shared(np.add, a, b, out)
+
+
+def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray | NotImplementedType:
     """Large arrays go through memory once, by all threads."""
-    if a.size < 2 * pieces.PIECE or a.shape != b.shape or not (a.flags.c_contiguous and b.flags.c_contiguous):
+    if a.size < 2 * pieces.PIECE or a.shape != b.shape or is_narrow(a) or is_narrow(b):
         return NotImplemented
-    if is_narrow(a) or is_narrow(b):
+    result = np.empty(a.shape, np.result_type(a, b)) if out is None else out
+    if not (a.flags.c_contiguous and b.flags.c_contiguous and result.flags.c_contiguous):
         return NotImplemented
-    out = np.empty(a.shape, np.result_type(a, b))
-    flat_a, flat_b, flat_out = (array.reshape(-1) for array in (a, b, out))
-
-    def work(piece: slice) -> None:
-        np.multiply(flat_a[piece], flat_b[piece], out=flat_out[piece])
-
-    threads.parallel(work, pieces.cut(a.size))
-    return out
+    flat_a, flat_b, flat = (array.reshape(-1) for array in (a, b, result))
+    threads.parallel(lambda piece: compute(flat_a[piece], flat_b[piece], out=flat[piece]), pieces.cut(a.size))
+    return result
 
 
-@widening(1)
 @widening(1)
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """A thread takes an item at a time."""

@@ -90,6 +90,12 @@ def multiply(a: Array, b: Array) -> Array:
 
 
 @kernel
+def add(a: Array, b: Array, out: Array | None = None) -> Array:
+    """a + b of one shape, written into `out` where that is given; it may be a."""
+    return a + b if out is None else array_module(a).add(a, b, out=out)
+
+
+@kernel
 def random_mask(like: Array, shape: tuple[int, ...], keep: float, generator: np.random.Generator) -> Array:
     """Zeros and 1 / keep, each element kept with probability `keep`, on the device and in the dtype of `like`.
 
