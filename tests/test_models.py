@@ -195,7 +195,7 @@ def test_blocks_whose_projections_start_at_zero_add_nothing() -> None:
 def test_the_precision_of_a_model_is_that_of_all_its_products(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = GPT(replace(TINY, tied=tied, precision="tf32")), []
     model(np.arange(5)[None])  # faster versions register with the kernels
-    monkeypatch.setattr(kernels, "operand", lambda x, precision: x.size and asked.append(precision) or x)
+    monkeypatch.setattr(kernels, "operand", lambda x, precision: (x.size and asked.append(precision)) or x)
     model(np.arange(5)[None])
     n_products = 4 * TINY.n_layers + 1
     n_others = TINY.n_layers  # attention
