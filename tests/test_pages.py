@@ -258,6 +258,11 @@ def benchmark_of_overhead(request, line: str) -> None:
     assert "nodes" in good(call(*line.split()[1:], "--length", "10", "--repeats", "1", "--peers"))
 
 
+def benchmark_of_small_things(request, line: str) -> None:
+    out = good(call(*line.split()[1:], "--steps", "2", "--repeats", "1", "--peer", "none"))
+    assert "flowers, SGD" in out and "import" in out
+
+
 def own_softmax_run(request, line: str) -> None:
     out = train(request.getfixturevalue("place"), line, "runs/softmax1")
     assert "this model" in out
@@ -459,6 +464,7 @@ LINES = {
     "python -m benchmarks.step --shape S --out step.png": benchmark_of_a_step,
     "python -m benchmarks.attention": benchmark_of_attention,
     "python -m benchmarks.overhead": benchmark_of_overhead,
+    "python -m benchmarks.small": benchmark_of_small_things,
     "python -m benchmarks.tokeniser": benchmark_of_tokeniser,
 }
 
