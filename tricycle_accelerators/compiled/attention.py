@@ -79,10 +79,11 @@ def attention(
     groups, _ = make_groups(q, k)
     q, k, v = _prepared((q, k, v), kinds[0])
     (means,) = _prepared((out,), kinds[1])
+    attend = _loops().attend(*kinds)
 
     def work(group: Group) -> None:
         item, heads, key_heads = group
-        _loops().attend(
+        attend(
             heads_first(q, item, heads),
             heads_first(k, item, key_heads),
             heads_first(v, item, key_heads),
@@ -121,6 +122,7 @@ def attention_backward(
     q, k, v = _prepared((q, k, v), kinds[0])
     grad, out, dq, dk, dv = _prepared((grad, out, dq, dk, dv), kinds[1])
     (log_total,) = _prepared((log_total,), False)
+    attend_back = _loops().attend_back(*kinds)
 
     def work(i: int) -> None:
         item, heads, key_heads = groups[i]
@@ -130,7 +132,7 @@ def attention_backward(
             sums[i] = new_keys, new_values
         else:
             new_keys, new_values = heads_first(dk, item, key_heads), heads_first(dv, item, key_heads)
-        _loops().attend_back(
+        attend_back(
             heads_first(grad, item, heads),
             heads_first(q, item, heads),
             keys,

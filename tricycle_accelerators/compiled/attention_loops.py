@@ -13,6 +13,8 @@ Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any
 
 import numba
 import numpy as np
@@ -48,8 +50,6 @@ from tricycle_accelerators.compiled.tiles import (
 )
 
 QUERIES, KEYS = 64, 64  # of a block
-_NUMBERS, _BITS, _LOGS, _SETTINGS = "f4[:, :, :]", "u2[:, :, :]", "f4[:, :]", "f4, i8, i8"
-_KINDS = [(_NUMBERS, _NUMBERS), (_BITS, _NUMBERS), (_BITS, _BITS)]  # of operands; of results and gradients
 
 
 @numba.njit(inline="always")
@@ -140,8 +140,7 @@ def _add_exponentials(
         totals[t] += total
 
 
-@compiled([f"void({x}, {x}, {x}, {_SETTINGS}, b1, {y}, {_LOGS})" for x, y in _KINDS])
-def attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no-untyped-def]
+def _attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no-untyped-def]
     """Write the means of values (H, T, E), and the logs (H, T) of the sums that they were divided by.
 
     Args:
@@ -203,7 +202,7 @@ def _differentiate(
     """In place: products of queries and keys to weights, and the gradients of weights to those of the products.
 
     Args:
-        scores, slopes: (T, S). logs, inner: (T,), of `attend`, and the products of results and their gradients.
+        scores, slopes: (T, S). logs, inner: (T,), of `_attend`, and the products of results and their gradients.
         shape, ends: as of `_add_exponentials`.
     """
     n_rows, n_columns, n_keys = shape
@@ -252,12 +251,11 @@ def _room_for_queries(size, like):  # type: ignore[no-untyped-def]
     return left, room(n_steps(QUERIES, like), whole_registers(size), like)
 
 
-@compiled([f"void({y}, {x}, {x}, {x}, {y}, {_LOGS}, {_SETTINGS}, {y}, {y}, {y})" for x, y in _KINDS])
-def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
+def _attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
     """Write the gradients of queries, keys and values.
 
     Args:
-        grad, out: (H, T, E), the latter of `attend`, as is logs; the others as of `attend`.
+        grad, out: (H, T, E), the latter of `_attend`, as is logs; the others as of `_attend`.
         dq, dk, dv: like q, k and v.
     """
     like, (n_heads, n_queries, size), (n_key_heads, n_keys, value_size) = operands_of(q), q.shape, v.shape
@@ -304,3 +302,23 @@ def attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # t
         if (h + 1) % n_sharing == 0:
             _write(d_keys[:n_keys, :size], dk[h // n_sharing])
             _write(d_values[:n_keys, :value_size], dv[h // n_sharing])
+
+
+# -------------------------------------------------------------------- compiled where they are asked for
+# By themselves for each kind: that takes seconds, and nobody needs all of them.
+def _heads(narrow: bool) -> str:
+    return "u2[:, :, :]" if narrow else "f4[:, :, :]"
+
+
+@cache
+def attend(narrow: bool, narrow_results: bool) -> Any:
+    """`_attend` for operands and for results of bfloat16, or of float32."""
+    x, y = _heads(narrow), _heads(narrow_results)
+    return compiled(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :])")(_attend)
+
+
+@cache
+def attend_back(narrow: bool, narrow_results: bool) -> Any:
+    """`_attend_back` for operands, and for results and all gradients, of bfloat16 or of float32."""
+    x, y = _heads(narrow), _heads(narrow_results)
+    return compiled(f"void({y}, {x}, {x}, {x}, {y}, f4[:, :], f4, i8, i8, {y}, {y}, {y})")(_attend_back)
