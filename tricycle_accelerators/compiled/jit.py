@@ -20,7 +20,17 @@ intrinsic: Any = numba.extending.intrinsic  # whose own type says nothing of the
 overload: Any = numba.extending.overload
 ANY_ORDER = {"nsz", "arcp", "contract", "reassoc"}  # of LLVM's flags
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-FEATURES = dict(binding.get_host_cpu_features())
+
+
+def _features() -> dict[str, bool]:
+    """What this processor has, by LLVM's names."""
+    try:
+        return dict(binding.get_host_cpu_features())
+    except RuntimeError:  # LLVM does not know how to ask this system
+        return {}
+
+
+FEATURES = _features()
 HAS_BFLOAT = FEATURES.get("avx512bf16", False)
 ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))

@@ -1,8 +1,7 @@
-"""Matrix products that Numba compiles. Importing this compiles them, or loads what was compiled before.
+"""Products with a matrix that is laid out once. Importing this compiles them, or loads what was compiled before.
 
-A core multiplies at its full rate where all the sums that it works on stay in registers, as many as there are. The
-compiler would not find that by itself, so the innermost loop is written in the compiler's own language, with vectors
-as wide as this processor's; how wide and how many is all that differs between processors.
+The columns of a recurrent layer's weights are cut into panels, each of which stays in a core's first cache while the
+rows of a step go by.
 
 Shapes: R rows, K terms, N columns; P panels of PANEL columns.
 """
@@ -11,36 +10,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 
 from tricycle_accelerators.compiled.jit import compiled, intrinsic
+from tricycle_accelerators.compiled.registers import (
+    FLOAT,
+    INDEX,
+    LANES,
+    N_REGISTERS,
+    VECTOR,
+    after,
+    load,
+    running_sums,
+    store,
+)
 
-
-def _registers() -> tuple[int, int]:
-    """How many float32 a vector register of this processor holds, and how many such registers there are."""
-    if llvmlite.binding.get_default_triple().startswith(("aarch64", "arm64")):
-        return 4, 32
-    try:
-        features = llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:  # LLVM does not know how to ask this system
-        return 4, 16
-    if features.get("avx512f"):
-        return 16, 32
-    return (8 if features.get("avx2") else 4), 16
-
-
-LANES, N_REGISTERS = _registers()
 N_VECTORS = 2  # of a panel's row
 PANEL = N_VECTORS * LANES  # columns
 MOST_ROWS = 12 if N_REGISTERS == 32 else 6  # of a tile: its sums, a row of a panel and one number fit into registers
-
-FLOAT, INDEX = ir.FloatType(), ir.IntType(64)
-VECTOR = ir.VectorType(FLOAT, LANES)
-TOGETHER = ("contract",)  # a product and a sum may be one instruction
 
 
 @intrinsic
@@ -62,7 +51,7 @@ def _tile(
         choice = builder.switch(count, end)
         for n in range(1, MOST_ROWS + 1):
             block = builder.append_basic_block(f"tile_of_{n}")
-            choice.add_case(ir.Constant(INDEX, n), block)
+            choice.add_case(INDEX(n), block)
             builder.position_at_end(block)
             _write_tile(builder, n, *rest)
             builder.branch(end)
@@ -76,54 +65,13 @@ def _write_tile(
     builder: Any, n_rows: int, rows: Any, row_size: Any, panel: Any, n_terms: Any, bias: Any, out: Any, out_size: Any
 ) -> None:
     """The instructions for a tile of so many rows."""
-    sources = [_row(builder, rows, row_size, i) for i in range(n_rows)]
-    zero = ir.Constant(INDEX, 0)
-    first_sums = [builder.load(place, align=4) for place in _vectors(builder, _row(builder, bias, zero, 0), zero)]
-    start = builder.basic_block
-    loop = builder.append_basic_block("terms")
-    end = builder.append_basic_block("terms_end")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    term = builder.phi(INDEX)
-    term.add_incoming(zero, start)
-    sums = [[builder.phi(VECTOR) for _ in range(N_VECTORS)] for _ in range(n_rows)]
-    vectors = _vectors(builder, _row(builder, panel, zero, 0), term)
-    parts = [builder.load(vector, align=4) for vector in vectors]
-    totals = [_with_term(builder, row, builder.load(builder.gep(x, [term])), parts) for row, x in zip(sums, sources)]
-    following = builder.add(term, ir.Constant(INDEX, 1))
-    term.add_incoming(following, loop)
-    for row, new_row in zip(sums, totals):
-        for old, first_sum, new in zip(row, first_sums, new_row):
-            old.add_incoming(first_sum, start)
-            old.add_incoming(new, loop)
-    builder.cbranch(builder.icmp_signed("<", following, n_terms), loop, end)
-    builder.position_at_end(end)
-    for i, row in enumerate(totals):
-        places = _vectors(builder, _row(builder, out, out_size, i), zero)
-        for place, total in zip(places, row):
-            builder.store(total, place, align=4)
-
-
-def _row(builder: Any, address: Any, size: Any, i: int) -> Any:
-    n_bytes = builder.mul(size, ir.Constant(INDEX, i))
-    return builder.inttoptr(builder.add(address, n_bytes), FLOAT.as_pointer())
-
-
-def _vectors(builder: Any, panel: Any, row: Any) -> list[Any]:
-    """Where the vectors of a panel's row are."""
-    first = builder.mul(row, ir.Constant(INDEX, PANEL))
-    places = [builder.gep(panel, [builder.add(first, ir.Constant(INDEX, i * LANES))]) for i in range(N_VECTORS)]
-    return [builder.bitcast(place, VECTOR.as_pointer()) for place in places]
-
-
-def _with_term(builder: Any, sums: list[Any], number: Any, parts: list[Any]) -> list[Any]:
-    """The sums and a number times each of the parts."""
-    undefined = ir.Constant(VECTOR, ir.Undefined)
-    alone = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
-    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    factor = builder.shuffle_vector(alone, undefined, everywhere)
-    products = [builder.fmul(factor, part, flags=TOGETHER) for part in parts]
-    return [builder.fadd(total, product, flags=TOGETHER) for total, product in zip(sums, products)]
+    along, places = INDEX(4 * LANES), range(N_VECTORS)
+    first = [load(builder, after(builder, bias, along, i), VECTOR) for i in places]
+    operands = rows, row_size, INDEX(4), panel, INDEX(4 * PANEL)
+    sums = running_sums(builder, (n_rows, N_VECTORS), False, operands, n_terms, first)
+    for i, value in enumerate(sums):
+        row = after(builder, out, out_size, i // N_VECTORS)
+        store(builder, value, after(builder, row, along, i % N_VECTORS))
 
 
 def panels(matrix: np.ndarray) -> np.ndarray:

@@ -7,9 +7,8 @@ registers, each step a register of the right matrix, times a number of the left 
 - of float32; or left and right of pairs, uint32: two bfloat16 that follow each other along K, the first in the lower
   bits. The processor multiplies and adds two pairs at once, and its sums are float32.
 
-`packed` and `turned` make operands of parts of larger arrays, of which a bfloat16 is given by its bits, uint16.
-
-Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
+`as_left`, `as_right` and `as_right_turned` make operands of parts of larger arrays, of which a bfloat16 is given by its
+bits, uint16.
 """
 
 from __future__ import annotations
@@ -20,52 +19,27 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import FEATURES, HAS_BFLOAT, OPTIONS, BFloat, bits_of, intrinsic, overload
+from tricycle_accelerators.compiled.jit import HAS_BFLOAT, OPTIONS, bits_of, intrinsic, overload
+from tricycle_accelerators.compiled.registers import (
+    INDEX,
+    LANES,
+    N_REGISTERS,
+    PAIR,
+    VECTOR,
+    after,
+    load,
+    running_sums,
+    store,
+)
 
-WIDE = FEATURES.get("avx512f", False)
-LANES = 16 if WIDE else 8 if FEATURES.get("avx2", False) else 4  # float32 in a register
 ROWS = 4
-VECTORS = 2 if LANES == 8 else 4  # registers side by side in a tile: AVX2 has 16 of them, the others 32
+VECTORS = 4 if N_REGISTERS == 32 else 2  # registers side by side in a tile
 HAS_PAIRS = HAS_BFLOAT
 LINE = 16  # float32 in a line of a cache
 
 
 # -------------------------------------------------------------------- a tile
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_NUMBERS = ir.VectorType(_F32, LANES)
-
-
-def _function(builder: Any, name: str, operand: Any) -> Any:
-    """One of LLVM's that takes and gives a register of sums."""
-    operands = [_NUMBERS, operand, operand]
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(_NUMBERS, operands), name)
-
-
-def _multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool) -> Any:
-    if not pairs:
-        return builder.call(_function(builder, f"llvm.fma.v{LANES}f32", _NUMBERS), [a, b, sums])
-    narrow = ir.VectorType(BFloat(), 2 * LANES)
-    a, b = builder.bitcast(a, narrow), builder.bitcast(b, narrow)
-    return builder.call(_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", narrow), [sums, a, b])
-
-
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
-
-
-def _store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
-
-
-def _repeated(builder: Any, number: Any) -> Any:
-    """A register of one number."""
-    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
-    first = builder.insert_element(undefined, number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
-
-
 def _tile(n_vectors: int, pairs: bool) -> Any:
     """What multiplies ROWS rows of a left matrix and `n_vectors` registers of columns of a right one.
 
@@ -75,19 +49,20 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *operands, result, result_down, n_steps, add = arguments
-        sums = _sums(builder, n_vectors, pairs, operands, n_steps)
+        zeros = [ir.Constant(VECTOR, [0.0] * LANES)] * n_vectors
+        sums = running_sums(builder, (ROWS, n_vectors), pairs, operands, n_steps, zeros)
         places = [
-            builder.add(builder.add(result, builder.mul(result_down, _I64(row))), _I64(4 * LANES * column))
+            builder.add(after(builder, result, result_down, row), INDEX(4 * LANES * column))
             for row in range(ROWS)
             for column in range(n_vectors)
         ]
         with builder.if_else(add) as (adds, writes):
             with adds:
                 for place, value in zip(places, sums):
-                    _store(builder, builder.fadd(_load(builder, place, _NUMBERS), value), place)
+                    store(builder, builder.fadd(load(builder, place, VECTOR), value), place)
             with writes:
                 for place, value in zip(places, sums):
-                    _store(builder, value, place)
+                    store(builder, value, place)
         return context.get_dummy_value()
 
     @intrinsic
@@ -106,38 +81,6 @@ def _tile(n_vectors: int, pairs: bool) -> Any:
         return types.void(*[types.intp] * 8, types.boolean), code
 
     return tile
-
-
-def _sums(builder: Any, n_vectors: int, pairs: bool, operands: list[Any], n_steps: Any) -> list[Any]:
-    """The loop along the product, and the registers that it leaves, row by row."""
-    left, down, along, right, right_along = operands
-    rows = [builder.add(left, builder.mul(down, _I64(row))) for row in range(ROWS)]
-    kind = _I32 if pairs else _F32
-    entry = builder.block
-    body, done = builder.append_basic_block("step"), builder.append_basic_block("done")
-    builder.branch(body)
-    builder.position_at_end(body)
-    step = builder.phi(_I64)
-    step.add_incoming(_I64(0), entry)
-    sums = [builder.phi(_NUMBERS) for _ in range(ROWS * n_vectors)]
-    start, offset = builder.add(right, builder.mul(step, right_along)), builder.mul(step, along)
-    columns = [
-        _load(builder, builder.add(start, _I64(4 * LANES * column)), ir.VectorType(kind, LANES))
-        for column in range(n_vectors)
-    ]
-    new = []
-    for row in range(ROWS):
-        number = _repeated(builder, _load(builder, builder.add(rows[row], offset), kind))
-        for column in range(n_vectors):
-            new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
-    after = builder.add(step, _I64(1))
-    step.add_incoming(after, body)
-    for register, value in zip(sums, new):
-        register.add_incoming(ir.Constant(_NUMBERS, [0.0] * LANES), entry)
-        register.add_incoming(value, body)
-    builder.cbranch(builder.icmp_signed("<", after, n_steps), body, done)
-    builder.position_at_end(done)
-    return new
 
 
 def _product(pairs: bool) -> Any:
@@ -309,8 +252,8 @@ def _turn_tile(context: Any, source: Any, down: Any, result: Any, result_down: A
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, down, result, result_down = arguments
-        kind, places = ir.VectorType(_I32, LANES), range(LANES)
-        rows = [_load(builder, builder.add(source, builder.mul(down, _I64(i))), kind) for i in places]
+        kind, places = ir.VectorType(PAIR, LANES), range(LANES)
+        rows = [load(builder, after(builder, source, down, i), kind) for i in places]
         zipped = [LANES * (i % 2) + i // 2 for i in range(2 * LANES)]
         halves = [ir.Constant(kind, zipped[:LANES]), ir.Constant(kind, zipped[LANES:])]
         for _ in range(
@@ -319,7 +262,7 @@ def _turn_tile(context: Any, source: Any, down: Any, result: Any, result_down: A
             pairs = zip(rows[: LANES // 2], rows[LANES // 2 :])
             rows = [builder.shuffle_vector(a, b, half) for a, b in pairs for half in halves]
         for i in places:
-            _store(builder, rows[i], builder.add(result, builder.mul(result_down, _I64(i))))
+            store(builder, rows[i], after(builder, result, result_down, i))
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 4), code

@@ -1,0 +1,105 @@
+"""Sums of products that stay in a processor's registers while they run along two matrices.
+
+A core multiplies at its full rate where all the sums that it works on stay in registers, as many as there are. The
+compiler would not find that by itself, so this innermost loop is written in the compiler's own language, with vectors
+as wide as this processor's; how wide and how many is all that differs between processors.
+
+Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import binding, ir
+from numba.core import cgutils
+
+from tricycle_accelerators.compiled.jit import FEATURES, BFloat
+
+
+def _registers() -> tuple[int, int]:
+    """How many float32 a vector register of this processor holds, and how many such registers there are."""
+    if binding.get_default_triple().startswith(("aarch64", "arm64")):
+        return 4, 32
+    if FEATURES.get("avx512f"):
+        return 16, 32
+    return (8 if FEATURES.get("avx2") else 4), 16
+
+
+LANES, N_REGISTERS = _registers()
+INDEX, PAIR, FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
+VECTOR = ir.VectorType(FLOAT, LANES)
+TOGETHER = ("contract",)  # a product and a sum may be one instruction
+
+
+def load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+
+def store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+
+def after(builder: Any, address: Any, stride: Any, n: int) -> Any:
+    """The address so many strides on."""
+    return builder.add(address, builder.mul(stride, INDEX(n)))
+
+
+def running_sums(
+    builder: Any, shape: tuple[int, int], pairs: bool, operands: Sequence[Any], n_steps: Any, first: Sequence[Any]
+) -> list[Any]:
+    """The loop along the product, and the registers that it leaves, row by row.
+
+    Args:
+        shape: rows of the left matrix; registers of columns of the right one.
+        pairs: each step is of two bfloat16 that follow each other, not of a float32.
+        operands: addresses and strides, in bytes: left, from row to row, from step to step; right, from step to step.
+        n_steps: 1 or more.
+        first: what the sums of each row begin with, a register for each of columns.
+    """
+    n_rows, n_vectors = shape
+    left, down, along, right, right_along = operands
+    rows = [after(builder, left, down, row) for row in range(n_rows)]
+    kind = PAIR if pairs else FLOAT
+    entry = builder.block
+    body, done = builder.append_basic_block("step"), builder.append_basic_block("done")
+    builder.branch(body)
+    builder.position_at_end(body)
+    step = builder.phi(INDEX)
+    step.add_incoming(INDEX(0), entry)
+    sums = [builder.phi(VECTOR) for _ in range(n_rows * n_vectors)]
+    start, offset = builder.add(right, builder.mul(step, right_along)), builder.mul(step, along)
+    columns = [
+        load(builder, builder.add(start, INDEX(4 * LANES * column)), ir.VectorType(kind, LANES))
+        for column in range(n_vectors)
+    ]
+    new = []
+    for row in range(n_rows):
+        number = _repeated(builder, load(builder, builder.add(rows[row], offset), kind))
+        for column in range(n_vectors):
+            new.append(_multiply_add(builder, sums[row * n_vectors + column], number, columns[column], pairs))
+    following = builder.add(step, INDEX(1))
+    step.add_incoming(following, body)
+    for i, (register, value) in enumerate(zip(sums, new)):
+        register.add_incoming(first[i % n_vectors], entry)
+        register.add_incoming(value, body)
+    builder.cbranch(builder.icmp_signed("<", following, n_steps), body, done)
+    builder.position_at_end(done)
+    return new
+
+
+def _repeated(builder: Any, number: Any) -> Any:
+    """A register of one number."""
+    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
+    alone = builder.insert_element(undefined, number, PAIR(0))
+    return builder.shuffle_vector(alone, undefined, ir.Constant(ir.VectorType(PAIR, LANES), [0] * LANES))
+
+
+def _multiply_add(builder: Any, sums: Any, a: Any, b: Any, pairs: bool) -> Any:
+    if not pairs:
+        return builder.fadd(sums, builder.fmul(a, b, flags=TOGETHER), flags=TOGETHER)
+    narrow = ir.VectorType(BFloat(), 2 * LANES)
+    kind = ir.FunctionType(VECTOR, [VECTOR, narrow, narrow])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(function, [sums, builder.bitcast(a, narrow), builder.bitcast(b, narrow)])
