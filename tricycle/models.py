@@ -25,9 +25,9 @@ from tricycle.recompute import lean, recompute
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Parameter, Tensor
 
-# The most logits that a loss holds at a time in host memory: 128 MB of them, and as much of their gradients.
+# The most logits that a loss holds at a time in host memory: 112 MB of them, and as much of their gradients.
 # Each part converts the head's matrix, and adds to its gradient, anew.
-LOGITS_AT_ONCE = 2**25
+LOGITS_AT_ONCE = 7 * 2**22
 
 # The correlation of keys with queries at first, where keys are shifted.
 KEYS_LIKE_QUERIES = 0.7
@@ -173,12 +173,13 @@ class GPT(BlockStack):
         self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Array | float = 1.0
     ) -> Tensor:
         """The same from what `hidden` gave."""
-        n_rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
-        if math.prod(hidden.shape[:-1]) <= n_rows or hidden.on_gpu:
+        n_rows = math.prod(hidden.shape[:-1])
+        n_parts = math.ceil(n_rows / max(1, LOGITS_AT_ONCE // self.config.vocab_size))
+        if n_parts <= 1 or hidden.on_gpu:
             return loss_fn(labels, self.logits(hidden), scale)
         head = [self.token_embedding if self.head is None else self.head, self.norm, self.head_projection]
         parameters = {id(p): p for layer in head if layer is not None for p in layer.parameters()}
-        return loss_fn.of_head(labels, hidden, self.logits, parameters.values(), n_rows, scale)
+        return loss_fn.of_head(labels, hidden, self.logits, parameters.values(), math.ceil(n_rows / n_parts), scale)
 
     def _check(self, tokens: Tensor, seen: int) -> None:
         window = self.config.context_window
