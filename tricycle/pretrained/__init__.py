@@ -20,7 +20,13 @@ from tricycle.pretrained.tokenisers import from_folder, from_gguf
 
 OWN_CHECKPOINTS = ("best.safetensors", "last.safetensors")  # of a run folder, the first that is there
 # What suits the small models that people train here.
-OWN_SETTINGS: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "min_p": 0.2}
+OWN_SETTINGS: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.9,
+    "top_k": 0,
+    "min_p": 0.1,
+    "repetition_penalty": 1.15,  # small models that copy fall into circles
+}
 
 
 @dataclass
