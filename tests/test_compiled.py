@@ -6,11 +6,12 @@ import sys
 import numpy as np
 import pytest
 from attention_cases import Sizes
+from test_onednn import distance
 from versions import registered_by
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
-from tricycle_accelerators import cpu, pieces, threads
+from tricycle_accelerators import cpu, threads
 from tricycle_accelerators.compiled import attention, generation, optimisers, recurrence
 from tricycle_accelerators.compiled.generation import loops
 
@@ -108,21 +109,6 @@ kernels.gated_swish(np.ones((1, 2), np.float32))
 assert "numba" in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def distance(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Relative to the size of all of it."""
-    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
-
-
-@pytest.fixture
-def many_threads(monkeypatch):
-    """Three threads, whatever this machine has, and small pieces."""
-    monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    monkeypatch.setattr(pieces, "PIECE", 1024)
-    threads._helpers.cache_clear()
-    yield
-    threads._helpers.cache_clear()
 
 
 # -------------------------------------------------------------------- attention
@@ -259,7 +245,8 @@ def attend_both(qkv, scoring, nothing, mask=None, narrow=False):
 
 @pytest.mark.parametrize(("sizes", "scoring", "nothing"), ATTENTION + LEFT_TO_OTHERS, ids=str)
 @pytest.mark.parametrize("narrow", [False, True])
-def test_attention(many_threads, sizes, scoring, nothing, narrow):
+def test_attention(sizes, scoring, nothing, narrow, monkeypatch):
+    monkeypatch.setattr(threads, "n_threads", lambda: 3)
     qkv = heads(np.random.default_rng(6), sizes)
     actual, expected = attend_both(qkv, scoring, nothing, None, narrow)
     for i, (mine, theirs) in enumerate(zip(actual, expected)):

@@ -189,6 +189,14 @@ def _operands_of(x: Any) -> Any:
     return lambda x: np.zeros(1, np.float32)
 
 
+@numba.njit(**OPTIONS)
+def _copy(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(x.shape[0]):
+        row, new = x[i], out[i]
+        for j in range(len(row)):
+            new[j] = row[j]
+
+
 def as_left(x: np.ndarray, out: np.ndarray) -> None:
     """Write rows (N, K) as a left operand into the beginning of `out`. Where K is odd, the rest of it must be 0."""
     raise NotImplementedError
@@ -207,13 +215,7 @@ def _as_left(x: Any, out: Any) -> Any:
 
         return pairs
 
-    def numbers(x: Any, out: Any) -> None:
-        for i in range(x.shape[0]):
-            row, new = x[i], out[i]
-            for j in range(len(row)):
-                new[j] = row[j]
-
-    return numbers
+    return lambda x, out: _copy(x, out)
 
 
 def as_right(x: np.ndarray, out: np.ndarray) -> None:
@@ -237,13 +239,7 @@ def _as_right(x: Any, out: Any) -> Any:
 
         return pairs
 
-    def numbers(x: Any, out: Any) -> None:
-        for i in range(x.shape[0]):
-            row, new = x[i], out[i]
-            for j in range(len(row)):
-                new[j] = row[j]
-
-    return numbers
+    return lambda x, out: _copy(x, out)
 
 
 @intrinsic
