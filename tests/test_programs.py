@@ -388,7 +388,8 @@ def test_generating_with_another_softmax(finished):
     louder.write_bytes(pickle.dumps(model))
     said = set()
     for softmax in ("softmax", "softmax1", "adaptive", "blocks"):
-        words = ["the fox", "--temperature", "0", "--length", "40", "--no-stop", "--softmax", softmax]
+        words = ["the fox", "--temperature", "0", "--repetition-penalty", "1", "--length", "40"]
+        words += ["--no-stop", "--softmax", softmax]
         text = good(call(INFER, louder, *words, "--tokeniser", folder / "tokeniser.json"))
         model.use_softmax(softmax)
         prompt = tokeniser.encode("the fox").tolist()
