@@ -25,8 +25,9 @@ from tricycle.tensor import Operand, Tensor
 # -------------------------------------------------------------------- activations between products
 def _dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     """What is kept of activations between these layers: what products take, where they are all plain; else as x is."""
-    plain = all(type(product) is Dense for product in products)
-    return kernels.operand(x.array[:0], precision).dtype if plain else x.dtype
+    if precision == "float32" or not all(type(product) is Dense for product in products):
+        return x.dtype
+    return kernels.operand(x.array[:0], precision).dtype
 
 
 # -------------------------------------------------------------------- attention with its projections
@@ -470,9 +471,9 @@ class TransformerBlock(Layer):
         return self._add(x, mlp_norm, think, self.mlp_post_norm)
 
     def _for(self, norm: Any, part: Any) -> Callable[[Tensor], Tensor]:
-        """A norm that gives as many bits as are kept inside the part after it, where that says how many."""
-        says = isinstance(part, (MultiHeadSelfAttention, MLPBlock)) and isinstance(norm, LayerNorm)
-        if not says or self.norm_placement == "after":
+        """A norm that gives as many bits as are kept inside the part after it, where both are the library's own."""
+        plain = type(part) in (MultiHeadSelfAttention, MLPBlock) and type(norm) in (LayerNorm, RMSNorm)
+        if not plain or self.norm_placement == "after":
             return norm
         return lambda x: norm(x, part.dtype_inside(x))
 

@@ -51,7 +51,7 @@ from tricycle_cli.streams import patient_streams
 from tricycle_cli.together import expect_one_process
 from tricycle_cli.trackers import TrackerName, expect_trackers
 from tricycle_cli.tracking import Tracking
-from tricycle_cli.train import begin_folder, holds_a_run, say, saying_what_is_saved, tracked
+from tricycle_cli.train import begin_folder, clear_left_overs, holds_a_run, say, saying_what_is_saved, tracked
 from tricycle_cli.tuning import (
     ADAPTER,
     HeldOutPairs,
@@ -494,6 +494,7 @@ def begin_or_go_on(
     Raises:
         ValueError: the data or the model have changed since the run began.
     """
+    clear_left_overs(run.folder)
     if (run.folder / "data.json").is_file() and run.last.exists():
         description = read_json_object(run.folder / "data.json")
         if description.get("corpus") != examples.digest:

@@ -445,6 +445,7 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
         advice = f"--init-from {shlex.quote(last.as_posix())} begins a new run with its weights"
         raise ValueError(f"{folder}: expected the text that it was trained on, which has changed since; {advice}")
     description["corpus"] = corpus.digest
+    by_the_first(processes, lambda: clear_left_overs(folder))
     by_the_first(processes, lambda: begin_folder(folder, config, description, tokeniser))
     held_out_bytes = corpus.validation_bytes
     # the end of some other text stands before the first token, so that it too is predicted
@@ -522,11 +523,15 @@ def introduce(state: TrainingState, held_out: HeldOut, sitting: Sitting, tokenis
 
 
 def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], tokeniser: Any) -> None:
-    """Write what a run folder says of itself, and clear away what a kill cut off while it was being written."""
+    """Write what a run folder says of itself."""
     for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json stands for both
         with atomic_write(folder / f"{name}.json", text=True) as file:
             json.dump(content, file, indent=2)
     tokeniser.save(folder / "tokeniser.json")
+
+
+def clear_left_overs(folder: Path) -> None:
+    """Take away what a kill cut off while it was being written."""
     for left_over in folder.rglob(".*.part"):
         left_over.unlink()
 

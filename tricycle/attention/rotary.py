@@ -78,9 +78,8 @@ class Rotary(Op):
         if n_turned % 2:
             raise ValueError(f"Rotary: expected an even head size to turn, got {n_turned}")
         cos, sin = angles(self.base, self.scaling, n_turned, offset, x.shape[1])
-        dtype = (
-            np.float64 if array.dtype == np.float64 else np.float32
-        )  # angles stay exact where what turns has 16 bits
+        # angles stay exact where what turns has 16 bits
+        dtype = np.float64 if array.dtype == np.float64 else np.float32
         cos = x.xp.asarray(cos, dtype=dtype)
         sin = x.xp.asarray(sin, dtype=dtype)
 

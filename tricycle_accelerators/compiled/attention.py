@@ -34,17 +34,9 @@ def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: 
     return scoring.queries_seeing(n_queries, n_keys) == slice(0, n_queries)
 
 
-def _kinds(operand: np.ndarray, *results: Any) -> tuple[bool, bool] | None:
-    """Whether operands go into products as bfloat16, and whether results and gradients are that; None for others.
-
-    Args:
-        results: dtypes, all to be the same.
-    """
-    result = np.dtype(results[0])
-    narrow = operand.dtype.name == "bfloat16" and _loops().HAS_PAIRS
-    if len(set(map(np.dtype, results))) > 1 or not (result == np.float32 or (narrow and result == operand.dtype)):
-        return None
-    return narrow, result != np.float32
+def _multiplies_narrow(operand: np.ndarray) -> bool:
+    """Whether operands go into products as bfloat16, not as float32."""
+    return operand.dtype.name == "bfloat16" and bool(_loops().HAS_PAIRS)
 
 
 def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray, ...]:
@@ -53,7 +45,7 @@ def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray,
     return tuple(array if array.flags.behaved else array.copy() for array in arrays)
 
 
-def _settings(scoring: Scoring, n_queries: int, n_keys: int) -> tuple[float, int, int]:
+def _settings(scoring: Scoring, n_keys: int) -> tuple[float, int, int]:
     """The scale; query t sees the keys up to t + this; and the window, 0 for none."""
     if scoring.offset is None:
         return scoring.scale, n_keys, 0
@@ -72,14 +64,15 @@ def attention(
     if not _takes(q, k, v, scoring, mask):
         return NotImplemented
     dtype = dtype or q.dtype
-    kinds = _kinds(q, dtype) or (q.dtype.name == "bfloat16" and _loops().HAS_PAIRS, False)
-    out = np.empty((*q.shape[:3], v.shape[3]), dtype if kinds[1] else np.float32)
+    narrow = _multiplies_narrow(q)
+    narrow_results = narrow and dtype == q.dtype
+    out = np.empty((*q.shape[:3], v.shape[3]), dtype if narrow_results else np.float32)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
-    settings = _settings(scoring, q.shape[1], k.shape[1])
+    settings = _settings(scoring, k.shape[1])
     groups, _ = make_groups(q, k)
-    q, k, v = _prepared((q, k, v), kinds[0])
-    (means,) = _prepared((out,), kinds[1])
-    attend = _loops().attend(*kinds)
+    q, k, v = _prepared((q, k, v), narrow)
+    (means,) = _prepared((out,), narrow_results)
+    attend = _loops().attend(narrow, narrow_results)
 
     def work(group: Group) -> None:
         item, heads, key_heads = group
@@ -112,17 +105,19 @@ def attention_backward(
 ) -> Any:
     if log_total.dtype != np.float32 or not _takes(q, k, v, scoring, mask):
         return NotImplemented
-    kinds = _kinds(q, *(array.dtype for array in (grad, out, dq, dk, dv)))
-    if kinds is None or not all(array.flags.behaved for array in (dq, dk, dv)):
+    dtype = dk.dtype
+    narrow = _multiplies_narrow(q)
+    narrow_results = narrow and dtype == q.dtype
+    same = all(array.dtype == dtype for array in (grad, out, dq, dv)) and (narrow_results or dtype == np.float32)
+    if not same or not all(array.flags.behaved for array in (dq, dk, dv)):
         return NotImplemented
-    settings = _settings(scoring, q.shape[1], k.shape[1])
+    settings = _settings(scoring, k.shape[1])
     groups, in_parts = make_groups(q, k)
     sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of groups, for keys and values
-    dtype = dk.dtype
-    q, k, v = _prepared((q, k, v), kinds[0])
-    grad, out, dq, dk, dv = _prepared((grad, out, dq, dk, dv), kinds[1])
+    q, k, v = _prepared((q, k, v), narrow)
+    grad, out, dq, dk, dv = _prepared((grad, out, dq, dk, dv), narrow_results)
     (log_total,) = _prepared((log_total,), False)
-    attend_back = _loops().attend_back(*kinds)
+    attend_back = _loops().attend_back(narrow, narrow_results)
 
     def work(i: int) -> None:
         item, heads, key_heads = groups[i]

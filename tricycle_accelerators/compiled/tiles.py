@@ -252,9 +252,8 @@ def _turn_tile(context: Any, source: Any, down: Any, result: Any, result_down: A
         rows = [load(builder, after(builder, source, down, i), kind) for i in places]
         zipped = [LANES * (i % 2) + i // 2 for i in range(2 * LANES)]
         halves = [ir.Constant(kind, zipped[:LANES]), ir.Constant(kind, zipped[LANES:])]
-        for _ in range(
-            LANES.bit_length() - 1
-        ):  # rows i and i + L/2 become rows 2i and 2i + 1, one number of each in turn
+        # each time rows i and i + L/2 become rows 2i and 2i + 1, one number of each in turn
+        for _ in range(LANES.bit_length() - 1):
             pairs = zip(rows[: LANES // 2], rows[LANES // 2 :])
             rows = [builder.shuffle_vector(a, b, half) for a, b in pairs for half in halves]
         for i in places:
@@ -335,15 +334,7 @@ def _right_again(left: Any, shape: Any, out: Any) -> Any:
 
         def pairs(left: Any, shape: Any, out: Any) -> Any:
             n_rows, size = shape
-            bits = left.view(np.uint16)
-            for i in range(n_rows // 2):
-                first, second, new = bits[2 * i][:size], bits[2 * i + 1][:size], out[i]
-                for j in range(len(first)):
-                    new[j] = np.uint32(first[j]) | (np.uint32(second[j]) << np.uint32(16))
-            if n_rows % 2:
-                last, new = bits[n_rows - 1][:size], out[n_rows // 2]
-                for j in range(len(last)):
-                    new[j] = np.uint32(last[j])
+            as_right(numbers_of(left)[:n_rows, :size], out)
             return out
 
         return pairs
