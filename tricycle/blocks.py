@@ -23,7 +23,7 @@ from tricycle.tensor import Operand, Tensor
 
 
 # -------------------------------------------------------------------- activations between products
-def _dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
+def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     """What is kept of activations between these layers: what products take, where they are all plain; else as x is."""
     if precision == "float32" or not all(type(product) is Dense for product in products):
         return x.dtype
@@ -158,7 +158,7 @@ class MultiHeadSelfAttention(_MultiHead):
         """What is kept of its activations: 16 bits where its products take no more, and all between can do with it."""
         if self.mixes or not getattr(self.attention.softmax, "fused", False):
             return x.dtype
-        return _dtype_between(x, self.precision, self.qkv, self.projection)
+        return dtype_between(x, self.precision, self.qkv, self.projection)
 
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
         """(B, T, C), or (T, C) for one sequence, to the same shape.
@@ -352,7 +352,7 @@ class MLPBlock(Layer):
         """What is kept of its activations: 16 bits where its products take no more, and the activation can."""
         if not getattr(self.activation, "computes_wide", False):
             return x.dtype
-        return _dtype_between(x, self.precision, self.up, self.projection)
+        return dtype_between(x, self.precision, self.up, self.projection)
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
         """(..., C) to (..., C).

@@ -10,7 +10,7 @@ from tricycle import kernels, ops
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS, FewBits, Scoring
 from tricycle.ops import Op, Wanted, as_tensor, as_tensors, check_device, check_width, floating, register
-from tricycle.tensor import Operand, Tensor, record
+from tricycle.tensor import Fresh, Operand, Tensor, record
 
 # -------------------------------------------------------------------- softmax and its kin
 # Gradients of q, k and v are written into the last three arrays; what comes back is that of the scales, if any.
@@ -159,6 +159,7 @@ def linear(
     name: str = "linear",
     precision: str = "float32",
     dtype: Any = None,
+    turned: bool = False,
 ) -> Tensor:
     """x W + b over the last axis of x, as one matrix product.
 
@@ -166,6 +167,7 @@ def linear(
         x: (..., from_size). weights: (from_size, to_size), of few bits or not. bias: (to_size,).
         precision: in `precision.PRECISIONS`; of the products of forward and backward, not of their sums and results.
         dtype: of the result, to which the bias is rounded.
+        turned: the weights come as (to_size, from_size), as a table of embeddings does.
 
     Returns:
         (..., to_size), in the dtype of x W unless another was given.
@@ -173,23 +175,23 @@ def linear(
     Raises:
         ValueError: the last axis of `x` is not from_size long, or weights and bias do not belong together.
     """
-    _check_linear(name, x, weights, bias)
-    from_size, to_size = weights.shape
+    matrix = weights.array.T if turned and weights.ndim == 2 else weights.array
+    _check_linear(name, x, matrix, bias)
+    from_size, to_size = matrix.shape
     n_rows = math.prod(x.shape[:-1])  # -1 would not do where from_size or to_size is 0
-    rows, matrix = floating(x.array).reshape(n_rows, from_size), weights.array
+    rows = floating(x.array).reshape(n_rows, from_size)
     if isinstance(matrix, FewBits):
         if weights.requires_grad:
             raise ValueError(f"{name}: expected weights of 32 bits to train, got {matrix!r}")
         if n_rows <= FEW_ROWS or matrix.dtype.name != precision:
-            return _few_bits_linear(x, rows, (weights, bias), name, precision, dtype)
+            return _few_bits_linear(x, rows, matrix, bias, name, precision, dtype)
         matrix = matrix.as_array()
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a = _operand(rows, precision)
     b = _operand(matrix, precision)
     y = kernels.matmul(a, b, None if bias is None else bias.array, None, dtype or kept, precision)
-    del b  # made again in the backward pass: copies of all matrices are much to keep
 
-    def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
+    def backward(grad: Array, wanted: Wanted) -> list[Array | Fresh | None]:
         dx = dweights = dbias = None
         dy = grad.reshape(n_rows, to_size)
         multiplies = wanted[0] or wanted[1]
@@ -201,17 +203,22 @@ def linear(
         elif sums:
             dbias = kernels.sum_rows(dy)
         if wanted[0]:
-            b = _operand(matrix, precision)
             dx = kernels.matmul(dy, b.T, None, None, kept, precision)
             dx = dx if x.ndim == 2 else dx.reshape(x.shape)
-        if wanted[1] and matrix.flags.c_contiguous:
-            dweights = kernels.matmul(a.T, dy, None, None, None, precision)
-        elif wanted[1]:  # in the layout of the weights: tied ones come transposed
-            dweights = kernels.matmul(dy.T, a, None, None, None, precision).T
+        if wanted[1]:
+            dmatrix = _matmul_like(matrix, a.T, dy, precision)
+            dweights = Fresh(dmatrix.T if turned else dmatrix)
         return [dx, dweights, dbias][: len(args)]
 
     args = (x, weights) if bias is None else (x, weights, bias)
     return record(y if x.ndim == 2 else y.reshape(*x.shape[:-1], to_size), args, backward, name)
+
+
+def _matmul_like(matrix: Array, a: Array, b: Array, precision: str) -> Array:
+    """The product, lying in memory as the matrix does: row by row, or column by column."""
+    if matrix.flags.c_contiguous:
+        return kernels.matmul(a, b, None, None, None, precision)
+    return kernels.matmul(b.T, a.T, None, None, None, precision).T
 
 
 # In float32 operands are what they are. No kernel need be asked, which is much of what a small network costs.
@@ -223,32 +230,30 @@ def _operand_and_sums(x: Array, precision: str) -> tuple[Array, Array]:
     return (x, kernels.sum_rows(x)) if precision == "float32" else kernels.operand_and_sums(x, precision)
 
 
-def _check_linear(name: str, x: Tensor, weights: Tensor, bias: Tensor | None) -> None:
-    shape = weights.shape
+def _check_linear(name: str, x: Tensor, matrix: Any, bias: Tensor | None) -> None:
+    shape = matrix.shape
     if len(shape) != 2 or (bias is not None and bias.shape != shape[1:]):
         got = shape if bias is None else f"{shape} and {bias.shape}"
         raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
     if x.shape[-1:] != shape[:1]:
         check_width(f"{name.capitalize()}(from_size={shape[0]})", x, shape[0])
-    check_device(name, x.array, weights.array)
+    check_device(name, x.array, matrix)
 
 
 def _few_bits_linear(
-    x: Tensor, rows: Array, parameters: tuple[Tensor, Tensor | None], name: str, precision: str, dtype: Any
+    x: Tensor, rows: Array, matrix: FewBits, bias: Tensor | None, name: str, precision: str, dtype: Any
 ) -> Tensor:
     """As `linear`, for weights of few bits, which have no gradient."""
-    weights, bias = parameters
-    matrix: FewBits = weights.array
     y = kernels.few_bits_matmul(rows, matrix, None if bias is None else bias.array, precision)
     y = y if dtype is None else y.astype(dtype, copy=False)
 
     def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
         dy = grad.reshape(len(rows), matrix.shape[1])
         dx = kernels.few_bits_matmul(dy, matrix.T).reshape(x.shape) if wanted[0] else None
-        dbias = kernels.sum_rows(dy) if bias is not None and wanted[2] else None
-        return [dx, None, dbias][: len(args)]
+        dbias = kernels.sum_rows(dy) if bias is not None and wanted[1] else None
+        return [dx, dbias][: len(args)]
 
-    args = (x, weights) if bias is None else (x, weights, bias)
+    args = (x,) if bias is None else (x, bias)
     return record(y.reshape(*x.shape[:-1], matrix.shape[1]), args, backward, name)
 
 

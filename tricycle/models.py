@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.attention import Attention, KeyValueCache
-from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock, new_norm
+from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock, dtype_between, new_norm
 from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.devices import Array, array_module
 from tricycle.functions import linear, soft_cap, to_compute_dtype
@@ -23,7 +24,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.ops import as_tensor
 from tricycle.recompute import lean, recompute
 from tricycle.softmaxes import new_softmax
-from tricycle.tensor import Operand, Parameter, Tensor
+from tricycle.tensor import Operand, Parameter, Tensor, remembers
 
 # The most logits that a loss holds at a time in host memory: 112 MB of them, and as much of their gradients.
 # Each part converts the head's matrix, and adds to its gradient, anew.
@@ -175,11 +176,19 @@ class GPT(BlockStack):
         """The same from what `hidden` gave."""
         n_rows = math.prod(hidden.shape[:-1])
         n_parts = math.ceil(n_rows / max(1, LOGITS_AT_ONCE // self.config.vocab_size))
+        logits = partial(self.logits, dtype=self._dtype_of_logits(hidden))
         if n_parts <= 1 or hidden.on_gpu:
-            return loss_fn(labels, self.logits(hidden), scale)
+            return loss_fn(labels, logits(hidden), scale)
         head = [self.token_embedding if self.head is None else self.head, self.norm, self.head_projection]
         parameters = {id(p): p for layer in head if layer is not None for p in layer.parameters()}
-        return loss_fn.of_head(labels, hidden, self.logits, parameters.values(), math.ceil(n_rows / n_parts), scale)
+        return loss_fn.of_head(labels, hidden, logits, parameters.values(), math.ceil(n_rows / n_parts), scale)
+
+    def _dtype_of_logits(self, hidden: Tensor) -> Any:
+        """Of those that a loss is made of: in training 16 bits are enough where products take no more, as on a GPU."""
+        if not remembers(hidden) or self.config.logit_cap:
+            return None
+        products = [layer for layer in (self.head, self.head_projection) if layer is not None]
+        return dtype_between(hidden, self.precision, *products)
 
     def _check(self, tokens: Tensor, seen: int) -> None:
         window = self.config.context_window
@@ -221,15 +230,19 @@ class GPT(BlockStack):
                 x = x + self.position_embedding(self.place(first + places_in(documents)))
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Of hidden states (..., C) those of the next token, (..., V): the last norm, and the head."""
+    def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
+        """Of hidden states (..., C) those of the next token, (..., V): the last norm, and the head.
+
+        Args:
+            dtype: of the logits of a plain head; what its product gives unless given.
+        """
         x = x if self.norm is None else self.norm(x)
         if self.head_projection is not None:
             x = self.head_projection(x)
         if self.head is None:
-            logits = linear(x, self.token_embedding.weights.transpose(), precision=self.precision)
+            logits = linear(x, self.token_embedding.weights, precision=self.precision, dtype=dtype, turned=True)
         else:
-            logits = self.head(x)
+            logits = self.head(x) if dtype is None else self.head(x, dtype)
         return soft_cap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:

@@ -388,9 +388,9 @@ def record(
     """The result of an operation: `array`, with its history where a gradient can flow.
 
     Args:
-        backward: backward(grad, wanted) gives the gradients of all args, as arrays (or a `Part` of one), from that of
-            the result. `wanted` has a boolean for each arg; in the place of one that does not want a gradient
-            anything may stand. Or a tuple with a function for each arg, as `Tensor.back_fns` has them.
+        backward: backward(grad, wanted) gives the gradients of all args, as arrays (or a `Part` of one, or `Fresh`),
+            from that of the result. `wanted` has a boolean for each arg; in the place of one that does not want a
+            gradient anything may stand. Or a tuple with a function for each arg, as `Tensor.back_fns` has them.
         is_batched: as any of the args is, unless given.
         saved: what `backward` takes after `wanted`. All results of an op can then share one function, and each keeps
             one tuple where a closure would be several objects: Python's garbage collector walks over every one, again
@@ -503,7 +503,9 @@ def _back_fn(node: Tensor, i: int) -> BackFn:
 
     def back_fn(grad: Tensor) -> Array | Tensor:
         gradient = backward(grad.array, wanted, *saved)[i]  # type: ignore[misc]
-        return _assembled([gradient], arg.array) if type(gradient) is Part else gradient
+        if type(gradient) is Part:
+            return _assembled([gradient], arg.array)
+        return gradient.array if type(gradient) is Fresh else gradient
 
     return back_fn
 
@@ -643,15 +645,22 @@ class Part(NamedTuple):
     once: bool = False
 
 
-LARGE = 2**19  # numbers from which on a sum is shared by threads
+class Fresh(NamedTuple):
+    """A gradient that shares memory with nothing else, so that whatever else arrives may be added to it in place."""
+
+    array: Array
+
+
+LARGE = 2**18  # numbers from which on a sum is shared by threads
 
 
 class _GradientSums:
     """Gradients that have arrived at Tensors whose turn has not come yet.
 
     An array that arrives may be shared (an addition hands the same one to both inputs), so the first sum
-    makes a new array; only arrays made here are added to in place. One element is never: the sum of 0-d arrays
-    is a NumPy scalar, which += would replace, and NumPy takes three times as long for += as for + there.
+    makes a new array; only arrays made here, or said to be `Fresh`, are added to in place. One element is never: the
+    sum of 0-d arrays is a NumPy scalar, which += would replace, and NumPy takes three times as long for += as for +
+    there.
     """
 
     def __init__(self) -> None:
@@ -660,7 +669,9 @@ class _GradientSums:
         self.ours: set[int] = set()  # ids of Tensors, which all live until their turn has come
         self.handed_out: dict[int, Array] = {}
 
-    def add(self, args: Sequence[Tensor], wanted: Sequence[bool], gradients: Sequence[Array | Tensor | Part]) -> None:
+    def add(
+        self, args: Sequence[Tensor], wanted: Sequence[bool], gradients: Sequence[Array | Tensor | Part | Fresh]
+    ) -> None:
         """Those of some Tensors that want one."""
         arrays = self.arrays
         for arg, wants, grad in zip(args, wanted, gradients, strict=True):
@@ -669,12 +680,15 @@ class _GradientSums:
             if type(grad) is Part:
                 self.parts.setdefault(arg, []).append(grad)
                 continue
-            array: Array = grad.array if isinstance(grad, Tensor) else grad
+            is_fresh = type(grad) is Fresh
+            array: Array = grad.array if is_fresh or isinstance(grad, Tensor) else grad
             dtype = arg.array.dtype
             if array.dtype is not dtype:
                 array = array.astype(dtype, copy=False)
             if arg not in arrays:
                 arrays[arg] = array
+                if is_fresh and array.size > 1:
+                    self.ours.add(id(arg))
             elif array.size >= LARGE:
                 arrays[arg] = kernels.add(arrays[arg], array, arrays[arg] if id(arg) in self.ours else None)
                 self.ours.add(id(arg))
@@ -758,7 +772,8 @@ def _accumulate(leaf: Tensor, grad: Array, sums: _GradientSums) -> None:
     if leaf.grad is not None:
         leaf.grad = Tensor(leaf.grad.array + grad, False, leaf.is_batched)
         return
-    if isinstance(grad, np.generic) or not grad.flags.owndata or id(grad) in sums.handed_out:
+    is_shared = isinstance(grad, np.generic) or not grad.flags.owndata or id(grad) in sums.handed_out
+    if is_shared and id(leaf) not in sums.ours:
         grad = grad.copy()
     sums.handed_out[id(grad)] = grad
     leaf.grad = Tensor(grad, False, leaf.is_batched)

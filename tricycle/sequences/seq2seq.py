@@ -378,4 +378,4 @@ class Transformer(EncoderDecoder):
         x = x if decoder.norm is None else decoder.norm(x)
         if self.head is not None:
             return self.head(x)
-        return linear(x, decoder.embedding.weights.transpose(), precision=self.precision)
+        return linear(x, decoder.embedding.weights, precision=self.precision, turned=True)

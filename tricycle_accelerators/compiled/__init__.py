@@ -12,7 +12,15 @@ from functools import cache
 from importlib.util import find_spec
 
 from tricycle import kernels
-from tricycle_accelerators.compiled import attention, elementwise, generation, normalisation, optimisers, recurrence
+from tricycle_accelerators.compiled import (
+    attention,
+    elementwise,
+    generation,
+    losses,
+    normalisation,
+    optimisers,
+    recurrence,
+)
 
 
 @cache
@@ -38,6 +46,7 @@ def register(array: type) -> None:
     kernels.turn.on(array)(generation.turn)
     kernels.attend_one.on(array)(generation.attend_one)
     kernels.sum_rows.on(array)(elementwise.sum_rows)
+    kernels.sum_squares.on(array)(elementwise.sum_squares)
     kernels.swiglu.on(array)(elementwise.swiglu)
     kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
     kernels.rotate.on(array)(elementwise.rotate)
@@ -52,4 +61,6 @@ def register(array: type) -> None:
     kernels.lstm_backward.on(array)(recurrence.lstm_backward)
     kernels.gru.on(array)(recurrence.gru)
     kernels.gru_backward.on(array)(recurrence.gru_backward)
+    kernels.cross_entropy.on(array)(losses.cross_entropy)
+    kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
     kernels.adamw.on(array)(optimisers.adamw)

@@ -101,3 +101,12 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray | NotI
     compute = training_loops().turned
     threads.parallel(lambda i: compute(heads[i], cos, sin, turned[i]), range(len(x)))
     return y
+
+
+def sum_squares(x: np.ndarray) -> np.ndarray | NotImplementedType:
+    """As fast as memory gives the numbers: BLAS's product of a vector with itself takes half as long again."""
+    if x.size < pieces.PIECE or not fits(x):
+        return NotImplemented
+    flat = x.reshape(-1)
+    compute = training_loops().sum_squares
+    return np.asarray(pieces.sum_over(lambda piece: compute(flat[piece]), pieces.cut(flat.size)), np.float32)

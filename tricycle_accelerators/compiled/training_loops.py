@@ -11,7 +11,7 @@ import math
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, number_of, rounded_for
+from tricycle_accelerators.compiled.jit import FARTHEST, ONE, ZERO, compiled, exp, larger, number_of, rounded_for
 from tricycle_accelerators.compiled.loops import gated_swish as gated_swish
 
 LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
@@ -162,7 +162,57 @@ def rms_norm_backward(
             dx[i, j] = rounded_for(dx, (slope * gain[j] - value * share) * scale)
 
 
+# -------------------------------------------------------------------- losses
+@numba.njit(inline="always")
+def _exp(x: np.float32) -> np.float32:
+    """e^x for x of 0 or less, and 0 of minus infinity."""
+    return ZERO if x < -FARTHEST else exp(x)
+
+
+@compiled([f"f8({x}[:, ::1], i8[::1], f4[::1], f8, {x}[:, ::1])" for x in ("f4", "u2")])
+def cross_entropy(
+    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray
+) -> float:
+    """(R, C); the sum over rows.
+
+    Args:
+        slope: the derivative is written into it; (R, 0) where none is wanted.
+    """
+    n_rows, size = logits.shape
+    cost = 0.0
+    for i in range(n_rows):
+        row, slopes, label, weight = logits[i], slope[i], labels[i], weights[i]
+        highest = number_of(row[0])
+        for j in range(size):
+            highest = larger(number_of(row[j]), highest)
+        total, level = ZERO, ZERO
+        for j in range(size):
+            total += _exp(number_of(row[j]) - highest)
+        if smoothing != 0:
+            for j in range(size):
+                level += number_of(row[j]) - highest
+        truth = number_of(row[label]) - highest
+        if weight != 0:  # such a row may cost infinitely much, and 0 times that is not 0
+            cost += weight * (math.log(total) - (1 - smoothing) * truth - smoothing * (level / size))
+        share = weight / total
+        spread = np.float32(weight * smoothing / size)
+        for j in range(len(slopes)):
+            slopes[j] = rounded_for(slopes, share * _exp(number_of(row[j]) - highest) - spread)
+        if len(slopes):
+            of_truth = share * _exp(truth) - spread - np.float32(weight * (1 - smoothing))
+            slopes[label] = rounded_for(slopes, of_truth)
+    return cost
+
+
 # -------------------------------------------------------------------- optimisers
+@compiled("f8(f4[::1])")
+def sum_squares(x: np.ndarray) -> float:
+    total = ZERO
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    return float(total)
+
+
 @compiled("void(f4[::1], f4[::1], f4[::1], f4[::1], f4[::1])")
 def adamw(w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, numbers: np.ndarray) -> None:
     """In place on weights and both moments, each of which is read and written once.

@@ -457,4 +457,4 @@ def logits_of(model: Transformer, x: Tensor) -> Tensor:
         normal = x if model.decoder.norm is None else model.decoder.norm(x)
         if model.head is not None:
             return model.head(normal)
-        return linear(normal, model.decoder.embedding.weights.transpose(), precision=model.precision)
+        return linear(normal, model.decoder.embedding.weights, precision=model.precision, turned=True)
