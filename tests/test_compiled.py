@@ -12,7 +12,7 @@ from versions import registered_by
 from tricycle import kernels
 from tricycle.kernels import Scoring
 from tricycle_accelerators import cpu, threads
-from tricycle_accelerators.compiled import attention, generation, optimisers, recurrence
+from tricycle_accelerators.compiled import attention, generation, losses, optimisers, recurrence
 from tricycle_accelerators.compiled.generation import loops
 
 pytest.importorskip("numba")
@@ -47,6 +47,23 @@ def test_adamw(factor):
         np.testing.assert_allclose(mine, theirs, 1e-5, 1e-6)
     assert optimisers.adamw(*(a[:100] for a in arrays), *numbers) is NotImplemented
     assert optimisers.adamw(*(a[::-1] for a in arrays), *numbers) is NotImplemented
+
+
+def test_cross_entropy_of_logits_that_are_ruled_out():
+    """Minus infinity has no weight, and a row that does not count may cost infinitely much."""
+    logits, labels = normal(300, 400), np.arange(300) % 200
+    logits[:, 200:] = -np.inf
+    labels[7] = 399
+    weights = np.full(300, 1 / 300, np.float32)
+    weights[7] = 0
+    loss, slope = losses.cross_entropy_with_slope(logits, labels, weights)
+    expected, slopes = kernels.cross_entropy_with_slope.plain(logits.astype(np.float64), labels, weights)
+    np.testing.assert_allclose(loss, expected, 1e-5)
+    np.testing.assert_allclose(slope, slopes, 1e-5, 1e-8)
+    assert (slope[:, 200:] == 0).all()
+    np.testing.assert_allclose(losses.cross_entropy(logits, labels, weights), expected, 1e-5)
+    labels[0] = 400
+    assert losses.cross_entropy(logits, labels, weights) is NotImplemented
 
 
 @pytest.mark.parametrize("name", ["gated_swish", "attend_one"])

@@ -340,3 +340,39 @@ def test_linear_refuses(x, weights, bias, message):
     with pytest.raises(ValueError, match=message) as caught:
         linear(*(None if shape is None else to_tensor(np.ones(shape)) for shape in (x, weights, bias)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_linear_with_a_table(order, rng):
+    """As with the table turned by hand; and the gradient becomes the table's without a copy."""
+    x, table = (
+        to_tensor(rng.standard_normal((2, 3, 4))),
+        to_tensor(np.asarray(rng.standard_normal((5, 4)), order=order)),
+    )
+    bias = to_tensor(rng.standard_normal(5))
+    y, expected = linear(x, table, bias, turned=True), linear(x, table.transpose(), bias)
+    np.testing.assert_array_equal(y.array, expected.array)
+    gradients = []
+    for result in (y, expected):
+        (result * result).sum().backward()
+        gradients.append([tensor.grad.array for tensor in (x, table, bias)])
+        for tensor in (x, table, bias):
+            tensor.zero_grad()
+    for mine, theirs in zip(*gradients):
+        np.testing.assert_allclose(mine, theirs, 1e-6)
+    assert gradients[0][1].flags[f"{order}_CONTIGUOUS"]
+
+
+def test_a_table_that_is_embedded_and_multiplied_with(rng):
+    """Its gradients meet in one array, which nobody else is given."""
+    table, x = to_tensor(rng.standard_normal((5, 4))), to_tensor(rng.standard_normal((3, 4)))
+    places = np.array([1, 1, 4])
+    both = linear(x + table[places], table, turned=True)
+    grad = 2 * both.array
+    (both * both).sum().backward()
+    to_rows = grad @ table.array
+    expected = grad.T @ (x.array + table.array[places])
+    np.add.at(expected, places, to_rows)
+    np.testing.assert_allclose(table.grad.array, expected, 1e-5)
+    np.testing.assert_allclose(x.grad.array, to_rows, 1e-5)
+    assert not np.shares_memory(x.grad.array, table.grad.array)

@@ -494,3 +494,35 @@ def test_only_a_config_makes_a_model(config: Any) -> None:
     with pytest.raises(TypeError) as caught:
         GPT(config)
     assert str(caught.value) == f"GPT: expected a ModelConfig, got {config!r}"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("at_once", [2**22, 200])
+def test_logits_of_16_bits(tied, at_once, monkeypatch):
+    """What training in bfloat16 makes its loss of; without gradients, and where they are capped, they stay float32."""
+    model = GPT(replace(DebugConfig(), tied=tied, precision="bfloat16"))
+    if kernels.operand(np.zeros((1, 1), np.float32), "bfloat16").dtype == np.float32:
+        pytest.skip("products of bfloat16 are not made here")
+    monkeypatch.setattr("tricycle.models.LOGITS_AT_ONCE", at_once)
+    seen = []
+    plain = CrossEntropy._weighted_sum
+
+    def looking(self, logits, *arguments):
+        seen.append(logits.dtype.name)
+        return plain(self, logits, *arguments)
+
+    monkeypatch.setattr(CrossEntropy, "_weighted_sum", looking)
+    tokens = np.arange(16).reshape(2, 8)
+    loss = model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
+    loss.backward()
+    assert set(seen) == {"bfloat16"}
+    seen.clear()
+    with no_grad():
+        exact = model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
+    assert set(seen) == {"float32"}
+    np.testing.assert_allclose(float(loss.array), float(exact.array), 2e-3)
+    assert all(parameter.grad.dtype == np.float32 for parameter in model.parameters())
+    seen.clear()
+    model.config = replace(model.config, logit_cap=30.0)
+    model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
+    assert set(seen) == {"float32"}
