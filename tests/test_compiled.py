@@ -11,7 +11,7 @@ from versions import registered_by
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
-from tricycle_accelerators import cpu, threads
+from tricycle_accelerators import compiled, cpu, threads
 from tricycle_accelerators.compiled import attention, generation, losses, optimisers, recurrence
 from tricycle_accelerators.compiled.generation import loops
 
@@ -30,6 +30,16 @@ def test_they_are_asked():
     assert generation.attend_one(normal(4, 8), normal(5, 2, 8), normal(5, 2, 8), 0.3, None, False) is not NotImplemented
     assert generation.turn(normal(2, 4, 8), normal(2, 4), normal(2, 4)) is None
     assert generation.normalise(normal(2, 8).astype(np.float64), None, None, 1e-5, False) is NotImplemented
+
+
+def test_who_compiles_for_the_first_time_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "__init__.py"))
+    assert not compiled.is_yet_to_compile()  # there is no place for it
+    kept = tmp_path / "__pycache__"
+    kept.mkdir()
+    assert compiled.is_yet_to_compile()
+    (kept / "training_loops.gelu-35.py311.nbi").touch()
+    assert not compiled.is_yet_to_compile()
 
 
 @pytest.mark.parametrize("factor", [None, 0.3, 0.0, np.float32(np.nan)])

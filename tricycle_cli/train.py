@@ -520,6 +520,16 @@ def introduce(state: TrainingState, held_out: HeldOut, sitting: Sitting, tokenis
         print(f"{processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
     print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
     print(f"disk: the run folder may take {room_said(state, tokeniser, folder)}")
+    if not sitting.on_gpu and _is_yet_to_compile():
+        print("the first step takes some seconds more than the others: Numba compiles its loops, once")
+
+
+def _is_yet_to_compile() -> bool:
+    try:
+        from tricycle_accelerators.compiled import is_yet_to_compile
+    except ModuleNotFoundError:
+        return False
+    return is_yet_to_compile()
 
 
 def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], tokeniser: Any) -> None:

@@ -8,8 +8,10 @@ cache where these cannot be written to. Nothing is imported or compiled before t
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 from tricycle import kernels
 from tricycle_accelerators.compiled import (
@@ -30,6 +32,12 @@ def available() -> bool:
         return find_spec("numba") is not None
     except ImportError:
         return False
+
+
+def is_yet_to_compile() -> bool:
+    """Whether nothing was compiled beside these files so far, though Numba is installed and there is a place for it."""
+    kept = Path(__file__).parent / "__pycache__"
+    return available() and os.access(kept, os.W_OK) and not any(kept.glob("training_loops.*.nbi"))
 
 
 def register(array: type) -> None:
