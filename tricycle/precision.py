@@ -1,4 +1,7 @@
-"""How exactly matrix products are made, and on a GPU what activations are kept in. Weights are float32 always.
+"""How exactly matrix products are made, and what activations are kept in. Weights are float32 always.
+
+Of activations a GPU keeps all in 16 bits where products take no more; a CPU those that go from one product to the next,
+and the logits that training makes its loss of.
 
 A model has one precision. It stands in its config, `Layer.use_precision` hands it to every layer, and the two places
 where products are made take it: `functions.linear` and `attention.Attention`.
