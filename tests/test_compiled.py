@@ -33,11 +33,12 @@ def test_they_are_asked():
 
 
 def test_who_compiles_for_the_first_time_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "nowhere" / "__init__.py"))
     assert not compiled.is_yet_to_compile()  # there is no place for it
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "__init__.py"))
+    assert compiled.is_yet_to_compile()
     kept = tmp_path / "__pycache__"
     kept.mkdir()
-    assert compiled.is_yet_to_compile()
     (kept / "training_loops.gelu-35.py311.nbi").touch()
     assert not compiled.is_yet_to_compile()
 

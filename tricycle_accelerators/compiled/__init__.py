@@ -36,8 +36,8 @@ def available() -> bool:
 
 def is_yet_to_compile() -> bool:
     """Whether nothing was compiled beside these files so far, though Numba is installed and there is a place for it."""
-    kept = Path(__file__).parent / "__pycache__"
-    return available() and os.access(kept, os.W_OK) and not any(kept.glob("training_loops.*.nbi"))
+    here = Path(__file__).parent
+    return available() and os.access(here, os.W_OK) and not any(here.glob("__pycache__/training_loops.*.nbi"))
 
 
 def register(array: type) -> None:
