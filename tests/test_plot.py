@@ -89,6 +89,14 @@ def test_the_legend_names_curves_and_references(tmp_path, drawn):
         assert name in labels
 
 
+def test_a_run_that_ended_shows_what_all_held_out_text_came_to(tmp_path, drawn):
+    final = {"step": 200, "final_loss": 0.8, "final_bits_per_byte": 0.4, "best_step": 100}
+    plot_losses([*BOTH, final], tmp_path / "loss.png", 0.5, {}, "a title")
+    lines = {line.get_label(): line for line in drawn[0].lines}
+    assert np.allclose(lines["all held-out text 0.40"].get_xydata(), [(100, 0.4)])
+    assert any(label.startswith("held out, estimated (last") for label in lines)
+
+
 # -------------------------------------------------------------------- attention
 def causal(n_heads: int, n_tokens: int, seed: int = 0) -> np.ndarray:
     weights = np.random.default_rng(seed).exponential(size=(n_heads, n_tokens, n_tokens)) ** 3 * np.tri(n_tokens)

@@ -42,6 +42,8 @@ def plot_losses(
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
     curves = {key: [(line["step"], line[key]) for line in metrics if key in line] for key in ("loss", "held_out_loss")}
+    # where training has ended, the best checkpoint was measured on all held-out text, and not on a part of it
+    final = [(line["best_step"], line["final_loss"] * bits_per_nat) for line in metrics if "best_step" in line][-1:]
     bits = [loss * bits_per_nat for _, loss in curves["loss"]]
     if bits:
         steps = [step for step, _ in curves["loss"]]
@@ -51,12 +53,16 @@ def plot_losses(
         axes.plot(steps[width - 1 :], smooth, color="#3182bd", label=f"training (mean of {width} steps)")
     if curves["held_out_loss"]:
         steps, losses = np.array(curves["held_out_loss"]).T
-        label = f"held out (last {losses[-1] * bits_per_nat:.2f})"
+        name = "held out, estimated" if final else "held out"
+        label = f"{name} (last {losses[-1] * bits_per_nat:.2f})"
         axes.plot(steps, losses * bits_per_nat, "o-", color="#e6550d", markersize=4, label=label)
+    for step, value in final:
+        axes.plot(step, value, "*", color="#a63603", markersize=11, label=f"all held-out text {value:.2f}")
     for (name, value), style in zip(references.items(), (":", "--", "-.")):
         axes.axhline(value, color="#636363", linewidth=1, linestyle=style, label=f"{name} {value:.2f}")
     held_out_bits = [loss * bits_per_nat for _, loss in curves["held_out_loss"]]
-    shown = [*references.values(), *held_out_bits, *(np.quantile(bits[len(bits) // 20 :], (0, 0.995)) if bits else [])]
+    shown = [*references.values(), *held_out_bits, *(value for _, value in final)]
+    shown += list(np.quantile(bits[len(bits) // 20 :], (0, 0.995))) if bits else []
     if shown:  # the first steps, far above all others, may leave the picture
         axes.set_ylim(min(shown) * 0.92, max(shown) * 1.05)
     axes.set(xlabel="step", ylabel=unit, title=title)
