@@ -37,13 +37,18 @@ NEEDS_SHAKESPEARE = pytest.mark.skipif(
 )
 
 
-def call(*words, folder=ROOT) -> subprocess.CompletedProcess:
-    """Run Python with some words, on the CPU, where results are the same each time."""
+def environment() -> dict[str, str]:
+    """For programs on the CPU, whose results are the same each time."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **threads}
+
+
+def call(*words, folder=ROOT) -> subprocess.CompletedProcess:
+    """Run Python with some words."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=folder,
-        env={**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **threads},
+        env=environment(),
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -250,7 +255,7 @@ def test_nobody_needs_to_listen(tmp_path, finished, text, closed):
     folder = tmp_path / "run"
     words = [TRAIN, *QUICK, "--data", "text", "--files", text, "--run-folder", folder]
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
     same_run(folder, finished[0])
