@@ -188,7 +188,8 @@ class GPT(BlockStack):
         if not remembers(hidden) or self.config.logit_cap:
             return None
         products = [layer for layer in (self.head, self.head_projection) if layer is not None]
-        return dtype_between(hidden, self.precision, *products)
+        dtype = dtype_between(hidden, self.precision, *products)
+        return None if dtype == hidden.dtype else dtype  # a head of somebody else's need not know of dtypes
 
     def _check(self, tokens: Tensor, seen: int) -> None:
         window = self.config.context_window
