@@ -40,9 +40,13 @@ def _multiplies_narrow(operand: np.ndarray) -> bool:
 
 
 def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray, ...]:
-    """As the loops take them: the bits of bfloat16, or float32; aligned, and not read-only."""
+    """As the loops take them: the bits of bfloat16, or float32; aligned, not read-only, and rows in one piece."""
     arrays = tuple(array.view(np.uint16) if narrow else wide(array) for array in arrays)
-    return tuple(array if array.flags.behaved else array.copy() for array in arrays)
+    return tuple(array if _behave(array) else array.copy() for array in arrays)
+
+
+def _behave(*arrays: np.ndarray) -> bool:
+    return all(array.flags.behaved and array.strides[-1] == array.itemsize for array in arrays)
 
 
 def _settings(scoring: Scoring, n_keys: int) -> tuple[float, int, int]:
@@ -109,7 +113,7 @@ def attention_backward(
     narrow = _multiplies_narrow(q)
     narrow_results = narrow and dtype == q.dtype
     same = all(array.dtype == dtype for array in (grad, out, dq, dv)) and (narrow_results or dtype == np.float32)
-    if not same or not all(array.flags.behaved for array in (dq, dk, dv)):
+    if not same or not _behave(dq, dk, dv):
         return NotImplemented
     settings = _settings(scoring, k.shape[1])
     groups, in_parts = make_groups(q, k)

@@ -24,6 +24,7 @@ from tricycle_accelerators.compiled.jit import (
     ONE,
     OPTIONS,
     ZERO,
+    at,
     compiled,
     exp,
     larger,
@@ -38,6 +39,7 @@ from tricycle_accelerators.compiled.tiles import (
     as_left,
     as_right,
     as_right_turned,
+    fetch,
     multiply,
     n_steps,
     narrowed_like,
@@ -90,6 +92,22 @@ def block_of(operands: np.ndarray, block: int, scratch: np.ndarray) -> np.ndarra
     """One of the blocks that `_by_blocks` has written."""
     n_steps = scratch.shape[1]
     return operands[block * n_steps : (block + 1) * n_steps]
+
+
+@numba.njit(**OPTIONS)
+def _fetch_head(x: np.ndarray, h: int, rows: slice) -> None:
+    """Ask for some rows of (H, T, D) while others are worked on: those of a head lie far apart. Of no head: nothing."""
+    if h < len(x):
+        fetch(x[h, rows])
+
+
+@numba.njit(**OPTIONS)
+def _fetch_heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, h: int, rows: slice) -> None:
+    """The same of a head of queries and of those of keys and values that it uses."""
+    key_head = h // (len(q) // len(k))
+    _fetch_head(q, h, rows)
+    _fetch_head(k, key_head, rows)
+    _fetch_head(v, key_head, rows)
 
 
 @numba.njit(**OPTIONS)
@@ -166,7 +184,9 @@ def _attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[n
             as_right(v[h // n_sharing], values)
         for first in range(0, n_queries, QUERIES):
             n = min(QUERIES, n_queries - first)
-            as_left(q[h, first : first + n], queries)
+            some = slice(first, first + n)
+            _fetch_heads(q, k, v, h + 1, some)
+            as_left(q[h, some], queries)
             mixed[:] = ZERO
             shifts[:] = ZERO if nothing else -np.inf
             totals[:] = ONE if nothing else ZERO
@@ -183,8 +203,8 @@ def _attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[n
                 multiply(left, values[begin : begin + n_steps(n_seen, like)], mixed, True)
             for t in range(n):
                 share = ONE / totals[t]
-                row, new = mixed[t, :value_size], out[h, first + t]
-                for e in range(len(row)):
+                row, new = mixed[t], at(out[h], first + t)
+                for e in range(len(new)):
                     new[e] = rounded_for(new, row[e] * share)
                 logs[h, first + t] = np.float32(shifts[t] + math.log(totals[t]))
 
@@ -222,7 +242,7 @@ def _inner(grads, out, sums):  # type: ignore[no-untyped-def]
     """Write the sums of products of rows (T, E): of gradients as products take them, so that what is equal cancels."""
     numbers = numbers_of(grads)
     for t in range(len(out)):
-        row, a = out[t], numbers[t]
+        row, a = at(out, t), at(numbers, t)
         total = ZERO
         for e in range(len(row)):
             total += number_of(a[e]) * number_of(row[e])
@@ -232,8 +252,8 @@ def _inner(grads, out, sums):  # type: ignore[no-untyped-def]
 @numba.njit(**OPTIONS)
 def _write(rows: np.ndarray, out: np.ndarray) -> None:
     for t in range(len(out)):
-        row, new = rows[t], out[t]
-        for d in range(len(row)):
+        row, new = at(rows, t), at(out, t)
+        for d in range(len(new)):
             new[d] = rounded_for(new, row[d])
 
 
@@ -279,6 +299,9 @@ def _attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # 
         for first in range(0, n_queries, QUERIES):
             some = slice(first, min(n_queries, first + QUERIES))
             n = some.stop - first
+            _fetch_heads(q, k, v, h + 1, some)
+            _fetch_head(grad, h + 1, some)
+            _fetch_head(out, h + 1, some)
             as_left(q[h, some], queries)
             as_left(grad[h, some], grads)
             queries_right = right_again(queries, (n, size), query_rows)[: n_steps(n, like)]

@@ -52,6 +52,27 @@ def compiled(signature: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
 
 
 @intrinsic
+def _pointer(context: Any, address: Any, like: Any) -> Any:
+    """An address, as one of what an array holds."""
+    pointer = types.CPointer(like.dtype)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(types.intp, like), code
+
+
+@numba.njit(inline="always")
+def at(x: Any, i: int) -> Any:
+    """x[i], of which the caller knows that it is in one piece, and the compiler does not.
+
+    Told so, it takes many numbers at a time, otherwise one.
+    """
+    part = x[i]
+    return numba.carray(_pointer(part.ctypes.data, x), part.shape)
+
+
+@intrinsic
 def _power_of_two(context: Any, n: Any) -> Any:
     """2^n of an int32, by its bits as a float32: Numba has no other way to these that keeps many numbers at a time."""
 

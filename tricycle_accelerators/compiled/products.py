@@ -16,7 +16,6 @@ from numba import types
 
 from tricycle_accelerators.compiled.jit import compiled, intrinsic
 from tricycle_accelerators.compiled.registers import (
-    FLOAT,
     INDEX,
     LANES,
     N_REGISTERS,
@@ -83,20 +82,6 @@ def panels(matrix: np.ndarray) -> np.ndarray:
     cut[:n_full] = matrix[:, : n_full * PANEL].reshape(n_terms, n_full, PANEL).swapaxes(0, 1)
     cut[n_full:, :, : n_columns - n_full * PANEL] = matrix[:, n_full * PANEL :]
     return cut
-
-
-@intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], FLOAT.as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), code
-
-
-@numba.njit(inline="always")
-def at(x: np.ndarray, t: int) -> np.ndarray:
-    """x[t] of an array (T, B, H), for which the caller knows that it is in one piece, as the compiler does not."""
-    return numba.carray(_pointer(x.ctypes.data + t * x.strides[0]), (x.shape[1], x.shape[2]))
 
 
 @numba.njit(inline="always")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp
-from tricycle_accelerators.compiled.products import PANEL, at, multiply
+from tricycle_accelerators.compiled.jit import ONE, ZERO, at, compiled, exp
+from tricycle_accelerators.compiled.products import PANEL, multiply
 
 
 @numba.njit(inline="always")

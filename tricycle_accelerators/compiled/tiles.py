@@ -19,8 +19,9 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import HAS_BFLOAT, OPTIONS, bits_of, intrinsic, overload
+from tricycle_accelerators.compiled.jit import HAS_BFLOAT, OPTIONS, at, bits_of, intrinsic, overload
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     LANES,
@@ -152,6 +153,30 @@ def _multiply(left: Any, right: Any, out: Any, add: Any) -> Any:
 
 
 # -------------------------------------------------------------------- operands
+@intrinsic
+def _fetch_line(context: Any, address: Any) -> Any:
+    """Ask for the line of the cache that an address lies in."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, PAIR, PAIR, PAIR])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        to_read, near, data = PAIR(0), PAIR(2), PAIR(1)  # near: into the second cache
+        builder.call(function, [builder.inttoptr(arguments[0], byte), to_read, near, data])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), code
+
+
+@numba.njit(**OPTIONS)
+def fetch(x: np.ndarray) -> None:
+    """Ask for rows (N, K) that will soon be needed, so that they come from memory meanwhile."""
+    for i in range(x.shape[0]):
+        start = x.ctypes.data + i * x.strides[0]
+        for place in range(start, start + x.shape[1] * x.itemsize, 4 * LINE):
+            _fetch_line(place)
+
+
 @numba.njit(**OPTIONS)
 def room(n_rows: int, n_columns: int, like: np.ndarray) -> np.ndarray:
     """(N, M) zeros of a dtype of 4 bytes, from the beginning of a line of the cache on."""
@@ -192,7 +217,7 @@ def _operands_of(x: Any) -> Any:
 @numba.njit(**OPTIONS)
 def _copy(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.shape[0]):
-        row, new = x[i], out[i]
+        row, new = at(x, i), at(out, i)
         for j in range(len(row)):
             new[j] = row[j]
 
@@ -209,7 +234,7 @@ def _as_left(x: Any, out: Any) -> Any:
         def pairs(x: Any, out: Any) -> None:
             bits = out.view(np.uint16)
             for i in range(x.shape[0]):
-                row, new = x[i], bits[i]
+                row, new = at(x, i), at(bits, i)
                 for j in range(len(row)):
                     new[j] = bits_of(row[j])
 
@@ -229,11 +254,11 @@ def _as_right(x: Any, out: Any) -> Any:
 
         def pairs(x: Any, out: Any) -> None:
             for i in range(x.shape[0] // 2):
-                first, second, new = x[2 * i], x[2 * i + 1], out[i]
+                first, second, new = at(x, 2 * i), at(x, 2 * i + 1), at(out, i)
                 for j in range(len(first)):
                     new[j] = np.uint32(bits_of(first[j])) | (np.uint32(bits_of(second[j])) << np.uint32(16))
             if x.shape[0] % 2:
-                last, new = x[x.shape[0] - 1], out[x.shape[0] // 2]
+                last, new = at(x, x.shape[0] - 1), at(out, x.shape[0] // 2)
                 for j in range(len(last)):
                     new[j] = np.uint32(bits_of(last[j]))
 

@@ -11,7 +11,7 @@ import math
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import FARTHEST, ONE, ZERO, compiled, exp, larger, number_of, rounded_for
+from tricycle_accelerators.compiled.jit import FARTHEST, ONE, ZERO, at, compiled, exp, larger, number_of, rounded_for
 from tricycle_accelerators.compiled.loops import gated_swish as gated_swish
 
 LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
@@ -73,10 +73,11 @@ def turned(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -
     half = size // 2
     for i in range(n_rows):
         for h in range(n_heads):
+            row, new = at(heads[i], h), y[i, h]
             for j in range(half):
-                first, second = number_of(heads[i, h, j]), number_of(heads[i, h, half + j])
-                y[i, h, j] = rounded_for(y, first * cos[i, j] - second * sin[i, j])
-                y[i, h, half + j] = rounded_for(y, second * cos[i, j] + first * sin[i, j])
+                first, second = number_of(row[j]), number_of(row[half + j])
+                new[j] = rounded_for(new, first * cos[i, j] - second * sin[i, j])
+                new[half + j] = rounded_for(new, second * cos[i, j] + first * sin[i, j])
 
 
 # -------------------------------------------------------------------- norms
