@@ -187,7 +187,7 @@ CASES = {
     "layer_norm_backward": (_layer_norm_backward, [(shape, centred) for shape in ROWS for centred in (True, False)]),
     "embedding_backward": (
         _embedding_backward,
-        [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7), (100, 7, 70)],
+        [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7), (100, 7, 70), (1000, 9, 130)],
     ),
     "cross_entropy": (_cross_entropy, LOGITS),
     "cross_entropy_with_slope": (_cross_entropy, LOGITS),

@@ -15,7 +15,7 @@ from tricycle.initialisers import Initialiser, normal, xavier
 from tricycle.kernels import FewBits
 from tricycle.ops import Wanted, as_tensor, check_device, check_range, check_width, floating, positive
 from tricycle.precision import check_precision
-from tricycle.tensor import Operand, Parameter, Part, Tensor, changed_in_place, no_grad, record, to_tensor
+from tricycle.tensor import Fresh, Operand, Parameter, Part, Tensor, changed_in_place, no_grad, record, to_tensor
 
 
 class Updater(Protocol):
@@ -444,8 +444,9 @@ class LayerNorm(Layer):
         y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred, dtype)
         args = tuple(arg for arg in (x, self.gain, self.bias) if arg is not None)
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array, ...]:
-            return kernels.layer_norm_backward(grad, array, gain, mean, scale, centred)[: len(args)]
+        def backward(grad: Array, wanted: Wanted) -> tuple[Array | Fresh, ...]:
+            dx, *others = kernels.layer_norm_backward(grad, array, gain, mean, scale, centred)
+            return (Fresh(dx), *others)[: len(args)]
 
         return record(y, args, backward, self._name)
 

@@ -690,7 +690,8 @@ class _GradientSums:
                 if is_fresh and array.size > 1:
                     self.ours.add(id(arg))
             elif array.size >= LARGE:
-                arrays[arg] = kernels.add(arrays[arg], array, arrays[arg] if id(arg) in self.ours else None)
+                place = arrays[arg] if id(arg) in self.ours else array if is_fresh else None
+                arrays[arg] = kernels.add(arrays[arg], array, place)
                 self.ours.add(id(arg))
             elif id(arg) in self.ours:
                 arrays[arg] += array

@@ -22,6 +22,7 @@ from tricycle_accelerators.compiled import (
     normalisation,
     optimisers,
     recurrence,
+    tables,
 )
 
 
@@ -71,4 +72,5 @@ def register(array: type) -> None:
     kernels.gru_backward.on(array)(recurrence.gru_backward)
     kernels.cross_entropy.on(array)(losses.cross_entropy)
     kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
+    kernels.embedding_backward.on(array)(tables.embedding_backward)
     kernels.adamw.on(array)(optimisers.adamw)

@@ -80,6 +80,16 @@ def turned(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -
                 new[half + j] = rounded_for(new, second * cos[i, j] + first * sin[i, j])
 
 
+# -------------------------------------------------------------------- tables
+@compiled("void(f4[:, :], i8[:], f4[:, :])")
+def add_to_rows(grad: np.ndarray, ids: np.ndarray, table: np.ndarray) -> None:
+    """Add each of the rows (R, C), in order, to the one of a table (N, C) that its id (R,) names."""
+    for i in range(len(ids)):
+        row, total = at(grad, i), at(table, ids[i])
+        for j in range(len(row)):
+            total[j] += row[j]
+
+
 # -------------------------------------------------------------------- norms
 @compiled([f"void(f4[:, ::1], f4[::1], f4[::1], f8, {y}[:, ::1], f4[::1], f4[::1])" for y in ("f4", "u2")])
 def layer_norm(

@@ -91,7 +91,7 @@ def multiply(a: Array, b: Array) -> Array:
 
 @kernel
 def add(a: Array, b: Array, out: Array | None = None) -> Array:
-    """a + b of one shape, written into `out` where that is given; it may be a."""
+    """a + b of one shape, written into `out` where that is given; it may be a or b."""
     return a + b if out is None else array_module(a).add(a, b, out=out)
 
 
