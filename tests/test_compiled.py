@@ -12,7 +12,7 @@ from versions import registered_by
 from tricycle import kernels
 from tricycle.kernels import Scoring
 from tricycle_accelerators import compiled, cpu, threads
-from tricycle_accelerators.compiled import attention, generation, losses, optimisers, recurrence
+from tricycle_accelerators.compiled import attention, generation, losses, matrices, optimisers, recurrence
 from tricycle_accelerators.compiled.generation import loops
 
 pytest.importorskip("numba")
@@ -190,6 +190,56 @@ def test_products_of_panels(n_rows, n_terms, n_columns):
             assert np.isnan(wide[..., -1]).all()
 
 
+# -------------------------------------------------------------------- large products
+@pytest.fixture
+def large(monkeypatch):
+    """The version itself, whatever this machine's BLAS is, for products however small, by three threads."""
+    from tricycle_accelerators.compiled import matrix_loops
+
+    monkeypatch.setattr(matrices, "_loops", lambda: matrix_loops)
+    monkeypatch.setattr(matrices, "LEAST_ROWS", 1)
+    monkeypatch.setattr(matrices, "LEAST_WORK", 1)
+    monkeypatch.setattr(threads, "n_threads", lambda: 3)
+    return matrices.matmul
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 16), (8, 70, 48), (132, 769, 1040), (260, 1537, 64), (4096, 20, 384)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_large_products(large, shape, transposed, with_bias):
+    n_rows, n_inner, n_columns = shape
+    left, right = normal(n_rows, n_inner + 3)[:, 1:-2], normal(n_inner, n_columns, seed=1)
+    bias = normal(n_columns, seed=2) if with_bias else None
+    expected = left.astype(np.float64) @ right + (0 if bias is None else bias)
+    product = large(left, np.asfortranarray(right) if transposed else right, bias)
+    np.testing.assert_allclose(product, expected, 1e-4, 1e-4 * n_inner**0.5)
+    wide = np.full((n_rows, n_columns + 1), np.nan, np.float32)
+    assert large(left, right, bias, wide[:, :-1]).base is wide
+    np.testing.assert_allclose(wide[:, :-1], expected, 1e-4, 1e-4 * n_inner**0.5)
+    assert np.isnan(wide[:, -1]).all()
+
+
+def test_threads_of_large_products_give_the_same_bits(large, monkeypatch):
+    left, right = normal(300, 1000), normal(1000, 448, seed=1)
+    products = []
+    for n_threads in (1, 2, 4, 5, 7, 16):
+        monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
+        products.append(large(left, right))
+    assert all((product == products[0]).all() for product in products)
+
+
+def test_which_large_products_are_left_to_blas(large):
+    left, right = normal(8, 32), normal(32, 48)
+    assert large(left, right) is not NotImplemented
+    assert large(np.asfortranarray(left), right) is NotImplemented
+    assert large(left[:6], right) is NotImplemented  # not whole tiles
+    assert large(left, right[:, :40]) is NotImplemented
+    assert large(left, np.repeat(right, 2, axis=1)[::2, ::2][:, :16]) is NotImplemented
+    assert large(left.astype(np.float64), right.astype(np.float64)) is NotImplemented
+    assert large(left, right, dtype=np.float64) is NotImplemented
+    assert large(left, right, out=np.empty((8, 48), np.float32, "F")) is NotImplemented
+
+
 def test_recurrent_layers_are_asked():
     """With weights laid out before, and without; not for a few steps, nor where an array is not in one piece."""
     gates, states, weights = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
@@ -283,6 +333,20 @@ def test_attention(sizes, scoring, nothing, narrow, monkeypatch):
         seen = np.isfinite(theirs)
         assert (np.isneginf(mine) == ~seen).all()
         assert distance(mine[seen], theirs[seen]) < (1e-2 if narrow else 5e-3)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_attention_of_rows_that_are_not_in_one_piece(narrow):
+    sizes, scoring = Sizes(1, 70, 70, 4, 2, 24), Scoring(0.2, 0)
+    qkv = heads(np.random.default_rng(8), sizes)
+    if not narrow:
+        qkv = [array.astype(np.float32) for array in qkv]
+    strided = [np.repeat(array, 2, axis=3)[..., ::2] for array in qkv]
+    for one, other in zip(attend_both(qkv, scoring, False)[0], attend_both(strided, scoring, False)[0]):
+        np.testing.assert_array_equal(one, other)
+    places = [np.empty((*array.shape[:3], 48), np.float32)[..., ::2] for array in qkv]
+    result = attention.attention(*qkv, scoring, False)
+    assert attention.attention_backward(result[0], *qkv, *result, scoring, *places) is NotImplemented
 
 
 def test_which_attention_is_taken():

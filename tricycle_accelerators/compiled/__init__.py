@@ -19,6 +19,7 @@ from tricycle_accelerators.compiled import (
     elementwise,
     generation,
     losses,
+    matrices,
     normalisation,
     optimisers,
     recurrence,
@@ -47,6 +48,7 @@ def register(array: type) -> None:
         return
     kernels.attention.on(array)(attention.attention)
     kernels.attention_backward.on(array)(attention.attention_backward)
+    kernels.matmul.on(array)(matrices.matmul)
     kernels.gelu.on(array)(elementwise.gelu)
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
     kernels.gelu_backward.on(array)(elementwise.gelu_backward)

@@ -1,0 +1,82 @@
+"""Products of large matrices of float32, some columns of the result in each thread, or some rows of these."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import pairwise
+from types import ModuleType, NotImplementedType
+from typing import Any
+
+import numpy as np
+
+from tricycle_accelerators import threads
+
+LEAST_ROWS = 128  # of the left matrix: of fewer it takes too long to lay out the right one
+LEAST_WORK = 2**24  # multiplications
+MANY = 8  # panels for each thread, of which it does not matter that one takes one more
+
+
+@cache
+def _loops() -> ModuleType | None:
+    """What Numba compiles; the first call imports it, and compiles where that has not been done before.
+
+    None where BLAS may be as quick: without AVX-512 nobody has measured it, and MKL and Accelerate were made by those
+    who made the processors.
+    """
+    from tricycle_accelerators.compiled import registers
+
+    names = {getattr(library, "internal_api", "") for library in threads.blas_libraries()}
+    if (registers.LANES, registers.N_REGISTERS) != (16, 32) or names != {"openblas"}:
+        return None
+    from tricycle_accelerators.compiled import matrix_loops
+
+    return matrix_loops
+
+
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> np.ndarray | NotImplementedType:
+    """Of many rows that are in one piece each: a transposed left matrix, of a weight's gradient, is left to BLAS."""
+    n_rows, n_columns = len(a), b.shape[1]
+    if n_rows < LEAST_ROWS or a.size * n_columns < LEAST_WORK or threads.inside_work():
+        return NotImplemented
+    fit = _is_float32(a, b, bias, out) and (dtype is None or np.dtype(dtype) == np.float32)
+    if not fit or a.strides[1] != 4 or 4 not in b.strides or (out is not None and out.strides[1] != 4):
+        return NotImplemented
+    loops = _loops()
+    if loops is None or n_rows % loops.ROWS or n_columns % loops.LANES:
+        return NotImplemented
+    product = np.empty((n_rows, n_columns), np.float32) if out is None else out
+    shifts = np.empty(0, np.float32) if bias is None else np.ascontiguousarray(bias)
+
+    def work(part: tuple[slice, slice]) -> None:
+        rows, columns = part
+        loops.multiply_large(a[rows], b[:, columns], shifts[columns], product[rows, columns])
+
+    threads.parallel(work, _parts(n_rows, n_columns, loops.ROWS, loops.PANEL))
+    return product
+
+
+def _is_float32(*arrays: np.ndarray | None) -> bool:
+    """Whether they are that, aligned and not read-only; or None."""
+    return all(array is None or (array.dtype == np.float32 and array.flags.behaved) for array in arrays)
+
+
+def _parts(n_rows: int, n_columns: int, row_step: int, panel: int) -> list[tuple[slice, slice]]:
+    """Rows and columns of a part or two for each thread, all of about one size, in whole panels."""
+    n_threads, n_panels = threads.n_threads(), -(-n_columns // panel)
+    if n_panels >= MANY * n_threads:
+        across, down = 2 * n_threads, 1
+    else:
+        across = math.gcd(n_threads, n_panels)
+        down = n_threads // across
+    ends = [min(n_columns, n_panels * i // across * panel) for i in range(across + 1)]
+    step = -(-n_rows // down // row_step) * row_step
+    row_parts = [slice(start, min(n_rows, start + step)) for start in range(0, n_rows, step)]
+    return [(rows, slice(*columns)) for columns in pairwise(ends) for rows in row_parts]

@@ -1,0 +1,55 @@
+"""Products of large matrices of float32 that Numba compiles, by the tiles of `tiles.py`.
+
+The right matrix is laid out in panels of columns, and ROWS_AT_ONCE rows of the left one, as they lie, go by a panel at
+a time. Of what a product sums a panel has STEPS at most, so that it stays in a core's second cache until all rows have
+gone by.
+
+Source: Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication".
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from tricycle_accelerators.compiled.jit import OPTIONS, at, compiled
+from tricycle_accelerators.compiled.registers import LANES as LANES
+from tricycle_accelerators.compiled.tiles import ROWS as ROWS
+from tricycle_accelerators.compiled.tiles import VECTORS, as_right, as_right_turned, multiply, room
+
+PANEL = VECTORS * LANES  # columns
+STEPS, ROWS_AT_ONCE = 768, 64
+
+
+@numba.njit(**OPTIONS)
+def _add_to_rows(out: np.ndarray, bias: np.ndarray) -> None:
+    for i in range(len(out)):
+        row = at(out, i)
+        for j in range(len(row)):
+            row[j] += bias[j]
+
+
+@compiled("void(f4[:, :], f4[:, :], f4[::1], f4[:, :])")
+def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
+    """Write (M, K) times (K, N), plus a bias (N,), or (0,) for none: M a multiple of ROWS, N of LANES, and K not 0.
+
+    Rows of `a` and of `out` are in one piece each, and of b its rows or its columns.
+    """
+    n_rows, n_inner = a.shape
+    n_columns = b.shape[1]
+    scratch, panel = room(LANES, STEPS, bias), room(STEPS, PANEL, bias)
+    n_parts = (n_inner + STEPS - 1) // STEPS
+    for part in range(n_parts):
+        start, stop = n_inner * part // n_parts, n_inner * (part + 1) // n_parts
+        for first in range(0, n_columns, PANEL):
+            columns = slice(first, min(n_columns, first + PANEL))
+            right = panel[: stop - start, : columns.stop - first]
+            if b.strides[1] == b.itemsize:
+                as_right(b[start:stop, columns], right)
+            else:
+                as_right_turned(b[start:stop, columns].T, scratch, panel)
+            for row in range(0, n_rows, ROWS_AT_ONCE):
+                rows = slice(row, min(n_rows, row + ROWS_AT_ONCE))
+                multiply(a[rows, start:stop], right, out[rows, columns], start > 0)
+                if len(bias) and stop == n_inner:
+                    _add_to_rows(out[rows, columns], bias[columns])
