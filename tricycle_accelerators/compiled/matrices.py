@@ -13,6 +13,7 @@ import numpy as np
 from tricycle_accelerators import threads
 
 LEAST_ROWS = 128  # of the left matrix: of fewer it takes too long to lay out the right one
+NEAR = 2**20  # numbers of the left matrix that stay in the third cache while panels go by
 LEAST_WORK = 2**24  # multiplications
 MANY = 8  # panels for each thread, of which it does not matter that one takes one more
 
@@ -59,7 +60,8 @@ def matmul(
         rows, columns = part
         loops.multiply_large(a[rows], b[:, columns], shifts[columns], product[rows, columns])
 
-    threads.parallel(work, _parts(n_rows, n_columns, loops.ROWS, loops.PANEL))
+    most = max(1, NEAR // min(a.shape[1], loops.STEPS))
+    threads.parallel(work, _parts((n_rows, n_columns), most, loops.ROWS, loops.PANEL))
     return product
 
 
@@ -68,15 +70,22 @@ def _is_float32(*arrays: np.ndarray | None) -> bool:
     return all(array is None or (array.dtype == np.float32 and array.flags.behaved) for array in arrays)
 
 
-def _parts(n_rows: int, n_columns: int, row_step: int, panel: int) -> list[tuple[slice, slice]]:
-    """Rows and columns of a part or two for each thread, all of about one size, in whole panels."""
-    n_threads, n_panels = threads.n_threads(), -(-n_columns // panel)
+def _parts(shape: tuple[int, int], most: int, row_step: int, panel: int) -> list[tuple[slice, slice]]:
+    """Rows and columns of parts that keep all threads busy, of about so many rows at most; whole tiles and panels."""
+    n_threads, n_panels = threads.n_threads(), -(-shape[1] // panel)
     if n_panels >= MANY * n_threads:
         across, down = 2 * n_threads, 1
     else:
         across = math.gcd(n_threads, n_panels)
         down = n_threads // across
-    ends = [min(n_columns, n_panels * i // across * panel) for i in range(across + 1)]
-    step = -(-n_rows // down // row_step) * row_step
-    row_parts = [slice(start, min(n_rows, start + step)) for start in range(0, n_rows, step)]
-    return [(rows, slice(*columns)) for columns in pairwise(ends) for rows in row_parts]
+    rows = _even(shape[0], row_step, max(down, -(-shape[0] // most)))
+    columns = _even(shape[1], panel, across)
+    return [(some, others) for some in rows for others in columns]
+
+
+def _even(size: int, step: int, n_parts: int) -> list[slice]:
+    """So many parts of about one size, in whole steps but for the last; fewer where there are not as many steps."""
+    n_steps = -(-size // step)
+    n_parts = min(n_parts, n_steps)
+    ends = [min(size, n_steps * i // n_parts * step) for i in range(n_parts + 1)]
+    return [slice(*part) for part in pairwise(ends)]
