@@ -304,7 +304,7 @@ def test_without_it_nothing_of_it_is_asked(unusable):
 def test_it_is_asked_before_the_threads():
     offered = registered_by(cpu.register)
     for name, (version,) in registered_by(table.register).items():
-        assert offered[name][0] is version and offered[name][-1].__module__.startswith("tricycle_accelerators.cpu.")
+        assert version in offered[name][:-1] and offered[name][-1].__module__.startswith("tricycle_accelerators.cpu.")
 
 
 def test_other_systems_are_told(unusable, monkeypatch):
