@@ -16,11 +16,11 @@ from test_layers import check_layer_gradients
 
 from tricycle import kernels
 from tricycle.configs import DebugConfig, GPT2Config, GPTConfig, ShakespeareConfig, SmolGPTConfig
-from tricycle.layers import LayerNorm, RMSNorm
+from tricycle.layers import Layer, LayerNorm, RMSNorm
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
-from tricycle.tensor import no_grad, to_tensor
+from tricycle.tensor import Tensor, no_grad, to_tensor
 
 TINY = GPTConfig(vocab_size=11, context_window=20, embedding_dim=8, n_heads=2, n_layers=2, expansion_ratio=2)
 KINDS: dict[str, GPTConfig] = {
@@ -526,3 +526,20 @@ def test_logits_of_16_bits(tied, at_once, monkeypatch):
     model.config = replace(model.config, logit_cap=30.0)
     model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
     assert set(seen) == {"float32"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_head_of_somebody_elses_takes_x_alone(precision):
+    class Halved(Layer):
+        def __init__(self, head: Layer) -> None:
+            self.head = head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x) * 0.5
+
+    model = GPT(replace(DebugConfig(), tied=False, precision=precision))
+    model.head = Halved(model.head)
+    tokens = np.arange(16).reshape(2, 8)
+    loss = model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
+    loss.backward()
+    assert np.isfinite(float(loss.array)) and model.head.head.weights.grad is not None
