@@ -1,7 +1,8 @@
 """Training speed beside PyTorch: python -m benchmarks.train --shape S --peer torch
 
 Forward, loss, backward and AdamW on random tokens. The sides take turns. The limit is the speed of a machine that does
-nothing but the products, all at the rate at which it multiplies two matrices of 2,048 x 2,048 numbers.
+nothing but the products, all at the rate at which it multiplies two matrices of 2,048 x 2,048 numbers, ours or PyTorch's,
+whichever is faster. These products take turns with the others, for a machine's clock may move by a third.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from datetime import date
 
 from benchmarks.shapes import SHAPES
 from benchmarks.turns import Pace
-from benchmarks.workers import SIDES, Worker, time_steps
+from benchmarks.workers import PRODUCT_SIZE, SIDES, Worker, time_steps
 from tricycle.softmaxes import SOFTMAXES
 from tricycle_cli.limit import operations_a_token
 
@@ -34,28 +35,30 @@ def main() -> None:
     assert set(names) <= set(SIDES)
     config = SHAPES[arguments.shape]
     words = arguments.shape, arguments.precision
-    workers = [Worker(name, arguments.threads, "benchmarks.workers", name, *words) for name in names]
-    times = dict(zip(names, time_steps(workers, Pace.of(arguments))))
-    # memory is read before the matrix product below, which has nothing to do with training
+    products = ["product", "torch-product"] if "torch" in names else ["product"]
+    workers = [Worker(name, arguments.threads, "benchmarks.workers", name, *words) for name in names + products]
+    times = dict(zip(names + products, time_steps(workers, Pace.of(arguments))))
     memory = {worker.side: worker.ask("memory") for worker in workers}
-    rates = {worker.side: worker.ask("matmul") for worker in workers}  # at that precision
     print(f"{date.today()}, {platform.processor() or platform.machine()}, {arguments.threads} threads")
     for worker in workers:
-        print(f"  {worker.side}: {worker.ask('versions')}")
+        if worker.side in names:
+            print(f"  {worker.side}: {worker.ask('versions')}")
         worker.close()
     n_tokens = config.batch_size * config.context_window
-    speeds = {name: n_tokens / seconds for name, seconds in times.items()}
+    speeds = {name: n_tokens / times[name] for name in names}
     print(
         f"shape {arguments.shape}: batch {config.batch_size} x {config.context_window} tokens, "
         f"{arguments.precision}, medians of {Pace.of(arguments)}"
     )
-    limit = 1e9 * max(rates.values()) / operations_a_token(config)
-    print(f"limit: {limit:,.0f} tokens a second, if all arithmetic went at the best rate below")
-    print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'limit':>8}{'memory MB':>11}{'matmul GFLOP/s':>16}")
+    rates = {name: 2 * PRODUCT_SIZE**3 / times[name] for name in products}
+    limit = max(rates.values()) / operations_a_token(config)
+    told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
+    print(f"limit: {limit:,.0f} tokens a second, if all arithmetic went at the best of these: {told} GFLOP/s")
+    print(f"{'':<15}{'tokens/s':>10}{'ours / it':>11}{'limit':>8}{'memory MB':>11}")
     for name in names:
         ratio = speeds["tricycle"] / speeds[name]
         columns = f"{speeds[name]:>10,.0f}{ratio:>11.2f}{speeds[name] / limit:>8.2f}"
-        print(f"{name:<15}{columns}{memory[name]:>11,.0f}{rates[name]:>16,.0f}")
+        print(f"{name:<15}{columns}{memory[name]:>11,.0f}")
 
 
 if __name__ == "__main__":

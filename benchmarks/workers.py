@@ -163,30 +163,32 @@ def torch_step(
     return step
 
 
+PRODUCT_SIZE = 2048  # rows and columns of both matrices
+
+
+def product_step(config: GPTConfig, precision: str = "float32"):
+    """A large product: at its rate all arithmetic would go if nothing else had to be done."""
+    a = np.random.default_rng(0).standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
+    operand = kernels.operand(a, precision)
+    return lambda: kernels.matmul(operand, operand)
+
+
+def torch_product_step(config: GPTConfig, precision: str = "float32"):
+    """The same in PyTorch."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    a = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(getattr(torch, precision))
+    return lambda: a @ a
+
+
 SIDES: dict[str, Callable] = {
     "tricycle": tricycle_step,
     "torch": torch_step,
     "torch-compile": partial(torch_step, compiled=True),
+    "product": product_step,
+    "torch-product": torch_product_step,
 } | {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
-
-
-def matmul_rate(side: str, precision: str = "float32", n: int = 2048, repeats: int = 5) -> float:
-    """GFLOP/s of an n x n product, the best of several."""
-    generator = np.random.default_rng(0)
-    a: Any = generator.standard_normal((n, n), dtype=np.float32)
-    if side.startswith("torch"):
-        import torch
-
-        a = torch.from_numpy(a).to(getattr(torch, precision))
-        multiply: Callable = torch.matmul
-    else:
-        a, multiply = kernels.operand(a, precision), kernels.matmul  # by all threads, where BLAS is held to one
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        multiply(a, a)
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / min(times) / 1e9
 
 
 def peak_memory_mb() -> float:
@@ -222,7 +224,7 @@ def blas_kernels() -> str:
     )
 
 
-def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
+def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0) -> None:
     """What a worker does: make a step, or say something about itself, as often as it is asked."""
     if not side.startswith("torch"):  # as our programs do
         tune_host()
@@ -235,7 +237,6 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precis
     answers = {
         "step": timed,
         "memory": lambda: peak_memory_mb() - memory_before,
-        "matmul": lambda: matmul_rate(side, precision),
         "versions": lambda: versions(side),
     }
     for line in sys.stdin:
@@ -244,7 +245,7 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precis
 
 def main() -> None:
     side, shape, precision = sys.argv[1:4]
-    serve(side, SIDES[side](SHAPES[shape], precision), precision=precision)
+    serve(side, SIDES[side](SHAPES[shape], precision))
 
 
 if __name__ == "__main__":
