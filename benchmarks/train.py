@@ -1,8 +1,8 @@
 """Training speed beside PyTorch: python -m benchmarks.train --shape S --peer torch
 
 Forward, loss, backward and AdamW on random tokens. The sides take turns. The limit is the speed of a machine that does
-nothing but the products, all at the rate at which it multiplies two matrices of 2,048 x 2,048 numbers, ours or PyTorch's,
-whichever is faster. These products take turns with the others, for a machine's clock may move by a third.
+nothing but the products, all at the rate at which it multiplies two matrices of 2,048 x 2,048 numbers, ours or that of
+PyTorch, whichever is faster. These products take turns with the others, for a machine's clock may move by a third.
 """
 
 from __future__ import annotations
