@@ -102,7 +102,7 @@ def work_on(side: str, work: str, length: int, precision: str) -> None:
         step = SIDES[side](gpt(length), precision)
     else:
         step = ATTENTION[side](max(1, N_TOKENS // length), length, precision)
-    serve(side, step, before)
+    serve(side, step, before, precision)
 
 
 def main() -> None:

@@ -166,14 +166,14 @@ def torch_step(
 PRODUCT_SIZE = 2048  # rows and columns of both matrices
 
 
-def product_step(config: GPTConfig, precision: str = "float32"):
-    """A large product: at its rate all arithmetic would go if nothing else had to be done."""
+def product_step(config: GPTConfig | None, precision: str = "float32"):
+    """A large product, at whose rate all arithmetic would go if nothing else had to be done."""
     a = np.random.default_rng(0).standard_normal((PRODUCT_SIZE, PRODUCT_SIZE), dtype=np.float32)
     operand = kernels.operand(a, precision)
     return lambda: kernels.matmul(operand, operand)
 
 
-def torch_product_step(config: GPTConfig, precision: str = "float32"):
+def torch_product_step(config: GPTConfig | None, precision: str = "float32"):
     """The same in PyTorch."""
     import torch
 
@@ -189,6 +189,17 @@ SIDES: dict[str, Callable] = {
     "product": product_step,
     "torch-product": torch_product_step,
 } | {name: partial(tricycle_step, softmax=name) for name in SOFTMAXES if name != "softmax"}
+
+
+def matmul_rate(side: str, precision: str = "float32", repeats: int = 5) -> float:
+    """GFLOP/s of that product, the best of several."""
+    multiply = (torch_product_step if side.startswith("torch") else product_step)(None, precision)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        multiply()
+        times.append(time.perf_counter() - start)
+    return 2 * PRODUCT_SIZE**3 / min(times) / 1e9
 
 
 def peak_memory_mb() -> float:
@@ -224,7 +235,7 @@ def blas_kernels() -> str:
     )
 
 
-def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0) -> None:
+def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
     """What a worker does: make a step, or say something about itself, as often as it is asked."""
     if not side.startswith("torch"):  # as our programs do
         tune_host()
@@ -237,6 +248,7 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0) -> Non
     answers = {
         "step": timed,
         "memory": lambda: peak_memory_mb() - memory_before,
+        "matmul": lambda: matmul_rate(side, precision),
         "versions": lambda: versions(side),
     }
     for line in sys.stdin:
@@ -245,7 +257,7 @@ def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0) -> Non
 
 def main() -> None:
     side, shape, precision = sys.argv[1:4]
-    serve(side, SIDES[side](SHAPES[shape], precision))
+    serve(side, SIDES[side](SHAPES[shape], precision), precision=precision)
 
 
 if __name__ == "__main__":
