@@ -668,6 +668,24 @@ def test_a_freed_result_lets_go_of_what_it_saved():
     assert array() is None
 
 
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_the_array_of_a_result_goes_before_its_own_gradient_is_passed_on(retain_graph):
+    """So that a large one, such as logits, need not stand in memory beside what its gradient becomes."""
+    x = tensor(3)
+    alive = []
+
+    def backward(grad, wanted):
+        alive.append(array() is not None)
+        return (grad,)
+
+    result = record(x.array * 2, (x,), backward, "doubled")
+    array = weakref.ref(result.array)
+    total = result.sum()
+    del result
+    total.backward(retain_graph=retain_graph)
+    assert alive == [retain_graph]
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (2, 3)], ids=str)
 def test_gradients_sum_out_of_place_first_and_in_place_after(shape):
     """Also for one element, which is summed out of place always: no array that a back_fn returned may change."""

@@ -566,25 +566,25 @@ def _walk_back(
     order = topological_order(root)
     add, take = sums.add, sums.take
     add((root,), (True,), (root_grad,))
-    while order:  # popped, so that a node's array can go as soon as nothing needs it
+    while order:
         node = order.pop()
         grad = take(node)
-        args = node.args
+        args, backward, saved = node.args, node._backward, node._saved
         if not args:
             if grad is not None:
                 yield node, grad
             continue
-        if grad is not None:
-            if node._made != _n_changes:
-                _check_unchanged(node)
-            wanted = [arg.requires_grad for arg in args]
-            gradients = node._backward(grad, wanted, *node._saved)  # type: ignore[misc]
-            add(args, wanted, gradients)
+        if grad is not None and node._made != _n_changes:
+            _check_unchanged(node)
         if not retain_graph:
             node.args = ()
             node._backward = None
             node._saved = ()
             node._made = -1
+        del node  # its array goes here, before others are made, where neither its backward nor anybody else holds it
+        if grad is not None:
+            wanted = [arg.requires_grad for arg in args]
+            add(args, wanted, backward(grad, wanted, *saved))  # type: ignore[misc]
 
 
 def gradients_of(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
