@@ -1,9 +1,10 @@
 """Versions for NumPy arrays that Numba compiles (https://numba.pydata.org): many small steps in one call.
 
-They are for what a token asks for between its products, where each call of NumPy costs more than what it computes; and
-for steps of training that NumPy goes through memory for several times. They come with `pip install
-'tricycle-gpt[numba]'`. Compiling takes some seconds once; what comes of it is kept beside the files, or in the user's
-cache where these cannot be written to. Nothing is imported or compiled before the first call.
+They are for what a token asks for between its products, where each call of NumPy costs more than what it computes; for
+steps of training that NumPy goes through memory for several times; and for products that BLAS makes below the rate of
+the processor. They come with `pip install 'tricycle-gpt[numba]'`. Compiling takes some seconds once; what comes of it
+is kept beside the files, or in the user's cache where these cannot be written to. Nothing is imported or compiled
+before the first call.
 """
 
 from __future__ import annotations
