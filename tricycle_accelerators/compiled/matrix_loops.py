@@ -15,7 +15,7 @@ import numpy as np
 from tricycle_accelerators.compiled.jit import OPTIONS, at, compiled
 from tricycle_accelerators.compiled.registers import LANES as LANES
 from tricycle_accelerators.compiled.tiles import ROWS as ROWS
-from tricycle_accelerators.compiled.tiles import VECTORS, as_right, as_right_turned, multiply, room
+from tricycle_accelerators.compiled.tiles import VECTORS, as_right, as_right_turned, multiply, room, whole_registers
 
 PANEL = VECTORS * LANES  # columns
 STEPS, ROWS_AT_ONCE = 768, 64
@@ -47,7 +47,7 @@ def multiply_large(a: np.ndarray, b: np.ndarray, bias: np.ndarray, out: np.ndarr
             if b.strides[1] == b.itemsize:
                 as_right(b[start:stop, columns], right)
             else:
-                as_right_turned(b[start:stop, columns].T, scratch, panel)
+                as_right_turned(b[start:stop, columns].T, scratch[:, : whole_registers(stop - start)], panel)
             for row in range(0, n_rows, ROWS_AT_ONCE):
                 rows = slice(row, min(n_rows, row + ROWS_AT_ONCE))
                 multiply(a[rows, start:stop], right, out[rows, columns], start > 0)
