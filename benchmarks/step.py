@@ -1,4 +1,4 @@
-"""Where a training step's time goes: python -m benchmarks.step --shape S --out docs/step.png
+"""Where a training step's time goes: python -m benchmarks.step --shape S --out step.png
 
 Every kernel's calls are timed, once with the plain reference kernels and once with the fast ones, in turns.
 """
