@@ -25,9 +25,11 @@ def _loops() -> ModuleType:
 
 
 def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> bool:
-    """Whether this is our business: enough queries that each see a key, all of one dtype, no mask and no cap."""
+    """Whether this is our business: enough queries that each see a key, one dtype, a scale above 0, no mask or cap."""
     n_queries, n_keys = q.shape[1], k.shape[1]
     if mask is not None or scoring.cap is not None or n_queries < LEAST_QUERIES or not v.size or not q.size:
+        return False
+    if not scoring.scale > 0:
         return False
     if not q.dtype == k.dtype == v.dtype or not (q.dtype == np.float32 or is_narrow(q)):
         return False
@@ -72,6 +74,7 @@ def attention(
     narrow_results = narrow and dtype == q.dtype
     out = np.empty((*q.shape[:3], v.shape[3]), dtype if narrow_results else np.float32)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
+    totals = np.empty_like(log_total)
     settings = _settings(scoring, k.shape[1])
     groups, _ = make_groups(q, k)
     q, k, v = _prepared((q, k, v), narrow)
@@ -88,9 +91,12 @@ def attention(
             nothing,
             heads_first(means, item, heads),
             log_total[item, heads],
+            totals[item, heads],
         )
 
     threads.parallel(work, groups)
+    with np.errstate(all="ignore"):  # of infinity and NaN, which come from outside
+        log_total += np.log(totals, out=totals)
     return out.astype(dtype, copy=False), log_total
 
 

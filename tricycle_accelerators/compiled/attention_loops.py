@@ -2,22 +2,25 @@
 
 Some queries and some keys at a time, so that their scores stay in a core's cache. A row's exponentials are shifted by
 the largest of its scores so far, and sums of earlier blocks are made smaller when a larger one comes; the backward
-pass makes the weights again from the logs of the sums. Products are of `tiles`.
+pass makes the weights again from the logs of the sums. Products are of `tiles`, and where some queries of a block see
+less of it than others, GROUP of them are multiplied at a time, by what the last of these sees.
 
 Shapes: H heads of queries, K heads of keys, T queries, S keys, D and E sizes of a query and of a value. Query t sees
-the keys up to t + last, and of these the last `window`; 0 for all.
+the keys up to t + last, and of these the last `window`; 0 for all. Of a block, query t sees the keys before end + t.
 
 Sources: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".
 """
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
 
 from tricycle_accelerators.compiled.jit import (
     ANY_ORDER,
@@ -26,11 +29,12 @@ from tricycle_accelerators.compiled.jit import (
     ZERO,
     at,
     compiled,
-    exp,
-    larger,
+    exp_to_zero,
+    intrinsic,
     number_of,
     rounded_for,
 )
+from tricycle_accelerators.compiled.registers import INDEX, VECTOR, load
 from tricycle_accelerators.compiled.tiles import (
     HAS_PAIRS as HAS_PAIRS,
 )
@@ -52,20 +56,8 @@ from tricycle_accelerators.compiled.tiles import (
 )
 
 QUERIES, KEYS = 64, 64  # of a block
-
-
-@numba.njit(inline="always")
-def _seen(row: np.ndarray, n_keys: int, end: int, window: int) -> np.ndarray:
-    """The part of a row of so many keys before `end` and, where there is a window, in it; the rest becomes 0.
-
-    A loop over the indices of an array, unlike one from start to stop, is known to stay in it: that is what lets the
-    compiler take many numbers at a time.
-    """
-    stop = max(0, min(n_keys, end))
-    start = max(0, min(stop, end - window)) if window else 0
-    row[:start] = 0
-    row[stop:] = 0
-    return row[start:stop]
+GROUP = 16  # queries, or keys, that are multiplied at a time where not all of a block is seen
+LOWEST = np.float32(-3e38)  # below all scores but minus infinity, which is as far below this
 
 
 @numba.njit(inline="always")
@@ -119,50 +111,128 @@ def _by_blocks(x: np.ndarray, scratch: np.ndarray, out: np.ndarray) -> None:
         as_right_turned(x[start : start + KEYS], scratch, out[first : first + n_steps])
 
 
+# -------------------------------------------------------------------- what is seen of a block
+# shape: how many queries and keys a block has. ends: the key after the last that its first query sees; the window or 0.
+@numba.njit(inline="always")
+def _n_seen(t: int, n_keys: int, end: int) -> int:
+    """How many of a block's keys come before the last that a query sees."""
+    return max(0, min(n_keys, end + t))
+
+
+@numba.njit(inline="always")
+def _all_seen(shape: tuple[int, int], ends: tuple[int, int]) -> bool:
+    """Whether every query sees KEYS keys."""
+    (n_queries, n_keys), (end, window) = shape, ends
+    return n_keys == KEYS and end >= KEYS and (window == 0 or end + n_queries - 1 <= window)
+
+
+@numba.njit(inline="always")
+def _at_once(n: int, shape: tuple[int, int], ends: tuple[int, int]) -> int:
+    """How many of n queries, or keys, are multiplied at a time."""
+    return (n + GROUP - 1) // GROUP * GROUP if _all_seen(shape, ends) else GROUP
+
+
+@numba.njit(**OPTIONS)
+def _multiply_seen(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
+    """Write products of queries and keys, or of gradients and values, into `out` (QUERIES, KEYS)."""
+    n_queries, n_keys = shape
+    step = _at_once(n_queries, shape, ends)
+    for first in range(0, n_queries, step):
+        rows = slice(first, first + step)
+        columns = whole_registers(_n_seen(first + step - 1, n_keys, ends[0]))
+        if columns:
+            multiply(left[rows], right[:, :columns], out[rows, :columns], False)
+
+
+@numba.njit(**OPTIONS)
+def _add_by_queries(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
+    """Add products of weights, or of their slopes, and of rows of keys to `out` (QUERIES, N)."""
+    n_queries, n_keys = shape
+    step = _at_once(n_queries, shape, ends)
+    for first in range(0, n_queries, step):
+        rows = slice(first, first + step)
+        n_inner = n_steps(_n_seen(first + step - 1, n_keys, ends[0]), left)
+        if n_inner:
+            multiply(left[rows], right[:n_inner], out[rows], True)
+
+
+@numba.njit(**OPTIONS)
+def _add_by_keys(left, right, out, shape, ends):  # type: ignore[no-untyped-def]
+    """Add products of transposed weights, or slopes, and of rows of queries to `out` (KEYS, N)."""
+    n_queries, n_keys = shape
+    step = _at_once(n_keys, shape, ends)
+    for first in range(0, n_keys, step):
+        keys = slice(first, first + step)
+        before = max(0, first + 1 - ends[0])  # queries that see none of these
+        some = slice(n_steps(before // 2 * 2, left), n_steps(n_queries, left))
+        if some.start < some.stop:
+            multiply(left[keys, some], right[some], out[keys], True)
+
+
+@numba.njit(**OPTIONS)
+def _hide(scores: np.ndarray, shape: tuple[int, int], ends: tuple[int, int], value: np.float32) -> None:
+    """Write a value where a query does not see a key, or there is none."""
+    (n_queries, n_keys), (end, window) = shape, ends
+    for t in range(n_queries):
+        row, stop = scores[t], _n_seen(t, n_keys, end)
+        row[stop:] = value
+        if window:
+            row[: max(0, min(stop, end + t - window))] = value
+
+
+# -------------------------------------------------------------------- forward
+@intrinsic
+def _largest(context: Any, place: Any) -> Any:
+    """The largest of a row of KEYS numbers at an address; of a number and NaN the number."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        addresses = [builder.add(arguments[0], INDEX(4 * i)) for i in range(0, KEYS, VECTOR.count)]
+        registers = [load(builder, address, VECTOR) for address in addresses]
+        while len(registers) > 1:
+            half = len(registers) // 2
+            pairs = zip(registers[:half], registers[half:])
+            registers = [builder.select(builder.fcmp_ordered(">", a, b), a, b) for a, b in pairs]
+        kind = ir.FunctionType(ir.FloatType(), [VECTOR])
+        name = f"llvm.vector.reduce.fmax.v{VECTOR.count}f32"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(function, registers, fastmath=("nnan", "nsz"))
+
+    return types.float32(types.intp), code
+
+
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _add_exponentials(
-    scores: np.ndarray,
-    mixed: np.ndarray,
-    shifts: np.ndarray,
-    totals: np.ndarray,
-    scale: float,
-    shape: tuple[int, int, int],
-    ends: tuple[int, int],
-) -> None:
-    """Products of queries and some keys to e^(scale score - shift) in place, 0 where hidden.
+def _exponentials(scores, weights, mixed, shifts, totals, scale, n_queries):  # type: ignore[no-untyped-def]
+    """Write the weights of a block, e^(scale (score - shift)), and add them to their sums.
 
     Args:
-        scores: (T, S). mixed: (T, E), sums of values so far, made smaller where a shift grows.
-        shifts, totals: (T,), the shifts, and the sums of exponentials so far.
-        shape: how many rows, columns and keys there are; a column without a key is hidden.
-        ends: the key after the last that the first query sees; the window, or 0.
+        scores: (QUERIES, KEYS). weights: the same shape, float32 or the bits of bfloat16.
+        mixed: (QUERIES, E), sums of values so far, made smaller where a shift grows, as totals are.
+        shifts, totals: (QUERIES,), the largest scores and the sums of exponentials so far.
     """
-    n_rows, n_columns, n_keys = shape
-    end, window = ends
-    for t in range(n_rows):
-        row = _seen(scores[t][:n_columns], n_keys, end + t, window)
-        shift = shifts[t]
-        for s in range(len(row)):
-            shift = larger(shift, row[s] * scale)
-        if shift > shifts[t]:
-            smaller = exp(shifts[t] - shift) if totals[t] > ZERO else ZERO
-            totals[t] *= smaller
-            sums = mixed[t]
+    for t in range(n_queries):
+        row, new = at(scores, t), at(weights, t)
+        largest = _largest(scores.ctypes.data + t * scores.strides[0])
+        if largest > shifts[t]:
+            share = exp_to_zero(scale * (shifts[t] - largest))
+            totals[t] *= share
+            sums = at(mixed, t)
             for e in range(len(sums)):
-                sums[e] *= smaller
-            shifts[t] = shift
-        total = ZERO
-        for s in range(len(row)):
-            row[s] = exp(row[s] * scale - shift)
-            total += row[s]
+                sums[e] *= share
+            shifts[t] = largest
+        shift, total = shifts[t], ZERO
+        for s in range(KEYS):
+            weight = exp_to_zero(scale * (row[s] - shift))
+            new[s] = rounded_for(new, weight)
+            total += weight
         totals[t] += total
 
 
-def _attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[no-untyped-def]
-    """Write the means of values (H, T, E), and the logs (H, T) of the sums that they were divided by.
+def _attend(q, k, v, scale, last, window, nothing, out, shifts, totals):  # type: ignore[no-untyped-def]
+    """Write the means of values (H, T, E); the shifts of their exponentials and the sums of these (H, T).
 
     Args:
         q: (H, T, D). k: (K, S, D). v: (K, S, E); float32, or the bits of bfloat16.
+        scale: above 0.
         nothing: whether a row may attend to nothing: a sum begins with e^0.
     """
     like = operands_of(q)
@@ -174,10 +244,10 @@ def _attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[n
     values = room(n_steps(n_keys, like), whole_registers(value_size), like)
     n_inner = n_steps(size, like)
     queries = room(QUERIES, n_inner, like)
+    scores = room(QUERIES, KEYS, shifts)
     weights = room(QUERIES, n_steps(KEYS, like), like)
-    scores = room(QUERIES, KEYS, logs)
-    mixed = room(QUERIES, whole_registers(value_size), logs)
-    shifts, totals = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
+    mixed = room(QUERIES, whole_registers(value_size), shifts)
+    highest, sums = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
     for h in range(n_heads):
         if h % n_sharing == 0:
             _by_blocks(k[h // n_sharing], turned, keys)
@@ -188,51 +258,40 @@ def _attend(q, k, v, scale, last, window, nothing, out, logs):  # type: ignore[n
             _fetch_heads(q, k, v, h + 1, some)
             as_left(q[h, some], queries)
             mixed[:] = ZERO
-            shifts[:] = ZERO if nothing else -np.inf
-            totals[:] = ONE if nothing else ZERO
+            sums[:] = ONE if nothing else ZERO
+            highest[:] = ZERO if nothing else LOWEST
             start, stop = _keys_seen(first, n, n_keys, last, window)
             for block in range(start, whole_blocks(stop)):
                 place = block * KEYS
-                n_seen = min(KEYS, stop - place)
-                columns = whole_registers(n_seen)
-                multiply(queries, block_of(keys, block, turned)[:n_inner], scores[:, :columns], False)
-                ends = first + last + 1 - place, window
-                _add_exponentials(scores, mixed, shifts, totals, scale, (n, columns, n_seen), ends)
-                left = narrowed_like(scores, weights)
-                begin = n_steps(place, like)
-                multiply(left, values[begin : begin + n_steps(n_seen, like)], mixed, True)
+                shape, ends = (n, min(KEYS, stop - place)), (first + last + 1 - place, window)
+                _multiply_seen(queries, block_of(keys, block, turned)[:n_inner], scores, shape, ends)
+                if not _all_seen(shape, ends):
+                    _hide(scores, shape, ends, -np.inf)
+                _exponentials(scores, numbers_of(weights), mixed, highest, sums, scale, n)
+                _add_by_queries(weights, values[n_steps(place, like) :], mixed, shape, ends)
             for t in range(n):
-                share = ONE / totals[t]
+                share = ONE / sums[t]
                 row, new = mixed[t], at(out[h], first + t)
                 for e in range(len(new)):
                     new[e] = rounded_for(new, row[e] * share)
-                logs[h, first + t] = np.float32(shifts[t] + math.log(totals[t]))
+                shifts[h, first + t] = highest[t] * scale
+                totals[h, first + t] = sums[t]
 
 
+# -------------------------------------------------------------------- backward
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
-def _differentiate(
-    scores: np.ndarray,
-    slopes: np.ndarray,
-    logs: np.ndarray,
-    inner: np.ndarray,
-    scale: float,
-    shape: tuple[int, int, int],
-    ends: tuple[int, int],
-) -> None:
+def _differentiate(scores, slopes, logs, inner, scale, n_queries):  # type: ignore[no-untyped-def]
     """In place: products of queries and keys to weights, and the gradients of weights to those of the products.
 
     Args:
-        scores, slopes: (T, S). logs, inner: (T,), of `_attend`, and the products of results and their gradients.
-        shape, ends: as of `_add_exponentials`.
+        scores, slopes: (QUERIES, KEYS), minus infinity and 0 where nothing is seen.
+        logs, inner: (T,), of sums of exponentials, and the products of results and their gradients.
     """
-    n_rows, n_columns, n_keys = shape
-    end, window = ends
-    for t in range(n_rows):
-        row = _seen(scores[t][:n_columns], n_keys, end + t, window)
-        slope = _seen(slopes[t][:n_columns], n_keys, end + t, window)
+    for t in range(n_queries):
+        row, slope = at(scores, t), at(slopes, t)
         log, mean = logs[t], inner[t]
-        for s in range(len(row)):
-            weight = exp(row[s] * scale - log)
+        for s in range(KEYS):
+            weight = exp_to_zero(row[s] * scale - log)
             row[s] = weight
             slope[s] = weight * (slope[s] - mean) * scale
 
@@ -310,17 +369,19 @@ def _attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # 
             d_query[:] = ZERO
             start, stop = _keys_seen(first, n, n_keys, last, window)
             for block in range(start, whole_blocks(stop)):
-                place, n_seen = block * KEYS, min(KEYS, stop - block * KEYS)
-                columns = whole_registers(n_seen)
-                seen = slice(place, place + columns)
-                multiply(queries, block_of(keys, block, turned)[:n_inner], scores[:, :columns], False)
-                multiply(grads, block_of(values, block, turned_values)[:n_inner_values], slopes[:, :columns], False)
-                shape, ends = (n, columns, n_seen), (first + last + 1 - place, window)
-                _differentiate(scores, slopes, logs[h, some], inner, scale, shape, ends)
-                multiply(turned_like(scores, n, left)[:columns], grads_right, d_values[seen], True)
-                multiply(turned_like(slopes, n, left)[:columns], queries_right, d_keys[seen], True)
-                below = slice(n_steps(place, like), n_steps(place + n_seen, like))
-                multiply(narrowed_like(slopes, left_too), key_rows[below], d_query, True)
+                place = block * KEYS
+                seen = slice(place, place + KEYS)
+                shape, ends = (n, min(KEYS, stop - place)), (first + last + 1 - place, window)
+                _multiply_seen(queries, block_of(keys, block, turned)[:n_inner], scores, shape, ends)
+                _multiply_seen(grads, block_of(values, block, turned_values)[:n_inner_values], slopes, shape, ends)
+                if not _all_seen(shape, ends):
+                    _hide(scores, shape, ends, -np.inf)
+                    _hide(slopes, shape, ends, ZERO)
+                _differentiate(scores, slopes, logs[h, some], inner, scale, n)
+                _add_by_keys(turned_like(scores, n, left), grads_right, d_values[seen], shape, ends)
+                _add_by_keys(turned_like(slopes, n, left), queries_right, d_keys[seen], shape, ends)
+                slopes_left = narrowed_like(slopes, left_too)
+                _add_by_queries(slopes_left, key_rows[n_steps(place, like) :], d_query, shape, ends)
             _write(d_query[:n, :size], dq[h, some])
         if (h + 1) % n_sharing == 0:
             _write(d_keys[:n_keys, :size], dk[h // n_sharing])
@@ -337,7 +398,7 @@ def _heads(narrow: bool) -> str:
 def attend(narrow: bool, narrow_results: bool) -> Any:
     """`_attend` for operands and for results of bfloat16, or of float32."""
     x, y = _heads(narrow), _heads(narrow_results)
-    return compiled(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :])")(_attend)
+    return compiled(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])")(_attend)
 
 
 @cache

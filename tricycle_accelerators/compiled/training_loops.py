@@ -11,7 +11,17 @@ import math
 import numba
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import FARTHEST, ONE, ZERO, at, compiled, exp, larger, number_of, rounded_for
+from tricycle_accelerators.compiled.jit import (
+    ONE,
+    ZERO,
+    at,
+    compiled,
+    exp,
+    exp_to_zero,
+    larger,
+    number_of,
+    rounded_for,
+)
 from tricycle_accelerators.compiled.loops import gated_swish as gated_swish
 
 LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
@@ -174,12 +184,6 @@ def rms_norm_backward(
 
 
 # -------------------------------------------------------------------- losses
-@numba.njit(inline="always")
-def _exp(x: np.float32) -> np.float32:
-    """e^x for x of 0 or less, and 0 of minus infinity."""
-    return ZERO if x < -FARTHEST else exp(x)
-
-
 @compiled([f"f8({x}[:, ::1], i8[::1], f4[::1], f8, {x}[:, ::1])" for x in ("f4", "u2")])
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray
@@ -198,7 +202,7 @@ def cross_entropy(
             highest = larger(number_of(row[j]), highest)
         total, level = ZERO, ZERO
         for j in range(size):
-            total += _exp(number_of(row[j]) - highest)
+            total += exp_to_zero(number_of(row[j]) - highest)
         if smoothing != 0:
             for j in range(size):
                 level += number_of(row[j]) - highest
@@ -208,9 +212,9 @@ def cross_entropy(
         share = weight / total
         spread = np.float32(weight * smoothing / size)
         for j in range(len(slopes)):
-            slopes[j] = rounded_for(slopes, share * _exp(number_of(row[j]) - highest) - spread)
+            slopes[j] = rounded_for(slopes, share * exp_to_zero(number_of(row[j]) - highest) - spread)
         if len(slopes):
-            of_truth = share * _exp(truth) - spread - np.float32(weight * (1 - smoothing))
+            of_truth = share * exp_to_zero(truth) - spread - np.float32(weight * (1 - smoothing))
             slopes[label] = rounded_for(slopes, of_truth)
     return cost
 
