@@ -130,8 +130,19 @@ def test_idle_cores_are_told(monkeypatch, no_variables):
     assert "unset OMP_NUM_THREADS: 2 of 64 logical cores are in use" in machine.advice([], None)
 
 
+def test_mkl_is_told_where_it_would_help(monkeypatch, no_variables):
+    for problem, told in [
+        ("MKL is not installed (pip install 'tricycle-gpt[mkl]')", True),
+        ("MKL is for Intel's processors", False),
+        (None, False),
+    ]:
+        monkeypatch.setattr(machine.float32_products, "problem", lambda problem=problem: problem)
+        assert any("[mkl]" in line for line in machine.advice([], None)) == told
+
+
 def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
     monkeypatch.setattr(machine, "installed", lambda *packages: [*packages])
+    monkeypatch.setattr(machine.float32_products, "problem", lambda: None)
     assert machine.advice([], "CuPy is not installed") == ["nothing that this program knows of"]
     monkeypatch.setattr(machine, "gpu_libraries", lambda: {"cuBLASLt 13.0.2": None})
     assert machine.advice(["GPU 0: H200"], None) == ["nothing that this program knows of"]

@@ -16,7 +16,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import cpu, pieces, spinning, threads
+from tricycle_accelerators import cpu, pieces, processor, spinning, threads
 from tricycle_accelerators import onednn as table
 from tricycle_accelerators.onednn import library as onednn
 from tricycle_accelerators.onednn import matrices
@@ -94,10 +94,13 @@ SIZES = [(1, 1, 1), (3, 5, 7), (1, 64, 300), (300, 64, 1), (130, 33, 65), (600, 
 
 
 @USABLE
+@pytest.mark.parametrize("wide", [False, True], ids=["by oneDNN", "in float32"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("layout", ["plain", "a transposed", "b transposed", "both transposed", "slices", "reversed"])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products(many_threads, size, layout, with_bias):
+def test_products(many_threads, monkeypatch, wide, size, layout, with_bias):
+    monkeypatch.setattr(processor, "halves_bfloat16", lambda: wide)
+    monkeypatch.setattr(processor, "has_matrix_tiles", lambda: False)
     n_rows, n_inner, n_columns = size
     rng = np.random.default_rng(1)
 

@@ -16,9 +16,11 @@ import numpy as np
 
 import tricycle
 from tricycle import devices
+from tricycle_accelerators import blas as float32_products
 from tricycle_accelerators import host, threads
 from tricycle_accelerators.cuda import cudnn, gemm
 from tricycle_accelerators.onednn import library as onednn
+from tricycle_accelerators.processor import fields_of
 from tricycle_cli import limit
 
 # What Linux calls the instructions that matter for speed.
@@ -28,7 +30,7 @@ PINS = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "BLIS_ARCH_TYPE", "NPY_D
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 OPTIONAL = """
     threadpoolctl tiktoken tqdm tyro safetensors matplotlib pooch requests datasets ml_dtypes onednn-cpu-gomp
-    numba
+    numba mkl
 """.split()
 WIDTH, INDENT = 110, 12
 
@@ -51,8 +53,7 @@ def installed(*packages: str) -> list[str]:
 
 def processor(cpuinfo: str) -> str:
     """Its name, cores and instructions, from the text of Linux's /proc/cpuinfo ("" elsewhere)."""
-    lines = (line.partition(":") for line in cpuinfo.splitlines())
-    fields = {name.strip(): value.strip() for name, _, value in lines}
+    fields = fields_of(cpuinfo)
     name = fields.get("model name") or platform.processor() or platform.machine() or "unknown"
     flags = fields.get("flags", "").split()
     if flags:
@@ -160,6 +161,8 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
         found.append(
             "pip install 'tricycle-gpt[fast]': Numba compiles what lies between products, and models write faster"
         )
+    if float32_products.EXTRA in (float32_products.problem() or ""):
+        found.append("pip install 'tricycle-gpt[mkl]': Intel's library multiplies fastest on this processor (220 MB)")
     if shown and problem:
         found.append(f"use {', '.join(shown)}: {problem}")
     if problem is None:

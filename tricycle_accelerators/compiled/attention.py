@@ -36,11 +36,6 @@ def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: 
     return scoring.queries_seeing(n_queries, n_keys) == slice(0, n_queries)
 
 
-def _multiplies_narrow(operand: np.ndarray) -> bool:
-    """Whether operands go into products as bfloat16, not as float32."""
-    return operand.dtype.name == "bfloat16" and bool(_loops().HAS_PAIRS)
-
-
 def _prepared(arrays: tuple[np.ndarray, ...], narrow: bool) -> tuple[np.ndarray, ...]:
     """As the loops take them: the bits of bfloat16, or float32; aligned, not read-only, and rows in one piece."""
     arrays = tuple(array.view(np.uint16) if narrow else wide(array) for array in arrays)
@@ -70,7 +65,7 @@ def attention(
     if not _takes(q, k, v, scoring, mask):
         return NotImplemented
     dtype = dtype or q.dtype
-    narrow = _multiplies_narrow(q)
+    narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype
     out = np.empty((*q.shape[:3], v.shape[3]), dtype if narrow_results else np.float32)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
@@ -116,7 +111,7 @@ def attention_backward(
     if log_total.dtype != np.float32 or not _takes(q, k, v, scoring, mask):
         return NotImplemented
     dtype = dk.dtype
-    narrow = _multiplies_narrow(q)
+    narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype
     same = all(array.dtype == dtype for array in (grad, out, dq, dv)) and (narrow_results or dtype == np.float32)
     if not same or not _behave(dq, dk, dv):

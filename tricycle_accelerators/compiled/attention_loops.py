@@ -36,9 +36,6 @@ from tricycle_accelerators.compiled.jit import (
 )
 from tricycle_accelerators.compiled.registers import INDEX, VECTOR, load
 from tricycle_accelerators.compiled.tiles import (
-    HAS_PAIRS as HAS_PAIRS,
-)
-from tricycle_accelerators.compiled.tiles import (
     LANES,
     as_left,
     as_right,

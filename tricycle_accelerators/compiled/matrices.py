@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import threads
+from tricycle_accelerators import processor, threads
 
 LEAST_ROWS = 128  # of the left matrix: of fewer it takes too long to lay out the right one
 NEAR = 2**20  # numbers of the left matrix that stay in the third cache while panels go by
@@ -22,13 +22,13 @@ MANY = 8  # panels for each thread, of which it does not matter that one takes o
 def _loops() -> ModuleType | None:
     """What Numba compiles; the first call imports it, and compiles where that has not been done before.
 
-    None where BLAS may be as quick: without AVX-512 nobody has measured it, and MKL and Accelerate were made by those
-    who made the processors.
+    None where BLAS is as quick, as it is on Intel's processors, or may be: without AVX-512 nobody has measured it, and
+    MKL and Accelerate were made by those who made the processors.
     """
     from tricycle_accelerators.compiled import registers
 
     names = {getattr(library, "internal_api", "") for library in threads.blas_libraries()}
-    if (registers.LANES, registers.N_REGISTERS) != (16, 32) or names != {"openblas"}:
+    if (registers.LANES, registers.N_REGISTERS) != (16, 32) or names != {"openblas"} or processor.is_intel():
         return None
     from tricycle_accelerators.compiled import matrix_loops
 

@@ -5,7 +5,8 @@ registers, each step a register of the right matrix, times a number of the left 
 
 - left (M, K), any strides, so that a transposed view is as good; right (K, N) and the result (M, N), C order.
 - of float32; or left and right of pairs, uint32: two bfloat16 that follow each other along K, the first in the lower
-  bits. The processor multiplies and adds two pairs at once, and its sums are float32.
+  bits. The processor multiplies and adds two pairs at once, and its sums are float32. Where it has no such instruction,
+  or a slow one, bfloat16 become float32.
 
 `as_left`, `as_right` and `as_right_turned` make operands of parts of larger arrays, of which a bfloat16 is given by its
 bits, uint16.
@@ -21,7 +22,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import HAS_BFLOAT, OPTIONS, at, bits_of, intrinsic, overload
+from tricycle_accelerators import processor
+from tricycle_accelerators.compiled.jit import HAS_BFLOAT as HAS_BFLOAT
+from tricycle_accelerators.compiled.jit import OPTIONS, at, bits_of, intrinsic, number_of, overload
 from tricycle_accelerators.compiled.registers import (
     INDEX,
     LANES,
@@ -36,7 +39,7 @@ from tricycle_accelerators.compiled.registers import (
 
 ROWS = 4
 VECTORS = 4 if N_REGISTERS == 32 else 2  # registers side by side in a tile
-HAS_PAIRS = HAS_BFLOAT
+HAS_PAIRS = HAS_BFLOAT and not processor.halves_bfloat16()
 LINE = 16  # float32 in a line of a cache
 
 
@@ -209,7 +212,7 @@ def operands_of(x: np.ndarray) -> np.ndarray:
 
 @overload(operands_of, strict=False)
 def _operands_of(x: Any) -> Any:
-    if x.dtype == types.uint16:
+    if x.dtype == types.uint16 and HAS_PAIRS:
         return lambda x: np.zeros(1, np.uint32)
     return lambda x: np.zeros(1, np.float32)
 
@@ -219,7 +222,7 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(x.shape[0]):
         row, new = at(x, i), at(out, i)
         for j in range(len(row)):
-            new[j] = row[j]
+            new[j] = number_of(row[j])
 
 
 def as_left(x: np.ndarray, out: np.ndarray) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels.reference.widening import is_narrow, widening
-from tricycle_accelerators import pieces, spinning, threads
+from tricycle_accelerators import blas, pieces, spinning, threads
 from tricycle_accelerators.onednn import library
 
 SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
@@ -82,7 +82,7 @@ def matmul(
 def _by_terms(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     n_inner = a.shape[1]
     terms = pieces.parts(n_inner, n_inner)  # one part a thread, for each has a sum of its own to hold
-    product: np.ndarray = pieces.sum_over(lambda part: a[:, part] @ b[part], terms)
+    product: np.ndarray = pieces.sum_over(lambda part: blas.multiply(a[:, part], b[part]), terms)
     if bias is not None:
         product += bias
     return product
@@ -126,7 +126,7 @@ def _by_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndar
     product = np.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
 
     def work(part: slice) -> None:
-        np.matmul(a[part], b, out=product[part])
+        blas.multiply(a[part], b, product[part])
         if bias is not None:
             product[part] += bias
 
@@ -138,7 +138,7 @@ def _by_columns(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.n
     product = np.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
 
     def work(part: slice) -> None:
-        np.matmul(a, b[:, part], out=product[:, part])
+        blas.multiply(a, b[:, part], product[:, part])
         if bias is not None:
             product[:, part] += bias[part]
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle_accelerators import spinning, threads
+from tricycle_accelerators import libraries, spinning, threads
 
 DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
 SPINS = "100000"  # a millisecond
@@ -88,11 +88,10 @@ def _path() -> Path | str:
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         return f"it needs Linux on x86-64, and this is {platform.system()} on {machine}"
     try:
-        files = metadata.files(DISTRIBUTION) or []
+        path = libraries.shipped(DISTRIBUTION, LIBRARY)
     except metadata.PackageNotFoundError:
         return f"oneDNN is not installed ({EXTRA})"
-    paths = [Path(str(file.locate())).resolve() for file in files if file.name == LIBRARY]
-    return paths[0] if paths and paths[0].exists() else f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
+    return path or f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
 
 
 class _Library(NamedTuple):
@@ -365,7 +364,7 @@ def _run_laid(
 # -------------------------------------------------------------------- what the kernels call, each thread for its part
 # Arrays are float32 unless said. None may be empty.
 def convert(x: np.ndarray, out: np.ndarray) -> None:
-    """Write values into a bfloat16 array of their shape, rounded to nearest, ties to even; NaN stays NaN."""
+    """Write values of float32 or bfloat16 into an array of either, rounded to nearest, ties to even; NaN stays NaN."""
     _run(_reorder, (), (SOURCE, RESULT), x, out)
 
 

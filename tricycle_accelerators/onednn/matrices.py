@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import pieces, spinning, threads
+from tricycle_accelerators import blas, pieces, processor, spinning, threads
 from tricycle_accelerators.onednn import library
 
 FEW_ROWS = 16  # of float32: more are NumPy's, for each number of rows is a primitive that takes a millisecond to make
@@ -70,7 +70,8 @@ def matmul(
     if not a.size or not b.size:
         result[...] = 0 if bias is None else bias
     else:
-        _multiply(
+        multiply = _multiply_wide if processor.halves_bfloat16() and not processor.has_matrix_tiles() else _multiply
+        multiply(
             _regular(a), _regular(b), None if bias is None else np.ascontiguousarray(bias, np.float32)[None], result
         )
     if out is not None and not fits:
@@ -125,6 +126,43 @@ def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.
         threads.parallel(rows, pieces.parts(len(a), 512))
     else:
         threads.parallel(columns, pieces.parts(b.shape[1], 512))
+
+
+def _multiply_wide(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
+    """The same by products of float32, whose parts are widened while they are near."""
+
+    def rows(part: slice) -> None:
+        _write(blas.multiply(_wide(a[part]), whole), bias, result[part])
+
+    def columns(part: slice) -> None:
+        _write(blas.multiply(whole, _wide(b[:, part])), None if bias is None else bias[:, part], result[:, part])
+
+    n_rows, n_inner = a.shape
+    n_columns = b.shape[1]
+    if n_inner >= 2 * max(n_rows, n_columns):  # one part a thread, for each has a sum of its own to hold
+        terms = pieces.parts(n_inner, n_inner)
+        _write(pieces.sum_over(lambda part: blas.multiply(_wide(a[:, part]), _wide(b[part])), terms), bias, result)
+    elif n_rows >= n_columns:
+        whole = _wide(b)
+        threads.parallel(rows, pieces.parts(n_rows, 512))
+    else:
+        whole = _wide(a)
+        threads.parallel(columns, pieces.parts(n_columns, 512))
+
+
+def _write(product: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
+    if bias is not None:
+        product += bias
+    library.convert(product, result)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """As float32, in the same layout."""
+    if x.strides[0] == x.itemsize and x.strides[1] != x.itemsize:
+        return _wide(x.T).T
+    out = np.empty(x.shape, np.float32)
+    library.convert(x, out)
+    return out
 
 
 def _regular(matrix: np.ndarray) -> np.ndarray:

@@ -1,0 +1,50 @@
+"""What Linux, or Python elsewhere, tells of the processor."""
+
+import pytest
+
+from tricycle_accelerators import processor
+
+EMERALD_RAPIDS = """processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: Intel(R) Xeon(R) Processor
+flags\t\t: fpu avx2 avx512f avx512_bf16
+"""
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path):
+    """A function that has the system tell this."""
+    path = tmp_path / "cpuinfo"
+
+    def tell(text: str | None, python: str = "") -> None:
+        processor._told.cache_clear()
+        if text is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(processor, "CPUINFO", path)
+        monkeypatch.setattr("platform.processor", lambda: python)
+
+    yield tell
+    processor._told.cache_clear()
+
+
+def test_intel(told):
+    told(EMERALD_RAPIDS)
+    assert processor.is_intel() and processor.halves_bfloat16() and not processor.has_matrix_tiles()
+    told(EMERALD_RAPIDS.replace("avx512_bf16", "avx512_bf16 amx_bf16"))
+    assert processor.has_matrix_tiles()
+
+
+def test_others(told):
+    told(EMERALD_RAPIDS.replace("GenuineIntel", "AuthenticAMD"))
+    assert not processor.is_intel() and not processor.halves_bfloat16()
+    told("")
+    assert not processor.is_intel() and not processor.has_matrix_tiles()
+
+
+def test_without_linux(told):
+    told(None, "Intel64 Family 6 Model 143 Stepping 8, GenuineIntel")
+    assert processor.is_intel() and not processor.has_matrix_tiles()
+    told(None, "arm")
+    assert not processor.is_intel()
