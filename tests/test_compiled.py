@@ -437,6 +437,26 @@ def test_turned_operands(shape):
     np.testing.assert_array_equal(out[: shape[1], : shape[0]], x.T)
 
 
+def test_operands_of_16_bits_as_float32():
+    """As they are where the processor has no products of pairs, or slow ones."""
+    import numba
+
+    from tricycle_accelerators.compiled import tiles
+
+    @numba.njit
+    def lay_out(x, left, right, turned, scratch):
+        tiles.as_left(x, left)
+        tiles.as_right(x, right)
+        tiles.as_right_turned(x, scratch, turned)
+
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    x = normal(32, 48).astype(bfloat16)
+    left, right, turned = np.zeros((32, 48), np.float32), np.zeros((32, 48), np.float32), np.zeros((48, 32), np.float32)
+    lay_out(x.view(np.uint16), left, right, turned, np.zeros((tiles.LANES, 48), np.float32))
+    for found in (left, right, turned.T):
+        np.testing.assert_array_equal(found, x.astype(np.float32))
+
+
 @pytest.mark.parametrize("name", ["gelu", "gelu_backward", "layer_norm", "layer_norm_backward"])
 def test_numpys_versions_agree(name):
     """The tests of the kernels see the faster ones here: these are the others, in float32."""
