@@ -101,6 +101,7 @@ SIZES = [(1, 1, 1), (3, 5, 7), (1, 64, 300), (300, 64, 1), (130, 33, 65), (600, 
 def test_products(many_threads, monkeypatch, wide, size, layout, with_bias):
     monkeypatch.setattr(processor, "halves_bfloat16", lambda: wide)
     monkeypatch.setattr(processor, "has_matrix_tiles", lambda: False)
+    monkeypatch.setattr(matrices, "TERMS", 700)
     n_rows, n_inner, n_columns = size
     rng = np.random.default_rng(1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from itertools import pairwise
 from types import NotImplementedType
 from typing import Any
 
@@ -12,6 +14,7 @@ from tricycle_accelerators import blas, pieces, processor, spinning, threads
 from tricycle_accelerators.onednn import library
 
 FEW_ROWS = 16  # of float32: more are NumPy's, for each number of rows is a primitive that takes a millisecond to make
+TERMS = 2048  # of a product's sums, that are made float32 at a time
 SMALL_PRODUCT = 2**18  # multiplications below which a product of float32 is NumPy's
 
 
@@ -137,11 +140,16 @@ def _multiply_wide(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result
     def columns(part: slice) -> None:
         _write(blas.multiply(whole, _wide(b[:, part])), None if bias is None else bias[:, part], result[:, part])
 
+    def some_terms(part: slice) -> np.ndarray:
+        cuts = [*range(part.start, min(part.stop, n_inner), TERMS), min(part.stop, n_inner)]
+        products = (blas.multiply(_wide(a[:, i:j]), _wide(b[i:j])) for i, j in pairwise(cuts))
+        return reduce(lambda total, product: np.add(total, product, out=total), products)
+
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
     if n_inner >= 2 * max(n_rows, n_columns):  # one part a thread, for each has a sum of its own to hold
         terms = pieces.parts(n_inner, n_inner)
-        _write(pieces.sum_over(lambda part: blas.multiply(_wide(a[:, part]), _wide(b[part])), terms), bias, result)
+        _write(pieces.sum_over(some_terms, terms), bias, result)
     elif n_rows >= n_columns:
         whole = _wide(b)
         threads.parallel(rows, pieces.parts(n_rows, 512))
