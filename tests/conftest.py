@@ -19,6 +19,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: left out unless asked for by -m slow")
     for category in ("RuntimeWarning", "DeprecationWarning:tricycle", "ResourceWarning:tricycle"):
         config.addinivalue_line("filterwarnings", f"error::{category}")
+    # now and then NumPy says this of a small product of finite numbers whose result is right: tests look at results
+    config.addinivalue_line("filterwarnings", "default:invalid value encountered in matmul:RuntimeWarning")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, for pytest -n
