@@ -19,7 +19,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: left out unless asked for by -m slow")
     for category in ("RuntimeWarning", "DeprecationWarning:tricycle", "ResourceWarning:tricycle"):
         config.addinivalue_line("filterwarnings", f"error::{category}")
-    # now and then NumPy says this of a small product of finite numbers whose result is right: tests look at results
+    # seen three times, of small products whose numbers looked finite, and not understood: shown, so that it is not lost
     config.addinivalue_line("filterwarnings", "default:invalid value encountered in matmul:RuntimeWarning")
 
 
