@@ -16,7 +16,8 @@ from tricycle.einsum import Einsum
 from tricycle.kernels import Scoring
 from tricycle.sequences.recurrent import LSTM
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import threads
+from tricycle_accelerators import pieces, threads
+from tricycle_accelerators.compiled import matrices
 
 
 # -------------------------------------------------------------------- worker threads
@@ -26,6 +27,28 @@ def n_workers(request, monkeypatch):
     threads._helpers.cache_clear()
     yield request.param
     threads._helpers.cache_clear()
+
+
+@pytest.mark.parametrize("n_rows, row_size", [(0, 5), (1, 1), (512, 768), (4096, 1536), (589_824, 1), (7, 10**6)])
+def test_pieces_are_as_many_for_each_thread(n_workers, n_rows, row_size):
+    parts = pieces.cut(n_rows, row_size)
+    sizes = [len(range(n_rows)[part]) for part in parts]
+    assert sum(sizes) == n_rows and all(sizes)
+    assert all(size == 1 or size * row_size <= pieces.PIECE for size in sizes)
+    if 1 < len(sizes) < n_rows:
+        assert len(sizes) % n_workers == 0 and max(sizes) - min(sizes) < len(sizes)
+
+
+@pytest.mark.parametrize("shape", [(4096, 1152), (512, 50304), (2048, 512), (128, 2112)])
+def test_no_thread_is_left_alone_with_a_large_part(n_workers, shape):
+    parts = matrices._parts(shape, 2048, 4, 64)
+    done = np.zeros(shape, int)
+    busy = [0] * n_workers
+    for part in parts:
+        done[part] += 1
+        busy[busy.index(min(busy))] += done[part].size  # whoever is done first takes the next
+    assert (done == 1).all()
+    assert max(busy) <= 1.07 * done.size / n_workers
 
 
 def blas_threads() -> list[int]:

@@ -21,8 +21,12 @@ MOST = math.exp(SAFE_EXPONENT)
 
 
 def cut(n_rows: int, row_size: int = 1) -> list[slice]:
-    """Some rows each, of PIECE elements together at most."""
-    step = max(1, PIECE // max(1, row_size))
+    """Some rows each, of PIECE elements together at most, and as many in each as can be, for all threads."""
+    most = max(1, PIECE // max(1, row_size))
+    n_pieces = -(-n_rows // most)
+    if n_pieces > 1:  # as many for each thread
+        n_pieces += -n_pieces % threads.n_threads()
+    step = max(1, -(-n_rows // max(1, n_pieces)))
     return [slice(start, start + step) for start in range(0, n_rows, step)]
 
 

@@ -71,7 +71,10 @@ def _is_float32(*arrays: np.ndarray | None) -> bool:
 
 
 def _parts(shape: tuple[int, int], most: int, row_step: int, panel: int) -> list[tuple[slice, slice]]:
-    """Rows and columns of parts that keep all threads busy, of about so many rows at most; whole tiles and panels."""
+    """Rows and columns of parts that keep all threads busy, of about so many rows at most; whole tiles and panels.
+
+    The largest come first, so that no thread is left alone with one.
+    """
     n_threads, n_panels = threads.n_threads(), -(-shape[1] // panel)
     if n_panels >= MANY * n_threads:
         across, down = 2 * n_threads, 1
@@ -80,7 +83,8 @@ def _parts(shape: tuple[int, int], most: int, row_step: int, panel: int) -> list
         down = n_threads // across
     rows = _even(shape[0], row_step, max(down, -(-shape[0] // most)))
     columns = _even(shape[1], panel, across)
-    return [(some, others) for some in rows for others in columns]
+    columns.sort(key=lambda some: some.start - some.stop)
+    return [(some, others) for others in columns for some in rows]
 
 
 def _even(size: int, step: int, n_parts: int) -> list[slice]:

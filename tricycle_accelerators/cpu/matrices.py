@@ -198,5 +198,9 @@ def sum_squares(x: np.ndarray) -> np.ndarray:
         with _unshared(1, x.size, 1):
             return kernels.sum_squares.plain(x)
     flat = x.reshape(-1)
-    total: np.ndarray = pieces.sum_over(lambda piece: np.asarray(flat[piece] @ flat[piece]), pieces.cut(flat.size))
+
+    def work(piece: slice) -> np.ndarray:
+        return np.asarray(np.dot(flat[piece], flat[piece]))  # `@` of two vectors keeps Python's lock
+
+    total: np.ndarray = pieces.sum_over(work, pieces.cut(flat.size))
     return total
