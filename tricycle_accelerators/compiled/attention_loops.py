@@ -53,6 +53,7 @@ from tricycle_accelerators.compiled.tiles import (
 )
 
 QUERIES, KEYS = 64, 64  # of a block
+TURN = 4 * QUERIES  # these meet each block of keys, values and their gradients together: it comes from afar once
 GROUP = 16  # queries, or keys, that are multiplied at a time where not all of a block is seen
 LOWEST = np.float32(-3e38)  # below all scores but minus infinity, which is as far below this
 
@@ -68,6 +69,23 @@ def _keys_seen(first: int, n_queries: int, n_keys: int, last: int, window: int) 
 @numba.njit(inline="always")
 def whole_blocks(n_keys: int) -> int:
     return (n_keys + KEYS - 1) // KEYS
+
+
+@numba.njit(**OPTIONS)
+def _meetings(queries: slice, n_keys: int, last: int, window: int):  # type: ignore[no-untyped-def]
+    """Yield each block of keys with each block of these queries that sees any of it.
+
+    Numbers of the former, places of the latter among these queries, and shape and ends of both.
+    """
+    start, stop = _keys_seen(queries.start, queries.stop - queries.start, n_keys, last, window)
+    for block in range(start, whole_blocks(stop)):
+        place = block * KEYS
+        for first in range(queries.start, queries.stop, QUERIES):
+            n = min(QUERIES, queries.stop - first)
+            start, stop = _keys_seen(first, n, n_keys, last, window)
+            if start <= block < whole_blocks(stop):
+                here = slice(first - queries.start, first - queries.start + QUERIES)
+                yield block, here, (n, min(KEYS, stop - place)), (first + last + 1 - place, window)
 
 
 @numba.njit(**OPTIONS)
@@ -240,33 +258,29 @@ def _attend(q, k, v, scale, last, window, nothing, out, shifts, totals):  # type
     keys = room(whole_blocks(n_keys) * turned.shape[1], KEYS, like)
     values = room(n_steps(n_keys, like), whole_registers(value_size), like)
     n_inner = n_steps(size, like)
-    queries = room(QUERIES, n_inner, like)
+    queries = room(TURN, n_inner, like)
     scores = room(QUERIES, KEYS, shifts)
     weights = room(QUERIES, n_steps(KEYS, like), like)
-    mixed = room(QUERIES, whole_registers(value_size), shifts)
-    highest, sums = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
+    mixed = room(TURN, whole_registers(value_size), shifts)
+    highest, sums = np.empty(TURN, np.float32), np.empty(TURN, np.float32)
     for h in range(n_heads):
         if h % n_sharing == 0:
             _by_blocks(k[h // n_sharing], turned, keys)
             as_right(v[h // n_sharing], values)
-        for first in range(0, n_queries, QUERIES):
-            n = min(QUERIES, n_queries - first)
-            some = slice(first, first + n)
+        for first in range(0, n_queries, TURN):
+            some = slice(first, min(n_queries, first + TURN))
             _fetch_heads(q, k, v, h + 1, some)
             as_left(q[h, some], queries)
             mixed[:] = ZERO
             sums[:] = ONE if nothing else ZERO
             highest[:] = ZERO if nothing else LOWEST
-            start, stop = _keys_seen(first, n, n_keys, last, window)
-            for block in range(start, whole_blocks(stop)):
-                place = block * KEYS
-                shape, ends = (n, min(KEYS, stop - place)), (first + last + 1 - place, window)
-                _multiply_seen(queries, block_of(keys, block, turned)[:n_inner], scores, shape, ends)
+            for block, here, shape, ends in _meetings(some, n_keys, last, window):
+                _multiply_seen(queries[here], block_of(keys, block, turned)[:n_inner], scores, shape, ends)
                 if not _all_seen(shape, ends):
                     _hide(scores, shape, ends, -np.inf)
-                _exponentials(scores, numbers_of(weights), mixed, highest, sums, scale, n)
-                _add_by_queries(weights, values[n_steps(place, like) :], mixed, shape, ends)
-            for t in range(n):
+                _exponentials(scores, numbers_of(weights), mixed[here], highest[here], sums[here], scale, shape[0])
+                _add_by_queries(weights, values[n_steps(block * KEYS, like) :], mixed[here], shape, ends)
+            for t in range(some.stop - first):
                 share = ONE / sums[t]
                 row, new = mixed[t], at(out[h], first + t)
                 for e in range(len(new)):
@@ -323,8 +337,8 @@ def _room_for_keys(n_keys, size, scratch, like):  # type: ignore[no-untyped-def]
 @numba.njit(**OPTIONS)
 def _room_for_queries(size, like):  # type: ignore[no-untyped-def]
     """For queries, or gradients of their results, as a left operand and as a right one."""
-    left = room(QUERIES, whole_registers(n_steps(size, like)), like)
-    return left, room(n_steps(QUERIES, like), whole_registers(size), like)
+    left = room(TURN, whole_registers(n_steps(size, like)), like)
+    return left, room(n_steps(TURN, like), whole_registers(size), like)
 
 
 def _attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # type: ignore[no-untyped-def]
@@ -342,9 +356,10 @@ def _attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # 
     key_rows = room(n_steps(n_keys, like), whole_registers(size), like)
     queries, query_rows = _room_for_queries(size, like)
     grads, grad_rows = _room_for_queries(value_size, like)
-    scores, slopes, d_query = room(QUERIES, KEYS, logs), room(QUERIES, KEYS, logs), np.zeros_like(d_keys[:QUERIES])
+    scores, slopes = room(QUERIES, KEYS, logs), room(QUERIES, KEYS, logs)
+    d_queries = room(TURN, whole_registers(size), logs)
     left, left_too = room(n_steps(QUERIES, like), KEYS, like), room(QUERIES, n_steps(KEYS, like), like)
-    inner = np.empty(QUERIES, np.float32)
+    inner = np.empty(TURN, np.float32)
     for h in range(n_heads):
         if h % n_sharing == 0:
             _by_blocks(k[h // n_sharing], turned, keys)
@@ -352,8 +367,8 @@ def _attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # 
             as_right(k[h // n_sharing], key_rows)
             d_keys[:] = ZERO
             d_values[:] = ZERO
-        for first in range(0, n_queries, QUERIES):
-            some = slice(first, min(n_queries, first + QUERIES))
+        for first in range(0, n_queries, TURN):
+            some = slice(first, min(n_queries, first + TURN))
             n = some.stop - first
             _fetch_heads(q, k, v, h + 1, some)
             _fetch_head(grad, h + 1, some)
@@ -363,23 +378,22 @@ def _attend_back(grad, q, k, v, out, logs, scale, last, window, dq, dk, dv):  # 
             queries_right = right_again(queries, (n, size), query_rows)[: n_steps(n, like)]
             grads_right = right_again(grads, (n, value_size), grad_rows)[: n_steps(n, like)]
             _inner(grads, out[h, some], inner)
-            d_query[:] = ZERO
-            start, stop = _keys_seen(first, n, n_keys, last, window)
-            for block in range(start, whole_blocks(stop)):
-                place = block * KEYS
-                seen = slice(place, place + KEYS)
-                shape, ends = (n, min(KEYS, stop - place)), (first + last + 1 - place, window)
-                _multiply_seen(queries, block_of(keys, block, turned)[:n_inner], scores, shape, ends)
-                _multiply_seen(grads, block_of(values, block, turned_values)[:n_inner_values], slopes, shape, ends)
+            d_queries[:] = ZERO
+            for block, here, shape, ends in _meetings(some, n_keys, last, window):
+                seen, steps = slice(block * KEYS, (block + 1) * KEYS), slice(n_steps(here.start, like), None)
+                keys_here = block_of(keys, block, turned)[:n_inner]
+                values_here = block_of(values, block, turned_values)[:n_inner_values]
+                _multiply_seen(queries[here], keys_here, scores, shape, ends)
+                _multiply_seen(grads[here], values_here, slopes, shape, ends)
                 if not _all_seen(shape, ends):
                     _hide(scores, shape, ends, -np.inf)
                     _hide(slopes, shape, ends, ZERO)
-                _differentiate(scores, slopes, logs[h, some], inner, scale, n)
-                _add_by_keys(turned_like(scores, n, left), grads_right, d_values[seen], shape, ends)
-                _add_by_keys(turned_like(slopes, n, left), queries_right, d_keys[seen], shape, ends)
+                _differentiate(scores, slopes, logs[h, some][here], inner[here], scale, shape[0])
+                _add_by_keys(turned_like(scores, shape[0], left), grads_right[steps], d_values[seen], shape, ends)
+                _add_by_keys(turned_like(slopes, shape[0], left), queries_right[steps], d_keys[seen], shape, ends)
                 slopes_left = narrowed_like(slopes, left_too)
-                _add_by_queries(slopes_left, key_rows[n_steps(place, like) :], d_query, shape, ends)
-            _write(d_query[:n, :size], dq[h, some])
+                _add_by_queries(slopes_left, key_rows[n_steps(seen.start, like) :], d_queries[here], shape, ends)
+            _write(d_queries[:n, :size], dq[h, some])
         if (h + 1) % n_sharing == 0:
             _write(d_keys[:n_keys, :size], dk[h // n_sharing])
             _write(d_values[:n_keys, :value_size], dv[h // n_sharing])
