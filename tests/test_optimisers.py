@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tables import bad_input
 
-from tricycle import kernels
+from tricycle import kernels, optimisers
 from tricycle.configs import DebugConfig
 from tricycle.layers import Dense, Layer, LayerNorm, Sequential
 from tricycle.models import GPT
@@ -434,6 +434,44 @@ def test_the_norm_is_that_of_all_gradients_together() -> None:
     model.vector.grad = None
     assert gradient_norm(model) == pytest.approx(4.0)
     assert gradient_norm(Weights()) == 0.0
+
+
+@pytest.fixture
+def twins(rng: np.random.Generator) -> list[Layer]:
+    """Two equal layers of enough weights for several threads, with gradients."""
+    sizes = [(600, 500), (3, 700), (400, 400), (50, 60)]
+    pair = [Sequential(*(Dense(*shape, generator=0) for shape in sizes)) for _ in range(2)]
+    for parameters in zip(*(layer.parameters() for layer in pair), strict=True):
+        grad = rng.standard_normal(parameters[0].shape, dtype=np.float32)
+        for parameter in parameters:
+            parameter.grad = to_tensor(grad.copy())
+    return pair
+
+
+@each_optimiser
+def test_parameters_are_updated_at_once_to_the_same_bits(
+    make: Callable, twins: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one after the other, whichever are worth all threads."""
+    monkeypatch.setattr(optimisers, "LARGE", 200_000)
+    together, alone = twins
+    shared: list[int] = []
+    each = kernels.each
+
+    def seen(like: np.ndarray, calls: list[Callable[[], None]]) -> None:
+        shared.append(len(calls))
+        each(like, calls)
+
+    monkeypatch.setattr(kernels, "each", seen)
+    norm = gradient_norm(together)
+    together.update(make(0.1, weight_decay=0.1))
+    assert shared == [7, 8 if make is Muon else 7]  # all but the first matrix, unless it keeps one thread busy anyway
+    monkeypatch.setattr(optimisers, "FEW", math.inf)
+    assert gradient_norm(alone) == norm
+    alone.update(make(0.1, weight_decay=0.1))
+    assert len(shared) == 2
+    for mine, theirs in zip(together.parameters(), alone.parameters(), strict=True):
+        np.testing.assert_array_equal(mine.array, theirs.array)
 
 
 def test_the_norm_counts_a_shared_parameter_once() -> None:

@@ -67,6 +67,20 @@ def test_as_many_threads_as_asked_for_work_at_a_time(n_workers):
     threads.parallel(lambda item: everyone.wait(timeout=30), range(n_workers))
 
 
+def test_numpy_warns_everywhere_of_what_the_caller_wants_to_hear_of(n_workers):
+    everyone = threading.Barrier(n_workers)
+
+    def overflow(item):
+        everyone.wait(timeout=30)
+        np.full(3, 1e38, np.float32) * np.float32(1e38)
+
+    with np.errstate(all="ignore"):
+        threads.parallel(overflow, range(n_workers))  # a warning would be an error here
+    everyone.reset()
+    with np.errstate(all="raise"), pytest.raises(FloatingPointError):
+        threads.parallel(overflow, range(n_workers))
+
+
 def test_blas_has_one_thread_inside_and_its_own_after(n_workers):
     before = blas_threads()
     inside = []

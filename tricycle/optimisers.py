@@ -29,6 +29,8 @@ State = dict[str, Array]
 Memory = dict[Tensor, tuple[int, State]]  # of each parameter how many updates it had, and its state
 
 DECAYING = ("matrix", "embedding", "head")
+FEW = 2**18  # weights of a model that has changed before another thread would be awake
+LARGE = 2**22  # weights of a parameter that is worth all threads; smaller ones are one thread's work, several at once
 
 
 def role_of(parameter: Tensor) -> str:
@@ -307,13 +309,14 @@ class Optimiser:
             chosen = [(name, p) for name, p in named_parameters if p.grad is not None and p.requires_grad]
             own = chosen if self.shards is None else [(name, p) for name, p in chosen if self.owns(p)]
             rules = [self.rule_of(parameter, name) for name, parameter in own]
+            few = _are_few([parameter.array for _, parameter in own])
             together = []
             for (_, parameter), rule in zip(own, rules):
                 update, arguments = self._update_of(parameter, rule, factor, n_skipped)
-                if rule.on_one_thread:
-                    together.append(partial(update, *arguments))
-                else:
+                if few or (parameter.size >= LARGE and not rule.on_one_thread):
                     update(*arguments)
+                else:
+                    together.append((parameter.array, partial(update, *arguments)))
             _make_together(together)
             if self.shards is not None:
                 self._take_over([p for _, p in chosen], self.shards)
@@ -450,11 +453,15 @@ def _moved(array: Array, like: Array) -> Array:
     return devices.to_gpu(host, like.device.id) if devices.on_gpu(like) else host
 
 
-def _make_together(updates: list[partial[None]]) -> None:
-    """Large ones first, each by the first thread that is free."""
-    if updates:
-        updates = sorted(updates, key=lambda update: -update.args[0].size)
-        kernels.each(updates[0].args[0], updates)
+def _are_few(arrays: Sequence[Array]) -> bool:
+    return sum(array.size for array in arrays) < FEW
+
+
+def _make_together(calls: Sequence[tuple[Array, Callable[[], None]]]) -> None:
+    """A call for each of some arrays: large ones first, each by the first thread that is free."""
+    if calls:
+        calls = sorted(calls, key=lambda pair: -pair[0].size)
+        kernels.each(calls[0][0], [call for _, call in calls])
 
 
 class StochasticGradientDescent(Optimiser):
@@ -533,11 +540,30 @@ def gradient_norm(model: Layer) -> Any:
         a number; for gradients on a GPU a 0-d array there, for to read it would wait for all that made it.
     """
     grads: list[Array] = [p.grad.array for p in model.parameters() if p.grad is not None]
-    squares = [kernels.sum_squares(grad) for grad in grads]
+    squares = _squares(grads)
     if not squares or not devices.on_gpu(squares[0]):
         return math.sqrt(sum(square.item() for square in squares))
     xp = array_module(squares[0])
     return xp.sqrt(xp.stack(squares).sum())
+
+
+def _squares(grads: list[Array]) -> list[Array]:
+    """The sum of squares of each."""
+    if _are_few(grads):
+        return [kernels.sum_squares(grad) for grad in grads]
+    squares: dict[int, Array] = {}
+
+    def square(i: int) -> None:
+        squares[i] = kernels.sum_squares(grads[i])
+
+    together = []
+    for i, grad in enumerate(grads):
+        if grad.size >= LARGE:
+            square(i)
+        else:
+            together.append((grad, partial(square, i)))
+    _make_together(together)
+    return [squares[i] for i in range(len(grads))]
 
 
 def clip_gradients(model: Layer, max_norm: float) -> Any:

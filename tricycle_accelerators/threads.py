@@ -21,7 +21,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from contextvars import copy_context
+from functools import cache, partial
 from typing import Any
 
 
@@ -333,7 +334,7 @@ def _share(work: Callable[[Any], None], items: list[Any]) -> None:
     problems: list[BaseException] = []
     try:
         for helper in helpers:
-            helper.begin(take)
+            helper.begin(partial(copy_context().run, take))  # so that NumPy warns there of what it warns of here
         take()
     finally:
         deque(queue, maxlen=0)  # after an error the others need not go on
