@@ -137,7 +137,7 @@ def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarr
 
 def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray | NotImplementedType:
     """Large arrays go through memory once, by all threads."""
-    if a.size <= pieces.PIECE or a.shape != b.shape or is_narrow(a) or is_narrow(b):
+    if a.size < 2 * pieces.PIECE or a.shape != b.shape or is_narrow(a) or is_narrow(b):
         return NotImplemented
     result = np.empty(a.shape, np.result_type(a, b)) if out is None else out
     if not (a.flags.c_contiguous and b.flags.c_contiguous and result.flags.c_contiguous):
