@@ -73,7 +73,7 @@ class Rule:
 
     Attributes:
         state_names: the arrays that it remembers of a parameter. They have its shape and begin as zeros.
-        on_one_thread: an update keeps no more than one thread busy, so that several parameters are updated at once.
+        on_one_thread: an update keeps no more than one thread busy, however large the parameter is.
     """
 
     state_names: tuple[str, ...] = ()
