@@ -28,17 +28,10 @@ def pytest_xdist_make_scheduler(config, log):
     """All tests of a file run in one process: some look at what the others of their file did."""
     from xdist.scheduler import LoadFileScheduling
 
-    config.option.loadscopereorder = False  # files with many tests would come first, and those with long ones last
     return LoadFileScheduling(config, log)
 
 
-# Files whose tests start many programs. They begin first, or one process would be left alone with the last of them.
-LONG = "ranks mpi finetuning kills hostile_files cuda sweep commands programs pages disks".split()
-
-
 def pytest_collection_modifyitems(items):
-    names = [f"test_{name}" for name in LONG]
-    items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
     if any("gpu" in item.keywords for item in items) and (problem := devices.gpu_problem()):
         for item in items:
             if "gpu" in item.keywords:
