@@ -74,10 +74,12 @@ class Rule:
     Attributes:
         state_names: the arrays that it remembers of a parameter. They have its shape and begin as zeros.
         on_one_thread: an update keeps no more than one thread busy, however large the parameter is.
+        at_once: an update changes nothing but weights and state, so that threads may make several at the same time.
     """
 
     state_names: tuple[str, ...] = ()
     on_one_thread = False
+    at_once = False
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
         """Change weights and state in place. The gradient stays as it is."""
@@ -111,6 +113,8 @@ class GradientRule(Rule):
         momentum: from 0 to below 1.
     """
 
+    at_once = True
+
     def __init__(self, momentum: float = 0.0) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"StochasticGradientDescent: expected a momentum from 0 to below 1, got {momentum!r}")
@@ -137,6 +141,7 @@ class AdamWRule(Rule):
     """
 
     state_names = ("first", "second")
+    at_once = True
 
     def __init__(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self.betas = _two_betas("AdamW", betas)
@@ -161,6 +166,7 @@ class LionRule(Rule):
     """
 
     state_names = ("first",)
+    at_once = True
 
     def __init__(self, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         self.betas = _two_betas("Lion", betas)
@@ -192,6 +198,7 @@ class MuonRule(Rule):
 
     state_names = ("first",)
     on_one_thread = True
+    at_once = True
 
     def __init__(self, rate: float = 5.0, momentum: float = 0.95, precision: str = "float32") -> None:
         if not 0 <= rate < math.inf or not 0 <= momentum < 1:
@@ -313,7 +320,7 @@ class Optimiser:
             together = []
             for (_, parameter), rule in zip(own, rules):
                 update, arguments = self._update_of(parameter, rule, factor, n_skipped)
-                if few or (parameter.size >= LARGE and not rule.on_one_thread):
+                if few or not rule.at_once or (parameter.size >= LARGE and not rule.on_one_thread):
                     update(*arguments)
                 else:
                     together.append((parameter.array, partial(update, *arguments)))
