@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -472,6 +473,19 @@ def test_parameters_are_updated_at_once_to_the_same_bits(
     assert len(shared) == 2
     for mine, theirs in zip(together.parameters(), alone.parameters(), strict=True):
         np.testing.assert_array_equal(mine.array, theirs.array)
+
+
+def test_a_rule_that_does_not_say_so_is_called_in_one_thread(
+    twins: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(Rule):
+        def update(self, weights: np.ndarray, grad: np.ndarray, state: State, step: Step) -> None:
+            callers.append(threading.current_thread())
+
+    callers: list[threading.Thread] = []
+    monkeypatch.setattr(kernels, "each", None)
+    twins[0].update(Optimiser(0.1, Counting()))
+    assert callers == [threading.current_thread()] * 8
 
 
 def test_the_norm_counts_a_shared_parameter_once() -> None:
