@@ -59,9 +59,10 @@ def plain_scorings(sizes: Sizes) -> list[Scoring]:
 
 
 def scorings(sizes: Sizes) -> list[Scoring]:
-    """Every sort of offset with every sort of window and cap: some let a query see no key."""
+    """Return every sort of offset with every sort of window and cap: with some a query sees no key, with some the
+    queries are positioned behind the last key, and some windows hide nothing."""
     most = sizes.keys + sizes.queries
-    bands = [(None, None), *product((0, sizes.keys - sizes.queries, 4), (None, 1, 9, most))]
+    bands = [(None, None), *product((0, sizes.keys - sizes.queries, 4, sizes.keys + 6), (None, 1, 9, most, 2**62))]
     return [Scoring(0.7, offset, window, cap) for (offset, window), cap in product(bands, (None, 1.5))]
 
 

@@ -191,7 +191,7 @@ def _attention_inputs(draw: Draw) -> tuple[list[np.ndarray], Scoring, np.ndarray
     key_heads, shared, size, rng = draw(FEW), draw(FEW), draw(FEW), generator(draw)
     value_size = draw(st.sampled_from([size, size, 4]))
     shapes = (queries, key_heads * shared, size), (keys, key_heads, size), (keys, key_heads, value_size)
-    offset = draw(st.sampled_from([None, keys - queries, 0, 4, -2]))
+    offset = draw(st.sampled_from([None, keys - queries, 0, 4, -2, keys + 6]))
     window = None if offset is None else draw(st.sampled_from([None, 1, 9, 40]))
     scoring = Scoring(draw(st.sampled_from([0.7, 3.0])), offset, window, draw(st.sampled_from([None, 1.5])))
     mask = None

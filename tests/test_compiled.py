@@ -284,6 +284,10 @@ ATTENTION = [
     (Sizes(1, 300, 500, 4, 2, 16), Scoring(0.25, 200, 300), True),
     (Sizes(2, 130, 130, 3, 1, 16), Scoring(0.25, 0, 2), False),
     (Sizes(1, 40, 300, 2, 1, 16), Scoring(0.25, 100, 1000), False),
+    # queries positioned behind the last key, as in a block of a block softmax: the window exceeds the number of keys
+    (Sizes(2, 20, 8, 2, 1, 16), Scoring(0.25, 0, 20), False),
+    (Sizes(1, 150, 70, 2, 2, 16), Scoring(0.25, 100, 200), True),
+    (Sizes(1, 130, 64, 4, 2, 16), Scoring(0.25, 64, 2**62), False),
 ]
 LEFT_TO_OTHERS = [
     (Sizes(1, 40, 40, 2, 1, 16), Scoring(0.25, 0, None, 2.0), False),

@@ -46,11 +46,16 @@ def _behave(*arrays: np.ndarray) -> bool:
     return all(array.flags.behaved and array.strides[-1] == array.itemsize for array in arrays)
 
 
-def _settings(scoring: Scoring, n_keys: int) -> tuple[float, int, int]:
-    """The scale; query t sees the keys up to t + this; and the window, 0 for none."""
+def _settings(scoring: Scoring, n_queries: int, n_keys: int) -> tuple[float, int, int]:
+    """Return the scale, the last key that query 0 sees, and the window size, 0 for none.
+
+    A window that reaches from the last query back to key 0 hides nothing and counts as none. A smaller one counts even
+    if it exceeds the number of keys, because the queries may be positioned behind the last key.
+    """
     if scoring.offset is None:
         return scoring.scale, n_keys, 0
-    return scoring.scale, scoring.offset, min(scoring.window or 0, n_keys)
+    window = scoring.window or 0
+    return scoring.scale, scoring.offset, window if window < n_queries + scoring.offset else 0
 
 
 def attention(
@@ -70,7 +75,7 @@ def attention(
     out = np.empty((*q.shape[:3], v.shape[3]), dtype if narrow_results else np.float32)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
     totals = np.empty_like(log_total)
-    settings = _settings(scoring, k.shape[1])
+    settings = _settings(scoring, q.shape[1], k.shape[1])
     groups, _ = make_groups(q, k)
     q, k, v = _prepared((q, k, v), narrow)
     (means,) = _prepared((out,), narrow_results)
@@ -116,7 +121,7 @@ def attention_backward(
     same = all(array.dtype == dtype for array in (grad, out, dq, dv)) and (narrow_results or dtype == np.float32)
     if not same or not _behave(dq, dk, dv):
         return NotImplemented
-    settings = _settings(scoring, k.shape[1])
+    settings = _settings(scoring, q.shape[1], k.shape[1])
     groups, in_parts = make_groups(q, k)
     sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of groups, for keys and values
     q, k, v = _prepared((q, k, v), narrow)
