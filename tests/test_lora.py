@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tricycle.configs import ModelConfig
+from tricycle.generate import Reader
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense
 from tricycle.lora import AdaptedDense, Adapter, LoRAConfig, LowRank, Part
@@ -108,6 +109,18 @@ def test_an_adapter_is_made_of_the_small_matrices_alone():
     adapter.take_off()
     assert [name for name, _ in model.named_parameters()] == names
     assert type(model.blocks[0].attention.qkv) is Dense
+
+
+def test_generation_drops_nothing_out_while_a_model_is_in_training():
+    """As when samples are drawn between updates."""
+    model = GPT(CONFIG)
+    low_rank = LowRank(8, 24, [Part("qkv", 0, 24, 2, 1.0)], 0.5, np.random.default_rng(0))
+    low_rank.ups[0].array[...] = 1
+    Adapter(model, {"blocks.0.attention.qkv": low_rank}, LoRAConfig(rank=2)).put_on()
+    with model.evaluating():
+        expected = model(to_tensor([[1, 2, 3]], dtype=int)).array[0, -1]
+    np.testing.assert_allclose(Reader(model).logits([1, 2, 3]), expected, 1e-5, 1e-6)
+    assert model.training and low_rank.dropout.training
 
 
 def test_what_is_refused():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -183,7 +184,8 @@ def product(layer: Layer, x: np.ndarray) -> np.ndarray:
     Whatever is no plain matrix in memory says itself what it does: weights of few bits, or a matrix that is a sum.
     """
     if type(layer) is not Dense or "forward" in vars(layer):
-        result: np.ndarray = layer(Tensor(x, False)).array
+        with layer.evaluating() if layer.training else nullcontext():  # an adapter has a dropout of its own
+            result: np.ndarray = layer(Tensor(x, False)).array
         return result
     return _multiply(x, layer.weights.array, None if layer.bias is None else layer.bias.array, layer.precision)
 

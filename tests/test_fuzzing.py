@@ -1,0 +1,218 @@
+"""Random models in random modes: the fast kernels against the reference, and cached generation against full passes.
+
+A sample runs each time, with a seed that is the date; what fails prints the seed. A longer run with a seed of choice:
+
+    TRICYCLE_EXAMPLES=2000 TRICYCLE_SEED=7 python -m pytest -m slow tests/test_fuzzing.py
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fuzzed_models import VOCABULARY, Case, build, cases, documents_of
+from hypothesis import HealthCheck, given, note, seed, settings
+from hypothesis import strategies as st
+
+from tricycle import models
+from tricycle.attention import cache
+from tricycle.decoding import next_logits
+from tricycle.generate import Reader, generate, read_together
+from tricycle.kernels import use_reference
+from tricycle.layers import generators_in
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.tensor import forgetting, to_tensor
+from tricycle_accelerators import attention_blocks, cpu, pieces
+
+EXAMPLES = int(os.environ.get("TRICYCLE_EXAMPLES", 60))
+SEED = int(os.environ.get("TRICYCLE_SEED", datetime.date.today().toordinal()))
+SIXTEEN_BITS = {"bfloat16": 0.02, "float16": 0.004}  # what one rounding of a number may change in a result
+pytestmark = pytest.mark.filterwarnings("ignore:precision bfloat16")
+
+
+def fuzzed(check: Any) -> list[Any]:
+    """Return a test of a short sample and a slow test of EXAMPLES, both from SEED."""
+    options = {"deadline": None, "derandomize": False, "database": None, "print_blob": True}
+    options["suppress_health_check"] = list(HealthCheck)
+
+    def test(n_examples: int) -> None:
+        seed(SEED)(settings(max_examples=n_examples, **options)(given(cases(), st.data())(check)))()
+
+    return pytest.mark.parametrize(
+        "n_examples", [pytest.param(15, id=f"seed-{SEED}"), pytest.param(EXAMPLES, marks=pytest.mark.slow, id="more")]
+    )(test)
+
+
+@contextmanager
+def small_pieces(case: Case) -> Any:
+    """Have small arrays take the paths of large ones, and small caches forget what no later token sees."""
+    limits = [(cpu.matrices, "SMALL_PRODUCT", 0), (cpu.attention, "SHORT", 0), (pieces, "PIECE", 64)]
+    limits += [(attention_blocks, "KEY_BLOCK", 24), (cache, "LEAST_ROOM", 16), (cache, "BACK", 8)]
+    limits += [(models, "LOGITS_AT_ONCE", VOCABULARY * 5)]
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in limits if case.small_pieces else ():
+            patch.setattr(module, name, value)
+        yield
+
+
+def tokens_of(generator: np.random.Generator, *shape: int) -> np.ndarray:
+    return generator.integers(0, VOCABULARY, shape)
+
+
+# -------------------------------------------------------------------- how close
+def assert_close(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Compare arrays by name, each on its own scale or a thousandth of the largest one's."""
+    assert actual.keys() == expected.keys()
+    largest = max((np.abs(array).max(initial=0) for array in expected.values()), default=0)
+    for name, array in expected.items():
+        scale = max(np.abs(array).max(initial=0), 1e-2 * largest, 1e-12)
+        distance = np.abs(np.asarray(actual[name], np.float64) - array).max(initial=0) / scale
+        assert distance <= tolerance, f"{name}: off by {distance:.2g} of its largest, {tolerance:.2g} allowed"
+
+
+def assert_as_exact(actual: dict[str, Any], rounded: dict[str, Any], exact: dict[str, Any]) -> None:
+    """Compare results of 16-bit products: on the whole not much further from the exact ones than those that a model has
+    whose weights alone are rounded to 16 bits."""
+
+    def error(found: dict[str, Any]) -> float:
+        return float(np.sqrt(sum(np.square(found[name] - exact[name], dtype=float).sum() for name in exact)))
+
+    assert actual.keys() == exact.keys()
+    size = float(np.sqrt(sum(np.square(array, dtype=float).sum() for array in exact.values())))
+    assert error(actual) <= 6 * error(rounded) + 0.03 * size
+
+
+# -------------------------------------------------------------------- training
+def train(model: GPT, layers: Any, batch: tuple[Any, ...], **options: Any) -> dict[str, np.ndarray]:
+    """Return the loss and all gradients; dropout draws the same masks each time.
+
+    Args:
+        layers: those whose parameters learn.
+        batch: tokens, labels and the numbers of documents or None.
+    """
+    states = [(generator, generator.bit_generator.state) for generator in generators_in(model)]
+    tokens, labels, documents = batch
+    for parameter in layers.parameters():
+        parameter.zero_grad()
+    with ExitStack() as stack:
+        if options.get("reference"):
+            stack.enter_context(use_reference())
+        if options.get("forget"):
+            stack.enter_context(forgetting())
+        model.recompute = options.get("recompute", False)
+        loss_fn = CrossEntropy(ignore_index=-1, label_smoothing=0.1)
+        loss = model.loss(to_tensor(tokens, dtype=int), to_tensor(labels, dtype=int), loss_fn, 1.0, documents)
+        results = {"loss": np.array(loss.array)}
+        if loss.requires_grad:
+            loss.backward()
+    results |= {name: p.grad.array for name, p in layers.named_parameters() if p.grad is not None}
+    for generator, state in states:
+        generator.bit_generator.state = state
+    return results
+
+
+def check_training(case: Case, data: Any) -> None:
+    with small_pieces(case):
+        model, adapter = build(case)
+        layers = adapter or model
+        generator = np.random.default_rng(case.seed)
+        shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, case.config.context_window))
+        tokens = tokens_of(generator, *shape)
+        labels = np.where(generator.random(shape) < 0.2, -1, tokens_of(generator, *shape))
+        labels[0, 0] = 1
+        documents = documents_of(generator, shape) if model.packs and data.draw(st.booleans()) else None
+        batch = tokens, labels, documents
+        fast = train(model, layers, batch)
+        for options in ({"forget": True}, {"recompute": True}, {"recompute": True, "forget": True}):
+            again = train(model, layers, batch, **options)
+            for name, array in fast.items():
+                np.testing.assert_array_equal(again[name], array, f"{name} with {options}")
+        exact = train(model, layers, batch, reference=True)
+        if case.config.precision in SIXTEEN_BITS:
+            for parameter in model.parameters():
+                parameter.array = parameter.numpy().astype(ml_dtypes.bfloat16).astype(np.float32)
+            assert_as_exact(fast, train(model, layers, batch, reference=True), exact)
+        else:
+            assert_close(fast, exact, 1e-2 if case.quantized else 2e-3)
+
+
+# -------------------------------------------------------------------- generation
+def full_logits(model: GPT, tokens: list[int]) -> np.ndarray:
+    """Return the logits after each token, (T, V), of one pass through the layers without a cache."""
+    with model.evaluating():
+        return model(to_tensor([tokens], dtype=int)).array[0]
+
+
+def check_generation(case: Case, data: Any) -> None:
+    with small_pieces(case):
+        model, _ = build(case)
+        window = case.config.context_window
+        generator = np.random.default_rng(case.seed)
+        tokens = tokens_of(generator, window).tolist()
+        with use_reference():
+            expected = full_logits(model, tokens)
+        cached = data.draw(st.sampled_from([None, None, "float16", "bfloat16"]))
+        rounded = [SIXTEEN_BITS.get(name or "", 0.0) for name in (cached, case.config.precision)]
+        tolerance = 2e-3 + 5 * sum(rounded) + (0.02 if case.quantized == "int8" else 0)
+
+        def check(actual: np.ndarray, places: Any, what: str) -> None:
+            assert_close({what: actual}, {what: expected[places]}, tolerance)
+
+        check(full_logits(model, tokens), slice(None), "full pass")
+        readers = [Reader(model, cached) for _ in range(2)]
+        stops = sorted(set(data.draw(st.lists(st.integers(1, window), min_size=1, max_size=4))))
+        note(f"read up to {stops}, cache of {cached}")
+        for stop in stops:
+            check(readers[0].logits(tokens[:stop]), stop - 1, f"read up to {stop}")
+        other = data.draw(st.integers(1, window))
+        for row, stop in zip(read_together(readers, [tokens[:window], tokens[:other]]), (window, other)):
+            check(row[-1], stop - 1, f"{stop} tokens read in a batch")
+        check(readers[0].fork(other).logits(tokens[:other]), other - 1, f"fork at {other}")
+        check(readers[0].logits(tokens[:other]), other - 1, f"back to {other}")
+        caches = model.new_caches(readers[0]._dtype)
+        check(next_logits(model, [tokens], [caches], every=True), slice(None), "every")
+        prompt, n_new = (tokens[:other] + tokens[:other])[:window], window + 5
+        plain = list(generate(model, prompt, n_new, temperature=0))
+        assert list(generate(model, prompt, n_new, temperature=0, lookahead=5)) == plain
+
+
+def check_packing(case: Case, data: Any) -> None:
+    """Documents side by side give the logits that each of them gives alone."""
+    model, _ = build(case)
+    if not model.packs:
+        return
+    with small_pieces(case), model.evaluating():
+        generator = np.random.default_rng(case.seed)
+        tokens = tokens_of(generator, data.draw(st.integers(1, 3)), case.config.context_window)
+        documents = documents_of(generator, tokens.shape)
+        together = model(to_tensor(tokens, dtype=int), documents=documents).array
+        tolerance = 5 * SIXTEEN_BITS.get(case.config.precision, 4e-4)
+        for row, numbers, logits in zip(tokens, documents, together):
+            for number in range(numbers[-1] + 1):
+                alone = model(to_tensor(row[None, numbers == number], dtype=int)).array[0]
+                assert_close({"logits": logits[numbers == number]}, {"logits": alone}, tolerance)
+
+
+# -------------------------------------------------------------------- saved and loaded
+def check_loaded_weights(case: Case, data: Any) -> None:
+    """A model that takes over another's weights gives the same bits, whatever it computed before."""
+    case = replace(case, quantized=None)  # quantized weights cannot be written to
+    (model, _), (other, _) = build(case), build(case, case.seed + 1)
+    tokens = tokens_of(np.random.default_rng(case.seed), case.config.context_window).tolist()
+    before, expected = full_logits(other, tokens), full_logits(model, tokens)
+    other.load_state_dict(model.state_dict())
+    after = full_logits(other, tokens)
+    np.testing.assert_array_equal(after, expected)
+    assert not np.array_equal(before, after)
+
+
+test_training = fuzzed(check_training)
+test_generation = fuzzed(check_generation)
+test_packing = fuzzed(check_packing)
