@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from tricycle import models
 from tricycle.attention import cache
 from tricycle.decoding import next_logits
-from tricycle.generate import Reader, generate, read_together
+from tricycle.generate import Batch, Reader, generate, read_together
 from tricycle.kernels import use_reference
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
+from tricycle.sampling import Sampling
 from tricycle.tensor import forgetting, to_tensor
 from tricycle_accelerators import attention_blocks, cpu, pieces
 
@@ -150,6 +151,12 @@ def full_logits(model: GPT, tokens: list[int]) -> np.ndarray:
         return model(to_tensor([tokens], dtype=int)).array[0]
 
 
+def _tolerance(case: Case, cached: str | None = None) -> float:
+    """Return what logits may be off by, of the largest one: more with each rounding to fewer bits."""
+    rounded = [SIXTEEN_BITS.get(name or "", 0.0) for name in (cached, case.config.precision)]
+    return 2e-3 + 5 * sum(rounded) + (0.02 if case.quantized == "int8" else 0)
+
+
 def check_generation(case: Case, data: Any) -> None:
     with small_pieces(case):
         model, _ = build(case)
@@ -159,8 +166,7 @@ def check_generation(case: Case, data: Any) -> None:
         with use_reference():
             expected = full_logits(model, tokens)
         cached = data.draw(st.sampled_from([None, None, "float16", "bfloat16"]))
-        rounded = [SIXTEEN_BITS.get(name or "", 0.0) for name in (cached, case.config.precision)]
-        tolerance = 2e-3 + 5 * sum(rounded) + (0.02 if case.quantized == "int8" else 0)
+        tolerance = _tolerance(case, cached)
 
         def check(actual: np.ndarray, places: Any, what: str) -> None:
             assert_close({what: actual}, {what: expected[places]}, tolerance)
@@ -200,6 +206,29 @@ def check_packing(case: Case, data: Any) -> None:
                 assert_close({"logits": logits[numbers == number]}, {"logits": alone}, tolerance)
 
 
+def check_batches(case: Case, data: Any) -> None:
+    """Texts written at the same time are drawn from the logits that a full pass gives, also past the context window."""
+    with small_pieces(case):
+        model, _ = build(case)
+        window, tolerance = case.config.context_window, _tolerance(case)
+        generator = np.random.default_rng(case.seed)
+        batch = Batch(model, lookahead=data.draw(st.sampled_from([0, 4])))
+        for number in range(data.draw(st.integers(1, 3))):
+            text, start = tokens_of(generator, data.draw(st.integers(1, window))).tolist(), [0]
+
+            def check(token: int, logits: np.ndarray, text: list[int] = text, start: list[int] = start) -> None:
+                if len(text) - start[0] > window:
+                    start[0] = len(text) - max(1, window // 2)
+                with use_reference():
+                    expected = full_logits(model, text[start[0] :])[-1]
+                assert_close({"logits": logits}, {"logits": expected}, tolerance)
+                text.append(token)
+
+            batch.add(text, min(8, window + 3), Sampling(0.0, seed=number), listener=check)
+        while len(batch):
+            batch.step()
+
+
 # -------------------------------------------------------------------- saved and loaded
 def check_loaded_weights(case: Case, data: Any) -> None:
     """A model that takes over another's weights gives the same bits, whatever it computed before."""
@@ -215,4 +244,5 @@ def check_loaded_weights(case: Case, data: Any) -> None:
 
 test_training = fuzzed(check_training)
 test_generation = fuzzed(check_generation)
+test_batches = fuzzed(check_batches)
 test_packing = fuzzed(check_packing)
