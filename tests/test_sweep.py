@@ -195,6 +195,15 @@ def test_a_sweep_that_was_cut_off_finds_what_another_finds(
     assert len({tuple(params.values()) for params in whole}) == n
 
 
+def test_sweeps_in_folders_whose_names_mean_something_in_a_url(tmp_path: Path, trainer: Trainer) -> None:
+    names = ["new?1", "new?2", "a#b", "%41", "A", "x;y&z=1", "{name}", "a b'c\"d", "Größe"]
+    for i, name in enumerate(names):
+        sweep(tmp_path / name, "--trials", "1", "--sampler", "random", "--sampler-seed", str(i))
+    assert {path.name for path in tmp_path.iterdir()} == set(names)
+    assert len({rows_of(tmp_path / name)[0]["dropout"] for name in names}) == len(names)
+    assert all(len(rows_of(tmp_path / name)) == 1 and (tmp_path / name / "sweep.db").is_file() for name in names)
+
+
 def test_tpe_learns_from_trials(tmp_path: Path, trainer: Trainer) -> None:
     sweep(tmp_path / "a", "--trials", "24")
     off = [abs(params["dropout"] - 0.3) for params in trainer.tried]

@@ -31,6 +31,7 @@ import tyro
 from tricycle.configs import GPTConfig
 from tricycle.files import atomic_write, read_json_object
 from tricycle.locks import FolderLock, LockedError
+from tricycle_cli.databases import sqlite_url
 from tricycle_cli.flags import fail, on_one_line, parse
 from tricycle_cli.run import read_metrics
 from tricycle_cli.signals import Interrupted, Signals, leave_by
@@ -269,7 +270,7 @@ def open_study(folder: Path, plan: Plan) -> Any:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     pruner: Any = optuna.pruners.MedianPruner(n_startup_trials=4) if plan.prune else optuna.pruners.NopPruner()
-    storage = f"sqlite:///{folder.resolve().as_posix()}/sweep.db"
+    storage = sqlite_url(folder / "sweep.db").replace("{", "{{").replace("}", "}}")  # Optuna formats it
     return optuna.create_study(study_name="sweep", storage=storage, pruner=pruner, load_if_exists=True)
 
 

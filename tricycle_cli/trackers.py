@@ -10,12 +10,15 @@ import importlib.util
 import logging
 import netrc
 import os
+import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
+
+from tricycle_cli.databases import sqlite_url
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 NAMES: tuple[str, ...] = get_args(TrackerName)
@@ -90,7 +93,7 @@ class TensorBoard(Tracker):
             rows = [f"| {name} | {value} |" for name, value in facts.items()]
             self._write(summary=text_pb("config", "\n".join(["| field | value |", "|:---|:---|", *rows])))
         self.flush()
-        self.where = f"tensorboard --logdir {folder}"
+        self.where = f"tensorboard --logdir {shlex.quote(str(folder))}"
 
     def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -134,7 +137,7 @@ class WandB(Tracker):
         )
         self._first = self._run.step  # that its server does not know yet
         is_offline = self._run.settings.mode == "offline"
-        self.where = f"`wandb sync {Path(self._run.dir).parent}` would send it" if is_offline else f"{self._run.url}"
+        self.where = f"`wandb sync {shlex.quote(str(Path(self._run.dir).parent))}` would send it" if is_offline else f"{self._run.url}"
 
     def has(self, step: int, name: str) -> bool:
         return step < self._first
@@ -168,13 +171,13 @@ class MLflow(Tracker):
 
         for name in ("alembic", "mlflow"):  # how a database is set up is no news
             logging.getLogger(name).setLevel(logging.WARNING)
-        place = self.folder.resolve().as_posix()
         elsewhere = os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = client = MlflowClient(elsewhere or f"sqlite:///{place}/mlflow.db")
+        address = elsewhere or sqlite_url(self.folder / "mlflow.db")
+        self._client = client = MlflowClient(address)
         if is_new:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             known = client.get_experiment_by_name(name)
-            artifacts = None if elsewhere else f"file:///{place.lstrip('/')}/mlflow-artifacts"
+            artifacts = None if elsewhere else (self.folder.resolve() / "mlflow-artifacts").as_uri()
             experiment = known.experiment_id if known else client.create_experiment(name, artifacts)
             self.id = client.create_run(experiment, run_name=self.folder.name).info.run_id
             params = [Param(name, str(value)[:500]) for name, value in facts.items()]
@@ -183,7 +186,7 @@ class MLflow(Tracker):
         else:
             client.update_run(self.id, RunStatus.to_string(RunStatus.RUNNING))
         self._waiting: list[Any] = []
-        self.where = elsewhere or f"mlflow ui --backend-store-uri sqlite:///{place}/mlflow.db"
+        self.where = elsewhere or f"mlflow ui --backend-store-uri {shlex.quote(address)}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -219,7 +222,7 @@ class Trackio(Tracker):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        self.where = elsewhere or f"trackio show --project {project}"
+        self.where = elsewhere or f"trackio show --project {shlex.quote(project)}"
 
     @staticmethod
     def _logged(project: str, name: str) -> set[tuple[int, str]]:
