@@ -168,6 +168,20 @@ def test_all_weights_are_a_checkpoint(theirs, data, tmp_path):
     assert all(np.abs(array - base[name]).max() > 0 for name, array in loaded.model.state_dict().items())
 
 
+@pytest.mark.parametrize("n_steps", [1, 2])
+def test_every_update_has_a_rate(n_steps, theirs, data, tmp_path, capsys):
+    words = ["--steps", str(n_steps), "--learning-rate", "0.1", "--eval-interval", "1"]
+    tune(theirs, data, tmp_path / "run", *words)
+    said = capsys.readouterr().out
+    before = json.loads((tmp_path / "run" / "data.json").read_text())["before"]["loss"]
+    losses = [
+        line["held_out_loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "held_out_loss" in line
+    ]
+    assert len(losses) == n_steps and len({before, *losses}) == n_steps + 1
+    assert "step 1: held-out loss" in said and ": the first estimate" in said
+    assert said.count("best so far") == (n_steps == 2 and losses[1] < losses[0])
+
+
 @pytest.mark.parametrize("words", ["--weights int8", "--weights bfloat16", "--dora --weights int8", "--dora"])
 def test_few_bits_below(words, theirs, data, tmp_path):
     tune(theirs, data, tmp_path / "run", *words.split())
@@ -352,6 +366,10 @@ BAD = {
     "preferences": (
         '{"prompt": "x", "chosen": "a", "rejected": "b"}\n',
         'line 1: "chosen" and "rejected" are learnt from with --loss dpo, got --loss likelihood',
+    ),
+    "deep": (
+        json.dumps(GOOD) + '\n{"messages": ' + "[" * 900 + "]" * 900 + "}\n",
+        "line 2: expected JSON nested at most 100 levels deep, got more",
     ),
     "half a pair": (
         '{"text": "a"}\n{"text": "\\ud83d"}\n',

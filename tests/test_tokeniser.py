@@ -278,6 +278,13 @@ def test_streaming_waits_for_the_last_byte():
     assert decoder.flush() == "\ufffd"
 
 
+def test_streaming_completes_a_character_that_was_begun():
+    tokeniser = BPETokeniser(257)
+    for n_begun in range(4):
+        stream = tokeniser.stream(list("né🚲".encode())[: 3 + n_begun])
+        assert "".join(map(stream.push, list("🚲!".encode())[n_begun:])) + stream.flush() == "🚲!"
+
+
 # bad settings
 
 

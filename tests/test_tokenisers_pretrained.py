@@ -485,7 +485,19 @@ def test_a_stream_goes_on_after_what_was_seen(name):
             before = tokeniser.decode(ids[:cut])
             stream = tokeniser.stream(ids[:cut])
             after = "".join(map(stream.push, ids[cut:])) + stream.flush()
-            assert before.endswith("\ufffd") or before + after == tokeniser.decode(ids)
+            whole = tokeniser.decode(ids)
+            assert whole.endswith(after) and whole.removesuffix(after) == before.rstrip("\ufffd"), (text, cut)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2"])
+def test_a_replacement_character_that_was_seen_is_not_repeated(name):
+    tokeniser = PretrainedTokeniser(kind(name).to_str(), NAMES)
+    seen, new = (tokeniser.encode(text, add_special_tokens=False) for text in ("a \ufffd", "b🚲"))
+    for n_begun in (0, 1, 3):
+        begun = [*tokeniser.encode("a 🚲", add_special_tokens=False)[:-4], *new[-4 : n_begun - 4]] if n_begun else seen
+        stream = tokeniser.stream(begun)
+        after = "".join(map(stream.push, new[n_begun - 4 :] if n_begun else new)) + stream.flush()
+        assert after == ("🚲" if n_begun else tokeniser.decode([*seen, *new]).removeprefix(tokeniser.decode(seen)))
 
 
 def test_streaming_what_is_no_text(tokeniser):
@@ -564,8 +576,23 @@ def test_a_message_cannot_pretend_to_end(tokeniser):
     assert [ids[False].count(token) for token in (1, 3, 4)] == [0, 3, 2]
     assert tokeniser.decode(ids[False]) == tokeniser.decode(ids[True])
     assert tokeniser.chat(LONGER[:1], allowed_special=False) == tokeniser.chat(LONGER[:1])
-    marks = [{"role": "user", "content": "\ue0f0<|im_end|>\ue0f10\ue0f1\ue0f0"}]
-    assert tokeniser.chat(marks, allowed_special=False).count(4) == 2
+
+
+@pytest.mark.parametrize("characters", ["\ue0f0<|im_end|>\ue0f10\ue0f1\ue0f0", "\ue000<s>\ue001", "\U000f0000 \uf8ff"])
+def test_private_use_characters_are_text_like_any_other(tokeniser, characters):
+    messages = [{"role": "user", "content": characters}, {"role": "assistant", "content": f"{characters}!"}]
+    ids = tokeniser.chat(messages[:1], allowed_special=False)
+    assert tokeniser.decode(ids) == tokeniser.render(messages[:1])
+    assert [ids.count(token) for token in (1, 4)] == [0, 2]
+    parts = [token for ids, _ in tokeniser.chat_parts(messages) for token in ids]
+    assert tokeniser.decode(parts) == tokeniser.render(messages, add_generation_prompt=False)
+
+
+def test_a_conversation_of_all_private_use_characters_is_refused(tokeniser):
+    codes = [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]
+    message = {"role": "user", "content": "".join(map(chr, codes[1:]))}
+    with pytest.raises(ValueError, match="expected a conversation without some of Unicode's private-use characters"):
+        tokeniser.chat([message], allowed_special=False)
 
 
 def test_no_template(tmp_path):
@@ -587,6 +614,16 @@ def test_templates_of_a_folder(tmp_path):
     folder_of(tmp_path, kind("gpt2"), chat_template=[3])
     with pytest.raises(ValueError, match="expected chat_template to be a text, or a list of name and template"):
         from_folder(folder)
+
+
+def test_tokens_with_line_ends_that_are_none(tmp_path):
+    """Of BERT's vocabulary, as transformers reads it: lines end in line feeds alone."""
+    words = ["[UNK]", "[CLS]", "[SEP]", "a\u2028b", "\u0085", "\x0b", "\x1c", "hello"]
+    (tmp_path / "vocab.txt").write_bytes("\n".join([*words, ""]).encode())
+    vocab = from_folder(tmp_path).backend.get_vocab()
+    assert sorted(vocab, key=vocab.get) == words
+    (tmp_path / "vocab.txt").write_bytes("\r\n".join(words).encode())
+    assert from_folder(tmp_path).backend.get_vocab() == vocab
 
 
 # -------------------------------------------------------------------- damaged files

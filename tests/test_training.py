@@ -280,6 +280,13 @@ def test_the_warm_up_is_at_most_a_tenth():
     assert state.learning_rate(50) == CONFIG.min_learning_rate
 
 
+@pytest.mark.parametrize("n_steps", [1, 2, 3, 40])
+def test_no_update_has_a_rate_of_0(n_steps):
+    state = new_state(replace(CONFIG, steps=n_steps, warmup_steps=4, min_learning_rate=0.0), TOKENS)
+    rates = [state.learning_rate(step) for step in range(1, n_steps + 1)]
+    assert min(rates) > 0 and state.learning_rate(n_steps + 1) == 0
+
+
 @pytest.mark.parametrize(
     ("minutes", "steps", "expected"),
     [(5.0, 0, (200, 290)), (5.0, 60, (60, 60)), (5.0, 10, (10, 10)), (0.1, 0, (5, 7))],

@@ -299,8 +299,13 @@ class BPETokeniser:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def stream(self, seen: ArrayLike = ()) -> StreamDecoder:
-        """Decodes ids as they are generated; what was seen before them changes nothing."""
-        return StreamDecoder(self)
+        """Return a decoder of ids as they are generated after those in `seen`.
+
+        Where the latter end in the first bytes of a character, the text begins with that character.
+        """
+        decoder = StreamDecoder(self)
+        decoder.push(np.asarray(seen, self.dtype).ravel()[-4:])  # a character has at most four bytes
+        return decoder
 
     # saving
 

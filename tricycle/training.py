@@ -430,11 +430,16 @@ class TrainingState:
         self.take_up(checkpoint)
 
     def learning_rate(self, step: int) -> float:
-        """The rate of an update, numbered from 1."""
+        """Return the rate of an update, numbered from 1.
+
+        The last update has the lowest rate; where that is 0, which would be an update without effect, the schedule ends
+        one update later.
+        """
         config = self.config
         # while the number of updates is not known yet, they are few: the warm-up is long enough
         total = self.total_steps or max(10 * config.warmup_steps, LEAST_STEPS)
         warmup = min(config.warmup_steps, total // 10)
+        total += config.min_learning_rate == 0
         return SCHEDULES[config.schedule](config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
 
 

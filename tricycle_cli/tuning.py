@@ -232,8 +232,10 @@ def measurer(held_out: HeldOutRows | HeldOutPairs) -> Any:
         else:
             run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
         is_best = loss < state.best_loss
+        is_first = state.best_loss == math.inf
         state.n_worse = 0 if is_best else state.n_worse + 1
-        said = "the best so far" if is_best else f"not better for {state.n_worse} estimates"
+        best = "the first estimate" if is_first else "the best so far"
+        said = best if is_best else f"not better for {state.n_worse} estimates"
         run.say(f"step {state.step}: held-out loss {held_out.said(figures)}: {said}")
         if is_best or not run.best.exists():
             state.best_loss = loss if is_best else state.best_loss

@@ -30,6 +30,7 @@ HELD_OUT_SHARE = 20  # one in so many
 LONGEST_SAID = 60  # characters of what came
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a file with it
 OPENING = 24  # tokens of a text that a sample goes on from
+MOST_NESTED = 100  # levels of a record; Python's recursion limit would otherwise end a later pass over it
 
 
 class Record(NamedTuple):
@@ -90,6 +91,8 @@ def _record(where: str, line: bytes) -> Record:
         value = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: expected an object of JSON, got {_short(line)}: {error}") from None
+    if _is_nested_deeper(value, MOST_NESTED):
+        raise ValueError(f"{where}: expected JSON nested at most {MOST_NESTED} levels deep, got more: {_short(line)}")
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object with {SHAPES}, got {_short(value)}")
     if b"\\ud" in line.lower() and re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)):
@@ -106,6 +109,15 @@ def _record(where: str, line: bytes) -> Record:
     if "text" in value:
         return Record(where, "text", _text(where, "text", value["text"]))
     raise ValueError(f"{where}: expected an object with {SHAPES}, got {', '.join(map(repr, value))[:LONGEST_SAID]}")
+
+
+def _is_nested_deeper(value: Any, most: int) -> bool:
+    """Return whether lists and objects are nested more than `most` levels deep, without recursion."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
+        level = [value for values in inner for value in values]
+    return bool(level)
 
 
 def _text(where: str, name: str, value: Any) -> str:

@@ -7,6 +7,7 @@ import os
 import reprlib
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ FORMAT = {"format": "tokenizers", "version": 1}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MOST_BYTES = 2**26  # of a file; the largest vocabularies take half of it
 MOST_VALUES = 2_200_000  # of its JSON; the largest have 1,900,000
-# Around the names of special tokens that stand in someone's message: characters that Unicode leaves to private use.
-_OPEN, _CLOSE = "\ue0f0", "\ue0f1"
+# Unicode's private-use characters: two that do not occur in a conversation mark names of special tokens in it.
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 Messages = Sequence[dict[str, Any]]
+Marks = tuple[str, str]  # before and after a name that is to be read as text
 
 
 class PretrainedTokeniser:
@@ -208,11 +210,12 @@ class PretrainedTokeniser:
         """
         if allowed_special:
             return self.encode(self.render(messages, add_generation_prompt, **variables), add_special_tokens=False)
-        marked = [_marked(message, self._special_names) for message in messages]
+        marks = _unused_marks(self.chat_template, messages, variables)
+        marked = [_marked(message, self._special_names, marks) for message in messages]
         text = self.render(marked, add_generation_prompt, **variables)
-        if _OPEN not in text:
+        if marks[0] not in text:
             return self.encode(text, add_special_tokens=False)
-        return self._encode_marked(text)
+        return self._encode_marked(text, marks)
 
     def chat_parts(self, messages: Messages, **variables: Any) -> list[tuple[list[int], bool]]:
         """The ids of a conversation up to its last answer, in parts, and whether each is an answer.
@@ -223,7 +226,8 @@ class PretrainedTokeniser:
         Raises:
             ValueError: as of `render`; or the template writes a message in another way once there are later ones.
         """
-        marked = [_marked(message, self._special_names) for message in messages]
+        marks = _unused_marks(self.chat_template, messages, variables)
+        marked = [_marked(message, self._special_names, marks) for message in messages]
         parts: list[tuple[list[int], bool]] = []
         done = ""
         for i, message in enumerate(marked):
@@ -233,8 +237,8 @@ class PretrainedTokeniser:
             after = self.render(marked[: i + 1], False, **variables)
             if not before.startswith(done) or not after.startswith(before):
                 raise ValueError("expected a chat template that only adds to what it wrote, this one changes it")
-            parts.append((self._encode_marked(before[len(done) :], bool(done)), False))
-            parts.append((self._encode_marked(after[len(before) :], True), True))
+            parts.append((self._encode_marked(before[len(done) :], marks, bool(done)), False))
+            parts.append((self._encode_marked(after[len(before) :], marks, True), True))
             done = after
         return parts
 
@@ -244,14 +248,14 @@ class PretrainedTokeniser:
         names = [str(self.backend.id_to_token(token)) for token in self.special_ids]
         return sorted(names, key=len, reverse=True)
 
-    def _encode_marked(self, text: str, goes_on: bool = False) -> list[int]:
-        """Of a text in which marks stand around names that are to be read as text.
+    def _encode_marked(self, text: str, marks: Marks, goes_on: bool = False) -> list[int]:
+        """Encode a text in which marks surround names of special tokens that are to be read as text.
 
         Args:
             goes_on: whether there is a text before it.
         """
         ids: list[int] = []
-        for i, part in enumerate(text.replace(_CLOSE, _OPEN).split(_OPEN)):
+        for i, part in enumerate(text.replace(marks[1], marks[0]).split(marks[0])):
             # after a line break, for some tokenisers put a space before a text that begins
             line_break = self.encode("\n", False, i % 2 == 0)
             after_it = self.encode("\n" + part, False, i % 2 == 0)
@@ -330,7 +334,8 @@ class PretrainedStream:
             return ""
         if self._held:
             self._said, self._held = self._held, []
-        return text[len(before) :]
+        # not len(before): where that ends in the first bytes of a character, shown as U+FFFD, these ids complete it
+        return text[len(os.path.commonprefix([before, text])) :]
 
 
 def _text(text: str | bytes) -> str:
@@ -339,20 +344,34 @@ def _text(text: str | bytes) -> str:
     return bytes(raw).decode("utf-8", "replace")
 
 
-def _marked(value: Any, names: list[str]) -> Any:
-    """A part of a message, with marks around the names of special tokens in all of its texts."""
+def _unused_marks(*values: Any) -> Marks:
+    """Return two private-use characters that occur in none of these values.
+
+    Raises:
+        ValueError: all of them occur.
+    """
+    used = set(json.dumps(values, ensure_ascii=False, default=str))
+    unused = (character for codes in _PRIVATE_USE for character in map(chr, codes) if character not in used)
+    marks = tuple(islice(unused, 2))
+    if len(marks) < 2:
+        raise ValueError("expected a conversation without some of Unicode's private-use characters, got all of them")
+    return marks[0], marks[1]
+
+
+def _marked(value: Any, names: list[str], marks: Marks) -> Any:
+    """Return a part of a message with marks around the names of special tokens in all of its texts."""
+    opening, closing = marks
     if isinstance(value, str):
-        text = value.replace(_OPEN, "").replace(_CLOSE, "")
-        for i, name in enumerate(names):  # marks first, so that no name is marked within a longer one
-            text = text.replace(name, f"{_OPEN}{i}{_CLOSE}")
-        parts = text.split(_OPEN)
+        for i, name in enumerate(names):  # numbers first, so that no name is marked within a longer one
+            value = value.replace(name, f"{opening}{i}{closing}")
+        parts = value.split(opening)
         for place, part in enumerate(parts[1:], 1):
-            number, _, rest = part.partition(_CLOSE)
-            parts[place] = f"{_OPEN}{names[int(number)]}{_CLOSE}{rest}"
+            number, _, rest = part.partition(closing)
+            parts[place] = f"{opening}{names[int(number)]}{closing}{rest}"
         return "".join(parts)
     if isinstance(value, dict):
-        return {key: part if key == "role" else _marked(part, names) for key, part in value.items()}
-    return [_marked(part, names) for part in value] if isinstance(value, (list, tuple)) else value
+        return {key: part if key == "role" else _marked(part, names, marks) for key, part in value.items()}
+    return [_marked(part, names, marks) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _backend(document: str) -> Any:
@@ -403,7 +422,8 @@ def from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
         document = _byte_level_files(folder, config, special)
     elif (folder / "vocab.txt").is_file():
         path = folder / "vocab.txt"
-        vocab = {line: i for i, line in enumerate(_read(path).splitlines())}
+        # not splitlines(): a token may contain U+2028, U+0085 and other characters that it takes for line ends
+        vocab = {line: i for i, line in enumerate(_read(path).removesuffix("\n").split("\n"))}
         document = form.word_piece(vocab, bool(config.get("do_lower_case", True)), "[CLS]", "[SEP]", "[UNK]")
     else:
         raise FileNotFoundError(
