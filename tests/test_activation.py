@@ -5,8 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from tricycle import ops, to_tensor
-from tricycle.activation import GLU, GeLU, ReLU, SwiGLU, Swish, erf
+from tricycle import no_grad, ops, to_tensor
+from tricycle.activation import GLU, Gated, GeLU, ReLU, SwiGLU, Swish, erf
+from tricycle.functions import Tanh
+from tricycle.gradcheck import gradcheck
+from tricycle.layers import Layer
 
 X = [-1e4, -3, -1, -0.5, 0, 0.5, 1, 3, 1e4]
 
@@ -83,3 +86,44 @@ def test_sigmoid_keeps_the_precision_of_small_results():
     expected = 1 / (1 + np.exp(-x.astype(np.float64)))
     for y in (ops.sigmoid(to_tensor(x)), GLU()(to_tensor(np.concatenate([np.ones(6), x])))):
         np.testing.assert_allclose(y.array, expected, rtol=1e-6)
+
+
+# -------------------------------------------------------------------- gates of users
+class _Scaled(Layer):
+    """tanh(w x), with a parameter."""
+
+    def __init__(self) -> None:
+        self.w = to_tensor([1.5, -0.5], dtype=np.float64)
+
+    def forward(self, x):
+        return Tanh()(x * self.w)
+
+
+GATES = {
+    "two operations": lambda t: Tanh()(t * 3.0),
+    "the identity": lambda t: t,
+    "its input twice": lambda t: t * Tanh()(t),
+    "a layer with a parameter": _Scaled(),
+    "one operation of two inputs": lambda t: t * t,
+    "a constant": lambda t: to_tensor(np.full((3, 2), 0.7), dtype=np.float64, requires_grad=False),
+    "one operation": Tanh(),
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_any_function_can_be_a_gate(name):
+    gate = GATES[name]
+    x = to_tensor(np.random.default_rng(0).standard_normal((3, 4)), dtype=np.float64)
+    gated = Gated(gate)
+    np.testing.assert_allclose(gated(x).array, (x[:, :2] * gate(x[:, 2:])).array)
+    assert gated(x).name == "gated"
+    with no_grad():
+        np.testing.assert_array_equal(gated(x).array, (x[:, :2] * gate(x[:, 2:])).array)
+    learning = [gate.w] if isinstance(gate, Layer) else []
+
+    def f(x, *weights):
+        if weights:
+            (gate.w,) = weights
+        return gated(x)
+
+    assert gradcheck(f, x, *learning)
