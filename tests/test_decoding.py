@@ -1,5 +1,6 @@
 """Tokens read with plain arrays: against the model's own layers, for every family and every field of a config."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.configs import ModelConfig
 from tricycle.decoding import covers, next_logits
 from tricycle.generate import generate
-from tricycle.layers import Dense
+from tricycle.layers import Dense, Layer
 from tricycle.models import GPT
 from tricycle.sampling import Sampling
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
@@ -246,6 +247,123 @@ def test_weights_of_few_bits(name, kind, no_layers):
     # where activations are rounded to 8 bits, a last bit decides which way
     close = 0.1 if kind == "int8" else 1e-3
     np.testing.assert_allclose(np.concatenate(logits), expected, atol=close * np.abs(expected).max())
+
+
+# -------------------------------------------------------------------- parts of users
+EVERYTHING = replace(
+    TINY,
+    **ROTARY | {"token_shift": True, "key_shift": True, "qk_norm": True, "activation": "relu_squared", "gated": True},
+    logit_cap=3.0,
+    embedding_size=8,
+)
+PARTS = {
+    "model": (TINY, lambda model: model, "logits"),
+    "embedding": (TINY, lambda model: model.token_embedding, "forward"),
+    "block": (TINY, lambda model: model.blocks[1], "forward"),
+    "residual rule": (TINY, lambda model: model.blocks[1], "_add"),
+    "norm": (TINY, lambda model: model.blocks[1].mlp_norm, "forward"),
+    "RMS norm": (EVERYTHING, lambda model: model.norm, "forward"),
+    "norm of queries": (EVERYTHING, lambda model: model.blocks[1].attention.query_norm, "_gains"),
+    "attention layer": (TINY, lambda model: model.blocks[1].attention, "forward"),
+    "join of heads": (TINY, lambda model: model.blocks[1].attention, "_join_heads"),
+    "attention": (TINY, lambda model: model.blocks[1].attention.attention, "forward"),
+    "softmax": (TINY, lambda model: model.blocks[1].attention.attention.softmax, "attend"),
+    "rotary": (EVERYTHING, lambda model: model.blocks[1].attention.rotary, "forward"),
+    "token shift": (EVERYTHING, lambda model: model.blocks[1].attention.shift, "forward"),
+    "key shift": (EVERYTHING, lambda model: model.blocks[1].attention.key_shift, "forward"),
+    "matrix": (TINY, lambda model: model.blocks[1].mlp.projection, "forward"),
+    "MLP": (TINY, lambda model: model.blocks[1].mlp, "forward"),
+    "activation": (TINY, lambda model: model.blocks[1].mlp.activation, "forward"),
+    "gate": (EVERYTHING, lambda model: model.blocks[1].mlp.activation, "forward"),
+    "activation of a gate": (EVERYTHING, lambda model: model.blocks[1].mlp.activation.activation, "forward"),
+    "swish of a gate": (CONFIGS["swiglu"], lambda model: model.blocks[1].mlp.activation.activation, "forward"),
+    "dropout": (TINY, lambda model: model.dropout, "forward"),
+}
+
+
+def changed(result):
+    """A result of a method, with another factor for each channel, which no norm takes back."""
+    if isinstance(result, tuple):  # of a softmax's `attend`
+        return changed(result[0]), result[1]
+    return result * np.linspace(0.5, 1.5, result.shape[-1], dtype=np.float32)
+
+
+@pytest.mark.parametrize("where", ["class", "object", "subclass"])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_a_user_changed_acts_in_generation(name, where, monkeypatch):
+    config, part_of, method = PARTS[name]
+    model = new_model(config)
+    before = all_at_once(model, [1, 2, 3, 4])
+    part = part_of(model)
+    original = getattr(type(part), method)
+
+    def other(self, *args, **options):
+        return changed(original(self, *args, **options))
+
+    if where == "class":
+        monkeypatch.setattr(type(part), method, other)
+    elif where == "subclass":
+        monkeypatch.setattr(part, "__class__", type("Users", (type(part),), {method: other}))
+    else:
+        monkeypatch.setattr(part, method, lambda *args, **options: other(part, *args, **options), raising=False)
+    expected = all_at_once(model, [1, 2, 3, 4])
+    assert np.abs(expected - before).max() > 0.01 * np.abs(before).max()
+    caches = model.new_caches()
+    found = [next_logits(model, [tokens], [caches], every=True) for tokens in ([1, 2], [3], [4])]
+    assert_near(np.concatenate(found), expected)
+
+
+# Called by full passes, and the same in generation: they check, or say what parts there are.
+SHARED = {"GPT.packs", "MultiHeadSelfAttention.mixes", "Op.computes_wide", "GeLU.computes_wide", "Gated.computes_wide"}
+SHARED |= {"Attention._check_shapes", "Layer.layers", "Layer.evaluating", "ReLUSquared.forward"}
+
+
+@pytest.mark.parametrize(
+    "config", [TINY, EVERYTHING, *(CONFIGS[name] for name in ("swiglu", "softmax1", "side by side"))]
+)
+def test_every_method_of_a_full_pass_is_known_to_be_replaced(config):
+    model = new_model(config)
+    kinds = {kind for layer in model.layers() for part in (layer, *vars(layer).values()) for kind in type(part).__mro__}
+    kinds |= {
+        kind for block in model.blocks for part in vars(block.mlp.activation).values() for kind in type(part).__mro__
+    }
+    methods = {
+        function.__code__: f"{kind.__name__}.{name}"
+        for kind in kinds
+        if kind.__module__.startswith("tricycle.") and kind.__name__ != "Tensor"
+        for name, value in vars(kind).items()
+        for function in [value.fget if isinstance(value, property) else value]
+        if hasattr(function, "__code__")
+    }
+    called = set()
+    with no_grad():
+        sys.setprofile(lambda frame, event, arg: called.add(methods.get(frame.f_code)) if event == "call" else None)
+        try:
+            model(to_tensor([[1, 2, 3]], dtype=int))
+        finally:
+            sys.setprofile(None)
+    replaced = {f"{kind.__name__}.{name}" for kind, names in decoding.REPLACED.items() for name in names}
+    replaced |= {function.__qualname__ for function in decoding._FUNCTIONS}
+    assert called - {None} - replaced - SHARED == set()
+
+
+class Whole(Layer):
+    """A block with none of the parts that the library's have."""
+
+    def forward(self, x, cache=None, mask=None):
+        return x * 2
+
+
+def test_a_block_of_a_user_needs_no_parts():
+    model = new_model(TINY)
+    model.blocks[1] = Whole()
+    assert_last_token_as_all_at_once(model)
+
+
+def test_attention_to_later_tokens_is_left_to_the_layers():
+    model = new_model(TINY)
+    model.blocks[0].attention.attention.causal = False
+    assert not covers(model)
 
 
 # -------------------------------------------------------------------- what is left to the layers

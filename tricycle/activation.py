@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,14 @@ class Swish(Op):
         return record(y, (x,), lambda grad, wanted: (grad * (gate + y * (1 - gate)),), "swish")
 
 
+_SWISH = Swish.forward
+
+
+def is_swish(activation: Any) -> bool:
+    """Return whether an activation computes what the library's `Swish` does: neither a subclass nor one replaced."""
+    return type(activation) is Swish and getattr(activation.forward, "__func__", None) is _SWISH
+
+
 class Gated(Op):
     """a f(b) for x = [a, b] along the last axis, with any elementwise activation f (Shazeer 2020).
 
@@ -92,7 +101,7 @@ class Gated(Op):
 
     @property
     def computes_wide(self) -> bool:
-        return type(self.activation) is Swish
+        return is_swish(self.activation)
 
     def forward(self, x: Operand) -> Tensor:
         """(..., 2 C) to (..., C).
@@ -105,7 +114,7 @@ class Gated(Op):
             raise ValueError(f"{type(self).__name__}: expected a last axis of even length, got shape {x.shape}")
         half = x.shape[-1] // 2
         array = floating(x.array)
-        if type(self.activation) is Swish:
+        if is_swish(self.activation):
             return record(
                 kernels.swiglu(array), (x,), lambda grad, wanted: (kernels.swiglu_backward(grad, array),), self.name
             )

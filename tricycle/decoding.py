@@ -21,21 +21,38 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import kernels
-from tricycle.activation import Gated, GeLU, Swish
+from tricycle.activation import GLU, Gated, GeLU, SwiGLU, is_swish
 from tricycle.attention import Attention, KeyShift, KeyValueCache, Rotary, TokenShift
 from tricycle.attention.rotary import angles
 from tricycle.blocks import GPT2TransformerBlock, MLPBlock, MultiHeadSelfAttention, TransformerBlock
+from tricycle.functions import Softmax, Softmax1
 from tricycle.kernels import FEW_ROWS, FewBits, Scoring
 from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.models import GPT
-from tricycle.ops import check_range
+from tricycle.ops import Op, check_range
 from tricycle.tensor import Tensor, no_grad
 
 SHORT = 2**19  # scores of a token: more are shared by threads
-WALKED = {
-    *(GPT, TransformerBlock, GPT2TransformerBlock, MultiHeadSelfAttention, Attention, MLPBlock),
-    *(Embedding, LayerNorm, RMSNorm, Dropout, TokenShift, KeyShift),
+
+# The methods whose results this file computes in another way, by class. Where one of them has been replaced, on the
+# class, on an object or in a subclass, `covers` refuses the model, or the object itself is called.
+REPLACED: dict[type, tuple[str, ...]] = {
+    GPT: ("forward", "hidden", "logits", "_embed", "_check"),
+    TransformerBlock: ("forward", "_add", "_for"),
+    GPT2TransformerBlock: ("forward", "_add", "_for"),
+    MultiHeadSelfAttention: ("forward", "_queries_keys_values", "_join_heads", "dtype_inside", "_check"),
+    MLPBlock: ("forward", "dtype_inside"),
+    LayerNorm: ("forward", "_gains"),
+    RMSNorm: ("forward", "_gains"),
+    Attention: ("forward", "_scoring"),
+    Softmax: ("attend",),
+    Softmax1: ("attend",),
+    **dict.fromkeys((Embedding, Dense, Dropout, TokenShift, KeyShift, Rotary), ("forward",)),
+    **dict.fromkeys((Gated, GLU, SwiGLU, GeLU), ("forward",)),
 }
+_CALLED = [(Layer, "__call__"), (Op, "__call__"), *((part, name) for part in REPLACED for name in REPLACED[part])]
+_CLASSES, _NAMES = zip(*_CALLED)
+_FUNCTIONS = [getattr(part, name) for part, name in _CALLED]
 
 
 @np.errstate(all="ignore")  # broken weights are an error of `generate.sample`
@@ -71,21 +88,40 @@ def next_logits(
 
 
 def covers(model: GPT) -> bool:
-    """Whether this file knows all that the model is made of.
+    """Return whether this file computes what the model's own layers compute.
 
-    It does not where weights are on a GPU, where a layer is of a class that it has not heard of, and where somebody
-    listens to one: a `forward` of its own in a layer is a probe's.
+    It does not where weights are on a GPU, where a part is of another class than those in REPLACED, and where a method
+    that this file replaces is no longer the library's: a probe sets a `forward` on an object, a user a rule on a class.
     """
-    parts: list[Any] = [model, model.token_embedding, model.position_embedding, model.dropout, model.norm]
+    if [*map(getattr, _CLASSES, _NAMES)] != _FUNCTIONS or not _are_known(
+        model, model.token_embedding, model.position_embedding, model.dropout, model.norm
+    ):
+        return False
     for block in model.blocks:
-        parts += [block, block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm]
-        parts += [block.attention, block.mlp, getattr(block.mlp, "dropout", None)]
-        if type(block.attention) is MultiHeadSelfAttention:
-            layer = block.attention
-            parts += [layer.shift, layer.key_shift, layer.query_norm, layer.key_norm, layer.attention, layer.dropout]
-    known = all(part is None or (type(part) in WALKED and "forward" not in vars(part)) for part in parts)
-    on_host = isinstance(model.token_embedding.weights.array, (np.ndarray, FewBits))
-    return on_host and known and all(block.cross is None for block in model.blocks)
+        if not _are_known(block) or block.cross is not None:
+            return False
+        layer, mlp = block.attention, block.mlp
+        norms = block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm
+        if not _are_known(*norms, layer, mlp):
+            return False
+        inside = layer.shift, layer.key_shift, layer.query_norm, layer.key_norm, layer.attention, layer.rotary
+        if not _are_known(*inside, layer.dropout, mlp.dropout) or not layer.attention.causal:
+            return False
+    return isinstance(model.token_embedding.weights.array, (np.ndarray, FewBits))
+
+
+def _are_known(*parts: Any) -> bool:
+    """Return whether each part is None or of a class in REPLACED, with none of its own methods there."""
+    for part in parts:
+        if part is not None:
+            names = REPLACED.get(type(part))
+            if names is None:
+                return False
+            own = part.__dict__
+            for name in names:
+                if name in own:
+                    return False
+    return True
 
 
 def _by_layers(
@@ -184,9 +220,7 @@ def product(layer: Layer, x: np.ndarray) -> np.ndarray:
     Whatever is no plain matrix in memory says itself what it does: weights of few bits, or a matrix that is a sum.
     """
     if type(layer) is not Dense or "forward" in vars(layer):
-        with layer.evaluating() if layer.training else nullcontext():  # an adapter has a dropout of its own
-            result: np.ndarray = layer(Tensor(x, False)).array
-        return result
+        return _call(layer, x)
     return _multiply(x, layer.weights.array, None if layer.bias is None else layer.bias.array, layer.precision)
 
 
@@ -241,14 +275,21 @@ def _mlp(mlp: MLPBlock, x: np.ndarray) -> np.ndarray:
 
 
 def _activation(activation: Any, x: np.ndarray) -> np.ndarray:
+    kind = type(activation)
+    if kind not in REPLACED or "forward" in vars(activation):
+        return _call(activation, x)
     if isinstance(activation, Gated):
-        if type(activation.activation) is Swish:
+        if is_swish(activation.activation):
             return kernels.gated_swish(x)
         half = x.shape[-1] // 2
         return x[..., :half] * _activation(activation.activation, x[..., half:])
-    if type(activation) is GeLU and activation.approximate:
-        return kernels.gelu(x)
-    result: np.ndarray = activation(Tensor(x, False)).array
+    return kernels.gelu(x) if kind is GeLU and activation.approximate else _call(activation, x)
+
+
+def _call(part: Any, x: np.ndarray) -> np.ndarray:
+    """Return what a layer, an op or a function of Tensors makes of an array; dropout is off."""
+    with part.evaluating() if getattr(part, "training", False) else nullcontext():
+        result: np.ndarray = part(Tensor(x, False)).array
     return result
 
 
@@ -285,7 +326,7 @@ def _mix(layer: MultiHeadSelfAttention, q: np.ndarray, keys: np.ndarray, values:
     attention = layer.attention
     scale = 1 / math.sqrt(layer.head_size) if attention.scale is None else attention.scale
     n_new, n_seen = len(q), keys.shape[1]
-    is_plain = attention.softmax.fused and layer.softmax_scales is None
+    is_plain = type(attention.softmax) in (Softmax, Softmax1) and "attend" not in vars(attention.softmax)
     if n_new <= FEW_ROWS and is_plain and layer.n_heads * n_seen < SHORT:
         # each as if it came alone, so that it makes no difference whether it does
         past = range(n_seen - n_new + 1, n_seen + 1)

@@ -204,7 +204,7 @@ class GPT(BlockStack):
     def packs(self) -> bool:
         """Whether several texts side by side can be kept apart: not where tokens mix with the one before, or where keys
         are weighed by their places."""
-        return all(_keeps_apart(block.attention) for block in self.blocks)
+        return all(_keeps_apart(getattr(block, "attention", None)) for block in self.blocks)
 
     def _same_document(self, tokens: Tensor, documents: Array) -> Array:
         """Which tokens may see which, (B, T, T)."""
@@ -251,7 +251,7 @@ class GPT(BlockStack):
 
         A layer with a window keeps what its tokens can still see, unless it weighs keys by their places.
         """
-        windows = [_seen_by(block.attention) for block in self.blocks]
+        windows = [_seen_by(getattr(block, "attention", None)) for block in self.blocks]
         return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
 
 

@@ -7,7 +7,7 @@ import os
 import reprlib
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +335,8 @@ class PretrainedStream:
         if self._held:
             self._said, self._held = self._held, []
         # not len(before): where that ends in the first bytes of a character, shown as U+FFFD, these ids complete it
-        return text[len(os.path.commonprefix([before, text])) :]
+        n_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text)))
+        return text[n_same:]
 
 
 def _text(text: str | bytes) -> str:
