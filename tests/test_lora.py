@@ -1,13 +1,17 @@
 """Small matrices beside a layer's own. Beside `peft`: test_adapters.py."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
 from tricycle.configs import ModelConfig
 from tricycle.generate import Reader
 from tricycle.gradcheck import gradcheck
+from tricycle.kernels import FewBits
 from tricycle.layers import Dense
-from tricycle.lora import AdaptedDense, Adapter, LoRAConfig, LowRank, Part
+from tricycle.lora import AdaptedDense, Adapter, LoRAConfig, LowRank, Part, column_squares
 from tricycle.models import GPT
 from tricycle.tensor import to_tensor
 
@@ -109,6 +113,56 @@ def test_an_adapter_is_made_of_the_small_matrices_alone():
     adapter.take_off()
     assert [name for name, _ in model.named_parameters()] == names
     assert type(model.blocks[0].attention.qkv) is Dense
+
+
+def adapted(seed: int, dora: bool = True) -> tuple[GPT, Adapter]:
+    """A model with an adapter whose matrices are not zero."""
+    generator = np.random.default_rng(seed)
+    model = GPT(CONFIG)
+    for parameter in model.parameters():
+        parameter.array[...] = generator.normal(0, 0.5, parameter.shape)
+    base = model.blocks[0].attention.qkv
+    low_rank = LowRank(8, 24, [Part("qkv", 0, 24, 2, 1.0)], 0.0, generator)
+    low_rank.ups[0].array[...] = generator.normal(0, 0.5, (2, 24))
+    if dora:
+        low_rank.learn_lengths(base)
+    return model, Adapter(model, {"blocks.0.attention.qkv": low_rank}, LoRAConfig(rank=2, dora=dora)).put_on()
+
+
+def logits_of(model: GPT) -> np.ndarray:
+    with model.evaluating():
+        return model(to_tensor([[1, 2, 3]], dtype=int)).array
+
+
+def test_lengths_of_columns_are_those_of_the_matrix_that_is_there():
+    """Whatever was computed with another one before."""
+    expected = logits_of(adapted(0)[0])
+    loaded, copied, replaced, quantized = (adapted(1)[0] for _ in range(4))
+    for model in (loaded, copied, replaced, quantized):
+        assert np.abs(logits_of(model) - expected).max() > 0.01  # fills what is kept
+    loaded.load_state_dict(adapted(0)[0].state_dict())
+    np.testing.assert_array_equal(logits_of(loaded), expected)
+    for twin in (copy.deepcopy(copied), pickle.loads(pickle.dumps(copied))):
+        twin.load_state_dict(adapted(0)[0].state_dict())
+        np.testing.assert_array_equal(logits_of(twin), expected)
+    for own, other in zip(replaced.parameters(), adapted(0)[0].parameters()):
+        own.array = other.array
+    np.testing.assert_array_equal(logits_of(replaced), expected)
+    layer = quantized.blocks[0].attention.qkv
+    layer.weights.array = FewBits.of(layer.weights.array * 3, "int8", turned=True)
+    np.testing.assert_allclose(layer._column_squares(), column_squares(layer.weights))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_is_merged_once(dora):
+    model, adapter = adapted(0, dora)
+    expected = logits_of(model)
+    adapter.merge()
+    np.testing.assert_allclose(logits_of(model), expected, 1e-4, 1e-5)
+    for again in (adapter.merge, adapter.put_on):
+        with pytest.raises(ValueError, match="expected an adapter that is not merged, got one that the model contains"):
+            again()
+    np.testing.assert_allclose(logits_of(model), expected, 1e-4, 1e-5)
 
 
 def test_generation_drops_nothing_out_while_a_model_is_in_training():

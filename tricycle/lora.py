@@ -31,7 +31,7 @@ from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS, FewBits
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.ops import Wanted, as_tensor, check_width, floating
-from tricycle.tensor import Operand, Parameter, Tensor, record
+from tricycle.tensor import Operand, Parameter, Tensor, changed_in_place, record
 
 ALL_LINEAR = "all-linear"
 
@@ -168,9 +168,12 @@ class AdaptedDense(Dense):
         self.weights = base.weights
         self.bias = base.bias
         self.low_rank = low_rank
-        self._squares: Array | None = None
+        self._squares: tuple[Any, int, Array] | None = None
         self.precision = base.precision
         self.training = base.training
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_squares": None}
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
         """(..., from_size) to (..., to_size), in the dtype of x W unless another is given.
@@ -197,10 +200,8 @@ class AdaptedDense(Dense):
         """Columns of x (W + s A B) with lengths that learn, and b. For gradients the lengths that they have are
         constants, as in section 4.3 of the paper.
         """
-        if self._squares is None:
-            self._squares = column_squares(self.weights)
         low_rank = self.low_rank
-        lengths = low_rank.lengths(self.weights, self._squares)
+        lengths = low_rank.lengths(self.weights, self._column_squares())
         parts = [slice(part.start, part.stop) for part in low_rank.parts]
         factor = array_module(lengths).ones_like(lengths)
         for columns, magnitude in zip(parts, low_rank.magnitudes):
@@ -213,6 +214,16 @@ class AdaptedDense(Dense):
             return [(grad * factor).astype(dtype, copy=False), *(sums[columns] for columns in parts)]
 
         return record(values.astype(dtype, copy=False), (y, *low_rank.magnitudes), backward, "dense")
+
+    def _column_squares(self) -> Array:
+        """Return `column_squares` of the matrix.
+
+        Cache: valid while the matrix is the same array and `changed_in_place` has named it no more often.
+        """
+        weights = self.weights
+        if self._squares is None or self._squares[0] is not weights.array or self._squares[1] != weights._made:
+            self._squares = weights.array, weights._made, column_squares(weights)
+        return self._squares[2]
 
 
 def column_squares(weights: Tensor) -> Array:
@@ -343,6 +354,7 @@ class Adapter(Layer):
         self.config = config
         self.base_name = base_name
         self.is_on = False
+        self._is_merged = False
         self._held = _Held(model)
         layers = dict(model.named_layers())
         for name in self.low_ranks:
@@ -357,8 +369,10 @@ class Adapter(Layer):
         """Let the model compute with it; returns self.
 
         Raises:
-            ValueError: there is another one on the model.
+            ValueError: there is another one on the model, or `merge` has made this one a part of its matrices.
         """
+        if self._is_merged:
+            raise ValueError("Adapter.put_on: expected an adapter that is not merged, got one that the model contains")
         if self.is_on:
             return self
         if any(isinstance(layer, AdaptedDense) for layer in self.model.layers()):
@@ -388,9 +402,13 @@ class Adapter(Layer):
         """Add what it says to the model's own matrices for good, and take it off; returns the model.
 
         The matrices that it changes have 32 bits afterwards, for fewer would round the change away.
+
+        Raises:
+            ValueError: as of `put_on`; so it is merged once.
         """
         self.put_on()
         self.take_off()
+        self._is_merged = True
         layers = dict(self.model.named_layers())
         for name, low_rank in self.low_ranks.items():
             base: Any = layers[name]
@@ -399,6 +417,7 @@ class Adapter(Layer):
                 base.weights.array = merged
             else:
                 base.weights.array[...] = base.weights.xp.asarray(merged)
+                changed_in_place([base.weights])
         return self.model
 
 
