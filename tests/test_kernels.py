@@ -1,5 +1,7 @@
 """Every kernel against the plain one in float64: odd shapes, strided inputs, poisoned outputs."""
 
+import itertools
+import math
 from contextlib import nullcontext
 
 import attention_cases
@@ -489,3 +491,40 @@ def test_a_product_goes_where_it_is_told(shape, with_bias, monkeypatch, rng):
         out = np.full((n_rows, n_columns), np.nan)
         assert multiply(a, b, bias, out) is out
         np.testing.assert_allclose(out, a @ b + (0 if bias is None else bias), 1e-10, 1e-10)
+
+
+# -------------------------------------------------------------------- numbers at the ends
+# not those between e^-104 and e^-87, whose sigmoids are denormal: faster versions take them for 0
+ENDS = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 3e38, -3e38, 1e-45, 86.0, -86.0, 200.0, -1e5]
+ACTIVATIONS = {
+    "gelu": lambda pairs: kernels.gelu(pairs),
+    "gelu_backward": lambda pairs: kernels.gelu_backward(np.ones_like(pairs), pairs, None),
+    "sigmoid": lambda pairs: kernels.sigmoid(pairs),
+    "relu_squared": lambda pairs: kernels.relu_squared(pairs),
+    "swiglu": lambda pairs: kernels.swiglu(pairs),
+    "swiglu_backward": lambda pairs: kernels.swiglu_backward(np.ones_like(pairs[:, :1]), pairs),
+    "gated_swish": lambda pairs: kernels.gated_swish(pairs),
+    "softmax": lambda pairs: kernels.softmax(pairs),
+    "softmax1": lambda pairs: kernels.softmax1(pairs),
+    "log_softmax": lambda pairs: kernels.log_softmax(pairs),
+    "multiply": lambda pairs: kernels.multiply(pairs, pairs[:, ::-1].copy()),
+    "add": lambda pairs: kernels.add(pairs, pairs[:, ::-1].copy()),
+}
+
+
+@pytest.mark.parametrize("n_copies", [1, 400], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_faster_versions_agree_on_numbers_at_the_ends(name, dtype, n_copies):
+    """On infinity and NaN, on what overflows, and on zeros: large arrays go through compiled loops."""
+    pytest.importorskip("ml_dtypes")
+    with np.errstate(all="ignore"):
+        pairs = np.array([*itertools.product(ENDS, ENDS)] * n_copies).astype(np.dtype(dtype))
+        if name == "gated_swish" and dtype == "float64":
+            pytest.skip("is for generation, which has no float64")
+        found = ACTIVATIONS[name](pairs)
+        with use_reference():
+            expected = ACTIVATIONS[name](pairs)
+        both = zip(found, expected) if isinstance(found, tuple) else [(found, expected)]
+        for ours, theirs in both:
+            np.testing.assert_allclose(ours.astype(np.float64), theirs.astype(np.float64), 0.01, 1e-30)

@@ -210,6 +210,12 @@ def exp_to_zero(x: Any) -> Any:
     return ZERO if x < -FARTHEST else y
 
 
+@numba.njit(inline="always")
+def over_one_and_exp(x: Any, u: Any) -> Any:
+    """x / (1 + e^-u) of float32: x times 0 where e^-u overflows, which is NaN of an infinite x."""
+    return x * ZERO if u < -FARTHEST else x / (ONE + exp(-u))
+
+
 # -------------------------------------------------------------------- one loop for float32 and for bfloat16
 # A bfloat16 is given by its bits, as uint16. These are for loops that are compiled for arrays of either.
 def bits_of(x: Any) -> Any:

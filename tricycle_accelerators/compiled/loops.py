@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators.compiled.jit import ONE, ZERO, compiled, exp, larger, number_of, rounded_for
+from tricycle_accelerators.compiled.jit import (
+    ONE,
+    ZERO,
+    compiled,
+    exp,
+    larger,
+    number_of,
+    over_one_and_exp,
+    rounded_for,
+)
 
 LARGEST = np.float32(32512)  # 127 * 256, of a row's numbers as whole steps
 OFFSET = np.float32(128 * 256 + 128 + 0.5)
@@ -61,7 +70,7 @@ def gated_swish(x: np.ndarray, y: np.ndarray) -> None:
     for i in range(n_rows):
         for j in range(size):
             value = number_of(x[i, size + j])
-            y[i, j] = rounded_for(y, number_of(x[i, j]) * value / (ONE + exp(-value)))
+            y[i, j] = rounded_for(y, number_of(x[i, j]) * over_one_and_exp(value, value))
 
 
 @compiled("void(f4[:, :, :], f4[:, ::1], f4[:, ::1])")

@@ -16,10 +16,10 @@ from tricycle_accelerators.compiled.jit import (
     ZERO,
     at,
     compiled,
-    exp,
     exp_to_zero,
     larger,
     number_of,
+    over_one_and_exp,
     rounded_for,
 )
 from tricycle_accelerators.compiled.loops import gated_swish as gated_swish
@@ -32,13 +32,13 @@ CUBIC = np.float32(LINEAR * 0.044715)
 @numba.njit(inline="always")
 def _gelu(x: np.float32) -> np.float32:
     """By tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
-    return x / (ONE + exp(-x * (LINEAR + CUBIC * x * x)))
+    return over_one_and_exp(x, x * (LINEAR + CUBIC * x * x))
 
 
 @numba.njit(inline="always")
 def _gelu_slope(x: np.float32) -> np.float32:
     square = x * x
-    gate = ONE / (ONE + exp(-x * (LINEAR + CUBIC * square)))
+    gate = over_one_and_exp(ONE, x * (LINEAR + CUBIC * square))
     return gate * (ONE + (ONE - gate) * x * (LINEAR + np.float32(3) * CUBIC * square))
 
 
@@ -61,10 +61,10 @@ def gated_swish_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     for i in range(n_rows):
         for j in range(size):
             value = number_of(x[i, size + j])
-            gate = ONE / (ONE + exp(-value))
-            slope = number_of(dy[i, j]) * gate
-            dx[i, j] = rounded_for(dx, slope * value)
-            dx[i, size + j] = rounded_for(dx, slope * number_of(x[i, j]) * (ONE + value * (ONE - gate)))
+            gate = over_one_and_exp(ONE, value)
+            slope = number_of(dy[i, j])
+            dx[i, j] = rounded_for(dx, slope * (value * gate))
+            dx[i, size + j] = rounded_for(dx, slope * number_of(x[i, j]) * gate * (ONE + value * (ONE - gate)))
 
 
 @compiled("void(u2[:, ::1], f4[::1])")

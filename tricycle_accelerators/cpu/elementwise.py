@@ -13,8 +13,6 @@ from tricycle.kernels.reference.elementwise import SQRT_2_OVER_PI
 from tricycle.kernels.reference.widening import is_narrow, wide, widening
 from tricycle_accelerators import pieces, threads
 
-FARTHEST = 87  # e to this is near the end of float32
-
 
 @widening(1)
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -101,13 +99,14 @@ def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
         a, b, dy = rows[piece, :half], rows[piece, half:], slopes[piece]
         to_a, to_b = dx[piece, :half], dx[piece, half:]
         gate = _sigmoid(b, np.empty(b.shape, b.dtype))
-        np.multiply(dy, gate, out=to_a)
+        np.multiply(b, gate, out=to_a)
+        to_a *= dy
+        np.multiply(dy, a, out=to_b)
+        to_b *= gate
         np.subtract(1, gate, out=gate)
         gate *= b
         gate += 1
-        np.multiply(to_a, a, out=to_b)
         to_b *= gate
-        to_a *= b
 
     threads.parallel(work, pieces.cut(*slopes.shape))
     return dx.reshape(x.shape)
@@ -119,10 +118,10 @@ def _rows(x: np.ndarray) -> np.ndarray:
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x)), into `out`; of numbers so small that exp(-x) would overflow, that of FARTHEST."""
+    """Write 1 / (1 + exp(-x)) into `out`: 0 where exp(-x) overflows."""
     np.negative(x, out=out)
-    np.minimum(out, FARTHEST, out=out)
-    np.exp(out, out=out)
+    with np.errstate(over="ignore"):
+        np.exp(out, out=out)
     out += 1
     return np.divide(1, out, out=out)
 
