@@ -142,7 +142,6 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
     bias = rng.standard_normal(matrix.shape[1]).astype(np.float32)
     expected = x.astype(np.float64) @ np.asarray(matrix.by_row(), np.float64) + bias
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    threads._helpers.cache_clear()
     for trusted, compiles in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(spinning.keep_up, "until", 0.0 if trusted else math.inf)
         monkeypatch.setattr(
@@ -154,7 +153,6 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
             assert product.dtype == dtype and "onednn" in matrix.ready
         rounded = {2: 2**-7}.get(dtype.itemsize, 1e-4)
         assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)
-    threads._helpers.cache_clear()
 
 
 WITH_THREADS = """

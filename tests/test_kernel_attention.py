@@ -62,9 +62,7 @@ def three_threads(monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 64)
     monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 40)
     monkeypatch.setattr(attention_blocks, "QUERY_BLOCK", 32)
-    threads._helpers.cache_clear()
     yield
-    threads._helpers.cache_clear()
 
 
 # -------------------------------------------------------------------- the plain kernels
@@ -357,7 +355,6 @@ def test_half_precision_is_computed_in_float32(sizes, rng):
 def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
     monkeypatch.setattr(threads, "n_threads", lambda: 2)
     monkeypatch.setattr(pieces, "PIECE", 2 * 20 * 20 * 2)
-    threads._helpers.cache_clear()
     q, k, v = qkv(rng, Sizes(9, 20, 20, 2, 1, 3))
     whole_mask = np.where(rng.random((9, 1, 1, 20)) < 0.3, -np.inf, 0)
     called, plain = [], reference.attention
@@ -371,7 +368,6 @@ def test_short_sequences_go_several_at_a_time(monkeypatch, rng):
         assert_all_close(actual, expected, 1e-12, 1e-14)
         wanted = gradients_of(reference, q, q, k, v, expected, scoring, mask)
         assert_all_close(gradients_of(kernels, q, q, k, v, actual, scoring, mask), wanted)
-    threads._helpers.cache_clear()
 
 
 def test_no_item_no_query_and_no_key(rng):

@@ -44,9 +44,7 @@ def n_threads(request) -> Iterator[int]:
         patch.setattr(cpu.attention, "SHORT", 0)
         patch.setattr(attention_blocks, "KEY_BLOCK", 24)
         patch.setattr(pieces, "PIECE", 64)
-        threads._helpers.cache_clear()
         yield request.param
-        threads._helpers.cache_clear()
 
 
 # -------------------------------------------------------------------- one case

@@ -336,13 +336,11 @@ def test_threads_do_not_change_results(name, monkeypatch):
     monkeypatch.setattr(attention_blocks, "KEY_BLOCK", 96)
     monkeypatch.setattr(cpu.matrices, "SMALL_PRODUCT", 0)
     monkeypatch.setattr(cpu.attention, "SHORT", 0)
-    threads._helpers.cache_clear()
     for size in CASES[name][1]:
         expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
         for _ in range(2):
             actual = outputs(name, getattr(kernels, name), draw(name, size, np.float64))
             assert_close(name, actual, expected, np.float64)
-    threads._helpers.cache_clear()
 
 
 @all_cases
@@ -439,9 +437,7 @@ def test_layer_norm_as_pytorch():
 @pytest.fixture
 def two_threads(monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 2)
-    threads._helpers.cache_clear()
     yield
-    threads._helpers.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (32, 256, 1024), (7, 5, 3), (1, 300, 70), (33, 1000, 65), (2, 481, 64)])

@@ -40,9 +40,7 @@ def many_threads(monkeypatch):
 
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     monkeypatch.setattr(pieces, "PIECE", 1024)
-    threads._helpers.cache_clear()
     yield
-    threads._helpers.cache_clear()
 
 
 # -------------------------------------------------------------------- conversion

@@ -237,11 +237,9 @@ def test_threads_do_not_change_results(monkeypatch) -> None:
         results = []
         for n_threads in (1, 3):
             monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
-            threads._helpers.cache_clear()
             outputs, final = layer(x)
             results.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
             x.zero_grad()
-        threads._helpers.cache_clear()
         with kernels.use_reference():
             outputs, final = layer(x)
             results.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])

@@ -17,7 +17,6 @@ def trust(monkeypatch):
     made = spinning._Trust()
     monkeypatch.setattr(spinning, "keep_up", made)
     yield made
-    threads._helpers.cache_clear()
 
 
 class Clock:

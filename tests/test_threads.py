@@ -24,9 +24,7 @@ from tricycle_accelerators.compiled import matrices
 @pytest.fixture(params=[1, 2, 3])
 def n_workers(request, monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: request.param)
-    threads._helpers.cache_clear()
     yield request.param
-    threads._helpers.cache_clear()
 
 
 @pytest.mark.parametrize("n_rows, row_size", [(0, 5), (1, 1), (512, 768), (4096, 1536), (589_824, 1), (7, 10**6)])
@@ -102,7 +100,7 @@ class PerThread(threading.local):
 def test_a_blas_that_asks_each_thread_is_held_in_every_one(n_workers, monkeypatch):
     library = PerThread()
     monkeypatch.setattr(threads, "blas_libraries", lambda: (library,))
-    threads._helpers.cache_clear()
+    monkeypatch.setattr(threads, "_started", [])  # each helper holds the libraries that it finds when it starts
     everyone = threading.Barrier(n_workers)
     counts = []
 
@@ -319,6 +317,59 @@ check()
 def test_variables_set_the_number_of_threads(variables, expected):
     code = "from tricycle_accelerators import threads; print(threads.n_threads())"
     assert run_with(code, **variables).stdout.split() == [str(expected)]
+
+
+FIRST_CALLS = {
+    "our own hold": "with threads.one_blas_thread(): threads.n_threads()",
+    "shared work": "threads.parallel(lambda item: threads.n_threads(), range(4))",
+    "an operand of 16 bits": "kernels.operand(np.ones((300, 300), np.float32), 'bfloat16')",
+    "Muon's step": "kernels.orthogonalise(np.ones((2, 64, 64), np.float32))",
+    "a product": "kernels.matmul(a, a)",
+    "a hold for good": "assert threads.hold_blas(); threads.n_threads()",
+    "a user's limit": """
+with threadpool_limits(1):
+    assert threads.n_threads() == 1
+    kernels.matmul(a, a)
+""",
+    "a hold in a user's limit": """
+with threadpool_limits(1), threads.one_blas_thread():
+    assert threads.n_threads() == 1
+""",
+    "another thread's hold": """
+held, leave = threading.Event(), threading.Event()
+def hold():
+    with threads.one_blas_thread():
+        held.set()
+        leave.wait(60)
+other = threading.Thread(target=hold)
+other.start()
+held.wait(60)
+threads.n_threads()
+leave.set()
+other.join()
+""",
+}
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_the_number_of_threads_does_not_depend_on_the_first_call(name):
+    code = f"""
+import threading
+import numpy as np
+from threadpoolctl import threadpool_limits
+from tricycle import kernels
+from tricycle_accelerators import threads
+threads._n_processors = lambda: 2
+for library in threads.blas_libraries():
+    threads.set_blas_threads(library, 2)
+a = np.ones((600, 600), np.float32)
+{FIRST_CALLS[name]}
+threads.parallel(lambda item: None, range(4))
+helpers = [thread for thread in threading.enumerate() if thread.name == "tricycle"]
+print(threads.n_threads(), len(helpers))
+"""
+    result = run_with(code)
+    assert result.stdout.split() == ["2", "1"], result.stderr
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])

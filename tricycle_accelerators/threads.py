@@ -25,8 +25,10 @@ from contextvars import copy_context
 from functools import cache, partial
 from typing import Any
 
-
 # -------------------------------------------------------------------- how many threads
+BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
 @cache
 def blas_libraries() -> tuple[Any, ...]:
     """The BLAS that NumPy calls, as threadpoolctl's controllers; () where it is not installed or knows none."""
@@ -53,25 +55,58 @@ def threads_asked_for() -> int | None:
     return int(said)
 
 
-@cache
-def n_threads() -> int:
-    """How many threads share the work: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else as many as BLAS would use.
+# Cache: None until the number is certain, then valid for the life of the process; `forget_n_threads` clears it.
+_n_threads: int | None = None
 
-    Read once. Without the first, one where nothing can hold BLAS to one thread a worker (but not on macOS, whose BLAS
-    has no threads to hold).
+
+def n_threads() -> int:
+    """Return how many threads share the work: TRICYCLE_NUM_THREADS, else OMP_NUM_THREADS, else as many as BLAS uses.
+
+    What BLAS uses is what it has outside of our own holds. While that is less than the machine offers, as inside of a
+    user's `threadpool_limits(1)`, it counts for the moment alone; once it is not, it is kept. Without the first, one
+    where nothing can hold BLAS to one thread a worker (but not on macOS, whose BLAS has no threads to hold).
 
     Raises:
         ValueError: TRICYCLE_NUM_THREADS is no whole number above 0.
     """
+    global _n_threads
+    if _n_threads is None:
+        number, is_certain = _count_threads()
+        if not is_certain:
+            return number
+        _n_threads = number
+    return _n_threads
+
+
+def forget_n_threads() -> None:
+    """Ask again at the next call, for the environment variables have changed."""
+    global _n_threads
+    _n_threads = None
+
+
+def _count_threads() -> tuple[int, bool]:
+    """Return how many threads share the work now, and whether that will stay so."""
     asked_for = threads_asked_for()
     if asked_for is not None:
-        return asked_for
-    if not blas_libraries() and sys.platform != "darwin":
-        return 1
+        return asked_for, True
+    if not blas_libraries():
+        return (_n_processors() if sys.platform == "darwin" else 1), True
     omp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if omp.isdecimal() and int(omp) > 0:
-        return int(omp)
-    return max((library.num_threads for library in blas_libraries()), default=os.cpu_count() or 1)
+        return int(omp), True
+    most = max(blas_hold.usual_threads(library) for library in blas_libraries())
+    return most, most >= _most_blas_threads()
+
+
+def _most_blas_threads() -> int:
+    """Return how many threads BLAS begins with."""
+    asked_for = [os.environ.get(name, "") for name in BLAS_VARIABLES]
+    return min([_n_processors(), *(int(number) for number in asked_for if number.isdecimal() and int(number) > 0)])
+
+
+def _n_processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # -------------------------------------------------------------------- what a thread knows of itself
@@ -162,6 +197,12 @@ class _BlasHold:
         if _here.n_holds == 0:
             _restore(_here.usual)
 
+    def usual_threads(self, library: Any) -> int:
+        """Return how many threads a library has where nobody holds it."""
+        with self.lock:
+            held = {id(other): number for other, number in [*self.usual, *_here.usual]}
+            return held.get(id(library)) or int(library.num_threads)
+
     def forget_other_threads(self) -> None:
         """In a forked process, where only the thread that forked lives on."""
         self.lock = threading.Lock()
@@ -183,7 +224,6 @@ def hold_blas() -> bool:
     of_each_thread = any(getattr(library, "threading_layer", "") == "openmp" for library in libraries)
     if not libraries or of_each_thread:
         return False
-    n_threads()  # depends on how many threads BLAS has by itself
     blas_hold.enter()
     blas_hold.for_good = True
     return True
@@ -263,11 +303,20 @@ class _Helper:
             self.finished = True
 
 
-@cache
-def _helpers() -> tuple[_Helper, ...]:
-    """As many as there are threads beside the caller's, started when they are first needed."""
+# Cache: grows to the largest number that was needed; a forked process begins with an empty one.
+_started: list[_Helper] = []
+
+
+def _helpers() -> list[_Helper]:
+    """Return as many as there are threads beside the caller's, and start those that are needed for the first time.
+
+    The caller holds `turn`.
+    """
     _watch_forks()
-    return tuple(_Helper() for _ in range(n_threads() - 1))
+    n_helpers = n_threads() - 1
+    while len(_started) < n_helpers:
+        _started.append(_Helper())
+    return _started[:n_helpers]
 
 
 @cache
@@ -281,10 +330,9 @@ def _after_fork() -> None:
     global turn
     turn = threading.Lock()
     blas_hold.forget_other_threads()
-    if _helpers.cache_info().currsize:
-        for helper in _helpers():
-            helper.abandon()
-        _helpers.cache_clear()
+    for helper in _started:
+        helper.abandon()
+    _started.clear()
 
 
 # -------------------------------------------------------------------- sharing work

@@ -225,7 +225,7 @@ def share_threads(processes: Processes) -> None:
     with contextlib.suppress(ModuleNotFoundError):
         from tricycle_accelerators import threads
 
-        threads.n_threads.cache_clear()
+        threads.forget_n_threads()
     bound = n_sharing == 1 and len(own) < (os.cpu_count() or 1) // len(here)
     hint = " (mpiexec binds each to so many; --bind-to none, or OMP_NUM_THREADS, may give it more)" if bound else ""
     print(f"{processes.size} ranks with {fewest} thread{'s' if fewest > 1 else ''} each{hint}")

@@ -137,7 +137,11 @@ class WandB(Tracker):
         )
         self._first = self._run.step  # that its server does not know yet
         is_offline = self._run.settings.mode == "offline"
-        self.where = f"`wandb sync {shlex.quote(str(Path(self._run.dir).parent))}` would send it" if is_offline else f"{self._run.url}"
+        self.where = (
+            f"`wandb sync {shlex.quote(str(Path(self._run.dir).parent))}` would send it"
+            if is_offline
+            else f"{self._run.url}"
+        )
 
     def has(self, step: int, name: str) -> bool:
         return step < self._first
