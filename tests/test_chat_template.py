@@ -1,19 +1,32 @@
 """Chat templates: equal texts with `transformers`, and templates that mean no good."""
 
+import hashlib
+import os
+import random
 import re
-import subprocess
 import sys
+import threading
 import time
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("jinja2")
 
-from chat_templates import CHATML, CONVERSATIONS, FORMS, HELLO
+from chat_templates import CHATML, CONVERSATIONS, FORMS, HELLO, LONGER
 
-from tricycle.pretrained import chat_template
+from tricycle.pretrained import chat_template, template_process
 from tricycle.pretrained.chat_template import ChatTemplate
+from tricycle.pretrained.template_process import UntrustedTemplate, open_template
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "It's <hot> é", "parameters": {}}}]
@@ -149,32 +162,170 @@ def test_a_slow_one(monkeypatch):
     monkeypatch.setattr(chat_template, "MOST_SECONDS", -1)
     with pytest.raises(ValueError, match="it takes more than -1 seconds"):
         ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}").render()
-    monkeypatch.setattr(chat_template, "MOST_SECONDS", 10)
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 5)
     template = ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}")
     assert {len(template.render()) for _ in range(3)} == {2890}
 
 
-@pytest.mark.slow
-def test_memory_stays_small():
-    """All hostile templates in one process, with a limit to its memory."""
-    resource = pytest.importorskip("resource")
-    program = """
-from test_chat_template import HOSTILE, HELLO, ChatTemplate
-for source, _ in HOSTILE.values():
+# -------------------------------------------------------------------- in a child process
+# What cannot be measured before it is made: it takes gigabytes, or minutes.
+UNMEASURED = {
+    "expandtabs": "{% set a = '\t' * 4000000 %}{{ a.expandtabs(9999)|length }}",
+    "indent": "{{ ('a\n' * 1900000)|indent(9999)|length }}",
+    "many widths": "{{ ('%9999d' * 40000) % ((1,) * 40000) }}",
+    "wordwrap": "{{ ('a' * 4000000)|wordwrap(1)|length }}",
+    "slices": "{% set a = 'ab' * 2000000 %}" + "{% set b = a[::-1] %}" * 8000 + "{{ b }}",
+    "a large constant": "{{ 'a' * 3000000 }}" * 20,
+    "nested lists": "{% set a = [range(99999)|list] * 40 %}{{ a|map('list')|list|length }}",
+}
+EVERY = {**{name: source for name, (source, _) in HOSTILE.items()}, **UNMEASURED}
+FILTERS = """expandtabs(N) indent(N) wordwrap(N) center(N) ljust(N) zfill(N) replace('a',T) join(T) split('a') upper()
+    title() partition('b') encode() format(N) count('a') rsplit('a') swapcase() casefold() strip('a') rjust(N)""".split()
+PIPED = """indent(N) wordwrap(N) center(N) replace('a',T) join(T) list unique sort reverse batch(N) slice(N)
+    tojson(indent=N) upper title striptags urlize truncate(N) wordcount xmlattr string length map('string') pprint
+    forceescape format(N) urlencode""".split()
+NUMBERS = ["0", "1", "3", "999", "9999", "99999", "10**9", "-1", "2**62"]
+ATOMS = [
+    "'a'",
+    "'ab \t\n'",
+    "'{}'",
+    "'%d'",
+    "'%9999d'",
+    "[1, 2]",
+    "range(N)",
+    "messages",
+    "('ab' * N)",
+    "{'a': 'b'}",
+    "N",
+    "'<a>'",
+]
+
+
+def generated(seed: int) -> str:
+    """A template that puts together filters, methods, operators, loops and macros with small and large numbers."""
+    draw = random.Random(seed)
+
+    def filled(form: str) -> str:
+        form = re.sub("N", lambda _: draw.choice(NUMBERS), form)
+        return re.sub("T", lambda _: f"('xy' * {draw.choice(NUMBERS)})", form)
+
+    def value(depth: int) -> str:
+        if depth == 0 or draw.random() < 0.1:
+            return filled(draw.choice(ATOMS))
+        kind = draw.randrange(6)
+        inner = value(depth - 1)
+        forms = [
+            f"({inner})|{filled(draw.choice(PIPED))}",
+            f"({inner}).{filled(draw.choice(FILTERS))}",
+            f"({inner}){draw.choice(['[::-1]', '[1:]', '[::2]', '[0]'])}",
+            f"({inner} {draw.choice(['*', '+', '~', '%', '**'])} {value(depth - 1)})",
+            f"({inner}) * {draw.choice(NUMBERS)}",
+            f"[{inner}, {value(depth - 1)}]",
+        ]
+        return forms[kind]
+
+    lines = [f"{{% set a = {value(3)} %}}"]
+    for _ in range(draw.randrange(1, 6)):
+        lines.append(
+            draw.choice(
+                [
+                    f"{{% set a = {value(2)} %}}",
+                    "{% set a = a ~ a %}" * draw.choice([1, 20, 400]),
+                    f"{{% for i in {value(2)} %}}{{{{ {value(2)} }}}}{{% endfor %}}",
+                    f"{{% macro f(n) %}}{{{{ {value(2)} }}}}{{% if n %}}{{{{ f(n - 1) }}}}{{% endif %}}{{% endmacro %}}"
+                    f"{{{{ f({draw.choice(NUMBERS)}) }}}}",
+                    f"{{{{ {value(4)} }}}}",
+                ]
+            )
+        )
+    return "\n".join([*lines, "{{ a }}"])
+
+
+def within_limits(source: str, seconds: float) -> str:
+    """Render an untrusted template; how it ended, if that was within the limits."""
+    started = time.perf_counter()
     try:
-        ChatTemplate(source).render(messages=HELLO)
-    except ValueError:
-        continue
-    raise SystemExit(source)
-"""
+        text = UntrustedTemplate(source, seconds).render(messages=HELLO)
+        assert len(text) <= chat_template.MOST_OUTPUT
+        ended = "text"
+    except ValueError as error:
+        assert str(error).startswith("chat template") and "\n" not in str(error) and len(str(error)) < 700
+        ended = str(error)
+    assert time.perf_counter() - started < 2 * (seconds + 1)  # to compile and to render, each with a child's start
+    if resource is not None and sys.platform == "linux":
+        most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        assert most < template_process.MOST_MEMORY + 70e6  # Python and Jinja take 40 MB
+    return ended
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
 
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT / "tests", preexec_fn=limit, capture_output=True, text=True
+@pytest.mark.parametrize("name", EVERY)
+def test_untrusted_templates_keep_the_limits(name):
+    within_limits(EVERY[name], 1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_generated_templates_keep_the_limits(seed):
+    within_limits(generated(seed), 1.0)
+
+
+@pytest.mark.slow
+def test_more_generated_templates_keep_the_limits():
+    """With the true limits, 200 of them and the list above."""
+    sources = [*map(generated, range(100, 300)), *EVERY.values()]
+    ended = Counter(re.sub(r"^chat template(, line \d+)?: |\d[\d,]*|'.*", "", within_limits(s, 5.0)) for s in sources)
+    assert ended["text"] > 10 and len(ended) > 10, ended  # some are harmless, the others fail in many ways
+    assert threading.active_count() == 1
+
+
+def test_a_child_serves_many_renderings_and_is_replaced_after_a_limit():
+    source = (
+        "{% if messages[0].content == 'slow' %}{{ ('a' * 4000000)|wordwrap(1) }}{% endif %}{{ messages[0].content }}"
     )
-    assert done.returncode == 0, done.stderr
+    template = UntrustedTemplate(source, 1.0)
+    first = template._process.pid
+    assert [template.render(messages=[{"content": text}]) for text in ("é", "\ud800", "<>")] == ["é", "\ud800", "<>"]
+    assert template._process.pid == first
+    with pytest.raises(ValueError, match=r"^chat template: it takes more than 1 seconds$"):
+        template.render(messages=[{"content": "slow"}])
+    assert template.render(messages=[{"content": "again"}]) == "again"
+    assert template._process.pid != first
+    template._process.kill()  # as the system does where memory is short
+    template._process.wait()
+    assert template.render(messages=[{"content": "and again"}]) == "and again"
+    with ThreadPoolExecutor(4) as pool:
+        texts = [str(i) for i in range(40)]
+        assert list(pool.map(lambda text: template.render(messages=[{"content": text}]), texts)) == texts
+    process, ended = template._process, weakref.ref(template)
+    template = None
+    assert ended() is None and process.returncode == 0
+
+
+def test_the_child_sees_what_is_rendered_in_the_process_itself():
+    variables = {"messages": LONGER, "tools": TOOLS, "x": {1: [None, 1.5, True]}}
+    variables |= {"bos_token": "<s>", "eos_token": "</s>"}
+    for source in (*FORMS.values(), "{{ x }} {{ x[1] }} {{ strftime_now('%Y') }} {{ tools|tojson }}"):
+        texts = [outcome(partial(kind(source).render, **variables)) for kind in (ChatTemplate, UntrustedTemplate)]
+        assert texts[0] == texts[1]
+
+
+def test_known_templates_stay_in_the_process(monkeypatch):
+    assert type(open_template(CHATML)) is UntrustedTemplate
+    known = hashlib.sha256(CHATML.encode()).hexdigest()
+    monkeypatch.setattr(template_process, "KNOWN_TEMPLATES", {known})
+    assert type(open_template(CHATML)) is ChatTemplate
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_forked_process_has_a_child_of_its_own():
+    template = UntrustedTemplate("{{ x }}")
+    parents = template._process.pid
+    child = os.fork()
+    if child == 0:
+        fine = template.render(x="a") == "a" and template._process.pid != parents
+        template._finalizer()
+        os._exit(0 if fine else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert template.render(x="b") == "b" and template._process.pid == parents
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Chat templates: how a conversation is written down for a model, as a program in Jinja that came with it.
+"""Chat templates: programs in Jinja that come with a model and write conversations as the model was taught them.
 
-A template is a stranger's program. It runs in Jinja's immutable sandbox, which keeps it from Python; and `Budget` keeps
-it from running for ever and from filling the memory, which the sandbox does not.
+A template runs in Jinja's immutable sandbox, which keeps it from Python; and `Budget` bounds its loops and its output,
+which the sandbox does not. What is not known is rendered in a child process besides: see `template_process`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_SOURCE = 2**20  # characters of a template
 MOST_CHARACTERS = 2**22  # of any value that a template makes, if it were written out
 MOST_OUTPUT = 2**25  # characters that all its parts together write
 MOST_ROUNDS = 10**6  # of all loops together
-MOST_SECONDS = 10.0
+MOST_SECONDS = 5.0
 MOST_WIDTH = 10_000  # to which a text may be filled up
 MOST_DIGITS = 1000  # of a number
 
@@ -183,7 +183,7 @@ class ChatTemplate:
         """
         with self._lock, _naming_lines():
             self._budget.restart()
-            return "".join(self._template.generate({name: _plain(value) for name, value in variables.items()}))
+            return "".join(self._template.generate(plain_variables(variables)))
 
 
 class _naming_lines:
@@ -204,7 +204,24 @@ class _naming_lines:
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         if isinstance(error, RecursionError):
             reason = "it nests too deeply"
+        elif isinstance(error, MemoryError):
+            reason = "it takes too much memory"
         raise ValueError(f"chat template{where}: {reason}") from None
+
+
+def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a rendering as plain values: texts, numbers, lists and dicts.
+
+    Raises:
+        ValueError: other values, or lists and dicts that are nested too deeply.
+    """
+    with _naming_lines():
+        return {name: _plain(value) for name, value in variables.items()}
+
+
+def preload() -> None:
+    """Import all that rendering needs."""
+    ChatTemplate("{{ [1]|tojson }}{% generation %}{% endgeneration %}").render()
 
 
 def _plain(value: Any) -> Any:

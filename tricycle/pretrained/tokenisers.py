@@ -15,8 +15,8 @@ import numpy as np
 
 from tricycle.files import atomic_write, read_file, read_json, read_json_object
 from tricycle.pretrained import tokenizer_json as form
-from tricycle.pretrained.chat_template import ChatTemplate
 from tricycle.pretrained.ggml_vocabulary import Vocabulary
+from tricycle.pretrained.template_process import Template, open_template
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 
 FORMAT = {"format": "tokenizers", "version": 1}
@@ -193,8 +193,8 @@ class PretrainedTokeniser:
         return self._template.render(**settings | self.special | variables)
 
     @cached_property
-    def _template(self) -> ChatTemplate | None:
-        return None if self.chat_template is None else ChatTemplate(self.chat_template)
+    def _template(self) -> Template | None:
+        return None if self.chat_template is None else open_template(self.chat_template)
 
     def chat(
         self, messages: Messages, add_generation_prompt: bool = True, allowed_special: bool = True, **variables: Any
