@@ -180,7 +180,7 @@ UNMEASURED = {
 }
 EVERY = {**{name: source for name, (source, _) in HOSTILE.items()}, **UNMEASURED}
 FILTERS = """expandtabs(N) indent(N) wordwrap(N) center(N) ljust(N) zfill(N) replace('a',T) join(T) split('a') upper()
-    title() partition('b') encode() format(N) count('a') rsplit('a') swapcase() casefold() strip('a') rjust(N)""".split()
+    title() encode() format(N) count('a') rsplit('a') swapcase() casefold() strip('a') rjust(N)""".split()
 PIPED = """indent(N) wordwrap(N) center(N) replace('a',T) join(T) list unique sort reverse batch(N) slice(N)
     tojson(indent=N) upper title striptags urlize truncate(N) wordcount xmlattr string length map('string') pprint
     forceescape format(N) urlencode""".split()

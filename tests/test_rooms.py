@@ -42,7 +42,8 @@ blocks models lora encoder
 sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
 sequences.classifiers sequences.autoencoders
 processes shards optimisers scheduler files locks memory safetensors_file tokeniser
-pretrained.tokenizer_json pretrained.chat_template pretrained.ggml_vocabulary pretrained.tokenisers
+pretrained.tokenizer_json pretrained.chat_template pretrained.template_process
+pretrained.ggml_vocabulary pretrained.tokenisers
 pretrained.ggml_tokens
 dataset packing checkpoint sequences.translators training preferences decoding sampling generate likeliest evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.same pretrained.tensor_files pretrained.folder

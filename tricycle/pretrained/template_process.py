@@ -232,7 +232,7 @@ def _limit_memory(n_bytes: int) -> None:
         return
     import resource
 
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     limit = pages * resource.getpagesize() + n_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
