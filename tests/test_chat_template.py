@@ -273,7 +273,7 @@ def test_more_generated_templates_keep_the_limits():
     """With the true limits, 200 of them and the list above."""
     sources = [*map(generated, range(100, 300)), *EVERY.values()]
     ended = Counter(re.sub(r"^chat template(, line \d+)?: |\d[\d,]*|'.*", "", within_limits(s, 5.0)) for s in sources)
-    assert ended["text"] > 10 and len(ended) > 10, ended  # some are harmless, the others fail in many ways
+    assert ended["text"] > 2 and len(ended) > 10, ended  # some are harmless, the others fail in many ways
     assert threading.active_count() == 1
 
 

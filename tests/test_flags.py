@@ -166,3 +166,21 @@ def test_run_main_ends_in_silence_where_nobody_reads_on():
     program.stdout.close()
     assert program.stderr.read() == b""
     assert program.wait(timeout=60) == 1
+
+
+class PanicException(BaseException):
+    """As the Rust of a library raises it."""
+
+
+def test_a_panic_of_a_library_is_one_line(capsys, monkeypatch):
+    def main():
+        raise PanicException("retry-limit-in-match\nover")
+
+    with pytest.raises(SystemExit) as caught:
+        run_main(main)
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert "a library failed: retry-limit-in-match over" in said and said.count("\n") == 1
+    monkeypatch.setenv("TRICYCLE_TRACEBACK", "1")
+    with pytest.raises(PanicException):
+        run_main(main)

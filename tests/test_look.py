@@ -458,7 +458,7 @@ def test_a_page_and_its_questions(server: LookServer) -> None:
     assert "map" not in view
     _, same = ask(server, "view", text=TEXT, map=[0, 1])
     assert same["map"] == ask(server, "attention", site="blocks.0.attention", head=1, **known)[1]
-    for place in ([9, 0], [0, 2], [0, -1], [0], "00", {"0": 1}, [True, "a"]):
+    for place in ([9, 0], [0, 2], [0, -1], [0], "00", {"0": 1}, [True, "a"], [True, True], [0, False], [0.0, 1]):
         assert "map" not in ask(server, "view", text=TEXT, map=place)[1]
     assert len(ask(server, "overview", start=0, stop=2, **known)[1]["heads"]) == 2
     assert len(ask(server, "states", **known)[1]) == 4

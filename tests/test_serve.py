@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ pytest.importorskip("openai")
 
 import openai
 from serving import Alone, Running, serving, until
-from tiny_models import write_folder
+from tiny_models import lively_model, tiny_tokeniser, write_folder
 
 from benchmarks import serving as benchmark
 from tricycle import generate as generation
@@ -34,12 +35,16 @@ from tricycle.configs import DebugConfig, EncoderConfig
 from tricycle.encoder import TextEncoder
 from tricycle.generate import Batch
 from tricycle.models import GPT
+from tricycle.pretrained import Pretrained
 from tricycle.pretrained import tokenizer_json as form
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.sentences import load_sentences
+from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.tokeniser import BPETokeniser
-from tricycle_cli.serve import Arguments, api_key, is_loopback, n_remembered, name_of
+from tricycle_cli.models import SamplingFlags
+from tricycle_cli.serve import Arguments, api_key, is_loopback, n_remembered, name_of, sampling_of
+from tricycle_cli.serve import load as load_served
 from tricycle_serve import orders
 from tricycle_serve.answers import merged
 from tricycle_serve.app import MOST_REQUESTS
@@ -50,7 +55,7 @@ from tricycle_serve.writing import Piece, Stopper
 
 ROOT = Path(__file__).resolve().parents[1]
 HELLO = [{"role": "user", "content": "the quick brown fox"}]
-GREEDY = {"temperature": 0, "extra_body": {"repetition_penalty": 1}}
+GREEDY = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +255,72 @@ def test_probabilities_of_completions(client, alone):
     assert cut.choices[0].logprobs.text_offset[-1] < len(cut.choices[0].text)
 
 
+def test_no_penalty_unless_it_is_asked_for(folder):
+    assert load_served(Arguments(str(folder)))._ways.chat.repetition_penalty == 1
+    asked = load_served(Arguments(str(folder), sampling=SamplingFlags(repetition_penalty=1.3)))
+    assert asked._ways.chat.repetition_penalty == asked._ways.text.repetition_penalty == 1.3
+
+
+def test_a_run_of_ones_own_is_served_without_penalties():
+    own = Pretrained(lively_model(), tiny_tokeniser(), GenerationSettings())
+    flags = SamplingFlags(temperature=0.0)
+    assert flags.of(own).repetition_penalty > 1  # as `tricycle generate` has it
+    sampling = sampling_of(flags, own)
+    assert (sampling.repetition_penalty, sampling.no_repeat_ngram_size) == (1, 0)
+    assert sampling_of(SamplingFlags(no_repeat_ngram_size=4), own).no_repeat_ngram_size == 4
+
+
+# -------------------------------------------------------------------- a tokeniser that panics
+@pytest.fixture
+def panicking(folder):
+    """Its decoder's regex gives up on a z."""
+    served = load_served(Arguments(str(folder)))
+    document = json.loads(served.tokeniser.to_tokenizer_json())
+    replace = {"type": "Replace", "pattern": {"Regex": "z" + "([^Z]*)" * 60 + "Z"}, "content": ""}
+    document["decoder"] = {"type": "Sequence", "decoders": [document["decoder"], replace]}
+    panics = PretrainedTokeniser(json.dumps(document), served.tokeniser.special, served.tokeniser.chat_templates)
+    served.tokeniser.backend = panics.backend
+    return served
+
+
+def test_a_panic_of_the_tokeniser_ends_its_request_alone(panicking, folder):
+    likely = [{str(token): 100 for token in panicking.tokeniser.encode(text)} for text in (" lazy", "x")]
+    with serving(folder, served=panicking) as running:
+        body = {"prompt": "the quick", "max_tokens": 80, "temperature": 0}
+        with ThreadPoolExecutor(2) as pool:
+            bad = pool.submit(running.ask, "/v1/completions", {**body, "logit_bias": likely[0]})
+            good = pool.submit(running.ask, "/v1/completions", {**body, "logit_bias": likely[1]})
+            assert bad.result(60)[0] == 500 and good.result(60)[0] == 200
+        assert running.ask("/health")[:2] == (200, {"status": "ok"})
+        assert running.ask("/v1/completions", {**body, "logit_bias": likely[1]})[0] == 200
+
+
+def test_a_panic_of_the_model_ends_no_thread(folder, monkeypatch):
+    class PanicException(BaseException):
+        """As pyo3 has it."""
+
+    with serving(folder) as running:
+        batch = running.served.engine._batch
+        monkeypatch.setattr(batch, "step", lambda: (_ for _ in ()).throw(PanicException("broken")))
+        body = {"prompt": "the quick", "max_tokens": 3}
+        assert running.ask("/v1/completions", body)[0] == 500
+        assert running.ask("/health")[0] == 200
+        assert running.ask("/v1/completions", body)[0] == 200
+
+
+def test_health_says_that_the_thread_has_ended(folder, monkeypatch):
+    with serving(folder) as running:
+        engine = running.served.engine
+        monkeypatch.setattr(engine, "_explain", lambda error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(engine, "_turn", lambda: (_ for _ in ()).throw(SystemExit))
+        body = {"prompt": "the quick", "max_tokens": 3}
+        assert running.ask("/v1/completions", body)[0] == 503
+        until(lambda: not engine._thread.is_alive())
+        status, answer, _ = running.ask("/health")
+        assert (status, answer["error"]["code"]) == (503, "model_failed")
+        assert running.ask("/v1/completions", body)[0] == 503
+
+
 def test_penalties(client, alone):
     ids = alone.tokeniser.encode("the quick")
     plain = alone.text(ids, 30)
@@ -443,6 +514,25 @@ def test_names_of_the_host(running):
     for host in ("localhost", "LOCALHOST:99", "127.0.0.1", "[::1]:8000", "192.168.1.7:8000"):
         assert running.ask("/v1/models", Host=host)[0] == 200
     assert [host_name(host) for host in ("[::1]:80", "a.b:1", "A.", "")] == ["::1", "a.b", "a", ""]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "[::1]evil.com",
+        "[::1]:80evil.com",
+        "[::1",
+        "::1]",
+        "[localhost]",
+        "localhost:80:90",
+        "a@localhost",
+        "localhost/a",
+    ]
+    + ["localhost evil.com", "127.0.0.1,evil.com", "[fe80::1%25eth0]", "localhost:port", "127.0.0.1.evil.com", "[]"],
+)
+def test_hosts_that_begin_like_this_server(host, running):
+    status, answer, _ = running.ask("/v1/models", Host=host)
+    assert (status, answer["error"]["code"]) == (403, "wrong_host")
 
 
 def test_pages_elsewhere(folder, running):
@@ -785,7 +875,7 @@ def test_a_window_and_a_shift_cannot_go_back_and_need_not(tmp_path):
                 body |= {"min_p": 0, "logit_bias": {"256": -100}}
                 _, answer, _ = running.ask("/v1/completions", body)
                 ids = [int(token) for token in alone.tokeniser.encode(prompt)]
-                wanted = alone.text(ids, 20, stop_tokens=256, logit_bias=((256, -100),), no_repeat_ngram_size=6)
+                wanted = alone.text(ids, 20, stop_tokens=256, logit_bias=((256, -100),))
                 assert [choice["text"] for choice in answer["choices"]] == [wanted, wanted]
 
 
@@ -956,7 +1046,7 @@ def test_the_program_of_the_table(folder, monkeypatch, capsys):
 def test_the_docs_name_flags_and_numbers_that_are():
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     fields = Arguments.__dataclass_fields__
-    flags = {*re.findall(r"`?--([a-z][a-z-]*)", page)} - {"temperature", "top-p", "min-p"}
+    flags = {*re.findall(r"`?--([a-z][a-z-]*)", page)} - {"temperature", "top-p", "min-p", "repetition-penalty"}
     assert flags <= {name.replace("_", "-") for name in fields}
     for flag, default in re.findall(r"`--(\w+)` \(([\d,]+)\)", page):
         assert fields[flag].default == int(default.replace(",", "")), flag

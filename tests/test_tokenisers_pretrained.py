@@ -626,6 +626,25 @@ def test_tokens_with_line_ends_that_are_none(tmp_path):
     assert from_folder(tmp_path).backend.get_vocab() == vocab
 
 
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
+        {"type": "Replace", "pattern": {"Regex": "."}, "content": "aa"},
+        {"type": "Replace", "pattern": {"String": ""}, "content": "a"},
+    ],
+)
+def test_what_multiplies_a_text_is_refused(part, step):
+    """The library would end the process where memory is short."""
+    document = json.loads(kind("gpt2").to_str())
+    document[part] = {"type": "Sequence", f"{part}s": [step] * 40}
+    with pytest.raises(ValueError, match=rf"^expected a {part} that makes texts at most 1,000 times longer, got \S+$"):
+        PretrainedTokeniser(json.dumps(document), NAMES)
+    document[part] = {"type": "Sequence", f"{part}s": [step] * 3}
+    PretrainedTokeniser(json.dumps(document), NAMES)
+
+
 # -------------------------------------------------------------------- damaged files
 @pytest.mark.parametrize(
     ("name", "content", "message"),

@@ -76,6 +76,11 @@ def run_main(main: Callable[[], int | None]) -> None:
         fail(str(error) or type(error).__name__)
     except KeyboardInterrupt:
         fail("interrupted", status=130)
+    except BaseException as error:
+        # a panic in a library's Rust is no Exception; other Exceptions are mistakes of ours and keep their trace
+        if isinstance(error, (Exception, SystemExit)) or os.environ.get("TRICYCLE_TRACEBACK"):
+            raise
+        fail(f"a library failed: {str(error) or type(error).__name__}")
 
 
 def _open_standard_streams() -> None:

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,9 @@ import tyro
 from tricycle.encoder import TextEncoder
 from tricycle.memory import free_memory
 from tricycle.models import GPT
+from tricycle.pretrained import Pretrained
 from tricycle.pretrained.sentences import sentences_of
-from tricycle_cli.chat import SAMPLING
+from tricycle.sampling import Sampling
 from tricycle_cli.flags import parse
 from tricycle_cli.models import (
     Cache,
@@ -180,12 +181,26 @@ def load(arguments: Arguments) -> Served:
     cache = cache_dtype(arguments.cache)
     limits.n_tokens = math.inf if on_gpu else n_remembered(loaded.model, cache)
     ways = Ways(
-        chat=arguments.sampling.of(loaded, SAMPLING),
-        text=arguments.sampling.of(loaded),
+        chat=sampling_of(arguments.sampling, loaded),
+        text=sampling_of(arguments.sampling, loaded),
         length=arguments.length,
         seconds=arguments.seconds,
     )
     return Writer(name, loaded, ways, limits, created, cache)
+
+
+def sampling_of(flags: SamplingFlags, loaded: Pretrained) -> Sampling:
+    """Return how answers are drawn where a request does not say: without penalties that neither a flag nor the model's
+    own generation settings ask for, so that `temperature` 0 is greedy decoding.
+    """
+    sampling = flags.of(loaded)
+    if loaded.source is not None:
+        return sampling
+    if flags.repetition_penalty is None:
+        sampling = replace(sampling, repetition_penalty=1.0)
+    if flags.no_repeat_ngram_size is None:
+        sampling = replace(sampling, no_repeat_ngram_size=0)
+    return sampling
 
 
 def name_of(source: str) -> str:

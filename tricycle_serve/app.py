@@ -60,7 +60,7 @@ def new_app(
         Route("/v1/embeddings", desk.answering(served.embed), methods=["POST"]),
         Route("/v1/models", desk.models, methods=["GET"]),
         Route("/v1/models/{name:path}", desk.model, methods=["GET"]),
-        Route("/health", health, methods=["GET"]),
+        Route("/health", desk.health, methods=["GET"]),
         *(Route(path, _page(*page), methods=["GET"]) for path, page in PAGES.items()),
     ]
     handlers: Any = {HTTPException: _http_error, ApiError: _api_error}
@@ -122,6 +122,12 @@ class _Desk:
             raise ApiError(f"expected the whole request within {MOST_SECONDS:.0f} s", 408, code="too_slow") from None
         return bytes(body)
 
+    async def health(self, request: Request) -> Reply:
+        """Whether requests for texts are answered: 200, or 503 once the model's thread has ended."""
+        if self._served.engine.is_alive:
+            return reply({"status": "ok"})
+        return refusal(ApiError("the model's thread has ended: start the server again", 503, code="model_failed"))
+
     async def models(self, request: Request) -> Reply:
         """The one that there is."""
         return reply({"object": "list", "data": [self._served.about()]})
@@ -164,7 +170,9 @@ class _Sending:
             raise
         except ApiError as error:
             return refusal(error)
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
             return refusal(_unexpected(error, path))
 
     async def _stream(self, send: Send) -> None:
@@ -190,11 +198,6 @@ async def _watched(receive: Receive, work: Work) -> AsyncIterator[None]:
     finally:
         task.cancel()
         work.leave()
-
-
-async def health(request: Request) -> Reply:
-    """Whether the server answers."""
-    return reply({"status": "ok"})
 
 
 def _page(name: str, kind: str) -> Endpoint:

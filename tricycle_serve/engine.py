@@ -68,22 +68,32 @@ class Engine(ABC):
                 f"too many requests: {n_waiting} texts are waiting; try again later", 429, code="queue_full", wait=wait
             )
 
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._closing and not self._has_work():
-                    self._condition.wait()
-                if self._closing:
-                    break
-            try:
-                self._turn()
-            except Exception as error:
-                self._explain(error)
-                self._fail_all(error)
-        self._fail_all(ApiError("the server is shutting down", status=503, code="shutting_down"))
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are still answered: the thread has not ended since it was started."""
+        return self._thread.ident is None or self._thread.is_alive()
 
-    def _explain(self, error: Exception) -> None:
-        """For whoever looks after the server; clients are told little."""
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                try:
+                    self._turn()
+                except BaseException as error:  # a panic in Rust is no Exception
+                    self._explain(error)
+                    self._fail_all(error)
+        finally:
+            self.close()
+            self._fail_all(ApiError("the server is shutting down", status=503, code="shutting_down"))
+
+    def _wait(self) -> bool:
+        """Wait for work; returns whether there is any before the server ends."""
+        with self._condition:
+            while not self._closing and not self._has_work():
+                self._condition.wait()
+            return not self._closing
+
+    def _explain(self, error: BaseException) -> None:
+        """Print an error for who runs the server; clients are told little."""
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
     @abstractmethod
@@ -99,7 +109,7 @@ class Engine(ABC):
         """Do a little for everybody."""
 
     @abstractmethod
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """Let all requests come to nothing."""
 
 
@@ -335,15 +345,23 @@ class TextEngine(Engine):
         if not len(self._batch):
             return
         for number, token in self._batch.step():
-            text = self._writing[number]
-            piece = text.writing.take(token)
+            text = self._writing.get(number)
+            if text is None:  # its last tokens could not be decoded
+                continue
+            try:
+                piece = text.writing.take(token)
+            except ValueError as error:  # of its tokeniser: the others are written on
+                self._explain(error)
+                self._release(text)
+                text.work.fail(error)
+                continue
             if piece is None:
                 continue
             if piece.finish is not None:
                 self._release(text)
             text.work.put(piece, last=piece.finish is not None)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         with self._condition:
             texts = [*self._queue, *self._reading, *self._writing.values()]
             self._queue.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+# RFC 9110, section 7.2: a name or an IPv4 address, or an IPv6 address in brackets; and perhaps a port.
+HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{1,5})?", re.ASCII)
 PRIVATE = "/v1/"  # what begins addresses that ask for a key
 
 
@@ -112,10 +115,9 @@ class Gate:
 
 
 def host_name(host: str) -> str:
-    """What a Host header names, without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower().rstrip(".")
+    """Return what a Host header names, without the port; "" where it is not a host and a port."""
+    match = HOST.fullmatch(host)
+    return "" if match is None else (match["address"] or match["name"]).lower().rstrip(".")
 
 
 def _is_address(name: str) -> bool:

@@ -106,7 +106,7 @@ class VectorEngine(Engine):
             return
         try:
             work.put(self.encoder.encode(texts[:AT_ONCE]), last=True)
-        except Exception as error:  # whatever it is, others need not suffer from it
+        except BaseException as error:  # whatever it is, also a panic in Rust: others need not suffer from it
             self._explain(error)
             work.fail(error)
             return
@@ -114,7 +114,7 @@ class VectorEngine(Engine):
             with self._condition:
                 self._queue.append((work, texts[AT_ONCE:]))
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         with self._condition:
             works = [work for work, _ in self._queue]
             self._queue.clear()

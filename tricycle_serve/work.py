@@ -36,7 +36,7 @@ class Work:
         self.gone = False
         self._n_open = n_parts
         self._pieces: list[Any] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -58,7 +58,7 @@ class Work:
             self._n_open -= last
         self._tell()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """It comes to nothing, or to nothing more."""
         with self._lock:
             self._error = self._error or error

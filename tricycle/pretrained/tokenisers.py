@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
@@ -22,6 +24,8 @@ from tricycle.tokeniser import BPETokeniser, Tokeniser
 FORMAT = {"format": "tokenizers", "version": 1}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MOST_BYTES = 2**26  # of a file; the largest vocabularies take half of it
+MOST_GROWTH = 1000  # times; those of T5 and XLM-R may reach some hundreds by this count
+UNICODE_GROWTH = 18  # of one character under NFKD
 MOST_VALUES = 2_200_000  # of its JSON; the largest have 1,900,000
 # Unicode's private-use characters: two that do not occur in a conversation mark names of special tokens in it.
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -115,7 +119,8 @@ class PretrainedTokeniser:
                 you did not write yourself.
         """
         backend = self.backend if allowed_special else self._plain_backend
-        return list(backend.encode(_text(text), add_special_tokens=add_special_tokens).ids)
+        with _library_errors("the tokeniser cannot encode this text"):
+            return list(backend.encode(_text(text), add_special_tokens=add_special_tokens).ids)
 
     def encode_plain(self, text: str | bytes) -> np.ndarray:
         """The ids (T,) of nothing but this text: no name in it is a special token, and none is added."""
@@ -142,7 +147,8 @@ class PretrainedTokeniser:
         wrong = flat[(flat < 0) | (flat >= self.n_vocab)]
         if wrong.size:
             raise ValueError(f"decode: expected ids from 0 to {self.n_vocab - 1}, got {int(wrong[0])}")
-        return str(self.backend.decode(flat.tolist(), skip_special_tokens=skip_special_tokens))
+        with _library_errors("the tokeniser cannot decode these ids"):
+            return str(self.backend.decode(flat.tolist(), skip_special_tokens=skip_special_tokens))
 
     def stream(self, seen: Any = ()) -> PretrainedStream:
         """Decodes what comes after ids that were seen before: some tokenisers drop the space before a first word."""
@@ -375,6 +381,30 @@ def _marked(value: Any, names: list[str], marks: Marks) -> Any:
     return [_marked(part, names, marks) for part in value] if isinstance(value, (list, tuple)) else value
 
 
+def _growth(part: Any) -> float:
+    """Return how many times longer, in bytes, a normalizer or decoder of a tokenizer.json may make a text."""
+    kind = part.get("type")
+    if kind == "Sequence":
+        return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
+    if kind == "Prepend":
+        return 1 + len(part["prepend"].encode())
+    if kind == "Replace":
+        n_new, n_old = len(part["content"].encode()), len(part["pattern"].get("String", "").encode())
+        return max(1, n_new / n_old) if n_old else 1 + n_new  # a regex, or nothing, may match beside each character
+    return UNICODE_GROWTH if kind in ("NFD", "NFC", "NFKD", "NFKC", "Precompiled", "BertNormalizer") else 1
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Turn errors of `tokenizers` into ValueErrors; a panic of its Rust core is not even an Exception."""
+    try:
+        yield
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from None
+
+
 def _backend(document: str) -> Any:
     """A `tokenizers.Tokenizer` that neither cuts texts off nor fills them up.
 
@@ -387,14 +417,15 @@ def _backend(document: str) -> Any:
         raise ImportError(
             'other people\'s tokenisers need tokenizers: pip install "tricycle-gpt[pretrained]"'
         ) from None
-    try:
+    with _library_errors("expected a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_str(document)
-    except MemoryError:
-        raise
-    except BaseException as error:  # the library raises plain Exceptions; a panic of its core is not even one
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise
-        raise ValueError(f"expected a tokenizer.json: {' '.join(str(error).split())}") from None
+        parts = [("normalizer", backend.normalizer), ("decoder", backend.decoder)]
+        growths = {name: _growth(json.loads(part.__getstate__())) for name, part in parts if part is not None}
+    for name, growth in growths.items():
+        if growth > MOST_GROWTH:  # the library would ask for that much memory, and end the process without it
+            raise ValueError(
+                f"expected a {name} that makes texts at most {MOST_GROWTH:,} times longer, got {growth:.3g}"
+            )
     backend.no_truncation()
     backend.no_padding()
     return backend

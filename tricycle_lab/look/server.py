@@ -116,7 +116,9 @@ class Desk:
         shown = {"reading": number, **reading.view()}
         match fields.get("map"):
             case [int(layer), int(head)] if (
-                0 <= layer < len(reading.sites) and 0 <= head < reading.sites[layer].n_heads
+                bool not in (type(layer), type(head))  # True would be layer 1
+                and 0 <= layer < len(reading.sites)
+                and 0 <= head < reading.sites[layer].n_heads
             ):
                 shown["map"] = reading.attention(reading.sites[layer].name, head)
         return shown
@@ -273,7 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(400, " ".join(str(error).split())[:500])
         except MemoryError:
             self._refuse(507, "there is too little memory for that")
-        except Exception as error:  # a mistake of ours: it is said, and the next question is answered
+        except BaseException as error:  # a mistake of ours, or a panic in Rust: the next question is answered
             self._refuse(500, f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
         else:
             self._send(200, content, "application/json")
