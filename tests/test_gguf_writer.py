@@ -105,6 +105,17 @@ def test_the_same_model_comes_back(tmp_path, name):
     np.testing.assert_allclose(logits(back, TOKENS), logits(model, TOKENS), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [16, 64, 8192])
+@pytest.mark.parametrize("factor", [2.0, 8.0, 32.0])
+def test_small_heads_with_llama3s_scaling_come_back(tmp_path, factor, window):
+    """Of their eight pairs at most one lies between the bounds."""
+    scaling = {"rotary_scaling": "llama3", "rotary_factor": factor, "rotary_original_window": window}
+    model = lively(GPT(ModelConfig(**{**LLAMA, **scaling})))
+    export_gguf(model, None, tmp_path / "a.gguf")
+    back = load(tmp_path / "a.gguf").model
+    np.testing.assert_allclose(logits(back, TOKENS), logits(model, TOKENS), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 @each_model
 def test_fewer_bits(tmp_path, name, kind):

@@ -174,10 +174,10 @@ def llama3_divisors(frequencies: np.ndarray, factor: float, window: float, low: 
 
 
 def _fitted(divisors: np.ndarray, frequencies: np.ndarray, factor: float) -> list[tuple[float, float, float]]:
-    """Original window, lower and upper bound, from the straight line between; none if fewer than two pairs tell it."""
+    """Return candidates for the original window and the two bounds, from the straight line between these."""
     between = (divisors > 1) & (divisors < factor * (1 - 1e-6))
     if between.sum() < 2:
-        return []
+        return _bracketed(divisors, frequencies, factor)
     share = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
     turns = frequencies[between] / (2 * np.pi)
     slope, start = np.polyfit(turns, share, 1).tolist()  # share = (window turns - low) / (high - low)
@@ -187,6 +187,25 @@ def _fitted(divisors: np.ndarray, frequencies: np.ndarray, factor: float) -> lis
     low = _USUAL[0] / window
     # first in round numbers, then in any
     return [(max(1.0, round(window)), 1.0, round(high, 3)), (_USUAL[0], low, low * high)]
+
+
+def _bracketed(divisors: np.ndarray, frequencies: np.ndarray, factor: float) -> list[tuple[float, float, float]]:
+    """The same where at most one pair lies between the bounds, as in small heads: one of many lines that fit.
+
+    The lower bound lies between the fastest pair that is slowed down fully and the pair between, the upper one between
+    that and the slowest pair that is left alone.
+    """
+    window = _USUAL[0]
+    turns = window * frequencies / (2 * np.pi)
+    slow, fast = turns[divisors >= factor * (1 - 1e-6)].max(), turns[divisors <= 1]
+    highest = fast.min() if fast.size else np.inf
+    inside = np.flatnonzero((divisors > 1) & (divisors < factor * (1 - 1e-6)))
+    if not inside.size:
+        return [(window, float(slow), float(highest))]
+    turn = turns[inside[0]]
+    share = (1 / divisors[inside[0]] - 1 / factor) / (1 - 1 / factor)
+    low = max(slow, (turn - share * highest) / (1 - share)) if fast.size else slow
+    return [(window, float(low), float(low + (turn - low) / share))]
 
 
 # -------------------------------------------------------------------- architectures
