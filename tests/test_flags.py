@@ -133,6 +133,14 @@ def test_run_main_turns_errors_into_one_line(error, status, said, capsys):
     assert capsys.readouterr().err == f"program.py: {said}\n"
 
 
+def test_names_that_are_no_utf8_are_one_line(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        run_main(lambda: "runs/a\udcff/b".encode() and 0)
+    assert leaving.value.code == 1
+    said = r"expected names of files in UTF-8, got one with the byte 0xff: 'runs/a\udcff/b'"
+    assert capsys.readouterr().err == f"program.py: {said}\n"
+
+
 def test_run_main_shows_our_own_mistakes_in_full():
     def main():
         return {}["missing"]

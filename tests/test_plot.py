@@ -93,8 +93,13 @@ def test_a_run_that_ended_shows_what_all_held_out_text_came_to(tmp_path, drawn):
     final = {"step": 200, "final_loss": 0.8, "final_bits_per_byte": 0.4, "best_step": 100}
     plot_losses([*BOTH, final], tmp_path / "loss.png", 0.5, {}, "a title")
     lines = {line.get_label(): line for line in drawn[0].lines}
-    assert np.allclose(lines["all held-out text 0.40"].get_xydata(), [(100, 0.4)])
+    assert np.allclose(lines["all held-out text: 0.40"].get_xydata(), [(100, 0.4)])
     assert any(label.startswith("held out, estimated (last") for label in lines)
+    contexts = "context 0 to 31", "context 16 to 31"  # the final figure is lower for its longer one
+    plot_losses([*BOTH, final], tmp_path / "loss.png", 0.5, {}, "a title", contexts=contexts)
+    labels = [line.get_label() for line in drawn[1].lines]
+    assert "all held-out text, context 16 to 31: 0.40" in labels
+    assert any(label.startswith("held out, estimated, context 0 to 31 (last") for label in labels)
 
 
 # -------------------------------------------------------------------- attention

@@ -70,6 +70,9 @@ def run_main(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # whoever read along, as `head` does, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except UnicodeEncodeError as error:  # a byte of a file's name that is no UTF-8 is half of a surrogate pair
+        around, byte = error.object[max(0, error.start - 30) : error.end + 30], ord(error.object[error.start]) & 0xFF
+        fail(f"expected names of files in UTF-8, got one with the byte 0x{byte:02x}: {around!a}")
     except (ValueError, OSError, ArithmeticError, ImportError, MemoryError, RuntimeError) as error:
         if os.environ.get("TRICYCLE_TRACEBACK"):
             raise

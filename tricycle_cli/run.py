@@ -481,6 +481,12 @@ def _affordable_steps(state: TrainingState, run: Run, seconds_per_step: float) -
     return min(steps, config.steps) if config.steps else steps
 
 
+def contexts(context_window: int) -> tuple[str, str]:
+    """Return how much context the held-out estimates of a run have, and its final figure, which is lower for it."""
+    most = context_window - 1
+    return f"context 0 to {most}", f"context {context_window - context_window // FINAL_OVERLAP} to {most}"
+
+
 @np.errstate(all="ignore")  # a loss that is not finite is said
 def estimate(state: TrainingState, run: Run) -> float:
     """Estimate the held-out loss, record it, and keep the best checkpoint; returns nats a token.
@@ -497,7 +503,8 @@ def estimate(state: TrainingState, run: Run) -> float:
         run.record(step=state.step, held_out_loss=loss, bits_per_byte=bits)
     else:
         run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
-    run.say(f"step {state.step}: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte ({n_tokens:,} tokens)")
+    basis = f"{n_tokens:,} tokens, {contexts(config.context_window)[0]}"
+    run.say(f"step {state.step}: held-out loss {loss:.4f} nats a token, {bits:.3f} bits a byte ({basis})")
     if loss < state.best_loss or not run.has(run.best):
         state.best_loss = min(loss, state.best_loss) if math.isfinite(loss) else state.best_loss
         run.save(state, run.best)

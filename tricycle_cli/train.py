@@ -45,6 +45,7 @@ from tricycle_cli.run import (
     OnNaN,
     Run,
     check_room,
+    contexts,
     estimate,
     naming_what_to_lower,
     read_metrics,
@@ -595,13 +596,14 @@ def report(state: TrainingState, run: Run, on_gpu: bool, data: str) -> None:
     bits_per_nat = run.held_out.bits_per_byte(1.0)
     picture = run.folder / "loss.png"
     title = f"{state.model.n_parameters:,} parameters"
-    run.write(lambda: plot_losses(read_metrics(run.metrics), picture, bits_per_nat, others, title))
+    metrics, held_out_contexts = read_metrics(run.metrics), contexts(config.context_window)
+    run.write(lambda: plot_losses(metrics, picture, bits_per_nat, others, title, contexts=held_out_contexts))
     state.model, state.step = model, best_step  # the samples are of the model that stays
     for prompt in PROMPTS.get(data, ("",)):
         show_sample(state, run, 250, prompt)
     minutes = f"{state.seconds / 60:.1f} minutes of training"
     print(f"\n{state.total_steps} steps, {minutes}; best checkpoint: step {best_step}")
-    sizes = f"{n_tokens:,} tokens, {len(run.held_out_bytes):,} bytes"
+    sizes = f"{n_tokens:,} tokens, {len(run.held_out_bytes):,} bytes, {held_out_contexts[1]}"
     print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({sizes})")
     print("bits a byte for the same held-out bytes:")
     for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):

@@ -29,6 +29,7 @@ def plot_losses(
     references: Mapping[str, float],
     title: str,
     unit: str = "bits a byte",
+    contexts: tuple[str, str] = ("", ""),
 ) -> None:
     """Draw the training and the held-out loss against the step as a PNG.
 
@@ -36,11 +37,13 @@ def plot_losses(
         metrics: the lines of metrics.jsonl.
         bits_per_nat: bits a byte for one nat a token, or how many of another unit.
         references: bits a byte of other compressors, drawn as lines.
+        contexts: how many tokens of context the estimates of the held-out loss have, and the final figure; for labels.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
+    estimated, whole = (f", {context}" if context else "" for context in contexts)
     curves = {key: [(line["step"], line[key]) for line in metrics if key in line] for key in ("loss", "held_out_loss")}
     # where training has ended, the best checkpoint was measured on all held-out text, and not on a part of it
     final = [(line["best_step"], line["final_loss"] * bits_per_nat) for line in metrics if "best_step" in line][-1:]
@@ -54,10 +57,10 @@ def plot_losses(
     if curves["held_out_loss"]:
         steps, losses = np.array(curves["held_out_loss"]).T
         name = "held out, estimated" if final else "held out"
-        label = f"{name} (last {losses[-1] * bits_per_nat:.2f})"
+        label = f"{name}{estimated} (last {losses[-1] * bits_per_nat:.2f})"
         axes.plot(steps, losses * bits_per_nat, "o-", color="#e6550d", markersize=4, label=label)
     for step, value in final:
-        axes.plot(step, value, "*", color="#a63603", markersize=11, label=f"all held-out text {value:.2f}")
+        axes.plot(step, value, "*", color="#a63603", markersize=11, label=f"all held-out text{whole}: {value:.2f}")
     for (name, value), style in zip(references.items(), (":", "--", "-.")):
         axes.axhline(value, color="#636363", linewidth=1, linestyle=style, label=f"{name} {value:.2f}")
     held_out_bits = [loss * bits_per_nat for _, loss in curves["held_out_loss"]]
