@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from chat_templates import CHATML, LONGER
+from chat_templates import CHATML, HELLO, LONGER
 from tiny_models import smollm2_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -563,6 +563,16 @@ def test_a_conversation_is_what_its_text_encodes_to(tokeniser):
     assert tokeniser.chat(LONGER) == tokeniser.encode(text, add_special_tokens=False)
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert not tokeniser.render(LONGER, add_generation_prompt=False).endswith("assistant\n")
+
+
+def test_a_template_that_is_replaced_acts_at_once():
+    tokeniser = PretrainedTokeniser(kind("smollm").to_str(), NAMES, {"default": CHATML})
+    assert tokeniser.render(LONGER).startswith("<|im_start|>")
+    tokeniser.chat_templates["default"] = "{{ messages[0].content }}"
+    assert tokeniser.render(HELLO) == HELLO[0]["content"]
+    del tokeniser.chat_templates["default"]
+    with pytest.raises(ValueError, match="expected a tokeniser with a chat template"):
+        tokeniser.render(HELLO)
 
 
 def test_a_message_cannot_pretend_to_end(tokeniser):

@@ -206,6 +206,7 @@ def erf(x: Array) -> Array:
     return xp.sign(x) * (1 - t * xp.exp(p - magnitude * magnitude))
 
 
+# Cache: constants.
 @cache
 def _erfc_polynomial() -> tuple[float, ...]:
     """Chebyshev coefficients of p on t in [1/4, 1], highest first."""

@@ -56,6 +56,7 @@ def on_gpu(array: Array) -> bool:
     return array_module(array) is not np
 
 
+# Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def gpu_problem() -> str | None:
     """Why no GPU can be used here, in one line; None when one can."""

@@ -82,6 +82,7 @@ def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes
 
 
 # -------------------------------------------------------------------- subscripts
+# Cache: a pure function of the text; the results are tuples.
 @lru_cache(maxsize=1024)
 def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
     """Input and output subscripts, spaces gone and an implied output spelt out."""
@@ -167,6 +168,7 @@ def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes
     return array if array.shape == full else array_module(array).broadcast_to(array, full)
 
 
+# Cache: a pure function of labels and sizes; the results are tuples.
 @lru_cache(maxsize=1024)
 def _pair_order(labels: tuple[str, ...], out: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
     """Which two terms to multiply next, each result going to the end of the list."""

@@ -400,6 +400,7 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
+# Cache: valid for the life of the process: depends on this Python's Unicode tables alone.
 @cache
 def gpt2_piece() -> str:
     """GPT-2's pattern (Radford et al. 2019) for Python's `re`, which has no word for all scripts' letters and numbers.

@@ -35,6 +35,7 @@ def problem() -> str | None:
     return found if isinstance(found, str) else None
 
 
+# Cache: valid for the life of the process: depends on the processor and on what is installed.
 @cache
 def _sgemm() -> Any:
     """Its function, or why there is none."""

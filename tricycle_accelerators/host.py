@@ -49,6 +49,7 @@ def tune_host() -> Tuning:
     return Tuning() if said == "0" else _tune()
 
 
+# Cache: valid for the life of the process: a forked process inherits what was tuned.
 @cache
 def _tune() -> Tuning:
     return Tuning(_keep_memory(), threads.hold_blas())

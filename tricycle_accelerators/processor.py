@@ -15,6 +15,7 @@ def fields_of(cpuinfo: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
+# Cache: valid for the life of the process: depends on the processor alone.
 @cache
 def _told() -> tuple[str, frozenset[str]]:
     """Who made it, and its instructions by Linux's names; ("", none) where neither system nor Python says."""

@@ -63,6 +63,7 @@ class _Trust:
 keep_up = _Trust()
 
 
+# Cache: valid for the life of the process: registered once; a forked process inherits that.
 @cache
 def watch_forks() -> None:
     """OpenMP's threads do not live on in a forked process, and whoever asks for them there waits for ever."""
@@ -82,6 +83,7 @@ class _Blas(NamedTuple):
     set: Callable[[int], None]
 
 
+# Cache: valid for the life of the process: NumPy's BLAS is loaded with NumPy.
 @cache
 def _blas() -> _Blas | None:
     """None where it is no OpenBLAS with threads of its own, or several are loaded."""

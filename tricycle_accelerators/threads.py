@@ -29,6 +29,7 @@ from typing import Any
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
+# Cache: valid for the life of the process: NumPy's BLAS is loaded with NumPy.
 @cache
 def blas_libraries() -> tuple[Any, ...]:
     """The BLAS that NumPy calls, as threadpoolctl's controllers; () where it is not installed or knows none."""
@@ -206,6 +207,9 @@ class _BlasHold:
     def forget_other_threads(self) -> None:
         """In a forked process, where only the thread that forked lives on."""
         self.lock = threading.Lock()
+        if self.for_good:  # whichever thread has asked for that
+            self.n_holders = 1 + max(0, _here.n_holds - 1)
+            return
         if self.n_holders and not _here.n_holds:
             _restore(self.usual)
         self.n_holders = _here.n_holds
@@ -319,6 +323,7 @@ def _helpers() -> list[_Helper]:
     return _started[:n_helpers]
 
 
+# Cache: valid for the life of the process: registered once; a forked process inherits that.
 @cache
 def _watch_forks() -> None:
     if hasattr(os, "register_at_fork"):  # not on Windows

@@ -101,6 +101,7 @@ class Corpus:
     def vocab_size(self) -> int:
         return self.tokeniser.vocab_size
 
+    # Cache: valid as long as the corpus, whose file is written once and checked by its hash.
     @cached_property
     def validation_bytes(self) -> bytes:
         return self._validation_file.read_bytes()

@@ -94,11 +94,23 @@ class Rotary(Op):
         return record(turn(array, sin), (x,), lambda grad, wanted: (turn(grad, -sin),), "rotary")
 
 
-@lru_cache(maxsize=64)
 def angles(
     base: float, scaling: RotaryScaling | None, n_turned: int, offset: int, n_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines (T, n_turned / 2). Kept, for all layers ask for the same."""
+    """Return cosines and sines (T, n_turned / 2), read-only."""
+    if scaling is None or (type(scaling) is RotaryScaling and RotaryScaling.slowed is _SLOWED):
+        return _kept_angles(base, scaling, n_turned, offset, n_tokens)
+    return _kept_angles.__wrapped__(base, scaling, n_turned, offset, n_tokens)  # of a user, whose rule may change
+
+
+_SLOWED = RotaryScaling.slowed
+
+
+# Cache: a pure function of numbers and of the library's own scaling, for all layers of a pass ask for the same.
+@lru_cache(maxsize=16)
+def _kept_angles(
+    base: float, scaling: RotaryScaling | None, n_turned: int, offset: int, n_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
     speeds = base ** (-np.arange(0, n_turned, 2) / max(1, n_turned))
     if scaling is not None:
         speeds = scaling.slowed(speeds)

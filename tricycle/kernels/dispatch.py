@@ -28,6 +28,7 @@ GROUP = "tricycle.kernels"
 # The blocks of `use_reference` that this thread is in. Each is taken out by itself: generators end them in any order.
 _reference_only: ContextVar[tuple[object, ...]] = ContextVar("reference_only", default=())
 _loading = threading.RLock()
+# Cache: valid for the life of the process: packages that are installed later are found after a restart.
 _loaded: set[type] = set()
 
 
@@ -47,7 +48,8 @@ class Kernel(Generic[P, R]):
 
     Attributes:
         plain: the function itself, right on every array library: what the faster versions are tested against.
-        versions: those that are asked, in this order, by the type of the first array; filled when such an array comes.
+        versions: those that are asked, in this order, by the type of the first array. Cache: filled when such an array
+            comes, cleared for its type by `on`.
     """
 
     __name__: str
@@ -58,6 +60,7 @@ class Kernel(Generic[P, R]):
         self.versions: dict[type, tuple[Callable[P, R | NotImplementedType], ...]] = {}
         update_wrapper(self, plain)
 
+    # Cache: valid as long as the kernel, whose plain function never changes.
     @cached_property
     def signature(self) -> inspect.Signature:
         return inspect.signature(self.plain)
@@ -87,8 +90,9 @@ class Kernel(Generic[P, R]):
         """
 
         def register(version: Callable[P, R | NotImplementedType]) -> Callable[P, R | NotImplementedType]:
-            self.registered.setdefault(array_type, []).append(version)
-            self.versions.pop(array_type, None)
+            with _loading:  # or another thread could look up the versions of before, and keep them
+                self.registered.setdefault(array_type, []).append(version)
+                self.versions.pop(array_type, None)
             return version
 
         return register

@@ -275,6 +275,7 @@ def _text_length(body: Any) -> int:
     return sum(len(text.data) for statement in body for text in statement.find_all(nodes.TemplateData))
 
 
+# Cache: valid for the life of the process: a class of Jinja's, which is imported once.
 @functools.cache
 def _sandbox() -> Any:
     """The class of sandboxes, made when Jinja is first needed.
@@ -317,6 +318,7 @@ def _sandbox() -> Any:
     return Sandbox
 
 
+# Cache: valid for the life of the process: classes of Jinja's, which is imported once.
 @functools.cache
 def _extras() -> tuple[Any, Any]:
     """The generation tag and the namespace, made when Jinja is first needed."""

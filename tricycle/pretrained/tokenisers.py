@@ -60,6 +60,7 @@ class PretrainedTokeniser:
         ids = self.backend.get_vocab(with_added_tokens=True)
         self.special = {name: text for name, text in (special or {}).items() if text in ids}
         self.chat_templates = dict(chat_templates or {})
+        self._opened: tuple[str, Template] | None = None
         if not ids:
             raise ValueError("expected a tokeniser with tokens, got none")
         self.n_vocab = max(ids.values()) + 1
@@ -126,6 +127,7 @@ class PretrainedTokeniser:
         """The ids (T,) of nothing but this text: no name in it is a special token, and none is added."""
         return np.array(self.encode(_text(text), add_special_tokens=False, allowed_special=False), self.dtype)
 
+    # Cache: valid as long as the tokeniser, whose document never changes.
     @cached_property
     def _plain_backend(self) -> Any:
         """One that reads the names of special tokens as text. (Switching the other would not be safe with threads.)"""
@@ -155,6 +157,7 @@ class PretrainedTokeniser:
         return PretrainedStream(self, [int(token) for token in seen])
 
     # ---------------------------------------------------------------- conversations
+    # Cache: valid as long as the tokeniser, whose tokens never change.
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The tokens that stand for no text."""
@@ -198,9 +201,15 @@ class PretrainedTokeniser:
         settings["add_generation_prompt"] = add_generation_prompt
         return self._template.render(**settings | self.special | variables)
 
-    @cached_property
+    @property
     def _template(self) -> Template | None:
-        return None if self.chat_template is None else open_template(self.chat_template)
+        """The compiled chat template. Cache: valid while `chat_templates` has the same source."""
+        source = self.chat_template
+        if source is None:
+            return None
+        if self._opened is None or self._opened[0] != source:
+            self._opened = source, open_template(source)
+        return self._opened[1]
 
     def chat(
         self, messages: Messages, add_generation_prompt: bool = True, allowed_special: bool = True, **variables: Any

@@ -250,6 +250,7 @@ class LearnedPositions(SinusoidalPositions):
         return self.weights[places]
 
 
+# Cache: a pure function of two sizes; the result is read-only.
 @lru_cache(maxsize=16)
 def sinusoids(n_places: int, size: int) -> np.ndarray:
     """(n_places, size): sin(p / 10000^(2 i / size)) at 2 i, the cosine at 2 i + 1. Kept, for each step asks anew."""

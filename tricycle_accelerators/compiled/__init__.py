@@ -28,6 +28,7 @@ from tricycle_accelerators.compiled import (
 )
 
 
+# Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def available() -> bool:
     """Whether Numba is installed."""

@@ -16,6 +16,7 @@ from tricycle_accelerators.attention_blocks import Group, heads_first, make_grou
 LEAST_QUERIES = 16
 
 
+# Cache: valid for the life of the process: a module.
 @cache
 def _loops() -> ModuleType:
     """What Numba compiles for this; the first call imports it, and compiles where that has not been done before."""

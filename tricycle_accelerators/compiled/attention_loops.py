@@ -405,6 +405,7 @@ def _heads(narrow: bool) -> str:
     return "u2[:, :, :]" if narrow else "f4[:, :, :]"
 
 
+# Cache: valid for the life of the process: compiled for this processor.
 @cache
 def attend(narrow: bool, narrow_results: bool) -> Any:
     """`_attend` for operands and for results of bfloat16, or of float32."""
@@ -412,6 +413,7 @@ def attend(narrow: bool, narrow_results: bool) -> Any:
     return compiled(f"void({x}, {x}, {x}, f4, i8, i8, b1, {y}, f4[:, :], f4[:, :])")(_attend)
 
 
+# Cache: valid for the life of the process: compiled for this processor.
 @cache
 def attend_back(narrow: bool, narrow_results: bool) -> Any:
     """`_attend_back` for operands, and for results and all gradients, of bfloat16 or of float32."""

@@ -10,6 +10,7 @@ import numpy as np
 from tricycle.kernels.reference.widening import is_narrow
 
 
+# Cache: valid for the life of the process: a module.
 @cache
 def loops() -> ModuleType:
     """What Numba compiles for this; the first call imports it, and compiles where that has not been done before."""
@@ -18,6 +19,7 @@ def loops() -> ModuleType:
     return loops
 
 
+# Cache: valid for the life of the process: a module.
 @cache
 def training_loops() -> ModuleType:
     """The same for training."""

@@ -18,6 +18,7 @@ LEAST_WORK = 2**24  # multiplications
 MANY = 8  # panels for each thread, of which it does not matter that one takes one more
 
 
+# Cache: valid for the life of the process: depends on the processor and on NumPy's BLAS.
 @cache
 def _loops() -> ModuleType | None:
     """What Numba compiles; the first call imports it, and compiles where that has not been done before.

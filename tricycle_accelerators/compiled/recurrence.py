@@ -20,6 +20,7 @@ FEWEST_ITEMS = 8  # of a thread: with fewer the weights come from memory more sl
 ALL_ACTIVE = np.zeros((0, 0), np.bool_)
 
 
+# Cache: valid for the life of the process: a module.
 @cache
 def _loops() -> ModuleType:
     """What Numba compiles; the first call imports it, and compiles where that has not been done before."""

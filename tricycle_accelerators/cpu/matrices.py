@@ -32,6 +32,7 @@ def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndar
     return kernels.operand(x, precision), kernels.sum_rows(x)
 
 
+# Cache: valid for the life of the process: each precision is warned of once.
 @cache
 def _say_why(precision: str) -> None:
     why = library.problem() if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"

@@ -32,6 +32,7 @@ class Blocks:
         self.matrix = matrix
         self.blocks: np.ndarray | None = None
 
+    # Cache: valid as long as the blocks, which one call of a layer makes and drops.
     @cached_property
     def T(self) -> Blocks:
         return Blocks(self.matrix.T)

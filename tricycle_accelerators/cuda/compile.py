@@ -41,6 +41,7 @@ def _installed(pattern: str) -> Path | None:
     return None
 
 
+# Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def problem() -> str | None:
     """Why nothing can be compiled here, in one line; None where it can."""
@@ -60,6 +61,7 @@ def _headers() -> Path | None:
     return None if header is None else header.parent
 
 
+# Cache: valid for the life of the process: a loaded library.
 @cache
 def _nvrtc() -> ctypes.CDLL:
     if problem():

@@ -24,6 +24,7 @@ MOST_GRAPHS = 64
 DETERMINISTIC = True
 
 
+# Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def problem() -> str | None:
     """Why cuDNN's attention cannot be used here, in one line; None when it can (on a GPU)."""

@@ -131,6 +131,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Cache: valid for the life of the process: a loaded library.
 @cache
 def library() -> ctypes.CDLL:
     """cuBLASLt, the one that CuPy's own cuBLAS uses.
@@ -147,6 +148,7 @@ def library() -> ctypes.CDLL:
     return library
 
 
+# Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def problem() -> str | None:
     """Why cuBLASLt cannot be used here, in one line; None when it can (on a GPU)."""
@@ -280,6 +282,7 @@ _workspaces: dict[tuple[int, int], Array] = {}
 MOST_PLANS = 1024
 
 
+# Cache: valid for the life of the process: one for each device. CUDA does not survive a fork.
 @cache
 def _handle(device: int) -> Any:
     handle = _POINTER()

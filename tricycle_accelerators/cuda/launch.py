@@ -119,6 +119,7 @@ def expressions(file: str, template: Sequence[str] | None = None) -> tuple[str, 
     )
 
 
+# Cache: valid for the life of the process: files of this package do not change while it runs.
 @cache
 def source(file: str, folders: tuple[Path, ...] = (FOLDER,)) -> str:
     """The text of a file with its own headers in their places, each once.
@@ -283,6 +284,7 @@ def address(array: Array) -> int:
 
 
 # -------------------------------------------------------------------- launch
+# Cache: valid for the life of the process: a module.
 @cache
 def _runtime() -> Any:
     from cupy.cuda import runtime
@@ -295,6 +297,7 @@ def _device() -> int:
     return _runtime().getDevice()
 
 
+# Cache: valid for the life of the process: depends on the device alone.
 @cache
 def _capability(device: int) -> int:
     from cupy.cuda import Device
@@ -307,6 +310,7 @@ def has_tensor_cores() -> bool:
     return _capability(_device()) >= 80
 
 
+# Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _include() -> tuple[str, ...]:
     """Where the headers of the number formats lie, for a CuPy that does not look there by itself."""
@@ -318,6 +322,7 @@ def _include() -> tuple[str, ...]:
     return () if header is None else (f"-I{header}",)
 
 
+# Cache: valid for the life of the process: one for each device and kernel source.
 @cache
 def _module(file: str, template: tuple[str, ...], device: int) -> Any:
     """The module as the current device, of that number, has it."""
@@ -327,6 +332,7 @@ def _module(file: str, template: tuple[str, ...], device: int) -> Any:
     return cupy.RawModule(code=source(file), options=OPTIONS + _include(), name_expressions=names)
 
 
+# Cache: valid for the life of the process: one for each device, kernel and size of shared memory.
 @cache
 def _function(file: str, kernel: str, template: tuple[str, ...], device: int, shared: int) -> Any:
     if template not in KERNELS[file][kernel]:

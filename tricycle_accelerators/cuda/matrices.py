@@ -13,6 +13,7 @@ from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, gemm, sums
 
 
+# Cache: valid for the life of the process: errors are not kept.
 @cache
 def _narrow_dtype(precision: str) -> np.dtype | None:
     """The dtype of 16 bits that a precision means, if it means one."""

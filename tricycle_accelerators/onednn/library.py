@@ -134,6 +134,7 @@ def _patient_openmp() -> Iterator[None]:
         del os.environ[name]
 
 
+# Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _loaded() -> _Library | str:
     path = _path()
@@ -210,6 +211,7 @@ def _laid_descriptor(shape: tuple[int, ...], size: int) -> c_void_p:
     return _made("dnnl_memory_desc_clone", _best_layout(shape, size))
 
 
+# Cache: valid for the life of the process: must not change, for sizes of memory follow from it.
 @cache
 def _best_layout(shape: tuple[int, ...], size: int) -> c_void_p:
     """Asked for once: what oneDNN answers depends on the number of threads that OpenMP has just then, and another
@@ -314,9 +316,11 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         _library().held.omp_set_num_threads(1)  # for the calls that this thread will make
         self.stream = _made("dnnl_stream_create", _engine(), IN_ORDER)
+        # Cache: keyed by layouts, what is done then and the number of threads; the least recently used go
         self.primitive = lru_cache(N_PRIMITIVES)(_Primitive)
 
 
+# Cache: valid for the life of the process: what each thread has is in a threading.local.
 @cache
 def _this_thread() -> _Thread:
     return _Thread()
@@ -416,9 +420,12 @@ class LaidMatrix:
         _run_laid(_matmul, tuple(then), places, layouts, arrays)
 
     def few(self, n_rows: int) -> FewRows:
-        """What makes products of so many rows in this thread."""
+        """Return what makes products of so many rows in this thread.
+
+        Cache: valid while as many threads share work; in a user's limit they are fewer for the moment.
+        """
         calls: dict[int, FewRows] = self.calls.__dict__.setdefault("by_size", {})
-        if n_rows not in calls:
+        if n_rows not in calls or calls[n_rows].n_threads != threads.n_threads():
             calls[n_rows] = FewRows(self, n_rows)
         return calls[n_rows]
 

@@ -1,0 +1,111 @@
+"""What is kept for later calls: each cache says when it is valid, and those that could be wrong are filled at the worst
+moment.
+"""
+
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tricycle.attention import RotaryScaling
+from tricycle.attention.rotary import Rotary, angles
+from tricycle.kernels import dispatch
+from tricycle_accelerators import threads
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("tricycle", *(path.name for path in ROOT.glob("tricycle_*") if path.is_dir()))
+DECORATOR = re.compile(r"\s*@(functools\.)?((lru_)?cache|cached_property)\b")
+
+
+def test_each_cache_says_when_it_is_valid():
+    found, silent = 0, []
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        lines = path.read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(lines):
+            if DECORATOR.match(line):
+                found += 1
+                if not lines[number - 1].lstrip().startswith("# Cache: "):
+                    silent.append(f"{path.relative_to(ROOT)}:{number + 1}")
+    assert not silent, f"{len(silent)} of {found} caches lack a line '# Cache: ' above them: {silent}"
+    assert found > 40
+
+
+@dataclass(frozen=True)
+class Halved(RotaryScaling):
+    """A rule of a user, with something that equality does not see."""
+
+    def slowed(self, speeds):
+        return speeds / self.by["factor"]
+
+
+def test_angles_of_a_users_scaling_are_made_anew(monkeypatch):
+    scaling = Halved("linear", 2.0)
+    by = {"factor": 2.0}
+    object.__setattr__(scaling, "by", by)
+    x = np.random.default_rng(0).standard_normal((1, 5, 2, 8)).astype(np.float32)
+    rotary = Rotary(scaling=scaling)
+    before = rotary(x).array
+    by["factor"] = 4.0
+    expected = Rotary(scaling=RotaryScaling("linear", 4.0))(x).array
+    assert np.abs(rotary(x).array - before).max() > 0.01
+    np.testing.assert_array_equal(rotary(x).array, expected)
+    plain = RotaryScaling("linear", 3.0)
+    kept = angles(100.0, plain, 8, 0, 5)
+    assert angles(100.0, plain, 8, 0, 5) is kept
+    monkeypatch.setattr(RotaryScaling, "slowed", lambda self, speeds: speeds * 0)
+    assert (angles(100.0, plain, 8, 0, 5)[0] == 1).all()
+
+
+def test_a_version_that_registers_while_another_thread_looks_up_is_asked(monkeypatch):
+    kernel = dispatch.Kernel(lambda x: "plain")
+    looking, registered = threading.Event(), threading.Event()
+
+    class Slow(dict):
+        """Versions whose reader is held up in the middle of a look-up."""
+
+        def get(self, key, default=()):
+            found = super().get(key, default)
+            looking.set()
+            registered.wait(0.2)
+            return found
+
+    monkeypatch.setattr(kernel, "registered", Slow())
+    other = threading.Thread(target=kernel, args=(np.zeros(1),))
+    other.start()
+    looking.wait(10)
+    kernel.on(np.ndarray)(lambda x: "fast")
+    registered.set()
+    other.join()
+    assert kernel(np.zeros(1)) == "fast"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_hold_for_good_outlives_a_fork_from_another_thread(monkeypatch):
+    """As where a server's thread starts processes."""
+    hold = threads._BlasHold()
+    if not threads.blas_libraries():
+        pytest.skip("no BLAS that can be held")
+    main = [library.num_threads for library in threads.blas_libraries()]
+    hold.usual = [(library, 7) for library in threads.blas_libraries()]
+    hold.n_holders, hold.for_good = 1, True
+    other = threading.Thread(target=hold.forget_other_threads)  # holds nothing itself, as the child of a fork of it
+    other.start()
+    other.join()
+    assert (hold.n_holders, hold.for_good) == (1, True)
+    assert [library.num_threads for library in threads.blas_libraries()] == main
+
+
+def test_few_rows_are_shared_by_as_many_threads_as_there_are(monkeypatch):
+    library = pytest.importorskip("tricycle_accelerators.onednn.library")
+    if library.problem() is not None:
+        pytest.skip(library.problem())
+    matrix = library.LaidMatrix(np.ones((64, 64), np.int8), np.ones(64, np.float32))
+    monkeypatch.setattr(threads, "n_threads", lambda: 1)  # as inside of a user's limit
+    first = matrix.few(2)
+    assert matrix.few(2) is first and first.n_threads == 1
+    monkeypatch.setattr(threads, "n_threads", lambda: 2)
+    assert matrix.few(2).n_threads == 2
