@@ -147,12 +147,12 @@ def paint(path: Path, classes: Sequence[str], items: Sequence[Item], n_columns: 
         for y, (label, row) in enumerate(lines):
             x, colour = block * width, BAD if label.startswith(WRONG) else GOOD if row else "black"
             weight = "normal" if row else "bold"
-            axes.text(x, y + 0.5, plain(label), fontsize=0.88 * size, va="center", color=colour, weight=weight)
+            axes.text(x, y + 0.5, label, fontsize=0.88 * size, va="center", color=colour, weight=weight)
             for column, token, shade in row:
                 corner = x + LABEL + column, y + 0.06
                 axes.add_patch(Rectangle(corner, len(token), 0.88, color=ACCENT, alpha=shade, linewidth=0))
                 where = corner[0], y + 0.5
-                axes.text(*where, plain(token), fontsize=size, va="center", family="DejaVu Sans Mono")
+                axes.text(*where, token, fontsize=size, va="center", family="DejaVu Sans Mono")
     save_figure(figure, path, 110)
 
 
@@ -181,8 +181,3 @@ def wrap(
         rows[-1].append((column if rows[-1] or not gap else 0, token, float(np.sqrt(weight))))
         column = rows[-1][-1][0] + len(token)
     return rows
-
-
-def plain(text: str) -> str:
-    """As matplotlib shows it: a dollar sign would begin a formula."""
-    return text.replace("$", r"\$")

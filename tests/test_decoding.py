@@ -360,6 +360,12 @@ def test_a_block_of_a_user_needs_no_parts():
     assert_last_token_as_all_at_once(model)
 
 
+def test_a_function_in_the_place_of_a_norms_forward_takes_its_input_alone():
+    model = new_model(TINY)
+    model.blocks[0].mlp_norm.forward = lambda x: x * 0.5
+    assert_last_token_as_all_at_once(model)
+
+
 def test_attention_to_later_tokens_is_left_to_the_layers():
     model = new_model(TINY)
     model.blocks[0].attention.attention.causal = False

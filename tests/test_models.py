@@ -14,9 +14,9 @@ import pytest
 from tables import bad_input
 from test_layers import check_layer_gradients
 
-from tricycle import kernels
+from tricycle import kernels, models
 from tricycle.configs import DebugConfig, GPT2Config, GPTConfig, ShakespeareConfig, SmolGPTConfig
-from tricycle.layers import Layer, LayerNorm, RMSNorm
+from tricycle.layers import Dense, Layer, LayerNorm, RMSNorm
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -543,3 +543,31 @@ def test_a_head_of_somebody_elses_takes_x_alone(precision):
     loss = model.loss(to_tensor(tokens, dtype=int), to_tensor(tokens + 1, dtype=int))
     loss.backward()
     assert np.isfinite(float(loss.array)) and model.head.head.weights.grad is not None
+
+
+class TwoHeads(GPT):
+    """Adds what a second head makes of the normed hidden states, with a parameter that the library's head has not."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.second = Dense(config.embedding_dim, config.vocab_size, generator=1)
+
+    def logits(self, x):
+        return super().logits(x) + self.second(self.norm(x))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:precision bfloat16")
+def test_the_loss_of_a_users_head_has_all_its_gradients(precision, monkeypatch):
+    """Also where the library's logits would be made in parts, whose gradients are those of its own parameters."""
+    monkeypatch.setattr(models, "LOGITS_AT_ONCE", 100)
+    config = replace(TINY, vocab_size=40, precision=precision)
+    tokens = to_tensor(np.arange(16).reshape(2, 8), dtype=int)
+    grads = []
+    for loss_of in (lambda model: model.loss(tokens, tokens), lambda model: CrossEntropy()(tokens, model(tokens))):
+        model = TwoHeads(config)
+        loss_of(model).backward()
+        grads.append({name: parameter.grad.array for name, parameter in model.named_parameters()})
+    for name, gradient in grads[1].items():
+        np.testing.assert_array_equal(grads[0][name], gradient)
+        assert gradient.any()

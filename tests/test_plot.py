@@ -102,6 +102,13 @@ def test_a_run_that_ended_shows_what_all_held_out_text_came_to(tmp_path, drawn):
     assert any(label.startswith("held out, estimated, context 0 to 31 (last") for label in labels)
 
 
+def test_names_are_no_mathematics(tmp_path):
+    name = "a $x_{$ b"
+    plot_losses(BOTH, tmp_path / "loss.png", 0.5, {name: 2.0}, name)
+    plot_curves({name: {name: ([1, 10], [0.1, 0.2])}}, tmp_path / "curves.png", name, name, name, log="x")
+    plot_attention({name: causal(1, 2)}, tmp_path / "attention.png", name, ["$$", "$_$"])
+
+
 # -------------------------------------------------------------------- attention
 def causal(n_heads: int, n_tokens: int, seed: int = 0) -> np.ndarray:
     weights = np.random.default_rng(seed).exponential(size=(n_heads, n_tokens, n_tokens)) ** 3 * np.tri(n_tokens)

@@ -473,7 +473,7 @@ class TransformerBlock(Layer):
     def _for(self, norm: Any, part: Any) -> Callable[[Tensor], Tensor]:
         """A norm that gives as many bits as are kept inside the part after it, where both are the library's own."""
         plain = type(part) in (MultiHeadSelfAttention, MLPBlock) and type(norm) in (LayerNorm, RMSNorm)
-        if not plain or self.norm_placement == "after":
+        if not plain or "forward" in vars(norm) or self.norm_placement == "after":
             return norm
         return lambda x: norm(x, part.dtype_inside(x))
 

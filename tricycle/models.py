@@ -174,6 +174,8 @@ class GPT(BlockStack):
         self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Array | float = 1.0
     ) -> Tensor:
         """The same from what `hidden` gave."""
+        if getattr(self.logits, "__func__", None) is not _LOGITS:  # it may have parameters and options of its own
+            return loss_fn(labels, self.logits(hidden), scale)
         n_rows = math.prod(hidden.shape[:-1])
         n_parts = math.ceil(n_rows / max(1, LOGITS_AT_ONCE // self.config.vocab_size))
         logits = partial(self.logits, dtype=self._dtype_of_logits(hidden))
@@ -253,6 +255,9 @@ class GPT(BlockStack):
         """
         windows = [_seen_by(getattr(block, "attention", None)) for block in self.blocks]
         return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
+
+
+_LOGITS = GPT.logits
 
 
 def places_in(documents: Array) -> Array:

@@ -76,10 +76,22 @@ def plot_losses(
 
 def save_figure(figure: Any, path: Path, dpi: int = 130) -> None:
     """Write a figure of matplotlib as PNG, whole or not at all."""
+    _show_dollars(figure)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=dpi)
     with atomic_write(path) as file:
         file.write(picture.getvalue())
+
+
+def _show_dollars(figure: Any) -> None:
+    """Have names show $ as it is and not as mathematics, which may be broken; the numbers of axes stay mathematics."""
+    from matplotlib.text import Text
+
+    axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
+    numbers = {id(text) for axis in axes for text in (*axis.get_ticklabels(which="both"), axis.get_offset_text())}
+    for text in figure.findobj(Text):
+        if id(text) not in numbers:
+            text.set_parse_math(False)
 
 
 def plot_attention(
