@@ -256,7 +256,6 @@ def test_the_template_says_what_ends_an_answer(tmp_path):
     loaded = load(write_folder(tmp_path / "model", settings=GenerationSettings(stop_tokens=(0,))))
     assert Conversation(loaded, None, 5, Sampling()).stops == [0, 2]
     loaded.tokeniser.chat_templates["default"] = "{{ messages[0].content }}"
-    del loaded.tokeniser._template
     assert Conversation(loaded, None, 5, Sampling()).stops == [0]
 
 

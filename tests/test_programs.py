@@ -641,5 +641,5 @@ def test_training_on_shakespeare_by_flag(tmp_path, cache):
     words = "--preset debug --data shakespeare --vocab-size 1024 --steps 2 --context-window 128 --batch-size 16"
     out = good(call(TRAIN, *shlex.split(words), "--run-folder", tmp_path / "run"))
     assert "data: shakespeare" in out
-    assert ", 111,539 bytes)" in out
+    assert ", 111,539 bytes, context 64 to 127)" in out
     assert "this model" in out

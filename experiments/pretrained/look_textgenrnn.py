@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.looked_at import Answer, Item, plain, write_page
+from experiments.looked_at import Answer, Item, write_page
 from experiments.pretrained.textgenrnn import MARK, TITLES, WINDOW, CharacterModel, load, windows
 from experiments.settings import save
 from experiments.tables import markdown
@@ -224,7 +224,8 @@ def draw_title(path: Path, text: str, shares: Mapping[str, np.ndarray]) -> None:
 
 
 def visible(character: str) -> str:
-    return plain(SHOWN.get(character, character))
+    """Return a label of an axis, where a dollar sign would begin a formula."""
+    return SHOWN.get(character, character).replace("$", r"\$")
 
 
 def draw_averages(path: Path, reading: Read, gradient: np.ndarray, seen: Sequence[float], least: float) -> None:
