@@ -154,7 +154,11 @@ def test_models_that_do_not_talk(tmp_path):
     own = tmp_path / "best.safetensors"
     save_checkpoint(own, GPT(DebugConfig(vocab_size=257)), BPETokeniser(257))
     refusing = write_folder(tmp_path / "refusing", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
+    large = write_folder(tmp_path / "large", "{% set a = ('a' * 4000000)|list %}" * 10)
+    slow = write_folder(tmp_path / "slow", "{{ ('a' * 4000000)|wordwrap(1) }}")
     for folder, words, said in (
+        (large, [], "chat template, line 1: it makes a value of more than 4,194,304 characters"),
+        (slow, [], "chat template: it takes more than 5 seconds"),
         (plain, [], "expected a model with a chat template, this one has none"),
         (own, [], "expected a model with a chat template, this one has none"),
         (refusing, ["--system", "x"], "chat template, line 1: no system"),

@@ -308,6 +308,7 @@ def test_a_panic_of_the_model_ends_no_thread(folder, monkeypatch):
         assert running.ask("/v1/completions", body)[0] == 200
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_health_says_that_the_thread_has_ended(folder, monkeypatch):
     with serving(folder) as running:
         engine = running.served.engine
@@ -816,6 +817,20 @@ def test_a_model_without_a_chat_template(tmp_path):
         assert answer.usage.prompt_tokens == 2
         assert len(answer.choices[0].logprobs.tokens) <= 5
         assert running.ask("/v1/models")[1]["data"][0]["kind"] == "text"
+
+
+def test_a_template_that_takes_long_ends_no_other_request(tmp_path):
+    template = "{% if messages[0].content == 'slow' %}{{ ('a' * 4000000)|wordwrap(1) }}{% endif %}x"
+    with serving(write_folder(tmp_path / "model", template)) as running, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(running.ask, "/v1/chat/completions", {"messages": [{"role": "user", "content": "slow"}]})
+        n_answers = 0
+        while not slow.done():
+            assert running.ask("/v1/completions", {"prompt": "the quick", "max_tokens": 3})[0] == 200
+            n_answers += 1
+        status, answer, _ = slow.result()
+        assert (status, n_answers > 3) == (400, True)
+        assert answer["error"]["message"].endswith("chat template: it takes more than 5 seconds")
+        assert running.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3})[0] == 200
 
 
 def test_a_template_that_refuses(tmp_path):
