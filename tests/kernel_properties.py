@@ -224,33 +224,6 @@ def _row_attention(draw, name):
     return Arguments([grad, q, k, v, scoring, cubes, cubes_backward, *room, mask], (7, 8, 9))
 
 
-# -------------------------------------------------------------------- between the products of a token
-@of("normalise")
-def _normalise(draw):
-    shape, rng = (*any_shape(draw), draw(LEAST_1)), generator(draw)
-    gain, bias = (rng.standard_normal(shape[-1]) if draw(st.booleans()) else None for _ in range(2))
-    return Arguments([rng.standard_normal(shape) * 2 + 1, gain, bias, 1e-5, draw(st.booleans())])
-
-
-@of("gated_swish")
-def _gated_swish(draw):
-    return Arguments([generator(draw).standard_normal((draw(LENGTHS), 2 * draw(LENGTHS)))])
-
-
-@of("turn")
-def _turn(draw):
-    rows, heads, n_pairs, rest, rng = draw(LENGTHS), draw(FEW), draw(LENGTHS), draw(st.integers(0, 2)), generator(draw)
-    angles = rng.standard_normal((rows, n_pairs))
-    return Arguments([rng.standard_normal((rows, heads, 2 * n_pairs + rest)), np.cos(angles), np.sin(angles)], (0,))
-
-
-@of("attend_one")
-def _attend_one(draw):
-    key_heads, shared, size, tokens, rng = draw(FEW), draw(FEW), draw(LEAST_1), draw(LEAST_1), generator(draw)
-    q, keys, values = (rng.standard_normal(s) for s in [(key_heads * shared, size), *[(tokens, key_heads, size)] * 2])
-    return Arguments([q, keys, values, 0.3, draw(st.sampled_from([None, None, 1.5])), draw(st.booleans())])
-
-
 # -------------------------------------------------------------------- optimisers, recurrence
 @of("adamw")
 def _adamw(draw):

@@ -54,10 +54,11 @@ def test_angles_of_a_users_scaling_are_made_anew(monkeypatch):
     assert np.abs(rotary(x).array - before).max() > 0.01
     np.testing.assert_array_equal(rotary(x).array, expected)
     plain = RotaryScaling("linear", 3.0)
-    kept = angles(100.0, plain, 8, 0, 5)
-    assert angles(100.0, plain, 8, 0, 5) is kept
+    arguments = 100.0, plain, 8, ((0, 5),), "float32"
+    kept = angles(*arguments)
+    assert angles(*arguments) is kept
     monkeypatch.setattr(RotaryScaling, "slowed", lambda self, speeds: speeds * 0)
-    assert (angles(100.0, plain, 8, 0, 5)[0] == 1).all()
+    assert (angles(*arguments)[0] == 1).all()
 
 
 def test_a_version_that_registers_while_another_thread_looks_up_is_asked(monkeypatch):

@@ -12,8 +12,16 @@ from versions import registered_by
 from tricycle import kernels
 from tricycle.kernels import Scoring
 from tricycle_accelerators import compiled, cpu, threads
-from tricycle_accelerators.compiled import attention, generation, losses, matrices, optimisers, recurrence
-from tricycle_accelerators.compiled.generation import loops
+from tricycle_accelerators.compiled import (
+    attention,
+    elementwise,
+    losses,
+    matrices,
+    normalisation,
+    optimisers,
+    recurrence,
+)
+from tricycle_accelerators.compiled.loaded import loops
 
 pytest.importorskip("numba")
 
@@ -22,14 +30,20 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+FEW_QUERIES = normal(1, 2, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
+
+
 def test_they_are_asked():
-    """So that the cases of `test_kernels.py` are about them."""
-    assert generation.normalise(normal(2, 8), np.ones(8, np.float32), None, 1e-5, False) is not NotImplemented
-    assert generation.normalise(normal(2, 8), *np.ones((2, 8), np.float32), 1e-5, True) is not NotImplemented
-    assert generation.gated_swish(normal(2, 8)) is not NotImplemented
-    assert generation.attend_one(normal(4, 8), normal(5, 2, 8), normal(5, 2, 8), 0.3, None, False) is not NotImplemented
-    assert generation.turn(normal(2, 4, 8), normal(2, 4), normal(2, 4)) is None
-    assert generation.normalise(normal(2, 8).astype(np.float64), None, None, 1e-5, False) is NotImplemented
+    """For few rows, too, so that the cases of `test_kernels.py` are about them."""
+    gain = np.ones(8, np.float32)
+    for rows in (normal(2, 8), normal(1, 2, 8)):
+        assert normalisation.layer_norm(rows, gain, None, 1e-5, False) is not NotImplemented
+        assert normalisation.layer_norm(rows, gain, gain, 1e-5, True) is not NotImplemented
+        assert elementwise.swiglu(rows) is not NotImplemented
+        assert elementwise.gelu(rows) is not NotImplemented
+    assert elementwise.rotate(normal(1, 2, 4, 8), normal(2, 4), normal(2, 4)) is not NotImplemented
+    assert attention.attention(*FEW_QUERIES, Scoring(0.3, 3), False) is not NotImplemented
+    assert normalisation.layer_norm(normal(2, 8).astype(np.float64), gain, None, 1e-5, False) is NotImplemented
 
 
 def test_who_compiles_for_the_first_time_is_told(tmp_path, monkeypatch):
@@ -77,15 +91,36 @@ def test_cross_entropy_of_logits_that_are_ruled_out():
     assert losses.cross_entropy(logits, labels, weights) is NotImplemented
 
 
-@pytest.mark.parametrize("name", ["gated_swish", "attend_one"])
-def test_exponents_far_apart(name):
-    if name == "gated_swish":
-        arguments = [np.concatenate([normal(3, 300), np.linspace(-200, 200, 900, dtype=np.float32).reshape(3, 300)], 1)]
-    else:
-        arguments = [200 * normal(4, 8), normal(50, 2, 8), normal(50, 2, 8, seed=1), 1.0, None, True]
+def test_exponents_far_apart():
+    pairs = np.concatenate([normal(3, 300), np.linspace(-200, 200, 900, dtype=np.float32).reshape(3, 300)], 1)
     with np.errstate(over="ignore"):
-        expected = getattr(kernels, name).plain(*arguments)
-    np.testing.assert_allclose(getattr(kernels, name)(*arguments), expected, 1e-5, 1e-6)
+        np.testing.assert_allclose(elementwise.swiglu(pairs), kernels.swiglu.plain(pairs), 1e-5, 1e-6)
+    arguments = 200 * normal(1, 1, 4, 8), normal(1, 50, 2, 8), normal(1, 50, 2, 8, seed=1), Scoring(1.0, 49), True
+    for found, expected in zip(attention.attention(*arguments), kernels.attention.plain(*arguments)):
+        np.testing.assert_allclose(found, expected, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("nothing", [False, True])
+def test_few_queries_of_a_cache(dtype, window, nothing):
+    """The last of 4 queries is at the last of 9 keys, which are in a cache with room for more."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    cached = normal(2, 1, 20, 2, 8, seed=1).astype(np.dtype(dtype))
+    q, k, v = 3 * normal(1, 4, 6, 8), cached[0][:, :9], cached[1][:, :9]
+    scoring = Scoring(0.4, 5, window)
+    found = attention.attention(q, k, v, scoring, nothing)
+    expected = kernels.attention.plain(
+        q.astype(np.float64), k.astype(np.float64), v.astype(np.float64), scoring, nothing
+    )
+    for ours, theirs in zip(found, expected):
+        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
+    one_by_one = [
+        attention.attention(q[:, t : t + 1], k[:, : 6 + t], v[:, : 6 + t], scoring._replace(offset=5 + t), nothing)[0]
+        for t in range(4)
+    ]
+    assert np.array_equal(np.concatenate(one_by_one, axis=1), found[0])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -94,12 +129,13 @@ def test_what_is_not_finite_comes_through(bad):
     x = normal(1, 64)
     x[0, 37] = bad
     gain = np.ones(64, np.float32)
-    assert not np.isfinite(kernels.normalise(x, gain, None, 1e-5, False)).all()
-    assert not np.isfinite(kernels.normalise(x, gain, gain, 1e-5, True)).all()
-    assert not np.isfinite(kernels.gated_swish(x)).all()
-    values = normal(5, 1, 64)
-    values[3, 0, 1] = bad
-    assert not np.isfinite(kernels.attend_one(normal(2, 64), normal(5, 1, 64), values, 0.1, None, False)).all()
+    assert not np.isfinite(normalisation.layer_norm(x, gain, None, 1e-5, False)[0]).all()
+    assert not np.isfinite(normalisation.layer_norm(x, gain, gain, 1e-5, True)[0]).all()
+    assert not np.isfinite(elementwise.swiglu(x)).all()
+    values = normal(1, 5, 1, 64)
+    values[0, 3, 0, 1] = bad
+    q, keys = normal(1, 1, 2, 64), normal(1, 5, 1, 64)
+    assert not np.isfinite(attention.attention(q, keys, values, Scoring(0.1, 4), False)[0]).all()
     halves = np.empty((2, 64), np.int8)
     assert not loops().split_int8(x, halves, np.empty(1, np.float32))
     assert not loops().split_bfloat16(x, halves.view(np.int8).repeat(2, 1).view(np.uint16))
@@ -133,7 +169,7 @@ import numpy as np
 from tricycle import kernels
 kernels.matmul(np.ones((2, 2)), np.ones((2, 2)))
 assert "numba" not in sys.modules
-kernels.gated_swish(np.ones((1, 2), np.float32))
+kernels.swiglu(np.ones((1, 2), np.float32))
 assert "numba" in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,20 +1,19 @@
-"""Tokens read with plain arrays: against the model's own layers, for every family and every field of a config."""
+"""Generation with a cache: against one pass over the whole text, for every family and every field of a config."""
 
-import sys
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 from transformers_families import FAMILIES
 
-from tricycle import decoding
 from tricycle.attention import KeyValueCache
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.configs import ModelConfig
-from tricycle.decoding import covers, next_logits
 from tricycle.generate import generate
 from tricycle.layers import Dense, Layer
-from tricycle.models import GPT
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT, next_logits
 from tricycle.sampling import Sampling
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
 from tricycle.tensor import no_grad, to_tensor
@@ -38,6 +37,7 @@ OWN = {
     "normed queries": ROTARY | {"qk_norm": True},
     "normed queries with a gain": ROTARY | {"qk_norm": True, "qk_norm_gain": True, "norm_unit_offset": True},
     "norms after": {"norm_placement": "after"},
+    "eps of norms": ROTARY | {"qk_norm": True, "qk_norm_eps": 0.1, "norm_eps": 0.1},
     "norms around": {"norm_placement": "both", "norm": "rms_norm", "norm_unit_offset": True},
     "side by side": {"parallel": True},
     "side by side, one norm": {"parallel": True, "shared_norm": True},
@@ -58,7 +58,31 @@ OWN = {
         for name in ("gelu_exact", "relu", "relu_squared", "swish", "sigmoid", "tanh", "swiglu")
     },
     "gated": {"activation": "gelu", "gated": True},
+    "linear scaling": ROTARY | {"rotary_scaling": "linear", "rotary_factor": 2.0, "rotary_base": 50.0},
+    "bounds of scaling": ROTARY
+    | {
+        "rotary_scaling": "llama3",
+        "rotary_factor": 8.0,
+        "rotary_original_window": 8,
+        "rotary_low_frequency": 0.5,
+        "rotary_high_frequency": 2.0,
+    },
+    "sizes": {"vocab_size": 30, "context_window": 23, "embedding_dim": 24, "n_heads": 2, "n_layers": 1},
+    "width of the MLP": {"expansion_ratio": 2.0},
+    "given width of the MLP": {"hidden_size": 12},
 }
+# Fields that decide the first weights, or how products are rounded: 16 bits are those of many rows alone.
+NOT_OF_THE_COMPUTATION = {"seed", "zero_projections", "precision"}
+# Settings of attention and of a block's order of norms act on one another, so each is tried with each.
+PAIRED = [
+    name
+    for name, fields in OWN.items()
+    if fields.keys()
+    & set(
+        """rotary_fraction n_key_heads window full_layers score_cap score_scale qk_norm norm_placement
+    parallel token_shift key_shift softmax rotary_scaling embedding_size""".split()
+    )
+]
 CONFIGS = {name: replace(TINY, **fields) for name, fields in OWN.items()}
 CONFIGS |= {f"family {name}": family.ours for name, family in FAMILIES.items()}
 
@@ -83,23 +107,28 @@ def text_of(model: GPT, n_tokens: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, n_tokens).tolist()
 
 
+def pairs() -> dict[str, ModelConfig]:
+    """Return the configs with two settings of PAIRED that may stand together."""
+    configs = {}
+    for one, other in combinations(PAIRED, 2):
+        if all(OWN[one].get(name, value) == value for name, value in OWN[other].items()):
+            try:
+                configs[f"{one}; {other}"] = replace(TINY, n_layers=2, **OWN[one] | OWN[other])
+            except ValueError:  # parallel blocks have their norms before
+                continue
+    return configs
+
+
+PAIRS = pairs()
+
+
 def assert_near(ours: np.ndarray, theirs: np.ndarray) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
 
 
-@pytest.fixture
-def no_layers(monkeypatch):
-    """The model's own way fails."""
-
-    def refuse(*args):
-        raise AssertionError("read by the layers")
-
-    monkeypatch.setattr(decoding, "_by_layers", refuse)
-
-
 # -------------------------------------------------------------------- the same numbers
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_one_by_one_and_together_give_what_the_layers_give(name, no_layers):
+def test_tokens_one_by_one_and_together_give_what_the_layers_give(name):
     model = new_model(CONFIGS[name])
     tokens = text_of(model, 20)
     expected = all_at_once(model, tokens)
@@ -112,7 +141,7 @@ def test_tokens_one_by_one_and_together_give_what_the_layers_give(name, no_layer
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_texts_of_different_lengths_do_not_see_each_other(name, no_layers):
+def test_texts_of_different_lengths_do_not_see_each_other(name):
     model = new_model(CONFIGS[name])
     texts = [text_of(model, n_tokens, n_tokens) for n_tokens in (9, 1, 14, 6)]
     caches = [model.new_caches() for _ in texts]
@@ -130,38 +159,52 @@ def test_texts_of_different_lengths_do_not_see_each_other(name, no_layers):
     assert_near(every[4], all_at_once(model, [*texts[3], 7])[-1])
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "rotary", "shared key heads", "window", "softmax1", "caps"])
-def test_a_long_text_is_shared_by_threads(name, monkeypatch, no_layers):
-    model = new_model(CONFIGS[name])
+def test_every_field_has_a_case():
+    usual = ModelConfig()
+    changed = {
+        name for config in CONFIGS.values() for name in vars(config) if getattr(config, name) != getattr(usual, name)
+    }
+    assert set(vars(usual)) - changed == NOT_OF_THE_COMPUTATION
+    assert len(PAIRS) > 250
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_settings_generate_what_a_full_pass_gives(name):
+    model = new_model(PAIRS[name])
     tokens = text_of(model, 20)
-    monkeypatch.setattr(decoding, "SHORT", 1)
-    caches = model.new_caches()
-    next_logits(model, [tokens[:-1]], [caches])
-    assert_near(next_logits(model, [tokens[-1:]], [caches])[0], all_at_once(model, tokens)[-1])
+    expected = all_at_once(model, tokens)
+    other = all_at_once(model, tokens[::-1])
+    caches, beside = model.new_caches(), model.new_caches()
+    found = [next_logits(model, [tokens[:9]], [caches], every=True)]
+    next_logits(model, [tokens[:14:-1]], [beside])
+    for i, j in zip(range(9, 19), range(14, 4, -1)):  # two texts in one batch, one token of each
+        rows = next_logits(model, [[tokens[i]], [tokens[j]]], [caches, beside])
+        found.append(rows[:1])
+        np.testing.assert_allclose(rows[1], other[19 - j], atol=1e-5 * np.abs(other).max())
+    np.testing.assert_allclose(np.concatenate(found), expected[:19], atol=1e-5 * np.abs(expected).max())
+    prompt = [*tokens[:5], *tokens[:4]]
+    greedy = list(generate(model, prompt, 10, temperature=0))
+    assert list(generate(model, prompt, 10, temperature=0, lookahead=4)) == greedy
+    assert greedy == all_at_once(model, prompt + greedy)[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("short", [1, 2**15])
 @pytest.mark.parametrize("name", ["gpt-2", "rotary", "window", "blocks", "adaptive", "softmax1"])
-def test_keys_of_16_bits(name, short, monkeypatch):
+def test_keys_of_16_bits(name):
     model = new_model(CONFIGS[name])
     tokens = text_of(model, 20)
-    monkeypatch.setattr(decoding, "SHORT", short)
     expected = all_at_once(model, tokens)[8:]
-    for fast in (True, False):
-        caches = model.new_caches("float16")
-        if not fast:
-            monkeypatch.setattr(decoding, "covers", lambda model: False)
-        parts = [tokens[:9], *([token] for token in tokens[9:17]), tokens[17:]]
-        logits = np.concatenate([next_logits(model, [part], [caches], every=True) for part in parts])[8:]
-        difference = np.abs(logits - expected).max()
-        assert 0 < difference < 0.02 * np.abs(expected).max()
-        assert caches[0].keys.dtype == np.float16
-        assert caches[0].select(np.array([0, 0])).keys.dtype == np.float16
+    caches = model.new_caches("float16")
+    parts = [tokens[:9], *([token] for token in tokens[9:17]), tokens[17:]]
+    logits = np.concatenate([next_logits(model, [part], [caches], every=True) for part in parts])[8:]
+    difference = np.abs(logits - expected).max()
+    assert 0 < difference < 0.02 * np.abs(expected).max()
+    assert caches[0].keys.dtype == np.float16
+    assert caches[0].select(np.array([0, 0])).keys.dtype == np.float16
 
 
 @pytest.mark.parametrize("offset", [-100.0, 100.0, 3e4])
 @pytest.mark.parametrize("softmax", ["softmax", "softmax1"])
-def test_scores_far_from_0_do_not_overflow(softmax, offset, no_layers):
+def test_scores_far_from_0_do_not_overflow(softmax, offset):
     model = new_model(replace(TINY, softmax=softmax, n_key_heads=2))
     for block in model.blocks:
         block.attention.qkv.bias.array[:24] = offset  # of queries and keys
@@ -175,16 +218,18 @@ def test_scores_far_from_0_do_not_overflow(softmax, offset, no_layers):
 @pytest.mark.parametrize(
     "name", ["gpt-2", "window in some layers", "blocks", "family Gemma 3", "token shift", "key shift"]
 )
-def test_what_is_written_is_what_the_layers_alone_would_write(name, monkeypatch):
+def test_what_is_written_is_what_whole_passes_would_write(name):
     model = new_model(CONFIGS[name])
-    fast = list(generate(model, [1, 2, 3], 40, Sampling(0, no_repeat_ngram_size=2)))
-    monkeypatch.setattr(decoding, "covers", lambda model: False)
-    assert fast == list(generate(model, [1, 2, 3], 40, Sampling(0, no_repeat_ngram_size=2)))
-    assert len(set(fast)) > 3
+    text = [1, 2, 3]
+    written = list(generate(model, text, 20, Sampling(0)))
+    for token in written:
+        assert token == all_at_once(model, text)[-1].argmax()
+        text.append(token)
+    assert len(set(written)) > 1
 
 
 @pytest.mark.parametrize("correction", ["none", "exact", "learned"])
-def test_softmaxes_chosen_later(correction, no_layers):
+def test_softmaxes_chosen_later(correction):
     model = new_model(TINY)
     for block in model.blocks:
         block.attention.use_softmax(BlockSoftmax(3, correction, correction == "learned"))
@@ -193,7 +238,7 @@ def test_softmaxes_chosen_later(correction, no_layers):
     assert_last_token_as_all_at_once(model)
 
 
-def test_scales_of_pairs_of_blocks(no_layers):
+def test_scales_of_pairs_of_blocks():
     model = new_model(TINY)
     for block in model.blocks:
         block.attention.use_softmax(BlockSoftmax(3, per_position=False))
@@ -216,7 +261,7 @@ class Doubled(Dense):
         return super().forward(x) * 2
 
 
-def test_a_layer_of_another_kind_says_itself_what_it_does(no_layers):
+def test_a_layer_of_another_kind_says_itself_what_it_does():
     model = new_model(TINY)
     plain = all_at_once(model, [1, 2, 3])
     for part in (model.blocks[0].mlp.up, model.blocks[1].attention.qkv, model.blocks[2].attention.projection):
@@ -227,7 +272,7 @@ def test_a_layer_of_another_kind_says_itself_what_it_does(no_layers):
 
 
 @pytest.mark.parametrize("n_tokens", [1, 20])
-def test_weights_of_16_bits(n_tokens, no_layers):
+def test_weights_of_16_bits(n_tokens):
     model = new_model(replace(TINY, **ROTARY))
     for _, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -238,7 +283,7 @@ def test_weights_of_16_bits(n_tokens, no_layers):
 
 @pytest.mark.parametrize("kind", ["int8", "float16"])
 @pytest.mark.parametrize("name", ["gpt-2", "family Llama", "narrow embedding", "untied"])
-def test_weights_of_few_bits(name, kind, no_layers):
+def test_weights_of_few_bits(name, kind):
     model = new_model(CONFIGS[name]).quantise(kind)
     tokens = text_of(model, 20)
     expected = all_at_once(model, tokens)
@@ -276,7 +321,7 @@ PARTS = {
     "activation": (TINY, lambda model: model.blocks[1].mlp.activation, "forward"),
     "gate": (EVERYTHING, lambda model: model.blocks[1].mlp.activation, "forward"),
     "activation of a gate": (EVERYTHING, lambda model: model.blocks[1].mlp.activation.activation, "forward"),
-    "swish of a gate": (CONFIGS["swiglu"], lambda model: model.blocks[1].mlp.activation.activation, "forward"),
+    "SwiGLU": (CONFIGS["swiglu"], lambda model: model.blocks[1].mlp.activation, "forward"),
     "dropout": (TINY, lambda model: model.dropout, "forward"),
 }
 
@@ -290,7 +335,7 @@ def changed(result):
 
 @pytest.mark.parametrize("where", ["class", "object", "subclass"])
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_that_a_user_changed_acts_in_generation(name, where, monkeypatch):
+def test_a_part_that_a_user_changed_acts_in_training_and_generation(name, where, monkeypatch):
     config, part_of, method = PARTS[name]
     model = new_model(config)
     before = all_at_once(model, [1, 2, 3, 4])
@@ -305,46 +350,14 @@ def test_a_part_that_a_user_changed_acts_in_generation(name, where, monkeypatch)
     elif where == "subclass":
         monkeypatch.setattr(part, "__class__", type("Users", (type(part),), {method: other}))
     else:
-        monkeypatch.setattr(part, method, lambda *args, **options: other(part, *args, **options), raising=False)
+        monkeypatch.setitem(vars(part), method, lambda *args, **options: other(part, *args, **options))
     expected = all_at_once(model, [1, 2, 3, 4])
     assert np.abs(expected - before).max() > 0.01 * np.abs(before).max()
     caches = model.new_caches()
     found = [next_logits(model, [tokens], [caches], every=True) for tokens in ([1, 2], [3], [4])]
     assert_near(np.concatenate(found), expected)
-
-
-# Called by full passes, and the same in generation: they check, or say what parts there are.
-SHARED = {"GPT.packs", "MultiHeadSelfAttention.mixes", "Op.computes_wide", "GeLU.computes_wide", "Gated.computes_wide"}
-SHARED |= {"Attention._check_shapes", "Layer.layers", "Layer.evaluating", "ReLUSquared.forward"}
-
-
-@pytest.mark.parametrize(
-    "config", [TINY, EVERYTHING, *(CONFIGS[name] for name in ("swiglu", "softmax1", "side by side"))]
-)
-def test_every_method_of_a_full_pass_is_known_to_be_replaced(config):
-    model = new_model(config)
-    kinds = {kind for layer in model.layers() for part in (layer, *vars(layer).values()) for kind in type(part).__mro__}
-    kinds |= {
-        kind for block in model.blocks for part in vars(block.mlp.activation).values() for kind in type(part).__mro__
-    }
-    methods = {
-        function.__code__: f"{kind.__name__}.{name}"
-        for kind in kinds
-        if kind.__module__.startswith("tricycle.") and kind.__name__ != "Tensor"
-        for name, value in vars(kind).items()
-        for function in [value.fget if isinstance(value, property) else value]
-        if hasattr(function, "__code__")
-    }
-    called = set()
-    with no_grad():
-        sys.setprofile(lambda frame, event, arg: called.add(methods.get(frame.f_code)) if event == "call" else None)
-        try:
-            model(to_tensor([[1, 2, 3]], dtype=int))
-        finally:
-            sys.setprofile(None)
-    replaced = {f"{kind.__name__}.{name}" for kind, names in decoding.REPLACED.items() for name in names}
-    replaced |= {function.__qualname__ for function in decoding._FUNCTIONS}
-    assert called - {None} - replaced - SHARED == set()
+    loss = model.loss(to_tensor([[1, 2, 3, 4]], dtype=int), to_tensor([[2, 3, 4, 5]], dtype=int))
+    assert loss.item() == pytest.approx(CrossEntropy()([2, 3, 4, 5], expected).item(), rel=1e-5)
 
 
 class Whole(Layer):
@@ -366,23 +379,14 @@ def test_a_function_in_the_place_of_a_norms_forward_takes_its_input_alone():
     assert_last_token_as_all_at_once(model)
 
 
-def test_attention_to_later_tokens_is_left_to_the_layers():
-    model = new_model(TINY)
-    model.blocks[0].attention.attention.causal = False
-    assert not covers(model)
-
-
-# -------------------------------------------------------------------- what is left to the layers
+# -------------------------------------------------------------------- probes, and layers of users
 def test_a_probe_sees_all_that_is_read():
     model = new_model(TINY)
     caches = model.new_caches()
     next_logits(model, [[1, 2]], [caches])
-    assert covers(model)
     for pattern in ("blocks.1.attention", "blocks.0.mlp", "norm", "dropout", "blocks.2.mlp_norm", "blocks.*.dropout"):
         with Probe(model, pattern) as probe:
-            assert not covers(model)
             next_logits(model, [[3]], [caches])
-        assert covers(model)
         assert all(activation.shape == (1, 1, 16) for activation in probe.activations.values())
         assert probe.activations
     with Probe(model, "blocks.1.mlp.up") as probe:
@@ -399,10 +403,9 @@ class Backwards(MultiHeadSelfAttention):
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_what_is_not_known_is_read_by_the_layers(every):
+def test_attention_of_a_user_takes_one_text_at_a_time(every):
     model = new_model(TINY)
     model.blocks[1].attention.__class__ = Backwards
-    assert not covers(model)
     texts = [[1, 2, 3], [5]]
     logits = next_logits(model, texts, [model.new_caches(), model.new_caches()], every)
     expected = [all_at_once(model, text) for text in texts]

@@ -22,12 +22,11 @@ from hypothesis import strategies as st
 
 from tricycle import models
 from tricycle.attention import cache
-from tricycle.decoding import next_logits
 from tricycle.generate import Batch, Reader, generate, read_together
 from tricycle.kernels import use_reference
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT
+from tricycle.models import GPT, next_logits
 from tricycle.sampling import Sampling
 from tricycle.tensor import forgetting, to_tensor
 from tricycle_accelerators import attention_blocks, cpu, pieces

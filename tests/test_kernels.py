@@ -76,21 +76,6 @@ def _rotate(rng, items, tokens, heads, size):
     return rng.standard_normal((items, tokens, heads, size)), np.cos(angles), np.sin(angles)
 
 
-def _normalise(rng, shape, gain, bias, centred):
-    vectors = [rng.standard_normal(shape[-1]) if asked else None for asked in (gain, bias)]
-    return rng.standard_normal(shape) * 3 + 1, *vectors, 1e-5, centred
-
-
-def _turn(rng, rows, heads, size, n_pairs):
-    angles = rng.standard_normal((rows, n_pairs))
-    return rng.standard_normal((rows, heads, size)), np.cos(angles), np.sin(angles)
-
-
-def _attend_one(rng, heads, key_heads, size, tokens, cap, nothing):
-    keys, values = rng.standard_normal((2, tokens, key_heads, size))
-    return rng.standard_normal((heads, size)) * 3, keys, values, 1 / np.sqrt(size), cap, nothing
-
-
 def _adamw(rng, shape, step, decay):
     weights, grad, first = (rng.standard_normal(shape) for _ in range(3))
     return weights, grad, first, rng.random(shape), step, 0.01, (0.9, 0.95), 1e-8, decay
@@ -195,21 +180,6 @@ CASES = {
     "cross_entropy_with_slope": (_cross_entropy, LOGITS),
     **attention_cases.CASES,
     "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
-    "normalise": (
-        _normalise,
-        [(shape, *given) for shape in ROWS for given in [(1, 1, True), (1, 0, False), (0, 0, False), (0, 0, True)]],
-    ),
-    "gated_swish": (_rows, [((rows, size),) for rows in (0, 1, 3) for size in (2, 34, 3072)]),
-    "turn": (_turn, [(1, 3, 4, 2), (5, 2, 10, 3), (0, 2, 4, 2), (2, 12, 64, 32)]),
-    "attend_one": (
-        _attend_one,
-        [
-            (*sizes, cap, nothing)
-            for sizes in [(1, 1, 1, 1), (4, 4, 8, 1), (6, 2, 16, 37), (9, 3, 64, 700)]
-            for cap in (None, 2.5)
-            for nothing in (False, True)
-        ],
-    ),
     "orthogonalise": (_rows, [((1, 1, 1),), ((3, 4, 4),), ((2, 3, 7),), ((2, 7, 3),), ((0, 3, 3),), ((5, 70, 70),)]),
     "adamw": (
         _adamw,
@@ -235,12 +205,11 @@ IN_PLACE = {
     "attention_backward": slice(-3, None),
     "row_attention_backward": slice(-3, None),
     "adamw": slice(0, 4),
-    "turn": slice(0, 1),
     "project": slice(3, 4),
     **dict.fromkeys(("rnn", "gru", "lstm"), slice(0, 2)),
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
-ON_HOSTS = {"few_bits_matmul", "normalise", "gated_swish", "turn", "attend_one"}  # generation on a GPU goes by layers
+ON_HOSTS = {"few_bits_matmul"}
 NOT_OPS = {"each", "for_items", "repeated", "pipeline", "random_mask"}  # helpers, and what draws
 
 all_cases = pytest.mark.parametrize(
@@ -499,7 +468,6 @@ ACTIVATIONS = {
     "relu_squared": lambda pairs: kernels.relu_squared(pairs),
     "swiglu": lambda pairs: kernels.swiglu(pairs),
     "swiglu_backward": lambda pairs: kernels.swiglu_backward(np.ones_like(pairs[:, :1]), pairs),
-    "gated_swish": lambda pairs: kernels.gated_swish(pairs),
     "softmax": lambda pairs: kernels.softmax(pairs),
     "softmax1": lambda pairs: kernels.softmax1(pairs),
     "log_softmax": lambda pairs: kernels.log_softmax(pairs),
@@ -516,8 +484,6 @@ def test_faster_versions_agree_on_numbers_at_the_ends(name, dtype, n_copies):
     pytest.importorskip("ml_dtypes")
     with np.errstate(all="ignore"):
         pairs = np.array([*itertools.product(ENDS, ENDS)] * n_copies).astype(np.dtype(dtype))
-        if name == "gated_swish" and dtype == "float64":
-            pytest.skip("is for generation, which has no float64")
         found = ACTIVATIONS[name](pairs)
         with use_reference():
             expected = ACTIVATIONS[name](pairs)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from tricycle.configs import DebugConfig
-from tricycle.decoding import next_logits
 from tricycle.generate import generate
 from tricycle.likeliest import generate_likeliest
-from tricycle.models import GPT
+from tricycle.models import GPT, next_logits
 from tricycle.sampling import Sampling
 
 CONFIG = DebugConfig(vocab_size=6, context_window=20, embedding_dim=16, n_layers=2)

@@ -30,9 +30,8 @@ ROOMS = """
 devices
 kernels.dispatch kernels.reference.widening kernels.reference.elementwise kernels.reference.softmax
 kernels.reference.normalisation kernels.reference.matrices kernels.reference.few_bits
-kernels.reference.generation kernels.reference.losses
-kernels.reference.tables kernels.reference.attention kernels.reference.recurrence kernels.reference.optimisers
-kernels.reference kernels
+kernels.reference.losses kernels.reference.tables kernels.reference.attention kernels.reference.recurrence
+kernels.reference.optimisers kernels.reference kernels
 tensor ops einsum __init__ gradcheck
 functions softmaxes.adaptive softmaxes.blocks softmaxes.sink softmaxes activation loss
 precision initialisers layers recompute
@@ -45,11 +44,11 @@ processes shards optimisers scheduler files locks memory safetensors_file tokeni
 pretrained.tokenizer_json pretrained.chat_template pretrained.template_process
 pretrained.ggml_vocabulary pretrained.tokenisers
 pretrained.ggml_tokens
-dataset packing checkpoint sequences.translators training preferences decoding sampling generate likeliest evaluation
+dataset packing checkpoint sequences.translators training preferences sampling generate likeliest evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.same pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
-pretrained.families.gemma pretrained.families.neox pretrained.families.opt pretrained.families.phi
-pretrained.families.bert pretrained.families
+pretrained.families.gemma pretrained.families.neox
+pretrained.families.opt pretrained.families.phi pretrained.families.bert pretrained.families
 pretrained.quantised pretrained.gguf_file pretrained.gguf_names pretrained.gguf_fields pretrained.gguf
 pretrained.packaged pretrained.hub pretrained.export pretrained.gguf_writer pretrained pretrained.sentences
 pretrained.adapters

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -78,14 +77,6 @@ class Swish(Op):
         return record(y, (x,), lambda grad, wanted: (grad * (gate + y * (1 - gate)),), "swish")
 
 
-_SWISH = Swish.forward
-
-
-def is_swish(activation: Any) -> bool:
-    """Return whether an activation computes what the library's `Swish` does: neither a subclass nor one replaced."""
-    return type(activation) is Swish and getattr(activation.forward, "__func__", None) is _SWISH
-
-
 class Gated(Op):
     """a f(b) for x = [a, b] along the last axis, with any elementwise activation f (Shazeer 2020).
 
@@ -99,25 +90,15 @@ class Gated(Op):
     def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         self.activation = activation
 
-    @property
-    def computes_wide(self) -> bool:
-        return is_swish(self.activation)
-
     def forward(self, x: Operand) -> Tensor:
         """(..., 2 C) to (..., C).
 
         Raises:
             ValueError: a last axis of odd length.
         """
-        x = as_tensor(x)
-        if x.ndim == 0 or x.shape[-1] % 2:
-            raise ValueError(f"{type(self).__name__}: expected a last axis of even length, got shape {x.shape}")
+        x = self._checked(x)
         half = x.shape[-1] // 2
         array = floating(x.array)
-        if is_swish(self.activation):
-            return record(
-                kernels.swiglu(array), (x,), lambda grad, wanted: (kernels.swiglu_backward(grad, array),), self.name
-            )
         right = x[..., half:]
         opened = self.activation(right)
         if not remembers(opened, x):
@@ -127,6 +108,12 @@ class Gated(Op):
         y = x[..., :half] * opened
         y.name = self.name
         return y
+
+    def _checked(self, x: Operand) -> Tensor:
+        x = as_tensor(x)
+        if x.ndim == 0 or x.shape[-1] % 2:
+            raise ValueError(f"{type(self).__name__}: expected a last axis of even length, got shape {x.shape}")
+        return x
 
     def _one_node(self, x: Tensor, array: Array, opened: Tensor) -> Tensor:
         """Record a f(b) as one node of the graph, which is faster, where f is a single operation on b alone."""
@@ -154,13 +141,20 @@ class GLU(Gated):
 
 
 class SwiGLU(Gated):
-    """a swish(b) for x = [a, b] along the last axis (Shazeer 2020)."""
+    """a swish(b) for x = [a, b] along the last axis (Shazeer 2020), as one fused kernel."""
 
     name = "swiglu"
-    activation = Swish()
+    computes_wide = True
 
     def __init__(self) -> None:
         """Nothing to choose."""
+
+    def forward(self, x: Operand) -> Tensor:
+        """(..., 2 C) to (..., C); raises as `Gated` does."""
+        x = self._checked(x)
+        array = floating(x.array)
+        y = kernels.swiglu(array)
+        return record(y, (x,), lambda grad, wanted: (kernels.swiglu_backward(grad, array),), self.name)
 
 
 # The activations that a config may name.
@@ -184,7 +178,7 @@ def new_activation(name: str, gated: bool = False) -> Callable[[Tensor], Tensor]
     """
     if name not in ACTIVATIONS:
         raise ValueError(f"new_activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    activation = ACTIVATIONS[name]()
+    activation = ACTIVATIONS["swiglu" if gated and name == "swish" else name]()
     return Gated(activation) if gated and not isinstance(activation, Gated) else activation
 
 

@@ -12,22 +12,57 @@ from typing import Any
 
 from tricycle import kernels
 from tricycle.activation import ACTIVATIONS, Gated, new_activation
-from tricycle.attention import Attention, KeyShift, KeyValueCache, Mask, Rotary, RotaryScaling, TokenShift
+from tricycle.attention import (
+    Attention,
+    Cache,
+    KeyShift,
+    Mask,
+    Rotary,
+    RotaryScaling,
+    TokenShift,
+    call_with_cache,
+    join,
+    takes_ragged,
+)
+from tricycle.attention.cache import Segments
 from tricycle.configs.model import ModelConfig, hidden_width
 from tricycle.functions import RowSoftmax, residual
 from tricycle.initialisers import Initialiser, xavier
+from tricycle.kernels import FEW_ROWS
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
 from tricycle.ops import as_tensor, as_tensors, positive, reshape, split_sizes
 from tricycle.softmaxes import new_softmax
-from tricycle.tensor import Operand, Tensor
+from tricycle.tensor import Operand, Tensor, remembers
 
 
 # -------------------------------------------------------------------- activations between products
 def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
-    """What is kept of activations between these layers: what products take, where they are all plain; else as x is."""
-    if precision == "float32" or not all(type(product) is Dense for product in products):
+    """Return the dtype of activations between these layers: that of the operands of matrix products, if all of the
+    layers can give it; else that of x.
+
+    With few rows it is that of x, too: the weights are read once for them, and converting these would take longer.
+    """
+    few = math.prod(x.shape[:-1]) <= FEW_ROWS
+    if precision == "float32" or (few and not remembers(x)) or not all(map(takes_dtype, products)):
         return x.dtype
     return kernels.operand(x.array[:0], precision).dtype
+
+
+def takes_dtype(layer: Any) -> bool:
+    """Return whether the `forward` of a layer has a parameter `dtype`, the dtype of its result."""
+    return takes(getattr(layer, "forward", None), "dtype")
+
+
+def takes(function: Any, parameter: str) -> bool:
+    """Return whether a function or method names this parameter; one that hands all its arguments on does not."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def call(layer: Any, x: Tensor, dtype: Any) -> Tensor:
+    """Return what a layer makes of x, in this dtype if the layer can choose it."""
+    result: Tensor = layer(x, dtype=dtype) if takes_dtype(layer) else layer(x)
+    return result
 
 
 # -------------------------------------------------------------------- attention with its projections
@@ -160,7 +195,8 @@ class MultiHeadSelfAttention(_MultiHead):
             return x.dtype
         return dtype_between(x, self.precision, self.qkv, self.projection)
 
-    def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
+    @takes_ragged
+    def forward(self, x: Operand, cache: Cache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
         """(B, T, C), or (T, C) for one sequence, to the same shape.
 
         Args:
@@ -171,26 +207,36 @@ class MultiHeadSelfAttention(_MultiHead):
         Raises:
             ValueError: a wrong width, no token, or more tokens than the context window.
         """
-        x = as_tensor(x, self.qkv.weights)
-        seen = cache.length if cache is not None else 0
-        self._check(x, seen)
+        x = as_tensor(x)
+        self._check_width(x)
         rows = x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:])
-        q, k, v = self._queries_keys_values(rows, seen, cache)
-        precision = self.precision
-        if cache is not None:
-            q, k, v = (Tensor(array, False) for array in (q.array, *cache.append(k.array, v.array)))
-            precision = "float32"  # to make 16 bits of all that is cached for each token would cost more than it saves
-        out = self.attention(q, k, v, mask, self.softmax_scales, precision)
-        out = self._join_heads(out)
-        plain = type(self.projection) is Dense
-        out = self.dropout(self.projection(out, dtype or x.dtype) if plain else self.projection(out))
+        segments = ((0, x.shape[-2]),) if cache is None else cache.segments(x.shape[-2])
+        self._check_length(segments)
+        dtype = dtype or x.dtype
+        if cache is None:
+            q, k, v = self._queries_keys_values(rows, segments, cache, self.dtype_inside(x))
+            out = self.attention(q, k, v, mask, self.softmax_scales, self.precision)
+        else:
+            q, k, v = self._queries_keys_values(rows, segments, cache, dtype)
+            out = self._attend_to_cached(q, k, v, cache, mask)
+        out = self.dropout(call(self.projection, self._join_heads(out), dtype))
         return out if x.ndim == 3 else reshape(out, x.shape)
 
-    def _queries_keys_values(self, x: Tensor, seen: int, cache: KeyValueCache | None) -> list[Tensor]:
-        """(B, T, C) to (B, T, H, D), (B, T, K, D) and (B, T, K, D), normed and turned."""
-        dtype = x.dtype if cache is not None else self.dtype_inside(x)
+    def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, mask: Mask) -> Tensor:
+        """Add keys and values to the cache, and let the queries attend to those of their text."""
+        results = []
+        for rows, text in cache.texts(q.shape[1]):
+            keys, values = text.append(k.array[:, rows], v.array[:, rows])
+            queries = Tensor(q.array[:, rows], False)
+            # in float32: to make 16 bits of all that is cached for each token would cost more than it saves
+            kv = Tensor(keys, False), Tensor(values, False)
+            results.append(self.attention(queries, *kv, mask, self.softmax_scales, "float32"))
+        return join(results)
+
+    def _queries_keys_values(self, x: Tensor, segments: Segments, cache: Cache | None, dtype: Any) -> list[Tensor]:
+        """Project (B, T, C) to (B, T, H, D), (B, T, K, D) and (B, T, K, D), normalize them and apply RoPE."""
         x = x if self.shift is None else self.shift(x, cache)
-        qkv = self.qkv(x, dtype) if type(self.qkv) is Dense else self.qkv(x)
+        qkv = call(self.qkv, x, dtype)
         heads = [self.n_heads, self.n_key_heads, self.n_key_heads]
         parts = split_sizes(qkv, [n * self.head_size for n in heads])
         if self.key_shift is not None:
@@ -199,7 +245,7 @@ class MultiHeadSelfAttention(_MultiHead):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
-            q, k = self.rotary(q, offset=seen), self.rotary(k, offset=seen)
+            q, k = self.rotary(q, offset=segments), self.rotary(k, offset=segments)
         return [q, k, v]
 
     @property
@@ -207,13 +253,16 @@ class MultiHeadSelfAttention(_MultiHead):
         """Whether a token is mixed with the one before it, besides what attention does."""
         return self.shift is not None or self.key_shift is not None
 
-    def _check(self, x: Tensor, seen: int) -> None:
+    def _check_width(self, x: Tensor) -> None:
         if x.ndim < 2 or x.shape[-1] != self.embedding_dim or x.shape[-2] == 0:
             title = f"MultiHeadSelfAttention(embedding_dim={self.embedding_dim})"
             raise ValueError(f"{title}: expected shape (batch, tokens, {self.embedding_dim}), got {x.shape}")
-        if seen + x.shape[-2] > self.context_window:
-            title = f"MultiHeadSelfAttention(context_window={self.context_window})"
-            raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {seen + x.shape[-2]}")
+
+    def _check_length(self, segments: Segments) -> None:
+        for first, n_tokens in segments:
+            if first + n_tokens > self.context_window:
+                title = f"MultiHeadSelfAttention(context_window={self.context_window})"
+                raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {first + n_tokens}")
 
 
 class MultiHeadAttention(_MultiHead):
@@ -361,10 +410,8 @@ class MLPBlock(Layer):
             dtype: of the result; that of x unless given.
         """
         x = as_tensor(x)
-        if not type(self.up) is type(self.projection) is Dense:
-            return self.dropout(self.projection(self.activation(self.up(x))))
-        hidden = self.activation(self.up(x, self.dtype_inside(x)))
-        return self.dropout(self.projection(hidden, dtype or x.dtype))
+        hidden = self.activation(call(self.up, x, self.dtype_inside(x)))
+        return self.dropout(call(self.projection, hidden, dtype or x.dtype))
 
 
 # -------------------------------------------------------------------- norms
@@ -425,10 +472,11 @@ class TransformerBlock(Layer):
         self.mlp: Any = mlp or mlp_of(config, initialiser, generator)
         self.mlp_post_norm = new_norm(config) if both else None
 
+    @takes_ragged
     def forward(
         self,
         x: Operand,
-        cache: KeyValueCache | None = None,
+        cache: Cache | None = None,
         mask: Mask = None,
         remembered: tuple[Tensor, Tensor] | None = None,
         remembered_mask: Mask = None,
@@ -451,15 +499,16 @@ class TransformerBlock(Layer):
         dtype = x.dtype
 
         def attend(normal: Tensor) -> Tensor:
-            if normal.dtype == dtype:
-                return self.attention(normal, cache, mask)
-            return self.attention(normal, cache, mask, dtype)
+            options = () if normal.dtype == dtype else (dtype,)
+            if cache is None:
+                return self.attention(normal, cache, mask, *options)
+            return call_with_cache(self.attention, normal, cache, mask, *options)
 
         def look(normal: Tensor) -> Tensor:
             return self.cross(normal, mask=remembered_mask, remembered=remembered)
 
         def think(normal: Tensor) -> Tensor:
-            return self.mlp(normal) if normal.dtype == dtype else self.mlp(normal, dtype)
+            return self.mlp(normal) if normal.dtype == dtype else call(self.mlp, normal, dtype)
 
         attention_norm, mlp_norm = self._for(self.attention_norm, self.attention), self._for(self.mlp_norm, self.mlp)
         if self.parallel:
@@ -471,11 +520,11 @@ class TransformerBlock(Layer):
         return self._add(x, mlp_norm, think, self.mlp_post_norm)
 
     def _for(self, norm: Any, part: Any) -> Callable[[Tensor], Tensor]:
-        """A norm that gives as many bits as are kept inside the part after it, where both are the library's own."""
-        plain = type(part) in (MultiHeadSelfAttention, MLPBlock) and type(norm) in (LayerNorm, RMSNorm)
-        if not plain or "forward" in vars(norm) or self.norm_placement == "after":
+        """A norm that gives as many bits as are kept inside the part after it, where both can."""
+        if self.norm_placement == "after" or not (takes_dtype(norm) and takes_dtype(part)):
             return norm
-        return lambda x: norm(x, part.dtype_inside(x))
+        dtype_inside = getattr(part, "dtype_inside", None)
+        return norm if dtype_inside is None else lambda x: norm(x, dtype_inside(x))
 
     def _add(self, x: Tensor, norm: Any, part: Callable[[Tensor], Tensor], post_norm: Any) -> Tensor:
         """x and a part of it, normed where this block norms."""

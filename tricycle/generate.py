@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tricycle.decoding import next_logits
 from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.reference.few_bits import dtype_of
-from tricycle.models import GPT
+from tricycle.models import GPT, next_logits
 from tricycle.ops import check_range
 from tricycle.sampling import Sampling
 

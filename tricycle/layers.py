@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,18 @@ from tricycle.initialisers import Initialiser, normal, xavier
 from tricycle.kernels import FewBits
 from tricycle.ops import Wanted, as_tensor, check_device, check_range, check_width, floating, positive
 from tricycle.precision import check_precision
-from tricycle.tensor import Fresh, Operand, Parameter, Part, Tensor, changed_in_place, no_grad, record, to_tensor
+from tricycle.tensor import (
+    Fresh,
+    Operand,
+    Parameter,
+    Part,
+    Tensor,
+    changed_in_place,
+    evaluation,
+    is_evaluating,
+    record,
+    to_tensor,
+)
 
 
 class Updater(Protocol):
@@ -33,8 +44,16 @@ class Layer:
     printing. Layers may stand in several places, and may hold each other.
     """
 
-    training: bool = True
     precision: str = "float32"  # of matrix products in here, as `use_precision` sets it
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout is on: as `train` and `eval` set it (on at first), but never in a block of `evaluation`."""
+        return vars(self).get("training", True) and not is_evaluating()
+
+    @training.setter
+    def training(self, training: bool) -> None:
+        vars(self)["training"] = training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # a Tensor, or several
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
@@ -151,18 +170,9 @@ class Layer:
             parameter.zero_grad()
         return self
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within this block dropout is off and nothing is remembered for gradients; then each layer is as before."""
-        before = [(layer, layer.training) for layer in self.layers()]
-        for layer, _ in before:
-            layer.training = False
-        try:
-            with no_grad():
-                yield
-        finally:
-            for layer, was_training in before:
-                layer.training = was_training
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a block within which (and within this thread) dropout is off, and results have no gradients."""
+        return evaluation()
 
     def use_precision(self, precision: str) -> Layer:
         """Let every layer in here multiply at this precision from now on; returns self.

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, C channels, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -13,8 +14,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tricycle.attention import Attention, KeyValueCache
-from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock, dtype_between, new_norm
+from tricycle.attention import Attention, Cache, KeyValueCache, RaggedCache, call_with_cache, takes_ragged
+from tricycle.attention.cache import Segments
+from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock, call, dtype_between, new_norm, takes
 from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.devices import Array, array_module
 from tricycle.functions import linear, soft_cap, to_compute_dtype
@@ -108,45 +110,55 @@ class GPT(BlockStack):
             initialise(self)
         self.use_precision(config.precision)
 
+    @takes_ragged
     def forward(
         self,
         tokens: Operand,
-        caches: list[KeyValueCache] | None = None,
+        caches: Sequence[Cache] | None = None,
         last: bool = False,
         documents: Array | None = None,
+        head: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """
+        """Return the logits for the token after each token.
+
         Args:
             tokens: whole numbers (B, T), or (T,) for one sequence, T at most the context window.
-            caches: from `new_caches`, for generation: tokens seen before are remembered there.
-            last: the logits after the last token alone, as if T were 1: they are a large part of reading a prompt.
+            caches: from `new_caches`, for generation: the keys and values of tokens are kept there. With a
+                `RaggedCache` for each block the tokens (1, T) are those of several texts, one after another.
+            last: the logits after the last token alone (of each text), as if T were 1: they are a large part of
+                reading a prompt.
             documents: whole numbers (B, T) that say which of several texts side by side a token belongs to: it sees no
                 other, and its position is that in its own.
+            head: applied to the hidden states (B, T, C) in place of `logits`.
 
         Returns:
-            logits (B, T, V), or (T, V).
+            logits (B, T, V), or (T, V); or what `head` returns.
 
         Raises:
             ValueError: too many tokens or none, ids outside the vocabulary, not one cache for each block; several texts
                 in a model that cannot keep them apart (`packs`).
         """
         x = self.hidden(tokens, caches, documents)
-        return self.logits(x[..., -1:, :] if last else x)
+        if last:
+            ends = [rows.stop - 1 for rows, _ in caches[0].texts(x.shape[-2])] if caches else [-1]
+            x = x[..., -1:, :] if len(ends) == 1 else x[..., ends, :]
+        return (head or self.logits)(x)
 
-    def hidden(
-        self, tokens: Operand, caches: list[KeyValueCache] | None = None, documents: Array | None = None
-    ) -> Tensor:
+    def hidden(self, tokens: Operand, caches: Sequence[Cache] | None = None, documents: Array | None = None) -> Tensor:
         """What the head makes logits of, but for the last norm: (B, T, C), or (T, C). Takes what `forward` takes."""
         tokens = as_tensor(tokens)
         if caches and len(caches) != len(self.blocks):
             raise ValueError(f"GPT: expected a cache for each of {len(self.blocks)} blocks, got {len(caches)}")
-        seen = caches[0].length if caches else 0
-        self._check(tokens, seen)
+        if tokens.ndim not in (1, 2):
+            raise ValueError(f"GPT: expected tokens of shape (batch, tokens), got {tokens.shape}")
+        n_tokens = tokens.shape[-1] if tokens.size else 0
+        segments = caches[0].segments(n_tokens) if caches else ((0, n_tokens),)
+        self._check(segments)
         mask = None if documents is None else self._same_document(tokens, documents)
-        x = self.dropout(to_compute_dtype(self._embed(tokens, seen, documents), self.precision))
+        x = self.dropout(to_compute_dtype(self._embed(tokens, segments, documents), self.precision))
         for i, block in enumerate(self.blocks):
             if caches:
-                x = block(x, caches[i], mask)
+                x = call_with_cache(block, x, caches[i], mask)
             else:
                 x = (recompute if self.recompute else lean)(block, x, None, mask)
         return x
@@ -166,24 +178,25 @@ class GPT(BlockStack):
             tokens, documents: as of `forward`. labels: as many. loss_fn: `CrossEntropy()` unless given.
         """
         loss_fn = loss_fn or CrossEntropy()
-        if type(self).forward is not GPT.forward or "forward" in vars(self):  # a subclass's, or a probe's
-            return loss_fn(labels, self(tokens) if documents is None else self(tokens, documents=documents), scale)
-        return self.loss_of_hidden(labels, self.hidden(tokens, None, documents), loss_fn, scale)
+        options = {} if documents is None else {"documents": documents}
+        if not takes(self.forward, "head"):  # a `forward` of the user's, or a probe's, whose logits count as they are
+            return loss_fn(labels, self(tokens, **options), scale)
+        head = lambda hidden: self.loss_of_hidden(labels, hidden, loss_fn, scale)
+        loss: Tensor = self(tokens, head=head, **options)
+        return loss
 
     def loss_of_hidden(
         self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Array | float = 1.0
     ) -> Tensor:
-        """The same from what `hidden` gave."""
-        if getattr(self.logits, "__func__", None) is not _LOGITS:  # it may have parameters and options of its own
+        """The same from what `hidden` gave. Logits of some rows at a time need a `logits` that takes a dtype."""
+        if not takes(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)
         n_rows = math.prod(hidden.shape[:-1])
         n_parts = math.ceil(n_rows / max(1, LOGITS_AT_ONCE // self.config.vocab_size))
         logits = partial(self.logits, dtype=self._dtype_of_logits(hidden))
         if n_parts <= 1 or hidden.on_gpu:
             return loss_fn(labels, logits(hidden), scale)
-        head = [self.token_embedding if self.head is None else self.head, self.norm, self.head_projection]
-        parameters = {id(p): p for layer in head if layer is not None for p in layer.parameters()}
-        return loss_fn.of_head(labels, hidden, logits, parameters.values(), math.ceil(n_rows / n_parts), scale)
+        return loss_fn.of_head(labels, hidden, logits, self.parameters(), math.ceil(n_rows / n_parts), scale)
 
     def _dtype_of_logits(self, hidden: Tensor) -> Any:
         """Of those that a loss is made of: in training 16 bits are enough where products take no more, as on a GPU."""
@@ -193,14 +206,14 @@ class GPT(BlockStack):
         dtype = dtype_between(hidden, self.precision, *products)
         return None if dtype == hidden.dtype else dtype  # a head of somebody else's need not know of dtypes
 
-    def _check(self, tokens: Tensor, seen: int) -> None:
+    def _check(self, segments: Segments) -> None:
         window = self.config.context_window
-        if tokens.ndim not in (1, 2) or not 0 < seen + tokens.shape[-1] <= window or tokens.size == 0:
-            earlier = f" after {seen} earlier ones" if seen else ""
-            raise ValueError(
-                f"GPT(context_window={window}): expected shape (batch, tokens) with 1 to {window} tokens, "
-                f"got {tokens.shape}{earlier}"
-            )
+        for seen, n_tokens in segments:
+            if not 0 < n_tokens <= window - seen:
+                earlier = f" after {seen} earlier ones" if seen else ""
+                raise ValueError(
+                    f"GPT(context_window={window}): expected 1 to {window} tokens, got {n_tokens}{earlier}"
+                )
 
     @property
     def packs(self) -> bool:
@@ -218,7 +231,7 @@ class GPT(BlockStack):
         rows = documents.reshape(-1, documents.shape[-1])
         return rows[:, :, None] == rows[:, None, :]
 
-    def _embed(self, tokens: Tensor, seen: int, documents: Array | None = None) -> Tensor:
+    def _embed(self, tokens: Tensor, segments: Segments, documents: Array | None = None) -> Tensor:
         """(B, T) to (B, T, C)."""
         x = self.token_embedding(tokens)
         if self.config.embedding_scale != 1:
@@ -226,18 +239,18 @@ class GPT(BlockStack):
         if self.embedding_projection is not None:
             x = self.embedding_projection(x)
         if self.position_embedding is not None:
-            first = seen + self.config.position_offset
             if documents is None:
-                x = x + self.position_embedding.weights[first : first + tokens.shape[-1]]
+                positions = np.concatenate([np.arange(first, first + n) for first, n in segments])
             else:
-                x = x + self.position_embedding(self.place(first + places_in(documents)))
+                positions = places_in(documents)
+            x = x + self.position_embedding(self.place(positions + self.config.position_offset))
         return x
 
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
         """Of hidden states (..., C) those of the next token, (..., V): the last norm, and the head.
 
         Args:
-            dtype: of the logits of a plain head; what its product gives unless given.
+            dtype: of the logits; what the product gives unless given, or where the head cannot choose it.
         """
         x = x if self.norm is None else self.norm(x)
         if self.head_projection is not None:
@@ -245,7 +258,7 @@ class GPT(BlockStack):
         if self.head is None:
             logits = linear(x, self.token_embedding.weights, precision=self.precision, dtype=dtype, turned=True)
         else:
-            logits = self.head(x) if dtype is None else self.head(x, dtype)
+            logits = call(self.head, x, dtype)
         return soft_cap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
     def new_caches(self, dtype: DTypeLike | None = None) -> list[KeyValueCache]:
@@ -257,7 +270,38 @@ class GPT(BlockStack):
         return [KeyValueCache(self.config.context_window, dtype, window) for window in windows]
 
 
-_LOGITS = GPT.logits
+@np.errstate(all="ignore")  # broken weights are an error of `generate.sample`
+def next_logits(
+    model: GPT,
+    tokens: Sequence[Sequence[int]],
+    caches: Sequence[list[KeyValueCache]],
+    every: bool = False,
+) -> np.ndarray:
+    """Return the logits after some more tokens of each text, in host memory; dropout is off.
+
+    Args:
+        tokens: one or more of each text.
+        caches: of each text what `model.new_caches` gave, with what was read before; texts have caches of their own.
+        every: the logits after each new token, and not only after the last of each text.
+
+    Returns:
+        (N, V) for N texts; with `every` (R, V) for R new tokens.
+
+    Raises:
+        ValueError: ids outside the vocabulary, no token, or more than the context window.
+    """
+    with model.evaluating():
+        if len(tokens) > 1 and not getattr(model.forward, "takes_ragged", False):
+            return np.concatenate([next_logits(model, [t], [c], every) for t, c in zip(tokens, caches, strict=True)])
+        known: Sequence[Cache]
+        if len(tokens) == 1:
+            (known,) = caches
+        else:
+            lengths = [len(new) for new, _ in zip(tokens, caches, strict=True)]
+            known = [RaggedCache(of_block, lengths) for of_block in zip(*caches)]
+        ids = np.array([[token for new in tokens for token in new]], int)
+        logits: np.ndarray = model(model.place(ids), known, not every).numpy()[0]
+        return logits
 
 
 def places_in(documents: Array) -> Array:

@@ -35,10 +35,12 @@ class _Block:
 
     Attributes:
         remembers: whether they can be differentiated.
+        evaluates: whether layers act as in evaluation, whatever their `training` was set to.
     """
 
-    def __init__(self, remembers: bool) -> None:
+    def __init__(self, remembers: bool, evaluates: bool = False) -> None:
         self.remembers = remembers
+        self.evaluates = evaluates
 
 
 # Those that this thread is in. Each is taken out by itself: blocks in generators end in any order.
@@ -62,6 +64,18 @@ def no_grad() -> Iterator[None]:
     """
     with _inside(_Block(remembers=False)):
         yield
+
+
+@contextmanager
+def evaluation() -> Iterator[None]:
+    """Within this block (and this thread) layers are in evaluation mode and results cannot be differentiated."""
+    with _inside(_Block(remembers=False, evaluates=True)):
+        yield
+
+
+def is_evaluating() -> bool:
+    """Return whether this thread is in a block of `evaluation`."""
+    return any(block.evaluates for block in _blocks.get())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tricycle.functions import RowSoftmax
 from tricycle.kernels import Scoring
 from tricycle.ops import Op, Wanted, as_tensors, check_device, floating
 from tricycle.softmaxes import new_softmax
-from tricycle.tensor import Operand, Tensor, record
+from tricycle.tensor import Operand, Tensor, record, remembers
 
 
 class Attention(Op):
@@ -83,13 +83,15 @@ class Attention(Op):
         tensors = as_tensors(query, key, value)
         originals = [floating(tensor.array) for tensor in tensors]
         self._check_shapes(*originals)
-        q, k, v = _operands(originals, precision) if self.softmax.fused else originals
+        q, k, v = _operands(originals, precision) if self.softmax.fused and precision != "float32" else originals
         hidden = additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
         parameters = () if scales is None else (scales.array,)
         like_queries = {"dtype": originals[0].dtype} if self.softmax.fused else {}  # for their operands may be narrower
         scoring = self._scoring(q, k)
         out, attend_backward = self.softmax.attend(q, k, v, scoring, hidden, *parameters, **like_queries)
         args = tensors if scales is None else (*tensors, scales)
+        if not remembers(*args):
+            return record(out, args, None, "attention")
 
         new_grads = _room_like(originals)
         n_args = len(args)

@@ -1,14 +1,26 @@
-"""What attention remembers of the tokens before, for generation.
+"""The KV cache: keys and values of earlier tokens, for generation.
 
-Shapes: B batch, T tokens, K heads of keys and values, D head size, C channels.
+Layers see the caches of several texts as one: the new tokens of all texts are the rows of one sequence, whatever their
+numbers, so that a matrix product reads its weights once for all of them and nothing is padded. Only attention, and what
+mixes a token with the one before it, looks at one text at a time.
+
+Shapes: B batch, T tokens, H heads of queries, K heads of keys and values, D head size, C channels.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.devices import Array, array_module
+from tricycle.tensor import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+# Where the tokens of a sequence are in their texts: for each text the position of the first and the number of tokens.
+Segments = tuple[tuple[int, int], ...]
 
 LEAST_ROOM = 256  # tokens
 # Tokens that a cache with a window can always go back by: more than are guessed at a time.
@@ -37,6 +49,16 @@ class KeyValueCache:
         self.latest: Array | None = None  # what `TokenShift` has seen last, (B, 1, C)
         self.latest_keys: Array | None = None  # what `KeyShift` has, (B, 1, K * D)
 
+    # ---------------------------------------------------------------- what `RaggedCache` does for several texts
+    def texts(self, n_tokens: int) -> list[tuple[slice, KeyValueCache]]:
+        """Return for each text which of a sequence's tokens are its own, with its cache."""
+        return [(slice(0, n_tokens), self)]
+
+    def segments(self, n_tokens: int) -> Segments:
+        """Return where the next tokens are in their texts."""
+        return ((self.length, n_tokens),)
+
+    # ---------------------------------------------------------------- keys and values
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Add (B, T, K, D) keys and values; returns those of all tokens so far that these T may see, and maybe of some
         before them.
@@ -139,3 +161,66 @@ class KeyValueCache:
     def keys(self) -> Array:
         """(B, T, K, D) of all tokens so far that are kept."""
         return None if self._keys is None else self._keys[:, : self.length - self._first]
+
+
+class RaggedCache:
+    """The caches of one layer for several texts, whose new tokens follow one another in one sequence.
+
+    Args:
+        caches: of each text, for a batch of 1.
+        lengths: the number of new tokens of each text.
+    """
+
+    def __init__(self, caches: Sequence[KeyValueCache], lengths: Sequence[int]) -> None:
+        self.caches = caches
+        self.lengths = lengths
+
+    def texts(self, n_tokens: int) -> list[tuple[slice, KeyValueCache]]:
+        """Return for each text which of the sequence's tokens are its own, with its cache."""
+        stops = np.cumsum(self.lengths).tolist()
+        return [(slice(stop - n, stop), cache) for stop, n, cache in zip(stops, self.lengths, self.caches)]
+
+    def segments(self, n_tokens: int) -> Segments:
+        """Return where the next tokens are in their texts."""
+        return tuple((cache.length, n) for cache, n in zip(self.caches, self.lengths))
+
+
+Cache = KeyValueCache | RaggedCache
+
+
+def takes_ragged(forward: F) -> F:
+    """Mark a `forward` that takes a `RaggedCache`: others are called with one text after the other."""
+    forward.takes_ragged = True  # type: ignore[attr-defined]
+    return forward
+
+
+def call_with_cache(layer: Any, x: Tensor, cache: Cache, *args: Any) -> Tensor:
+    """Return `layer(x, cache, *args)` for x (1, T, C), in one call or, where `layer` takes no several texts, in one for
+    each.
+    """
+    if not isinstance(cache, RaggedCache) or getattr(layer.forward, "takes_ragged", False):
+        result: Tensor = layer(x, cache, *args)
+        return result
+    return join([layer(x[:, rows], text, *args) for rows, text in cache.texts(x.shape[1])])
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Return results (1, T, ...) of several texts as one sequence, without gradients."""
+    if len(parts) == 1:
+        return parts[0]
+    return Tensor(parts[0].xp.concatenate([part.array for part in parts], axis=1), False)
+
+
+def previous_tokens(x: Array, cache: Cache | None, name: str) -> Array:
+    """Return for each token of x (B, T, C) the one before it in its text, and 0 for the first of a text.
+
+    Args:
+        cache: its texts have the last token of before as the attribute `name`, and keep that of now there.
+    """
+    earlier = array_module(x).zeros_like(x)
+    earlier[:, 1:] = x[:, :-1]
+    for rows, text in () if cache is None else cache.texts(x.shape[1]):
+        latest = getattr(text, name)
+        earlier[:, rows.start] = 0 if latest is None else latest[:, 0]
+        setattr(text, name, x[:, rows.stop - 1 : rows.stop])
+    return earlier

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from tricycle import kernels
+from tricycle.attention.cache import Segments
 from tricycle.devices import Array
 from tricycle.ops import Op, as_tensor, floating
 from tricycle.tensor import Operand, Tensor, record
@@ -61,11 +62,11 @@ class Rotary(Op):
         self.fraction = fraction
         self.scaling = scaling
 
-    def forward(self, x: Operand, offset: int = 0) -> Tensor:
+    def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
         """(B, T, H, D) queries or keys to the same shape.
 
         Args:
-            offset: position of the first token.
+            offset: position of the first token; or where the tokens are in their texts, one after another.
 
         Raises:
             ValueError: another number of axes, or an odd number of channels to turn.
@@ -77,11 +78,10 @@ class Rotary(Op):
         n_turned = int(x.shape[3] * self.fraction)
         if n_turned % 2:
             raise ValueError(f"Rotary: expected an even head size to turn, got {n_turned}")
-        cos, sin = angles(self.base, self.scaling, n_turned, offset, x.shape[1])
+        segments = ((offset, x.shape[1]),) if isinstance(offset, int) else offset
         # angles stay exact where what turns has 16 bits
-        dtype = np.float64 if array.dtype == np.float64 else np.float32
-        cos = x.xp.asarray(cos, dtype=dtype)
-        sin = x.xp.asarray(sin, dtype=dtype)
+        dtype = "float64" if array.dtype == np.float64 else "float32"
+        cos, sin = (x.xp.asarray(part) for part in angles(self.base, self.scaling, n_turned, segments, dtype))
 
         def turn(heads: Array, sin: Array) -> Array:
             if n_turned == heads.shape[3]:
@@ -95,26 +95,29 @@ class Rotary(Op):
 
 
 def angles(
-    base: float, scaling: RotaryScaling | None, n_turned: int, offset: int, n_tokens: int
+    base: float, scaling: RotaryScaling | None, n_turned: int, segments: Segments, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return cosines and sines (T, n_turned / 2), read-only."""
-    if scaling is None or (type(scaling) is RotaryScaling and RotaryScaling.slowed is _SLOWED):
-        return _kept_angles(base, scaling, n_turned, offset, n_tokens)
-    return _kept_angles.__wrapped__(base, scaling, n_turned, offset, n_tokens)  # of a user, whose rule may change
-
-
-_SLOWED = RotaryScaling.slowed
-
-
-# Cache: a pure function of numbers and of the library's own scaling, for all layers of a pass ask for the same.
-@lru_cache(maxsize=16)
-def _kept_angles(
-    base: float, scaling: RotaryScaling | None, n_turned: int, offset: int, n_tokens: int
-) -> tuple[np.ndarray, np.ndarray]:
-    speeds = base ** (-np.arange(0, n_turned, 2) / max(1, n_turned))
-    if scaling is not None:
+    speeds = _speeds(base, n_turned)
+    if scaling is not None:  # its rule may be a user's, which may change
         speeds = scaling.slowed(speeds)
-    angles = np.arange(offset, offset + n_tokens)[:, None] * speeds
-    cos, sin = np.cos(angles), np.sin(angles)
+    return _angles(speeds.tobytes(), segments, dtype)
+
+
+# Cache: a pure function of numbers.
+@lru_cache(maxsize=16)
+def _speeds(base: float, n_turned: int) -> np.ndarray:
+    """Return the radians a token by which each pair turns, (n_turned / 2,), read-only."""
+    speeds: np.ndarray = base ** (-np.arange(0, n_turned, 2) / max(1, n_turned))
+    speeds.flags.writeable = False
+    return speeds
+
+
+# Cache: a pure function of numbers, which are the same for all layers of a pass.
+@lru_cache(maxsize=16)
+def _angles(speeds: bytes, segments: Segments, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    positions = np.concatenate([np.arange(first, first + n_tokens) for first, n_tokens in segments])
+    angles = positions[:, None] * np.frombuffer(speeds)
+    cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
     cos.flags.writeable = sin.flags.writeable = False
     return cos, sin

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tricycle import kernels
-from tricycle.attention.cache import KeyValueCache
-from tricycle.devices import Array, array_module
+from tricycle.attention.cache import Cache, previous_tokens
+from tricycle.devices import Array
 from tricycle.layers import Layer
 from tricycle.ops import Wanted, as_tensor, check_device, check_width, floating, positive
 from tricycle.tensor import Operand, Parameter, Tensor, record
@@ -27,7 +27,7 @@ class TokenShift(Layer):
         positive("TokenShift", size=size)
         self.mix = Parameter(np.zeros(size, np.float32), "scale")
 
-    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Operand, cache: Cache | None = None) -> Tensor:
         """(B, T, C) to the same shape.
 
         Args:
@@ -37,9 +37,7 @@ class TokenShift(Layer):
         check_width("TokenShift", x, self.mix.size)
         check_device("TokenShift", x.array, self.mix.array)
         array, mix = floating(x.array), self.mix.array
-        earlier = _earlier(array, None if cache is None else cache.latest)
-        if cache is not None:
-            cache.latest = array[:, -1:]
+        earlier = previous_tokens(array, cache, "latest")
 
         def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array | None]:
             dx = dmix = None
@@ -73,7 +71,7 @@ class KeyShift(Layer):
         rising = np.linspace(0, 1, head_size, dtype=np.float32)
         self.mix = Parameter(np.tile(rising, n_heads), "scale")
 
-    def forward(self, keys: Operand, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, keys: Operand, cache: Cache | None = None) -> Tensor:
         """(B, T, heads * D) to the same shape.
 
         Args:
@@ -83,9 +81,7 @@ class KeyShift(Layer):
         check_width("KeyShift", keys, self.mix.size)
         check_device("KeyShift", keys.array, self.mix.array)
         array, mix = floating(keys.array), self.mix.array
-        earlier = _earlier(array, None if cache is None else cache.latest_keys)
-        if cache is not None:
-            cache.latest_keys = array[:, -1:]
+        earlier = previous_tokens(array, cache, "latest_keys")
 
         def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array | None]:
             dkeys = dmix = None
@@ -98,12 +94,3 @@ class KeyShift(Layer):
 
         y = (array + mix * (earlier - array)).astype(array.dtype, copy=False)
         return record(y, (keys, self.mix), backward, "key_shift")
-
-
-def _earlier(array: Array, latest: Array | None) -> Array:
-    """What stands one token before, (B, T, C): before the first the latest of earlier ones, or zeros."""
-    earlier = array_module(array).zeros_like(array)
-    earlier[:, 1:] = array[:, :-1]
-    if latest is not None:
-        earlier[:, :1] = latest
-    return earlier

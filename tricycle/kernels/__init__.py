@@ -28,7 +28,6 @@ from tricycle.kernels.reference.elementwise import (
     swiglu_backward,
 )
 from tricycle.kernels.reference.few_bits import FEW_ROWS, FewBits, few_bits_matmul
-from tricycle.kernels.reference.generation import attend_one, gated_swish, normalise, turn
 from tricycle.kernels.reference.losses import cross_entropy, cross_entropy_with_slope
 from tricycle.kernels.reference.matrices import (
     batched_matmul,
@@ -65,10 +64,6 @@ __all__ = [
     "use_reference",
     "softmax",
     "softmax1",
-    "attend_one",
-    "gated_swish",
-    "normalise",
-    "turn",
     "softmax_backward",
     "log_softmax",
     "gelu",

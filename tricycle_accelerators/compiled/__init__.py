@@ -18,7 +18,6 @@ from tricycle import kernels
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
-    generation,
     losses,
     matrices,
     normalisation,
@@ -54,10 +53,6 @@ def register(array: type) -> None:
     kernels.gelu.on(array)(elementwise.gelu)
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
     kernels.gelu_backward.on(array)(elementwise.gelu_backward)
-    kernels.normalise.on(array)(generation.normalise)
-    kernels.gated_swish.on(array)(generation.gated_swish)
-    kernels.turn.on(array)(generation.turn)
-    kernels.attend_one.on(array)(generation.attend_one)
     kernels.sum_rows.on(array)(elementwise.sum_rows)
     kernels.sum_squares.on(array)(elementwise.sum_squares)
     kernels.swiglu.on(array)(elementwise.swiglu)

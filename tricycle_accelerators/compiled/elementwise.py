@@ -8,15 +8,24 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.kernels import FEW_ROWS
 from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled.generation import training_loops
+from tricycle_accelerators.compiled.loaded import loops, training_loops
 
 SMALL = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
 
 
+def few_rows(x: np.ndarray) -> bool:
+    """Return whether these are a few tokens, as in generation, where each call of NumPy takes longer than its work."""
+    return x.ndim > 0 and 0 < x.size < SMALL and x.size <= FEW_ROWS * x.shape[-1]
+
+
 def fits(*arrays: np.ndarray) -> bool:
-    """Whether the loops take these and are worth it: the first is large, all are float32 in one piece and aligned."""
-    return arrays[0].size >= SMALL and all(a.dtype == np.float32 and a.flags.carray for a in arrays)
+    """Whether the loops take these and are worth it: the first is large or of few rows, all are float32 in one piece
+    and aligned.
+    """
+    first = arrays[0]
+    return (first.size >= SMALL or few_rows(first)) and all(a.dtype == np.float32 and a.flags.carray for a in arrays)
 
 
 def fit_16(*arrays: np.ndarray) -> bool:
@@ -33,9 +42,12 @@ def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
     """What a loop over (N,) makes of arrays of one shape."""
     if not (fits(*arrays) or fit_16(*arrays)):
         return NotImplemented
-    compute = getattr(training_loops(), name)
+    compute = _loop(name)
     flat = [as_numbers(array).reshape(-1) for array in arrays]
     result = np.empty_like(flat[0])
+    if few_rows(arrays[0]):
+        compute(*flat, result)
+        return result.reshape(arrays[0].shape)
     threads.parallel(lambda part: compute(*(x[part] for x in flat), result[part]), pieces.cut(result.size))
     return result.reshape(arrays[0].shape).view(arrays[0].dtype)
 
@@ -44,11 +56,18 @@ def _over_rows(name: str, arrays: Sequence[np.ndarray], size: int) -> Any:
     """What a loop over rows makes of arrays (..., C), rows of that size."""
     if not (fits(*arrays) or fit_16(*arrays)):
         return NotImplemented
-    compute = getattr(training_loops(), name)
+    compute = _loop(name)
     rows = [as_numbers(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = np.empty((len(rows[0]), size), rows[0].dtype)
+    if few_rows(arrays[0]):
+        compute(*rows, result)
+        return result.reshape(*arrays[0].shape[:-1], size)
     threads.parallel(lambda part: compute(*(x[part] for x in rows), result[part]), pieces.cut(len(result), 2 * size))
     return result.reshape(*arrays[0].shape[:-1], size).view(arrays[0].dtype)
+
+
+def _loop(name: str) -> Any:
+    return getattr(training_loops() if name.endswith("backward") else loops(), name)
 
 
 def gelu(x: np.ndarray) -> Any:
@@ -66,11 +85,11 @@ def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | No
 
 
 def swiglu(x: np.ndarray) -> Any:
-    return _over_rows("gated_swish", [x], x.shape[-1] // 2)
+    return _over_rows("swiglu", [x], x.shape[-1] // 2)
 
 
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
-    return _over_rows("gated_swish_backward", [grad, x], x.shape[-1])
+    return _over_rows("swiglu_backward", [grad, x], x.shape[-1])
 
 
 def sum_rows(x: np.ndarray) -> np.ndarray | NotImplementedType:
@@ -90,16 +109,21 @@ def sum_rows(x: np.ndarray) -> np.ndarray | NotImplementedType:
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray | NotImplementedType:
     """A thread takes an item at a time."""
-    if x.size < SMALL or x.dtype.name not in ("float32", "bfloat16"):
+    few = few_rows(x.reshape(-1, x.shape[-2] * x.shape[-1]))
+    if (x.size < SMALL and not few) or x.dtype.name not in ("float32", "bfloat16"):
         return NotImplemented
     if x.strides[-1] != x.itemsize or not x.flags.behaved:
         return NotImplemented
     if not all(a.dtype == np.float32 and a.flags.carray for a in (cos, sin)):
         return NotImplemented
     y = np.empty(x.shape, x.dtype)
-    heads, turned = as_numbers(x), as_numbers(y)
-    compute = training_loops().turned
-    threads.parallel(lambda i: compute(heads[i], cos, sin, turned[i]), range(len(x)))
+    heads, rotated = as_numbers(x), as_numbers(y)
+    compute = loops().rotate
+    if few:
+        for i in range(len(x)):
+            compute(heads[i], cos, sin, rotated[i])
+    else:
+        threads.parallel(lambda i: compute(heads[i], cos, sin, rotated[i]), range(len(x)))
     return y
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numba
 import numpy as np
 
 from tricycle_accelerators.compiled.jit import (
     ONE,
     ZERO,
+    at,
     compiled,
     exp,
     larger,
@@ -26,6 +28,10 @@ OFFSET = np.float32(128 * 256 + 128 + 0.5)
 SMALLEST = np.float32(1e-30)
 AT_ONCE = 32  # keys or values of 16 bits that are float32 at a time
 HALF_TO_SINGLE = np.float32(2.0**112)  # a float16's exponent is 112 less than a float32's with the same bits
+
+
+LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
+CUBIC = np.float32(LINEAR * 0.044715)
 
 
 # -------------------------------------------------------------------- norms
@@ -45,26 +51,33 @@ def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float, y: np.ndarray, scales:
         scales[i] = scale
 
 
-@compiled("void(f4[:, ::1], f4[::1], f4[::1], f8, f4[:, ::1])")
-def layer_norm(x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray) -> None:
+@compiled([f"void(f4[:, ::1], f4[::1], f4[::1], f8, {y}[:, ::1], f4[::1], f4[::1])" for y in ("f4", "u2")])
+def layer_norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
+) -> None:
+    """What rows were diminished and then multiplied by goes into `means` and `scales`."""
     n_rows, size = x.shape
     for i in range(n_rows):
         total = ZERO
         for j in range(size):
             total += x[i, j]
-        mean = np.float32(total / size)
-        total = ZERO
+        about = np.float32(total / size)
+        rest, total = ZERO, ZERO
         for j in range(size):
-            y[i, j] = x[i, j] - mean
-            total += y[i, j] * y[i, j]
-        scale = np.float32(1 / math.sqrt(total / size + eps))
+            rest += x[i, j] - about
+            total += (x[i, j] - about) * (x[i, j] - about)
+        rest = np.float32(rest / size)  # what the mean was rounded by
+        mean = about + rest
+        scale = np.float32(1 / math.sqrt(max(0.0, total / size - rest * rest) + eps))
         for j in range(size):
-            y[i, j] = y[i, j] * scale * gain[j] + bias[j]
+            y[i, j] = rounded_for(y, (x[i, j] - mean) * scale * gain[j] + bias[j])
+        means[i] = mean
+        scales[i] = scale
 
 
 # -------------------------------------------------------------------- between products
 @compiled(["void(f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1])"])
-def gated_swish(x: np.ndarray, y: np.ndarray) -> None:
+def swiglu(x: np.ndarray, y: np.ndarray) -> None:
     """(R, 2 C) to (R, C)."""
     n_rows, size = y.shape
     for i in range(n_rows):
@@ -73,22 +86,36 @@ def gated_swish(x: np.ndarray, y: np.ndarray) -> None:
             y[i, j] = rounded_for(y, number_of(x[i, j]) * over_one_and_exp(value, value))
 
 
-@compiled("void(f4[:, :, :], f4[:, ::1], f4[:, ::1])")
-def turn(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
-    """(R, H, D) in place; cos and sin (R, n)."""
-    n_rows, n_heads, _ = heads.shape
-    n_pairs = cos.shape[1]
+@compiled([f"void({x}[:, :, :], f4[:, ::1], f4[:, ::1], {x}[:, :, ::1])" for x in ("f4", "u2")])
+def rotate(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -> None:
+    """(R, H, D); cos and sin (R, D / 2)."""
+    n_rows, n_heads, size = heads.shape
+    half = size // 2
     for i in range(n_rows):
         for h in range(n_heads):
-            for j in range(n_pairs):
-                first, second = heads[i, h, j], heads[i, h, n_pairs + j]
-                heads[i, h, j] = first * cos[i, j] - second * sin[i, j]
-                heads[i, h, n_pairs + j] = second * cos[i, j] + first * sin[i, j]
+            row, new = at(heads[i], h), y[i, h]
+            for j in range(half):
+                first, second = number_of(row[j]), number_of(row[half + j])
+                new[j] = rounded_for(new, first * cos[i, j] - second * sin[i, j])
+                new[half + j] = rounded_for(new, second * cos[i, j] + first * sin[i, j])
 
 
-@compiled("void(f4[::1], b1)")
-def _softmax(row: np.ndarray, nothing: bool) -> None:
-    """In place; with `nothing` softmax1."""
+@numba.njit(inline="always")
+def _gelu(x: np.float32) -> np.float32:
+    """By tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
+    return over_one_and_exp(x, x * (LINEAR + CUBIC * x * x))
+
+
+@compiled(["void(f4[::1], f4[::1])", "void(u2[::1], u2[::1])"])
+def gelu(x: np.ndarray, y: np.ndarray) -> None:
+    for i in range(len(x)):
+        y[i] = rounded_for(y, _gelu(number_of(x[i])))
+
+
+# -------------------------------------------------------------------- attention of one query
+@compiled("f4(f4[::1], b1)")
+def _softmax(row: np.ndarray, nothing: bool) -> Any:
+    """In place, with `nothing` softmax1; returns log sum exp."""
     largest = ZERO if nothing else row[0]
     for s in range(len(row)):
         largest = larger(largest, row[s])
@@ -101,6 +128,7 @@ def _softmax(row: np.ndarray, nothing: bool) -> None:
     share = ONE / total
     for s in range(len(row)):
         row[s] *= share
+    return largest + np.float32(math.log(total))
 
 
 @compiled("void(f4[:, ::1], f4[:, :, ::1], f4, f4[:, :])")
@@ -139,13 +167,21 @@ def _add_values(weights: np.ndarray, values: np.ndarray, mixed: np.ndarray) -> N
                 mixed[h, i] += weights[h, s] * values[s, h // group, i]
 
 
-@compiled("void(f4[:, ::1], f4[:, :, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1])")
-def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, nothing: bool, mixed: np.ndarray) -> None:
-    """What queries (K G, D) make of keys and values (S, K, D)."""
+@compiled("void(f4[:, ::1], f4[:, :, ::1], f4[:, :, ::1], f4, b1, f4[:, ::1], f4[:])")
+def attend(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    scale: float,
+    nothing: bool,
+    mixed: np.ndarray,
+    log_total: np.ndarray,
+) -> None:
+    """What queries (K G, D) make of keys and values (S, K, D), and the log sum exp of their scores."""
     weights = np.empty((len(q), len(keys)), np.float32)
     _scores(q, keys, scale, weights)
     for h in range(len(q)):
-        _softmax(weights[h], nothing)
+        log_total[h] = _softmax(weights[h], nothing)
     mixed[:] = 0
     _add_values(weights, values, mixed)
 
@@ -168,7 +204,7 @@ def _widen(numbers: np.ndarray, is_bfloat16: bool, wide: np.ndarray) -> None:
         bits[i] |= (np.uint32(source[i]) & np.uint32(0x8000)) << np.uint32(16)
 
 
-@compiled("void(f4[:, ::1], u2[:, :, ::1], u2[:, :, ::1], b1, f4, b1, f4[:, ::1])")
+@compiled("void(f4[:, ::1], u2[:, :, ::1], u2[:, :, ::1], b1, f4, b1, f4[:, ::1], f4[:])")
 def attend_16(
     q: np.ndarray,
     keys: np.ndarray,
@@ -177,6 +213,7 @@ def attend_16(
     scale: float,
     nothing: bool,
     mixed: np.ndarray,
+    log_total: np.ndarray,
 ) -> None:
     """The same with the bits of 16-bit keys and values, some of which are float32 at a time."""
     n_tokens = len(keys)
@@ -187,7 +224,7 @@ def attend_16(
         _widen(keys[start:stop], is_bfloat16, some[: stop - start])
         _scores(q, some[: stop - start], scale, weights[:, start:stop])
     for h in range(len(q)):
-        _softmax(weights[h], nothing)
+        log_total[h] = _softmax(weights[h], nothing)
     mixed[:] = 0
     for start in range(0, n_tokens, AT_ONCE):
         stop = min(start + AT_ONCE, n_tokens)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled.elementwise import SMALL, as_numbers
-from tricycle_accelerators.compiled.generation import loops, training_loops
+from tricycle_accelerators.compiled.elementwise import SMALL, as_numbers, few_rows
+from tricycle_accelerators.compiled.loaded import loops, training_loops
 
 # what is normed or its gradient, and what comes of it: all that the loops are compiled for
 CENTRED = {("float32", "float32"), ("float32", "bfloat16")}
@@ -17,10 +17,13 @@ NOT_CENTRED = CENTRED | {("bfloat16", "bfloat16")}
 
 
 def _takes(x: np.ndarray, other: Any, centred: bool, *statistics: np.ndarray | None) -> bool:
-    """Whether there is a loop for rows and results of these dtypes, and it is worth it: x is large and in one piece."""
+    """Whether there is a loop for rows and results of these dtypes, and it is worth it: x is large, or of few rows, and
+    in one piece.
+    """
     dtypes = x.dtype.name, np.dtype(other).name
     fit = (a is None or (a.dtype == np.float32 and a.flags.carray) for a in statistics)
-    return x.size >= SMALL and dtypes in (CENTRED if centred else NOT_CENTRED) and x.flags.carray and all(fit)
+    worth_it = x.size >= SMALL or few_rows(x)
+    return worth_it and dtypes in (CENTRED if centred else NOT_CENTRED) and x.flags.carray and all(fit)
 
 
 def layer_norm(
@@ -33,15 +36,19 @@ def layer_norm(
     y = np.empty(rows.shape, dtype)
     out = as_numbers(y)
     means, scales = np.zeros((2, len(rows)), np.float32)
+    few = few_rows(x)
 
     def work(piece: slice) -> None:
         if centred:
             shift = np.zeros_like(gain) if bias is None else bias
-            training_loops().layer_norm(rows[piece], gain, shift, eps, out[piece], means[piece], scales[piece])
+            loops().layer_norm(rows[piece], gain, shift, eps, out[piece], means[piece], scales[piece])
         else:
             loops().rms_norm(rows[piece], gain, eps, out[piece], scales[piece])
 
-    threads.parallel(work, pieces.cut(*rows.shape))
+    if few:
+        work(slice(0, len(rows)))
+    else:
+        threads.parallel(work, pieces.cut(*rows.shape))
     statistics = (*x.shape[:-1], 1)
     return y.reshape(x.shape), means.reshape(statistics), scales.reshape(statistics)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.compiled.elementwise import SMALL
-from tricycle_accelerators.compiled.generation import training_loops
+from tricycle_accelerators.compiled.loaded import training_loops
 
 
 def adamw(

@@ -8,7 +8,7 @@ import numpy as np
 
 from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.compiled.elementwise import fits
-from tricycle_accelerators.compiled.generation import training_loops
+from tricycle_accelerators.compiled.loaded import training_loops
 
 LEAST_COLUMNS = 64  # of a thread
 

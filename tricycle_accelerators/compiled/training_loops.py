@@ -22,30 +22,15 @@ from tricycle_accelerators.compiled.jit import (
     over_one_and_exp,
     rounded_for,
 )
-from tricycle_accelerators.compiled.loops import gated_swish as gated_swish
-
-LINEAR = np.float32(2 * math.sqrt(2 / math.pi))
-CUBIC = np.float32(LINEAR * 0.044715)
+from tricycle_accelerators.compiled.loops import CUBIC, LINEAR
 
 
 # -------------------------------------------------------------------- activations
-@numba.njit(inline="always")
-def _gelu(x: np.float32) -> np.float32:
-    """By tanh: (1 + tanh(u / 2)) / 2 is 1 / (1 + e^-u)."""
-    return over_one_and_exp(x, x * (LINEAR + CUBIC * x * x))
-
-
 @numba.njit(inline="always")
 def _gelu_slope(x: np.float32) -> np.float32:
     square = x * x
     gate = over_one_and_exp(ONE, x * (LINEAR + CUBIC * square))
     return gate * (ONE + (ONE - gate) * x * (LINEAR + np.float32(3) * CUBIC * square))
-
-
-@compiled(["void(f4[::1], f4[::1])", "void(u2[::1], u2[::1])"])
-def gelu(x: np.ndarray, y: np.ndarray) -> None:
-    for i in range(len(x)):
-        y[i] = rounded_for(y, _gelu(number_of(x[i])))
 
 
 @compiled(["void(f4[::1], f4[::1], f4[::1])", "void(u2[::1], u2[::1], u2[::1])"])
@@ -55,7 +40,7 @@ def gelu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
 
 
 @compiled(["void(f4[:, ::1], f4[:, ::1], f4[:, ::1])", "void(u2[:, ::1], u2[:, ::1], u2[:, ::1])"])
-def gated_swish_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
+def swiglu_backward(dy: np.ndarray, x: np.ndarray, dx: np.ndarray) -> None:
     """(R, C) and (R, 2 C) to (R, 2 C)."""
     n_rows, size = dy.shape
     for i in range(n_rows):
@@ -76,20 +61,6 @@ def add_rows(x: np.ndarray, sums: np.ndarray) -> None:
             sums[j] += number_of(row[j])
 
 
-@compiled([f"void({x}[:, :, :], f4[:, ::1], f4[:, ::1], {x}[:, :, ::1])" for x in ("f4", "u2")])
-def turned(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray, y: np.ndarray) -> None:
-    """(R, H, D); cos and sin (R, D / 2)."""
-    n_rows, n_heads, size = heads.shape
-    half = size // 2
-    for i in range(n_rows):
-        for h in range(n_heads):
-            row, new = at(heads[i], h), y[i, h]
-            for j in range(half):
-                first, second = number_of(row[j]), number_of(row[half + j])
-                new[j] = rounded_for(new, first * cos[i, j] - second * sin[i, j])
-                new[half + j] = rounded_for(new, second * cos[i, j] + first * sin[i, j])
-
-
 # -------------------------------------------------------------------- tables
 @compiled("void(f4[:, :], i8[:], f4[:, :])")
 def add_to_rows(grad: np.ndarray, ids: np.ndarray, table: np.ndarray) -> None:
@@ -101,30 +72,6 @@ def add_to_rows(grad: np.ndarray, ids: np.ndarray, table: np.ndarray) -> None:
 
 
 # -------------------------------------------------------------------- norms
-@compiled([f"void(f4[:, ::1], f4[::1], f4[::1], f8, {y}[:, ::1], f4[::1], f4[::1])" for y in ("f4", "u2")])
-def layer_norm(
-    x: np.ndarray, gain: np.ndarray, bias: np.ndarray, eps: float, y: np.ndarray, means: np.ndarray, scales: np.ndarray
-) -> None:
-    """What rows were diminished and then multiplied by goes into `means` and `scales`."""
-    n_rows, size = x.shape
-    for i in range(n_rows):
-        total = ZERO
-        for j in range(size):
-            total += x[i, j]
-        about = np.float32(total / size)
-        rest, total = ZERO, ZERO
-        for j in range(size):
-            rest += x[i, j] - about
-            total += (x[i, j] - about) * (x[i, j] - about)
-        rest = np.float32(rest / size)  # what the mean was rounded by
-        mean = about + rest
-        scale = np.float32(1 / math.sqrt(max(0.0, total / size - rest * rest) + eps))
-        for j in range(size):
-            y[i, j] = rounded_for(y, (x[i, j] - mean) * scale * gain[j] + bias[j])
-        means[i] = mean
-        scales[i] = scale
-
-
 @compiled([f"void({dy}[:, ::1], f4[:, ::1], f4[::1], f4[::1], f4[::1], f4[:, ::1], f4[:, ::1])" for dy in ("f4", "u2")])
 def layer_norm_backward(
     dy: np.ndarray,

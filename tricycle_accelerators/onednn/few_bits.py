@@ -19,7 +19,7 @@ import numpy as np
 from tricycle.devices import Array
 from tricycle.kernels import FewBits
 from tricycle_accelerators import compiled, pieces, threads
-from tricycle_accelerators.compiled.generation import loops
+from tricycle_accelerators.compiled.loaded import loops
 from tricycle_accelerators.onednn import library
 
 FEW_ROWS = 16  # products of at most so many rows have buffers of their own
