@@ -250,7 +250,7 @@ def test_gradients_of_parts_of_one_product_lie_side_by_side(rng) -> None:
     """So that the gradient of the product is there without a copy."""
     arrived = []
     x = to_tensor(rng.standard_normal((2, 5, 32)))
-    whole = record(x.array.copy(), (x,), lambda grad, wanted: (arrived.append(grad) or grad,), "product")
+    whole = record(x.array.copy(), (x,), lambda grad, needs_grad: (arrived.append(grad) or grad,), "product")
     q, k, v = split_sizes(whole, [16, 8, 8])
     out = Attention()(heads(q, 4), heads(k, 2), heads(v, 2))
     out.backward()

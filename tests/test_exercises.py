@@ -116,7 +116,7 @@ def test_central_differences_judge_too(monkeypatch):
     from tricycle.tensor import record
 
     def wrongly(x):
-        return record(x.array**2, (x,), lambda grad, wanted: (grad * x.array,), "square")
+        return record(x.array**2, (x,), lambda grad, needs_grad: (grad * x.array,), "square")
 
     exercise = replace(exercise_named("relu"), name="square", op=wrongly, mistakes=())
     verdict = grade(exercise, lambda grad, x, y: grad * x)

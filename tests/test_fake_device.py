@@ -17,6 +17,7 @@ from test_registry import assert_same, every_sample, gradients
 from versions import offer
 
 from tricycle import devices, kernels, no_grad, training
+from tricycle.autograd import topological_order
 from tricycle.configs import DebugConfig
 from tricycle.encoder import SentencePooling, TextEncoder
 from tricycle.evaluation import evaluate
@@ -42,7 +43,7 @@ from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sequences.attentions import HardAttention, ScaledDotProductAttention, reinforce
 from tricycle.sequences.beam_search import beam_search
-from tricycle.tensor import Tensor, to_tensor, topological_order
+from tricycle.tensor import Tensor, to_tensor
 from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_on_batch, train_step
 from tricycle_cli import run as running
 

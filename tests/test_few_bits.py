@@ -20,7 +20,8 @@ from tricycle.gradcheck import gradcheck
 from tricycle.kernels import FewBits, use_reference
 from tricycle.layers import Dense, Embedding
 from tricycle.models import GPT, next_logits
-from tricycle.tensor import Parameter, Tensor, to_tensor
+from tricycle.parameter import Parameter
+from tricycle.tensor import Tensor, to_tensor
 from tricycle_accelerators import compiled, spinning, threads
 
 KINDS = ("int8", "bfloat16", "float16")

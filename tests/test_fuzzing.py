@@ -27,8 +27,9 @@ from tricycle.kernels import use_reference
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, next_logits
+from tricycle.recompute import free_activations
 from tricycle.sampling import Sampling
-from tricycle.tensor import forgetting, to_tensor
+from tricycle.tensor import to_tensor
 from tricycle_accelerators import attention_blocks, cpu, pieces
 
 EXAMPLES = int(os.environ.get("TRICYCLE_EXAMPLES", 60))
@@ -105,7 +106,7 @@ def train(model: GPT, layers: Any, batch: tuple[Any, ...], **options: Any) -> di
         if options.get("reference"):
             stack.enter_context(use_reference())
         if options.get("forget"):
-            stack.enter_context(forgetting())
+            stack.enter_context(free_activations())
         model.recompute = options.get("recompute", False)
         loss_fn = CrossEntropy(ignore_index=-1, label_smoothing=0.1)
         loss = model.loss(to_tensor(tokens, dtype=int), to_tensor(labels, dtype=int), loss_fn, 1.0, documents)

@@ -15,7 +15,8 @@ from tricycle.activation import GeLU, ReLU
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense, Dropout, Embedding, Layer, LayerNorm, RMSNorm, Sequential
 from tricycle.optimisers import AdamW, StochasticGradientDescent
-from tricycle.tensor import Parameter, Tensor, no_grad, to_tensor
+from tricycle.parameter import Parameter
+from tricycle.tensor import Tensor, no_grad, to_tensor
 
 
 def check_layer_gradients(layer: Layer, *inputs: Any, **forward_options: Any) -> None:

@@ -35,10 +35,11 @@ from tricycle.optimisers import (
     is_hidden_matrix,
     role_of,
 )
+from tricycle.parameter import ROLES, Parameter
 from tricycle.scheduler import WarmupCosine
 from tricycle.sequences.classifiers import AttentionPooling
 from tricycle.sequences.seq2seq import LearnedPositions
-from tricycle.tensor import ROLES, Parameter, Tensor, to_tensor
+from tricycle.tensor import Tensor, to_tensor
 
 OPTIMISERS: dict[str, Callable[..., Optimiser]] = {
     "sgd": StochasticGradientDescent,

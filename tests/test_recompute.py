@@ -2,6 +2,7 @@
 
 import ast
 import tracemalloc
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 from tricycle import models, no_grad, to_tensor
+from tricycle.autograd import gradients_of, topological_order
 from tricycle.configs import DebugConfig, EncoderConfig, GPTConfig
+from tricycle.debug import watch_arrays
 from tricycle.encoder import TextEncoder
 from tricycle.evaluation import evaluate
 from tricycle.functions import linear, soft_cap
@@ -18,8 +21,8 @@ from tricycle.layers import Dense, Dropout, Layer
 from tricycle.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.recompute import recompute
-from tricycle.tensor import forget_inside, forgetting, gradients_of, record, topological_order, watch_arrays
+from tricycle.recompute import free_activations, free_activations_inside, recompute
+from tricycle.tensor import record
 from tricycle.training import gradients, labelled, least_memory, new_state, resume_state, train_step
 
 CONFIG = DebugConfig(vocab_size=97, n_layers=3, dropout=0.3, seed=5)
@@ -86,11 +89,11 @@ def loss_of(model) -> tuple[dict[str, np.ndarray], int]:
 
 @pytest.mark.filterwarnings("ignore:precision bfloat16")
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_blocks_forget_what_no_gradient_needs(changes):
+def test_blocks_free_activations_that_no_gradient_needs(changes):
     plain, n_seen = loss_of(GPT(replace(CONFIG, **changes)))
-    with forgetting():
-        lean, n_left = loss_of(GPT(replace(CONFIG, **changes)))
-    assert same(plain, lean)
+    with free_activations():
+        freed, n_left = loss_of(GPT(replace(CONFIG, **changes)))
+    assert same(plain, freed)
     assert n_left < 0.7 * n_seen
 
 
@@ -99,8 +102,10 @@ class Late(Layer):
 
     def forward(self, x):
         half = x * 0.5
-        square = record(half.array**2, (half,), (lambda grad: grad.array * 2 * half.array,), "square")
-        return record(square.array + 1, (square,), lambda grad, wanted: (grad * (square.array == square.array),), "one")
+        square = record(half.array**2, (half,), lambda grad, needs_grad: (grad * 2 * half.array,), "square")
+        return record(
+            square.array + 1, (square,), lambda grad, needs_grad: (grad * (square.array == square.array),), "one"
+        )
 
 
 def test_layers_of_others_and_their_functions_are_spared():
@@ -108,22 +113,26 @@ def test_layers_of_others_and_their_functions_are_spared():
     model.blocks[1].mlp.activation = Late()  # in a block of ours
     plain, _ = loss_of(model)
     model.blocks[1].mlp.dropout.generator.bit_generator.state = GPT(CONFIG).generator.bit_generator.state
-    with forgetting():
-        lean, _ = loss_of(model)
-    assert same(plain, lean)
-    assert all(np.isfinite(grad).all() for grad in lean.values())
+    with free_activations():
+        freed, _ = loss_of(model)
+    assert same(plain, freed)
+    assert all(np.isfinite(grad).all() for grad in freed.values())
 
 
-def test_what_a_strangers_function_was_given_is_spared():
+@pytest.mark.parametrize("how", ["recorded", "set", "watched"])
+def test_what_a_users_function_was_given_is_spared(how):
     start = to_tensor([1.0, 2.0])
     used = start * 3
     given = used + 1
-    squared = record(given.array**2, (given,), (lambda grad: grad.array * 2 * given.array,), "square")
+    with watch_arrays() if how == "watched" else nullcontext():
+        squared = record(given.array**2, (given,), lambda grad, needs_grad: (grad * 2 * given.array,), "square")
+    if how == "set":
+        squared.back_fns = (lambda grad: grad.array * 2 * given.array,)
     result = squared * 2
-    forget_inside(result, start)
+    free_activations_inside(result, start)
     assert np.isfinite(used.array).all()  # outside of the block nothing is forgotten
-    with forgetting():
-        forget_inside(result, start)
+    with free_activations():
+        free_activations_inside(result, start)
     assert np.isnan(used.array).all() and used.shape == (2,)
     assert all(np.isfinite(tensor.array).all() for tensor in (start, given, squared, result))
     result.sum().backward()
@@ -153,7 +162,7 @@ def test_gradient_functions_of_ours_hold_arrays():
     folder = Path(models.__file__).parent
     places = {path.name: late_looks(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")}
     assert {name: looks for name, looks in places.items() if looks} == {}
-    assert late_looks("def f(x):\n  def backward(grad, wanted):\n    return grad * x.array\n") == ["line 3: x"]
+    assert late_looks("def f(x):\n  def backward(grad, needs_grad):\n    return grad * x.array\n") == ["line 3: x"]
 
 
 def test_who_looks_into_a_block_sees_it():
@@ -162,7 +171,7 @@ def test_who_looks_into_a_block_sees_it():
     block = model.blocks[1]
     before = block.mlp.forward
     block.mlp.forward = lambda x: seen.append(x) or before(x)
-    with forgetting():
+    with free_activations():
         model(to_tensor(TOKENS[0], dtype=int))
     assert np.isfinite(seen[0].array).all()
 

@@ -32,7 +32,7 @@ kernels.dispatch kernels.reference.widening kernels.reference.elementwise kernel
 kernels.reference.normalisation kernels.reference.matrices kernels.reference.few_bits
 kernels.reference.losses kernels.reference.tables kernels.reference.attention kernels.reference.recurrence
 kernels.reference.optimisers kernels.reference kernels
-tensor ops einsum __init__ gradcheck
+autograd tensor parameter ops einsum __init__ gradcheck debug
 functions softmaxes.adaptive softmaxes.blocks softmaxes.sink softmaxes activation loss
 precision initialisers layers recompute
 attention.masks attention.attend attention.cache attention.rotary attention.shift attention

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from tricycle import kernels, no_grad, to_tensor
+from tricycle.autograd import increment_versions
+from tricycle.debug import watch_arrays
 from tricycle.einsum import Einsum
 from tricycle.kernels import use_reference
 from tricycle.layers import Dense
 from tricycle.ops import exp
 from tricycle.optimisers import AdamW, Lion, Muon, StochasticGradientDescent
-from tricycle.tensor import changed_in_place, watch_arrays
 
 
 # -------------------------------------------------------------------- changed between forward and backward
@@ -84,7 +85,7 @@ def test_whoever_changes_an_array_can_say_so():
     x = to_tensor([1.0, 2.0])
     y = (x * x).sum()
     x.array *= 10
-    changed_in_place([x])
+    increment_versions([x])
     with pytest.raises(RuntimeError, match=r"a Tensor of shape \(2,\) was changed in place"):
         y.backward()
 

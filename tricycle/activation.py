@@ -9,10 +9,11 @@ from functools import cache
 import numpy as np
 
 from tricycle import kernels
+from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module
 from tricycle.functions import Sigmoid, Tanh
-from tricycle.ops import Op, Wanted, as_tensor, floating
-from tricycle.tensor import Operand, Tensor, record, remembers
+from tricycle.ops import Op, as_tensor, floating
+from tricycle.tensor import Operand, Tensor, record
 
 
 class ReLU(Op):
@@ -21,7 +22,7 @@ class ReLU(Op):
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
         y = x.xp.maximum(x.array, 0)
-        return record(y, (x,), lambda grad, wanted: (grad * (y > 0),), "> 0")
+        return record(y, (x,), lambda grad, needs_grad: (grad * (y > 0),), "> 0")
 
 
 class ReLUSquared(Op):
@@ -30,7 +31,7 @@ class ReLUSquared(Op):
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
         y, slope = kernels.relu_squared(floating(x.array))
-        return record(y, (x,), lambda grad, wanted: (kernels.multiply(grad, slope),), "relu_squared")
+        return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
 
 
 class GeLU(Op):
@@ -51,15 +52,15 @@ class GeLU(Op):
         x = as_tensor(x)
         array = floating(x.array)
         if self.approximate:
-            if not remembers(x):
+            if not grad_enabled_for(x):
                 return record(kernels.gelu(array), (x,), None, "gelu")
             y, slope = kernels.gelu_with_slope(array)
             kept = array if slope is None else None
-            return record(y, (x,), lambda grad, wanted: (kernels.gelu_backward(grad, kept, slope),), "gelu")
+            return record(y, (x,), lambda grad, needs_grad: (kernels.gelu_backward(grad, kept, slope),), "gelu")
         xp = x.xp
         below = 0.5 * (1 + erf(array * math.sqrt(0.5)))
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
             density = xp.exp(-0.5 * array * array) * (1 / math.sqrt(2 * math.pi))
             return (grad * (below + array * density),)
 
@@ -74,7 +75,7 @@ class Swish(Op):
         array = floating(x.array)
         gate = kernels.sigmoid(array)
         y = array * gate
-        return record(y, (x,), lambda grad, wanted: (grad * (gate + y * (1 - gate)),), "swish")
+        return record(y, (x,), lambda grad, needs_grad: (grad * (gate + y * (1 - gate)),), "swish")
 
 
 class Gated(Op):
@@ -101,7 +102,7 @@ class Gated(Op):
         array = floating(x.array)
         right = x[..., half:]
         opened = self.activation(right)
-        if not remembers(opened, x):
+        if not grad_enabled_for(opened, x):
             return record(array[..., :half] * opened.array, (x,), None, self.name)
         if len(opened.args) == 1 and opened.args[0] is right:
             return self._one_node(x, array, opened)
@@ -121,7 +122,7 @@ class Gated(Op):
         value, gate = array[..., :half], opened.array
         (to_gate,) = opened.back_fns
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
             dx = array_module(array).empty_like(array)
             dx[..., :half] = grad * gate
             dx[..., half:] = to_gate(Tensor(grad * value, False))
@@ -154,7 +155,7 @@ class SwiGLU(Gated):
         x = self._checked(x)
         array = floating(x.array)
         y = kernels.swiglu(array)
-        return record(y, (x,), lambda grad, wanted: (kernels.swiglu_backward(grad, array),), self.name)
+        return record(y, (x,), lambda grad, needs_grad: (kernels.swiglu_backward(grad, array),), self.name)
 
 
 # The activations that a config may name.

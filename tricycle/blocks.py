@@ -25,6 +25,7 @@ from tricycle.attention import (
     takes_ragged,
 )
 from tricycle.attention.cache import Segments
+from tricycle.autograd import grad_enabled_for
 from tricycle.configs.model import ModelConfig, hidden_width
 from tricycle.functions import RowSoftmax, residual
 from tricycle.initialisers import Initialiser, xavier
@@ -32,7 +33,7 @@ from tricycle.kernels import FEW_ROWS
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
 from tricycle.ops import as_tensor, as_tensors, positive, reshape, split_sizes
 from tricycle.softmaxes import new_softmax
-from tricycle.tensor import Operand, Tensor, remembers
+from tricycle.tensor import Operand, Tensor
 
 
 # -------------------------------------------------------------------- activations between products
@@ -43,7 +44,7 @@ def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     With few rows it is that of x, too: the weights are read once for them, and converting these would take longer.
     """
     few = math.prod(x.shape[:-1]) <= FEW_ROWS
-    if precision == "float32" or (few and not remembers(x)) or not all(map(takes_dtype, products)):
+    if precision == "float32" or (few and not grad_enabled_for(x)) or not all(map(takes_dtype, products)):
         return x.dtype
     return kernels.operand(x.array[:0], precision).dtype
 

@@ -41,7 +41,7 @@ class Einsum(Op):
         return f"Einsum({self.subscripts!r})"
 
     def forward(self, *tensors: Operand) -> Tensor:
-        """One Tensor for each input of the subscripts; the result is named after them."""
+        """Compute the einsum of one Tensor for each input of the subscripts; the result is named after them."""
         inputs = as_tensors(*tensors)
         labels, out, sizes = _resolve(self, tuple(t.shape for t in inputs), tuple(t.is_batched for t in inputs))
         return _record(inputs, labels, out, sizes, f"einsum {self.subscripts}")
@@ -49,7 +49,7 @@ class Einsum(Op):
 
 @register
 def matmul(x: Operand, y: Operand) -> Tensor:
-    """Matrix product over the last two axes, as `numpy.matmul`: leading axes broadcast, vectors are allowed."""
+    """Multiply matrices over the last two axes, as `numpy.matmul`: leading axes broadcast, vectors are allowed."""
     x, y = as_tensors(x, y)
     if x.ndim == 0 or y.ndim == 0:
         raise ValueError(f"matmul: expected at least one axis on both sides, got shapes {x.shape} and {y.shape}")
@@ -70,13 +70,13 @@ def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes
 
     def gradient(i: int, grad: Array) -> Array:
         others = arrays[:i] + (grad,) + arrays[i + 1 :]
-        # an axis of length 1 that "..." stretched is summed over, and comes back by the reshape
+        # an axis of length 1 that "..." broadcast is summed over, and restored by the reshape
         shape = arrays[i].shape
         kept = "".join(c for c, n in zip(labels[i], shape) if n == sizes[c])
         return contract(others, labels[:i] + (out,) + labels[i + 1 :], kept, sizes).reshape(shape)
 
-    def backward(grad: Array, wanted: Sequence[bool]) -> list[Array | None]:
-        return [gradient(i, grad) if wants else None for i, wants in enumerate(wanted)]
+    def backward(grad: Array, needs_grad: Sequence[bool]) -> list[Array | None]:
+        return [gradient(i, grad) if wants else None for i, wants in enumerate(needs_grad)]
 
     return record(contract(arrays, labels, out, sizes), inputs, backward, name)
 
@@ -85,7 +85,7 @@ def _record(inputs: tuple[Tensor, ...], labels: tuple[str, ...], out: str, sizes
 # Cache: a pure function of the text; the results are tuples.
 @lru_cache(maxsize=1024)
 def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
-    """Input and output subscripts, spaces gone and an implied output spelt out."""
+    """Return input and output subscripts, without spaces and with an implied output spelt out."""
     text = subscripts.replace(" ", "")
     left, arrow, output = text.partition("->")
     inputs = tuple(left.split(","))
@@ -107,7 +107,7 @@ def _parse(subscripts: str) -> tuple[tuple[str, ...], str]:
 def _resolve(
     einsum: Einsum, shapes: tuple[tuple[int, ...], ...], batched: tuple[bool, ...]
 ) -> tuple[tuple[str, ...], str, dict[str, int]]:
-    """Subscripts with a letter for every axis (batch and "..." too), and the length behind each letter."""
+    """Return subscripts with a letter for every axis (batch and "..." too), and the length of each letter's axis."""
     inputs, out = einsum._terms, einsum._target
     title = f"Einsum({einsum.subscripts!r})"
     if len(inputs) != len(shapes):
@@ -145,7 +145,7 @@ def _resolve(
 
 # -------------------------------------------------------------------- contraction of arrays
 def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes: dict[str, int]) -> Array:
-    """The einsum of arrays whose axes are labelled by letters.
+    """Compute the einsum of arrays whose axes are labelled by letters.
 
     More general than NumPy's, as a gradient needs it: the output may name an index that no input has (the
     result is repeated along it) or name one twice (the result fills the diagonal, the rest is 0). An axis
@@ -171,7 +171,7 @@ def contract(arrays: tuple[Array, ...], labels: tuple[str, ...], out: str, sizes
 # Cache: a pure function of labels and sizes; the results are tuples.
 @lru_cache(maxsize=1024)
 def _pair_order(labels: tuple[str, ...], out: str, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Which two terms to multiply next, each result going to the end of the list."""
+    """Choose which two terms to multiply next; each result goes to the end of the list."""
     if len(labels) <= 2:
         return ((0, 1),) * (len(labels) - 1)
     lengths = dict(sizes)
@@ -224,7 +224,7 @@ def _align(array: Array, labels: str, out: str) -> Array:
 
 
 def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str]) -> tuple[Array, str]:
-    """The product of two terms, summed over the letters that nothing else needs.
+    """Multiply two terms and sum over the letters that nothing else needs.
 
     Letters fall in four groups: batch (in both, kept), rows (in the first), columns (in the second) and
     inner (in both, summed). With inner letters that is one matmul; without, an elementwise product.
@@ -252,7 +252,7 @@ def _sum_out(array: Array, labels: str, needed: set[str]) -> tuple[Array, str]:
 
 
 def _as_matrix(array: Array, labels: str, batch: str, rows: str, columns: str) -> Array:
-    """The array as (batch..., rows, columns), without a copy where its memory allows.
+    """Reshape an array to (batch..., rows, columns), without a copy where its memory allows.
 
     BLAS reads transposed matrices as they lie, so if the letters lie as columns, rows, a view does.
     """

@@ -17,7 +17,7 @@ from tricycle.initialisers import zeros
 from tricycle.layers import Dropout, Embedding, Layer
 from tricycle.models import BlockStack, initialise
 from tricycle.ops import as_tensor
-from tricycle.recompute import lean, recompute
+from tricycle.recompute import recompute, run_and_free
 from tricycle.tensor import Operand, Tensor
 
 POOLINGS = ("mean", "first")
@@ -77,7 +77,7 @@ class TextEncoder(BlockStack):
         mask = _checked(mask, tokens)
         x = self.dropout(to_compute_dtype(self._embed(tokens, types), self.precision))
         for block in self.blocks:
-            x = (recompute if self.recompute else lean)(block, x, mask=mask)
+            x = (recompute if self.recompute else run_and_free)(block, x, mask=mask)
         return x if self.norm is None else self.norm(x)
 
     def _embed(self, tokens: Tensor, types: Operand | None) -> Tensor:

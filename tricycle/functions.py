@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tricycle import kernels, ops
+from tricycle.autograd import NeedsGrad, OwnedGradient
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS, FewBits, Scoring
-from tricycle.ops import Op, Wanted, as_tensor, as_tensors, check_device, check_width, floating, register
-from tricycle.tensor import Fresh, Operand, Tensor, record
+from tricycle.ops import Op, as_tensor, as_tensors, check_device, check_width, floating, register
+from tricycle.tensor import Operand, Tensor, record
 
 # -------------------------------------------------------------------- softmax and its kin
 # Gradients of q, k and v are written into the last three arrays; what comes back is that of the scales, if any.
@@ -44,7 +45,7 @@ class RowSoftmax(Op, is_base=True):
         x = self._scores(x)
         scores = floating(x.array)
         weights = self.rows(scores)
-        return record(weights, (x,), lambda grad, wanted: (self.rows_backward(grad, scores, weights),), self.name)
+        return record(weights, (x,), lambda grad, needs_grad: (self.rows_backward(grad, scores, weights),), self.name)
 
     def attend(
         self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
@@ -131,7 +132,7 @@ class LogSoftmax(Op):
             raise ValueError("LogSoftmax: expected at least one axis, got a single number")
         xp, y = x.xp, kernels.log_softmax(floating(x.array))
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
             return (grad - xp.exp(y) * grad.sum(axis=-1, keepdims=True),)
 
         return record(y, (x,), backward, "log_softmax")
@@ -191,23 +192,23 @@ def linear(
     b = _operand(matrix, precision)
     y = kernels.matmul(a, b, None if bias is None else bias.array, None, dtype or kept, precision)
 
-    def backward(grad: Array, wanted: Wanted) -> list[Array | Fresh | None]:
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | OwnedGradient | None]:
         dx = dweights = dbias = None
         dy = grad.reshape(n_rows, to_size)
-        multiplies = wanted[0] or wanted[1]
-        sums = bias is not None and wanted[2]
+        multiplies = needs_grad[0] or needs_grad[1]
+        sums = bias is not None and needs_grad[2]
         if multiplies and sums:
             dy, dbias = _operand_and_sums(dy, precision)
         elif multiplies:
             dy = _operand(dy, precision)
         elif sums:
             dbias = kernels.sum_rows(dy)
-        if wanted[0]:
+        if needs_grad[0]:
             dx = kernels.matmul(dy, b.T, None, None, kept, precision)
             dx = dx if x.ndim == 2 else dx.reshape(x.shape)
-        if wanted[1]:
+        if needs_grad[1]:
             dmatrix = _matmul_like(matrix, a.T, dy, precision)
-            dweights = Fresh(dmatrix.T if turned else dmatrix)
+            dweights = OwnedGradient(dmatrix.T if turned else dmatrix)
         return [dx, dweights, dbias][: len(args)]
 
     args = (x, weights) if bias is None else (x, weights, bias)
@@ -247,10 +248,10 @@ def _few_bits_linear(
     y = kernels.few_bits_matmul(rows, matrix, None if bias is None else bias.array, precision)
     y = y if dtype is None else y.astype(dtype, copy=False)
 
-    def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
         dy = grad.reshape(len(rows), matrix.shape[1])
-        dx = kernels.few_bits_matmul(dy, matrix.T).reshape(x.shape) if wanted[0] else None
-        dbias = kernels.sum_rows(dy) if bias is not None and wanted[1] else None
+        dx = kernels.few_bits_matmul(dy, matrix.T).reshape(x.shape) if needs_grad[0] else None
+        dbias = kernels.sum_rows(dy) if bias is not None and needs_grad[1] else None
         return [dx, dbias][: len(args)]
 
     args = (x,) if bias is None else (x, bias)
@@ -263,7 +264,7 @@ def to_compute_dtype(x: Tensor, precision: str) -> Tensor:
     array = kernels.to_compute_dtype(x.array, precision)
     if array is x.array:
         return x
-    return record(array, (x,), lambda grad, wanted: (grad.astype(x.dtype),), "to_compute_dtype")
+    return record(array, (x,), lambda grad, needs_grad: (grad.astype(x.dtype),), "to_compute_dtype")
 
 
 @register
@@ -273,7 +274,7 @@ def residual(x: Operand, part: Operand) -> Tensor:
     a, b = x.array, part.array
     if a.shape != b.shape or a.dtype != b.dtype or type(a) is not type(b):
         return ops.add(x, part)
-    return record(kernels.add(a, b), (x, part), lambda grad, wanted: (grad, grad), "badd")
+    return record(kernels.add(a, b), (x, part), lambda grad, needs_grad: (grad, grad), "badd")
 
 
 @register
@@ -282,4 +283,4 @@ def soft_cap(x: Operand, cap: float) -> Tensor:
     x = as_tensor(x)
     array = floating(x.array)
     bent = x.xp.tanh(array / cap)
-    return record(cap * bent, (x,), lambda grad, wanted: (grad * (1 - bent * bent),), "soft_cap")
+    return record(cap * bent, (x,), lambda grad, needs_grad: (grad * (1 - bent * bent),), "soft_cap")

@@ -9,24 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from tricycle import devices, kernels
+from tricycle.autograd import NeedsGrad, OwnedGradient, SlicedGradient, evaluation, increment_versions, is_evaluating
 from tricycle.devices import Array, on_gpu
 from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, normal, xavier
 from tricycle.kernels import FewBits
-from tricycle.ops import Wanted, as_tensor, check_device, check_range, check_width, floating, positive
+from tricycle.ops import as_tensor, check_device, check_range, check_width, floating, positive
+from tricycle.parameter import Parameter
 from tricycle.precision import check_precision
-from tricycle.tensor import (
-    Fresh,
-    Operand,
-    Parameter,
-    Part,
-    Tensor,
-    changed_in_place,
-    evaluation,
-    is_evaluating,
-    record,
-    to_tensor,
-)
+from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 
 class Updater(Protocol):
@@ -286,7 +277,7 @@ class Layer:
             array = devices.to_cpu(array)
             own = parameters[name].array
             own[...] = array if isinstance(own, np.ndarray) else parameters[name].xp.asarray(array)
-        changed_in_place(parameters.values())
+        increment_versions(parameters.values())
 
     # ---------------------------------------------------------------- printing
     def __repr__(self) -> str:
@@ -414,12 +405,12 @@ class Embedding(Layer):
         check_device("Embedding", table, index)
         check_range(f"Embedding(from_size={self.from_size})", index, self.from_size)
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array | Part]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | SlicedGradient]:
             rows, places = grad.reshape(-1, self.to_size), index.reshape(-1)
             if on_gpu(grad) or len(places) >= self.from_size:
                 return (kernels.embedding_backward(rows, places, self.from_size),)
             present, places = np.unique(places, return_inverse=True)  # of a large table the rows that were taken
-            return (Part(kernels.embedding_backward(rows, places, len(present)), present, once=True),)
+            return (SlicedGradient(kernels.embedding_backward(rows, places, len(present)), present, once=True),)
 
         rows = table[index]
         rows = rows.astype(np.float32) if rows.dtype.itemsize == 2 else rows  # tables that are kept in 16 bits
@@ -454,9 +445,9 @@ class LayerNorm(Layer):
         y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred, dtype)
         args = tuple(arg for arg in (x, self.gain, self.bias) if arg is not None)
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array | Fresh, ...]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | OwnedGradient, ...]:
             dx, *others = kernels.layer_norm_backward(grad, array, gain, mean, scale, centred)
-            return (Fresh(dx), *others)[: len(args)]
+            return (OwnedGradient(dx), *others)[: len(args)]
 
         return record(y, args, backward, self._name)
 
@@ -511,7 +502,7 @@ class Dropout(Layer):
             return x
         array = floating(x.array)
         mask = kernels.random_mask(array, x.shape, 1 - self.probability, self.generator)
-        return record(array * mask, (x,), lambda grad, wanted: (grad * mask,), "dropout")
+        return record(array * mask, (x,), lambda grad, needs_grad: (grad * mask,), "dropout")
 
 
 class Sequential(Layer):

@@ -25,13 +25,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import kernels
+from tricycle.autograd import NeedsGrad, increment_versions
 from tricycle.configs.checked import Checked, Rule
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS, FewBits
 from tricycle.layers import Dense, Dropout, Layer
-from tricycle.ops import Wanted, as_tensor, check_width, floating
-from tricycle.tensor import Operand, Parameter, Tensor, changed_in_place, record
+from tricycle.ops import as_tensor, check_width, floating
+from tricycle.parameter import Parameter
+from tricycle.tensor import Operand, Tensor, record
 
 ALL_LINEAR = "all-linear"
 
@@ -194,7 +196,7 @@ class AdaptedDense(Dense):
         y = self._with_lengths(y) if low_rank.magnitudes else y
         if dtype is None or dtype == y.dtype:
             return y
-        return record(y.array.astype(dtype), (y,), lambda grad, wanted: (grad.astype(y.dtype),), "dense")
+        return record(y.array.astype(dtype), (y,), lambda grad, needs_grad: (grad.astype(y.dtype),), "dense")
 
     def _with_lengths(self, y: Tensor) -> Tensor:
         """Columns of x (W + s A B) with lengths that learn, and b. For gradients the lengths that they have are
@@ -209,7 +211,7 @@ class AdaptedDense(Dense):
         dtype, plain = y.dtype, y.array
         values = plain * factor if self.bias is None else plain * factor + self.bias.array
 
-        def backward(grad: Array, wanted: Wanted) -> list[Array]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
             sums = (grad * plain).reshape(-1, self.to_size).sum(axis=0) / lengths
             return [(grad * factor).astype(dtype, copy=False), *(sums[columns] for columns in parts)]
 
@@ -218,11 +220,11 @@ class AdaptedDense(Dense):
     def _column_squares(self) -> Array:
         """Return `column_squares` of the matrix.
 
-        Cache: valid while the matrix is the same array and `changed_in_place` has named it no more often.
+        Cache: valid while the matrix is the same array and `increment_versions` has not been told of a change.
         """
         weights = self.weights
-        if self._squares is None or self._squares[0] is not weights.array or self._squares[1] != weights._made:
-            self._squares = weights.array, weights._made, column_squares(weights)
+        if self._squares is None or self._squares[0] is not weights.array or self._squares[1] != weights._version:
+            self._squares = weights.array, weights._version, column_squares(weights)
         return self._squares[2]
 
 
@@ -258,7 +260,7 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
     for part, ranks, up in parts:
         _add(y[:, part.start : part.stop], _product(hidden[:, ranks], up, precision))
 
-    def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
         dy = kernels.operand(grad.reshape(len(rows), to_size), precision)
         dhiddens, dups = [], []
         for part, ranks, up in parts:
@@ -267,7 +269,7 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
             dups.append(_product(hidden[:, ranks].T, dpart, precision))
         dhidden = kernels.operand(_scaled(x.xp.concatenate(dhiddens, axis=1), parts), precision)
         ddown = _product(rows.T, dhidden, precision)
-        if not wanted[0]:
+        if not needs_grad[0]:
             return [None, ddown, *dups]
         dx = _product(dhidden, down.T, precision)
         if base is not None:
@@ -417,7 +419,7 @@ class Adapter(Layer):
                 base.weights.array = merged
             else:
                 base.weights.array[...] = base.weights.xp.asarray(merged)
-                changed_in_place([base.weights])
+                increment_versions([base.weights])
         return self.model
 
 

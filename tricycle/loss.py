@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from tricycle import kernels
+from tricycle.autograd import NeedsGrad, grad_enabled_for, gradients_of
 from tricycle.devices import Array, on_gpu
-from tricycle.ops import Op, Wanted, as_tensor, check_device, check_range, floating, positive
-from tricycle.tensor import Operand, Tensor, gradients_of, record, remembers
+from tricycle.ops import Op, as_tensor, check_device, check_range, floating, positive
+from tricycle.tensor import Operand, Tensor, record
 
 
 class CrossEntropy(Op):
@@ -69,14 +70,14 @@ class CrossEntropy(Op):
         return xp.where(counted, ids, 0), counted.astype(wide) * (scale / n_counted.astype(wide))
 
     def _weighted_sum(self, logits: Tensor, rows: Array, ids: Array, weights: Array) -> Tensor:
-        """The sum of what each row of logits costs, times its weight."""
+        """Return the weighted sum of the losses of all rows of logits."""
         check_range("CrossEntropy: labels", ids, rows.shape[-1])
         arguments = rows, ids, weights, self.label_smoothing
-        if not remembers(logits):
+        if not grad_enabled_for(logits):
             return record(kernels.cross_entropy(*arguments), (logits,), None, "cross_entropy", False)
         loss, slope = kernels.cross_entropy_with_slope(*arguments)
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
             return (_times(slope, grad).reshape(logits.shape),)
 
         return record(loss, (logits,), backward, "cross_entropy", False)
@@ -90,7 +91,7 @@ class CrossEntropy(Op):
         n_rows: int,
         scale: Array | float = 1.0,
     ) -> Tensor:
-        """As `forward` with the logits `head(hidden)`, which never exist whole: some rows at a time.
+        """Compute `forward` of the logits `head(hidden)` for some rows at a time, so that they never exist whole.
 
         While the logits of some rows are at hand, their gradients are computed too, for a loss is a number, and its own
         gradient nearly always 1; the backward pass only hands them on. So one more matrix like the head's weights is
@@ -117,7 +118,7 @@ class CrossEntropy(Op):
         rows = floating(hidden.array).reshape(-1, hidden.shape[-1])
         ids, weights = self._weighed(labels, rows.dtype, scale)
         inputs = (hidden, *(parameter for parameter in parameters if parameter.requires_grad))
-        sums = _Sums(rows, inputs) if remembers(*inputs) else None
+        sums = _Sums(rows, inputs) if grad_enabled_for(*inputs) else None
         total: Any = 0
         for places in _pieces(weights, n_rows):
             some = Tensor(rows[places], sums is not None and hidden.requires_grad)
@@ -132,7 +133,7 @@ class CrossEntropy(Op):
 
 
 class _Sums:
-    """The gradients of a head's input and of its parameters, as they come from some rows after others."""
+    """The gradients of a head's input and parameters, summed up over groups of rows."""
 
     def __init__(self, rows: Array, inputs: tuple[Tensor, ...]) -> None:
         self.shape = inputs[0].shape
@@ -151,13 +152,13 @@ class _Sums:
             elif held is not None and new is not None:
                 held += new
 
-    def backward(self, grad: Array, wanted: Wanted) -> list[Array | None]:
+    def backward(self, grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
         to_rows = None if self.of_rows is None else _times(self.of_rows, grad).reshape(self.shape)
         return [to_rows, *(None if array is None else _times(array, grad) for array in self.of_parameters)]
 
 
 def _pieces(weights: Array, n_rows: int) -> Iterator[Any]:
-    """Indices of the rows that count, at most so many at a time and as many each time as can be."""
+    """Yield indices of the rows that count, in groups of at most `n_rows` and about equal size."""
     places = np.flatnonzero(weights)
     n_pieces = -(-len(places) // n_rows)
     for i in range(n_pieces):
@@ -167,7 +168,7 @@ def _pieces(weights: Array, n_rows: int) -> Iterator[Any]:
 
 
 def _times(array: Array, grad: Array) -> Array:
-    """The product with a 0-d gradient; the usual 1 needs no pass over a large array. (On a GPU to look would wait.)"""
+    """Multiply by a 0-d gradient; the usual 1 needs no pass over a large array (a check on a GPU would wait for it)."""
     return array if not on_gpu(grad) and grad == 1 else kernels.multiply(array, grad)
 
 
@@ -191,8 +192,8 @@ class MeanSquaredError(Op):
         loss = (difference * difference).mean()
         scale = 2 / difference.size
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array]:
             to_pred = scale * grad * difference
-            return (-to_pred if wanted[0] else None), to_pred
+            return (-to_pred if needs_grad[0] else None), to_pred
 
         return record(loss, (y_true, y_pred), backward, "mean_squared_error", False)

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike
 
 from tricycle.attention import Attention, Cache, KeyValueCache, RaggedCache, call_with_cache, takes_ragged
 from tricycle.attention.cache import Segments
+from tricycle.autograd import grad_enabled_for
 from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock, call, dtype_between, new_norm, takes
 from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.devices import Array, array_module
@@ -24,9 +25,10 @@ from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.ops import as_tensor
-from tricycle.recompute import lean, recompute
+from tricycle.parameter import Parameter
+from tricycle.recompute import recompute, run_and_free
 from tricycle.softmaxes import new_softmax
-from tricycle.tensor import Operand, Parameter, Tensor, remembers
+from tricycle.tensor import Operand, Tensor
 
 # The most logits that a loss holds at a time in host memory: 112 MB of them, and as much of their gradients.
 # Each part converts the head's matrix, and adds to its gradient, anew.
@@ -160,7 +162,7 @@ class GPT(BlockStack):
             if caches:
                 x = call_with_cache(block, x, caches[i], mask)
             else:
-                x = (recompute if self.recompute else lean)(block, x, None, mask)
+                x = (recompute if self.recompute else run_and_free)(block, x, None, mask)
         return x
 
     def loss(
@@ -200,7 +202,7 @@ class GPT(BlockStack):
 
     def _dtype_of_logits(self, hidden: Tensor) -> Any:
         """Of those that a loss is made of: in training 16 bits are enough where products take no more, as on a GPU."""
-        if not remembers(hidden) or self.config.logit_cap:
+        if not grad_enabled_for(hidden) or self.config.logit_cap:
             return None
         products = [layer for layer in (self.head, self.head_projection) if layer is not None]
         dtype = dtype_between(hidden, self.precision, *products)

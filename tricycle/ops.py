@@ -1,8 +1,8 @@
 """Elementwise operations, reductions, shapes and indexing: each forward with its gradient beside it.
 
-Every function takes Tensors (numbers and arrays where a Tensor stands beside them), asks its arrays for
-the module `xp` that computes on them, and returns a Tensor with the function that gives its gradients: a closure over
-local variables, or a function of what was saved. The last lines make them the operators and methods of `Tensor`.
+Every function takes Tensors (numbers and arrays beside a Tensor), asks its arrays for the module `xp` that computes on
+them, and records the result with a backward function: a closure over local variables, or a function of what was saved.
+The last lines make them the operators and methods of `Tensor`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from tricycle import kernels
+from tricycle.autograd import Backward, SlicedGradient
 from tricycle.devices import Array, array_module, is_array, on_gpu
-from tricycle.tensor import Axis, Backward, Operand, Part, Tensor, record, to_tensor
+from tricycle.tensor import Axis, Operand, Tensor, record, to_tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Wanted: TypeAlias = Sequence[bool]  # which args of an operation want a gradient
+NeedsGrad: TypeAlias = Sequence[bool]  # which args of an operation want a gradient
 
 # Every operation with a gradient, by name. A test fails when one of them has no gradient check.
 OPS: dict[str, Callable[..., Any]] = {}
 
 
 def register(op: Function) -> Function:
-    """Enter a function in the registry of operations."""
+    """Add a function to the registry of operations."""
     OPS[op.__name__] = op
     return op
 
@@ -35,12 +36,12 @@ def register(op: Function) -> Function:
 class Op:
     """A callable with hyper-parameters and no other state: any number of calls may be alive at once.
 
-    A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves, but for bases of others.
+    A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves, unless declared a base.
     """
 
     @property
     def computes_wide(self) -> bool:
-        """Whether inputs of 16 bits are computed with in float32, and only the result is rounded."""
+        """Whether 16-bit inputs are computed with in float32, and only the result is rounded."""
         return False
 
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
@@ -59,7 +60,7 @@ class Op:
 
 
 def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
-    """Sum a gradient over the axes along which NumPy stretched an input of this shape."""
+    """Sum a gradient over the axes along which NumPy broadcast an input of this shape."""
     if grad.shape == shape:
         return grad
     added = grad.ndim - len(shape)
@@ -68,12 +69,12 @@ def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
 
 
 def floating(array: Array) -> Array:
-    """Whole numbers and booleans as float32; floats as they are."""
+    """Convert integers and booleans to float32; return floats as they are."""
     return array.astype(np.float32) if array.dtype.kind in "biu" else array
 
 
 def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
-    """A Tensor as it is; anything else as a constant, in the dtype of the Tensor it meets."""
+    """Return a Tensor as it is; make anything else a constant, in the dtype of the Tensor `like`."""
     if isinstance(x, Tensor):
         return x
     array: Array = x if is_array(x) else (np if like is None else like.xp).asarray(x)
@@ -84,19 +85,19 @@ def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
 
 
 def as_tensors(*xs: Operand) -> tuple[Tensor, ...]:
-    """Tensors as they are; anything else as a constant, in the dtype of the first Tensor."""
+    """Return Tensors as they are; make anything else a constant, in the dtype of the first Tensor."""
     like = next((x for x in xs if isinstance(x, Tensor)), None)
     return tuple(as_tensor(x, like) for x in xs)
 
 
 def common_kind(*arrays: Array) -> tuple[Array, ...]:
-    """Whole numbers take the dtype of the floats they meet (NumPy would make both float64)."""
+    """Convert integers to the dtype of the floats beside them (NumPy would make both float64)."""
     floats = [a.dtype for a in arrays if a.dtype.kind not in "biu"]
     return tuple(a.astype(floats[0]) if floats and a.dtype.kind in "biu" else a for a in arrays)
 
 
 def refusal(op: str, error: ValueError, *arrays: Array) -> ValueError:
-    """NumPy's complaint, with the op and the shapes that came."""
+    """Return NumPy's error with the op and the shapes that came."""
     shapes = " and ".join(str(array.shape) for array in arrays)
     rule = "do not broadcast" if "broadcast" in str(error) else f"do not fit: {error}"
     return ValueError(f"{op}: shapes {shapes} {rule}")
@@ -106,7 +107,7 @@ def check_device(op: str, *arrays: Array) -> None:
     """Refuse arrays of different devices.
 
     Raises:
-        ValueError: one array lies in host memory, another on a GPU.
+        ValueError: one array is in host memory, another on a GPU.
     """
     if len(set(map(type, arrays))) == 1:
         return
@@ -116,7 +117,7 @@ def check_device(op: str, *arrays: Array) -> None:
 
 
 def check_width(title: str, x: Tensor, size: int) -> None:
-    """Refuse a Tensor whose last axis is not so long.
+    """Refuse a Tensor whose last axis has not this size.
 
     Raises:
         ValueError: names the layer or op by its title, the rule and the shape.
@@ -126,7 +127,7 @@ def check_width(title: str, x: Tensor, size: int) -> None:
 
 
 def check_range(what: str, ids: Array, limit: int) -> None:
-    """Refuse ids outside 0..limit-1. Host arrays only: to look on a GPU would wait for it.
+    """Refuse ids outside 0..limit-1. Host arrays only: a check on a GPU would wait for it.
 
     Raises:
         ValueError: the smallest or largest id is out of range.
@@ -138,7 +139,7 @@ def check_range(what: str, ids: Array, limit: int) -> None:
 
 
 def positive(layer: str, **sizes: int) -> None:
-    """Refuse sizes that are not whole numbers above 0.
+    """Refuse sizes that are not integers above 0.
 
     Raises:
         ValueError: names the layer and the argument.
@@ -150,7 +151,7 @@ def positive(layer: str, **sizes: int) -> None:
 
 # -------------------------------------------------------------------- elementwise, one input
 def unary(name: str, forward: Callable[..., Array], gradient: Callable[..., Array]) -> Callable[[Operand], Tensor]:
-    """An elementwise op. `forward(xp, x)` gives y; `gradient(xp, g, x, y)` gives the gradient of x."""
+    """Make an elementwise op: `forward(xp, x)` returns y, `gradient(xp, g, x, y)` the gradient of x."""
 
     def op(x: Operand) -> Tensor:
         x = as_tensor(x)
@@ -158,7 +159,7 @@ def unary(name: str, forward: Callable[..., Array], gradient: Callable[..., Arra
         y = forward(x.xp, array)
         return record(y, (x,), backward, name, None, (array, y))
 
-    def backward(grad: Array, wanted: Wanted, x: Array, y: Array) -> tuple[Array]:
+    def backward(grad: Array, needs_grad: NeedsGrad, x: Array, y: Array) -> tuple[Array]:
         return (gradient(array_module(x), grad, x, y),)
 
     op.__name__ = name
@@ -178,7 +179,7 @@ sigmoid = unary("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x, y:
 @register
 def negative(x: Operand) -> Tensor:
     x = as_tensor(x)
-    return record(-x.array, (x,), lambda grad, wanted: (-grad,), "negative")
+    return record(-x.array, (x,), lambda grad, needs_grad: (-grad,), "negative")
 
 
 # -------------------------------------------------------------------- elementwise, two inputs
@@ -188,13 +189,13 @@ def binary(
     forward: Callable[..., Array],
     left: Callable[..., Array],
     right: Callable[..., Array],
-    looks: bool = True,
+    saves: bool = True,
 ) -> Callable[..., Tensor]:
-    """An elementwise op with broadcasting. `forward(x, y)` gives z; `left(g, x, y, z)` and
-    `right(g, x, y, z)` give the gradients of x and y before un-broadcasting; if neither `looks` at x, y and z, these
-    are not kept.
+    """Make an elementwise op of two inputs, with broadcasting.
 
-    A plain number is no input of the graph, and the result says so: `x + 4` is named "+ 4".
+    `forward(x, y)` returns z; `left(g, x, y, z)` and `right(g, x, y, z)` return the gradients of x and y before
+    un-broadcasting. If neither reads x, y and z, these need not be saved. A plain number is no node of the graph: it is
+    part of the result's name, "+ 4" for `x + 4`.
     """
 
     def op(x: Operand, y: Operand) -> Tensor:
@@ -215,42 +216,42 @@ def binary(
             z = forward(a, b)
         except ValueError as error:
             raise refusal(name, error, a, b) from None
-        values = (a, b, z) if looks else nothing
-        if a.shape == b.shape:  # the most of all cases, and the cheapest
+        values = (a, b, z) if saves else nothing
+        if a.shape == b.shape:  # the most frequent case, and the cheapest
             return record(z, (x, y), backward, result_name, None, values)
         return record(z, (x, y), backward_unbroadcast, result_name, None, (a.shape, b.shape, *values))
 
     result_name = "b" + name
     nothing = (None, None, None)
-    backward, backward_unbroadcast = _both_ways(left, right)
+    backward, backward_unbroadcast = _backward_functions(left, right)
 
     def with_number_right(x: Tensor, y: float) -> Tensor:
         a = _ready_for(x.array, y)
         z = forward(a, y)
-        return record(z, (x,), lambda grad, wanted: (left(grad, a, y, z),), f"{symbol} {y}")
+        return record(z, (x,), lambda grad, needs_grad: (left(grad, a, y, z),), f"{symbol} {y}")
 
     def with_number_left(x: float, y: Tensor) -> Tensor:
         b = _ready_for(y.array, x)
         z = forward(x, b)
         name = f"{symbol} {x}" if symbol in "+*" else f"{x} {symbol}"
-        return record(z, (y,), lambda grad, wanted: (right(grad, x, b, z),), name)
+        return record(z, (y,), lambda grad, needs_grad: (right(grad, x, b, z),), name)
 
     op.__name__ = name
     return register(op)
 
 
-def _both_ways(left: Callable[..., Array], right: Callable[..., Array]) -> tuple[Backward, Backward]:
-    """The gradients of two inputs that have the shape of the result, and of two of which one may be stretched."""
+def _backward_functions(left: Callable[..., Array], right: Callable[..., Array]) -> tuple[Backward, Backward]:
+    """Return the backward functions for inputs in the shape of the result, and for inputs that were broadcast."""
 
-    def backward(grad: Array, wanted: Wanted, x: Any, y: Any, z: Any) -> tuple[Array | None, Array | None]:
-        to_left = left(grad, x, y, z) if wanted[0] else None
-        to_right = right(grad, x, y, z) if wanted[1] else None
+    def backward(grad: Array, needs_grad: NeedsGrad, x: Any, y: Any, z: Any) -> tuple[Array | None, Array | None]:
+        to_left = left(grad, x, y, z) if needs_grad[0] else None
+        to_right = right(grad, x, y, z) if needs_grad[1] else None
         return to_left, to_right
 
     def backward_unbroadcast(
-        grad: Array, wanted: Wanted, x_shape: tuple[int, ...], y_shape: tuple[int, ...], *values: Any
+        grad: Array, needs_grad: NeedsGrad, x_shape: tuple[int, ...], y_shape: tuple[int, ...], *values: Any
     ) -> tuple[Array | None, Array | None]:
-        to_left, to_right = backward(grad, wanted, *values)
+        to_left, to_right = backward(grad, needs_grad, *values)
         to_left = None if to_left is None else unbroadcast(to_left, x_shape)
         to_right = None if to_right is None else unbroadcast(to_right, y_shape)
         return to_left, to_right
@@ -259,7 +260,7 @@ def _both_ways(left: Callable[..., Array], right: Callable[..., Array]) -> tuple
 
 
 def _plain(number: Any) -> Any:
-    """A Python number, which leaves the dtype of an array it meets alone; NumPy's scalars would not."""
+    """Return a Python number, which does not change the dtype of an array beside it as NumPy's scalars do."""
     return number.item() if isinstance(number, np.generic) else number
 
 
@@ -268,12 +269,12 @@ def _ready_for(array: Array, number: float) -> Array:
 
 
 def _module(x: Any, y: Any) -> Any:
-    """The module of whichever is an array."""
+    """Return the array module of whichever is an array."""
     return array_module(x if is_array(x) else y)
 
 
 def _power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
-    """x ** y log x, which goes to 0 with x."""
+    """Return g x ** y log x, which goes to 0 with x."""
     xp = array_module(g)
     positive = xp.asarray(x) > 0
     return g * xp.where(positive, z * xp.log(xp.where(positive, x, 1)), 0)
@@ -286,13 +287,13 @@ def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
     return g * y * x ** xp.where(y == 0, 1, y - 1)
 
 
-add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g, looks=False)
-subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, looks=False)
+add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g, saves=False)
+subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, saves=False)
 multiply = binary("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
 divide = binary(
     "div",
     "/",
-    # whole numbers divide to float32, as everything else here
+    # the quotient of integers is float32, as every other result here
     lambda x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
     lambda g, x, y, z: g / y,
     lambda g, x, y, z: -g * z / y,
@@ -308,7 +309,7 @@ minimum = binary("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *_e
 
 
 def comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:
-    """A comparison: a Tensor of booleans, through which no gradient flows."""
+    """Make a comparison, which returns a Tensor of booleans: no gradient flows through it."""
 
     def op(x: Operand, y: Operand) -> Tensor:
         xp = next((v.xp for v in (x, y) if isinstance(v, Tensor)), np)
@@ -328,7 +329,7 @@ def comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Opera
 # -------------------------------------------------------------------- choosing, joining
 @register
 def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
-    """x where the condition holds, y elsewhere, with broadcasting."""
+    """Select x where the condition holds, y elsewhere, with broadcasting."""
     x, y = as_tensors(x, y)
     chosen = as_tensor(condition, None if is_array(condition) else x).array.astype(bool)
     xp = x.xp
@@ -338,16 +339,16 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
     except ValueError as error:
         raise refusal("where", error, chosen, x.array, y.array) from None
 
-    def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array | None]:
-        to_x = unbroadcast(xp.where(chosen, grad, 0), x.shape) if wanted[0] else None
-        to_y = unbroadcast(xp.where(chosen, 0, grad), y.shape) if wanted[1] else None
+    def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
+        to_x = unbroadcast(xp.where(chosen, grad, 0), x.shape) if needs_grad[0] else None
+        to_y = unbroadcast(xp.where(chosen, 0, grad), y.shape) if needs_grad[1] else None
         return to_x, to_y
 
     return record(z, (x, y), backward, "where")
 
 
 def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:
-    """The inputs of an op that joins them: as Tensors, as arrays of one kind, and their module."""
+    """Return the inputs of an op that joins them: as Tensors, as arrays of one dtype kind, and their module."""
     tensors = as_tensors(*tensors)
     if not tensors:
         raise ValueError(f"{op}: expected at least one Tensor, got none")
@@ -357,7 +358,7 @@ def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tu
 
 @register
 def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Tensors one after another along an axis that they have."""
+    """Join Tensors along an axis that they have."""
     tensors, arrays, xp = _joined("concatenate", tensors)
     try:
         z = xp.concatenate(arrays, axis=axis)
@@ -369,12 +370,12 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
         stop = start + t.shape[axis]
         indices.append((slice(None),) * (axis % z.ndim) + (slice(start, stop),))
         start = stop
-    return record(z, tensors, lambda grad, wanted: [grad[index] for index in indices], "concatenate")
+    return record(z, tensors, lambda grad, needs_grad: [grad[index] for index in indices], "concatenate")
 
 
 @register
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Tensors of one shape side by side along a new axis."""
+    """Join Tensors of one shape along a new axis."""
     tensors, arrays, xp = _joined("stack", tensors)
     try:
         z = xp.stack(arrays, axis=axis)
@@ -382,7 +383,7 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
         raise refusal("stack", error, *arrays) from None
     batched = any(t.is_batched for t in tensors) and axis % z.ndim != 0
 
-    def backward(grad: Array, wanted: Wanted) -> list[Array]:
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
         parts = xp.moveaxis(grad, axis, 0)
         return [parts[i] for i in range(len(tensors))]
 
@@ -391,7 +392,7 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 # -------------------------------------------------------------------- reductions
 def _axes(op: str, x: Tensor, axis: Axis) -> tuple[int, ...]:
-    """The axes that `axis` names, counted from the front."""
+    """Return the axes that `axis` names, counted from the front."""
     axes = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
     for a in axes:
         if not -x.ndim <= operator.index(a) < x.ndim:
@@ -403,42 +404,42 @@ def _axes(op: str, x: Tensor, axis: Axis) -> tuple[int, ...]:
 
 
 def _kept(grad: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-    """A reduced gradient with its reduced axes back, of length 1."""
+    """Return the gradient of a reduction with the reduced axes restored, of length 1."""
     return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
 
 
 @register
 def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The sum over an axis, several, or all."""
+    """Sum over an axis, several, or all."""
     x = as_tensor(x)
     axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
     y = x.array.sum(axis=axes, keepdims=keepdims)
-    backward = lambda grad, wanted: (xp.broadcast_to(_kept(grad, shape, axes), shape),)
+    backward = lambda grad, needs_grad: (xp.broadcast_to(_kept(grad, shape, axes), shape),)
     return record(y, (x,), backward, "sum", x.is_batched and 0 not in axes)
 
 
 @register
 def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The mean over an axis, several, or all."""
+    """Return the mean over an axis, several, or all."""
     x = as_tensor(x)
     axes, xp, shape = _axes("mean", x, axis), x.xp, x.shape
     count = math.prod(shape[a] for a in axes)
     if count == 0:
         raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
     y = floating(x.array).mean(axis=axes, keepdims=keepdims)
-    backward = lambda grad, wanted: (xp.broadcast_to(_kept(grad / count, shape, axes), shape),)
+    backward = lambda grad, needs_grad: (xp.broadcast_to(_kept(grad / count, shape, axes), shape),)
     return record(y, (x,), backward, "mean", x.is_batched and 0 not in axes)
 
 
 def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
-    """max or min. Equal extremes share the gradient evenly."""
+    """Compute `max` or `min`. Equal extremes share the gradient evenly."""
     x = as_tensor(x)
     axes, array = _axes(name, x, axis), x.array
     if 0 in [array.shape[a] for a in axes]:
         raise ValueError(f"{name}: expected at least one element along axes {axes}, got shape {x.shape}")
     y = getattr(array, name)(axis=axes, keepdims=True)
 
-    def backward(grad: Array, wanted: Wanted) -> tuple[Array]:
+    def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
         chosen = array == y
         return (chosen * (_kept(grad, array.shape, axes) / chosen.sum(axis=axes, keepdims=True)),)
 
@@ -448,25 +449,25 @@ def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
 
 @register
 def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The largest value over an axis, several, or all."""
+    """Return the largest value over an axis, several, or all."""
     return _extreme(x, axis, keepdims, "max")
 
 
 @register
 def min(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The smallest value over an axis, several, or all."""
+    """Return the smallest value over an axis, several, or all."""
     return _extreme(x, axis, keepdims, "min")
 
 
 # -------------------------------------------------------------------- shapes and indexing
 def _flat(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """`f(2, 3)` and `f((2, 3))` alike."""
+    """Return (2, 3) for the arguments of both `f(2, 3)` and `f((2, 3))`."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], Sequence) else args
 
 
 @register
 def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
-    """The same values in another shape; one length may be -1."""
+    """Return the same values in another shape; one length may be -1."""
     x = as_tensor(x)
     try:
         y = x.array.reshape(_flat(shape))
@@ -474,23 +475,25 @@ def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
         raise ValueError(f"reshape: {x.size} elements of shape {x.shape} do not fit {_flat(shape)}") from None
     batched = x.is_batched and y.shape[:1] == x.shape[:1]
     shape_before = x.shape
-    return record(y, (x,), lambda grad, wanted: (grad.reshape(shape_before),), "reshape", batched)
+    return record(y, (x,), lambda grad, needs_grad: (grad.reshape(shape_before),), "reshape", batched)
 
 
 @register
 def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
-    """The axes in another order; reversed if none is given."""
+    """Permute the axes; reverse them if no order is given."""
     x = as_tensor(x)
     order = _axes("transpose", x, _flat(axes)) or tuple(reversed(range(x.ndim)))
     if len(order) != x.ndim:
         raise ValueError(f"transpose: expected an order of {x.ndim} axes, got {_flat(axes)} for shape {x.shape}")
     back = tuple(order.index(i) for i in range(x.ndim))
     batched = x.is_batched and order[:1] == (0,)
-    return record(x.array.transpose(order), (x,), lambda grad, wanted: (grad.transpose(back),), "transpose", batched)
+    return record(
+        x.array.transpose(order), (x,), lambda grad, needs_grad: (grad.transpose(back),), "transpose", batched
+    )
 
 
 def _array_index(index: Any, xp: Any) -> Any:
-    """An index with the arrays of its Tensors, and NumPy's on the device of the indexed array."""
+    """Replace the Tensors of an index by their arrays; move NumPy arrays to the device of the indexed array."""
     if isinstance(index, tuple):
         return tuple(_array_index(i, xp) for i in index)
     index = index.array if isinstance(index, Tensor) else index
@@ -499,7 +502,7 @@ def _array_index(index: Any, xp: Any) -> Any:
 
 @register
 def getitem(x: Operand, index: Any) -> Tensor:
-    """NumPy's indexing: numbers, slices, None, Ellipsis, arrays or Tensors of whole numbers or booleans."""
+    """Index as NumPy does: integers, slices, None, Ellipsis, arrays or Tensors of integers or booleans."""
     x = as_tensor(x)
     index = _array_index(index, x.xp)
     try:
@@ -508,11 +511,11 @@ def getitem(x: Operand, index: Any) -> Tensor:
         raise IndexError(f"getitem: {error}, for a Tensor of shape {x.shape}") from None
     first = index[:1] if isinstance(index, tuple) else (index,)
     batched = x.is_batched and not isinstance(first[0] if first else ..., (int, np.integer, type(None)))
-    return record(y, (x,), lambda grad, wanted: (Part(grad, index),), "getitem", batched)
+    return record(y, (x,), lambda grad, needs_grad: (SlicedGradient(grad, index),), "getitem", batched)
 
 
 def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
-    """Equal parts along an axis."""
+    """Split into equal parts along an axis."""
     x = as_tensor(x)
     (axis,) = _axes("split", x, axis)
     if n_splits < 1 or x.shape[axis] % n_splits:
@@ -521,7 +524,7 @@ def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
 
 
 def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]:
-    """Parts of these lengths along an axis, one after another; views of the same memory."""
+    """Split into parts of these sizes along an axis: views of the same memory."""
     index: list[Any] = [slice(None)] * x.ndim
     parts = []
     start = 0

@@ -18,10 +18,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tricycle import devices, kernels
+from tricycle.autograd import increment_versions
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.shards import Load, Shards
-from tricycle.tensor import Tensor, changed_in_place
+from tricycle.tensor import Tensor
 
 Schedule = Callable[[int], float]
 Predicate = Callable[[Tensor], bool]
@@ -327,7 +328,7 @@ class Optimiser:
             _make_together(together)
             if self.shards is not None:
                 self._take_over([p for _, p in chosen], self.shards)
-            changed_in_place(parameter for _, parameter in chosen)
+            increment_versions(parameter for _, parameter in chosen)
         self._step_is_open = False
 
     def owns(self, parameter: Tensor) -> bool:

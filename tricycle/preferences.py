@@ -148,6 +148,6 @@ def dpo_loss(model: GPT, beta: float = 0.1, see: Callable[[Array], Any] | None =
         weights = xp.broadcast_to(xp.concatenate([slope, -slope])[:, None] * n_counted, labels.shape)
         weighed = model.loss_of_hidden(labels, hidden, loss_fn, weights.astype(np.float32))
         value = (pair_losses(margins).mean() * factor).astype(np.float32)
-        return record(value, (weighed,), lambda grad, wanted: (grad,), "dpo")
+        return record(value, (weighed,), lambda grad, needs_grad: (grad,), "dpo")
 
     return loss_of

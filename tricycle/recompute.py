@@ -1,35 +1,86 @@
-"""Layers that forget what they computed: what no gradient needs, or all of it, to compute it again when the backward
-pass comes to them.
+"""Less memory for activations: free those that no gradient needs, or all within a layer, and compute them again in the
+backward pass (gradient checkpointing).
 
-Of a stack of layers that compute again only what goes from one to the next stays in memory, and the insides of one
-layer at a time. It costs one more forward pass. Source: Chen et al. 2016, "Training deep nets with sublinear memory
-cost".
+Of a stack of layers that are computed again, only what goes from one to the next stays in memory, and the activations
+of one layer at a time. It costs one more forward pass. Source: Chen et al. 2016, "Training deep nets with sublinear
+memory cost".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
-from tricycle.devices import Array
+from tricycle.autograd import NeedsGrad, enable_grad, grad_enabled_for, gradients_of
+from tricycle.devices import Array, array_module
 from tricycle.layers import Layer, generators_in
-from tricycle.ops import Wanted, as_tensor
-from tricycle.tensor import Operand, Tensor, forget_inside, gradients_of, no_grad, record, remembering, remembers
+from tricycle.ops import as_tensor
+from tricycle.tensor import Operand, Tensor, no_grad, record
+
+_free_activations: ContextVar[bool] = ContextVar("free_activations", default=False)
 
 
-def lean(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
-    """`layer(x, *args, **kwargs)`, of whose insides, in a block of `forgetting`, only what gradients need is kept.
+@contextmanager
+def free_activations() -> Iterator[None]:
+    """Let `run_and_free` free activations within this block (and this thread): nothing will read them."""
+    token = _free_activations.set(True)
+    try:
+        yield
+    finally:
+        _free_activations.reset(token)
 
-    Layers of others, and such as somebody looks into, keep everything.
+
+def run_and_free(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
+    """Return `layer(x, *args, **kwargs)`; in a block of `free_activations`, free what no gradient needs inside of it.
+
+    Layers of other modules, and those whose `forward` was replaced (by a probe, say), keep everything.
     """
     x = as_tensor(x)
     result: Tensor = layer(x, *args, **kwargs)
     if all(_is_ours(part) for part in layer.layers()):
-        forget_inside(result, x)
+        free_activations_inside(result, x)
     return result
+
+
+def free_activations_inside(result: Tensor, start: Tensor) -> None:
+    """In a block of `free_activations`: free the arrays of all Tensors that were computed on the way to a result.
+
+    Backward functions hold the arrays that they need, so gradients stay the same; the Tensors are NaN from now on, in
+    their shapes and dtypes. Spared are the inputs and the result of an operation whose backward function is not one of
+    the library's, because it may read a Tensor's `array` only when it is called.
+
+    Args:
+        result: spared, as `start` is.
+        start: what was computed before it is spared, too.
+    """
+    if not _free_activations.get():
+        return
+    inside: dict[int, Tensor] = {}
+    spared = {id(start), id(result)}
+    stack = [result]
+    while stack:
+        node = stack.pop()
+        if not _holds_its_arrays(node._backward):
+            spared.update(map(id, (node, *node.args)))
+        for arg in node.args:
+            if arg.args and id(arg) not in inside and arg is not start:
+                inside[id(arg)] = arg
+                stack.append(arg)
+    for key, tensor in inside.items():
+        if key not in spared:
+            array = tensor.array
+            tensor.array = array_module(array).broadcast_to(array.dtype.type(np.nan), array.shape)
+
+
+def _holds_its_arrays(backward: Any) -> bool:
+    """Return whether it is a backward function of the library, none of which reads a Tensor's array when called."""
+    module = getattr(backward, "__module__", None) or ""
+    # back_fns that a user set are called by a function of the library
+    return module.startswith("tricycle.") and getattr(backward, "__name__", "") != "call_back_fns"
 
 
 def _is_ours(layer: Layer) -> bool:
@@ -37,10 +88,9 @@ def _is_ours(layer: Layer) -> bool:
 
 
 def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
-    """`layer(x, *args, **kwargs)`, computed inside once more for its gradients, which are the same bit by bit.
+    """Return `layer(x, *args, **kwargs)`, and compute its activations again in the backward pass (to the same bits).
 
-    The second time dropout draws the same masks, and the layers are in training or not as they were; generators stand
-    afterwards where they stood before.
+    The second time dropout draws the same masks, and layers are in the same modes; generators are restored afterwards.
 
     Args:
         x: the only input, with the layer's own parameters, that gets a gradient.
@@ -48,16 +98,16 @@ def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
     x = as_tensor(x)
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     inputs = (x, *parameters)
-    if not remembers(*inputs):
+    if not grad_enabled_for(*inputs):
         return layer(x, *args, **kwargs)
     situation = Situation(layer)
     array = x.array
     with no_grad():
         result = layer(x, *args, **kwargs)
 
-    def backward(grad: Array, wanted: Wanted) -> list[Array | None]:
-        again = Tensor(array, wanted[0], x.is_batched, x.name)
-        with situation.again(), remembering():
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
+        again = Tensor(array, needs_grad[0], x.is_batched, x.name)
+        with situation.again(), enable_grad():
             second = layer(again, *args, **kwargs)
         return gradients_of(second, grad, [again, *parameters])
 
@@ -65,7 +115,7 @@ def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class Situation:
-    """What a layer's result depends on beside its inputs and parameters, as it is now."""
+    """What a layer's result depends on besides inputs and parameters: modes, precisions and the state of generators."""
 
     def __init__(self, layer: Layer) -> None:
         self.layers = [(part, part.training, part.precision) for part in layer.layers()]
@@ -73,7 +123,7 @@ class Situation:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within this block everything is as it was; then as it is before the block."""
+        """Restore the saved state within this block, then the state before the block."""
         now = [(part, part.training, part.precision) for part, _, _ in self.layers]
         states = [(generator, generator.bit_generator.state) for generator, _ in self.generators]
         _set(self.layers, self.generators)

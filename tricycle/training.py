@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import devices
+from tricycle.autograd import topological_order
 from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
@@ -31,10 +32,10 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, LOGITS_AT_ONCE, least_numbers
 from tricycle.optimisers import AdamW, Memory, Muon, Optimiser, gradient_norm
 from tricycle.processes import ALONE, Draws, GradientSum, Processes
-from tricycle.recompute import Situation
+from tricycle.recompute import Situation, free_activations
 from tricycle.scheduler import SCHEDULES
 from tricycle.shards import Shards
-from tricycle.tensor import Tensor, forgetting, no_grad, topological_order
+from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
 
 # How many updates a run is taken to have at least while its number of updates is not known, because it is limited in
@@ -136,7 +137,7 @@ def gradients(
         processes.answer()
         share = count / total
         compute_loss = partial(loss_of, batch, share if scale is None else share * scale)
-        with forgetting():
+        with free_activations():
             loss = compute_loss()
         mean = mean + _value(loss, compute_loss, model, pending)
         if pending is not None and pending.problem:

@@ -40,6 +40,8 @@ _FORMER_NAMES = set(
     tricycle.functions.AdaptiveSoftmax tricycle.functions.BlockSoftmax
     """.split()
 )
+# Classes that are in another module now, by the names that they have in such files.
+_MOVED = {"tricycle.tensor.Parameter": "tricycle.parameter.Parameter"}
 _ADMITTED = (Layer, Op, Tensor, ModelConfig, RotaryScaling)
 
 _LETTERS = ("f4", "f8")  # what weights are made of
@@ -73,6 +75,7 @@ def load_pickled_model(path: str | os.PathLike[str]) -> GPT:
 
 def _admit(module: str, name: str) -> str | None:
     full = f"{module.replace('numpy.core.', 'numpy._core.')}.{name}"
+    full = _MOVED.get(full, full)
     if "." not in name and full in _NUMPY_NAMES | _FORMER_NAMES:
         return full
     return full if _own_class(full) is not None else None

@@ -191,7 +191,7 @@ def _differences(exercise: Exercise, function: Callable[..., Any], inputs: list[
             y = exercise.op(*tensors).array
         arrays = [tensor.array for tensor in tensors]
 
-        def backward(grad: Any, wanted: Any) -> tuple[Any, ...]:
+        def backward(grad: Any, needs_grad: Any) -> tuple[Any, ...]:
             answers = iter(_answers(exercise, function, np.asarray(grad), arrays, y))
             return tuple(next(answers) if array.dtype.kind == "f" else None for array in arrays)
 

@@ -78,8 +78,8 @@ def f(x):
 print((f(0.5 + 1e-6) - f(0.5 - 1e-6)) / 2e-6)
 
 # %% [markdown]
-# Tricycle is this with arrays in the place of numbers: `Tensor` remembers its inputs (`args`) and a function for
-# each that turns the gradient of the result into the input's (`back_fns`).
+# Tricycle is this with arrays in the place of numbers: a `Tensor` records its inputs (`args`) and a backward function,
+# which computes their gradients from the gradient of the result (`back_fns` shows it as one function for each input).
 
 # %%
 from tricycle import to_tensor

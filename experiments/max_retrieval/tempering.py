@@ -18,7 +18,8 @@ from tricycle import ops
 from tricycle.attention import Attention
 from tricycle.functions import RowSoftmax
 from tricycle.models import GPT
-from tricycle.tensor import Parameter, Tensor
+from tricycle.parameter import Parameter
+from tricycle.tensor import Tensor
 from tricycle_lab.taps import tap
 
 MIDDLE = 256  # visible keys at which what grows with their number counts 0

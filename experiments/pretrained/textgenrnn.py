@@ -24,10 +24,11 @@ from experiments.settings import at_least
 from tricycle import kernels
 from tricycle.layers import Dense, Embedding, Layer
 from tricycle.ops import as_tensor, concatenate
+from tricycle.parameter import Parameter
 from tricycle.sampling import Sampling
 from tricycle.sequences.attentions import LuongAttention
 from tricycle.sequences.recurrent import LSTM
-from tricycle.tensor import Operand, Parameter, Tensor
+from tricycle.tensor import Operand, Tensor
 from tricycle_cli.flags import parse, run_main
 
 WINDOW = 40  # characters that it looks at; before a beginning stand zeros, which it reads, too

@@ -198,7 +198,7 @@ def offset_dtype(offset: int, flags: int = 0) -> bytes:
 
 def as_weights(made: bytes) -> bytes:
     """A model whose only weights are this."""
-    tensor = built(name("tricycle.tensor", "Parameter") + several() + pickle.NEWOBJ, mapping(text("array"), made))
+    tensor = built(name("tricycle.parameter", "Parameter") + several() + pickle.NEWOBJ, mapping(text("array"), made))
     model = name("tricycle.models", "GPT") + several() + pickle.NEWOBJ
     config = built(name("tricycle.configs.presets", "GPTConfig") + several() + pickle.NEWOBJ, mapping())
     return whole_file(built(model, mapping(text("config"), config, text("weights"), tensor)))

@@ -11,12 +11,13 @@ from typing import Any
 
 from tricycle import kernels
 from tricycle.attention.masks import Mask, additive_mask
+from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module, side_by_side
 from tricycle.functions import RowSoftmax
 from tricycle.kernels import Scoring
-from tricycle.ops import Op, Wanted, as_tensors, check_device, floating
+from tricycle.ops import Op, as_tensors, check_device, floating
 from tricycle.softmaxes import new_softmax
-from tricycle.tensor import Operand, Tensor, record, remembers
+from tricycle.tensor import Operand, Tensor, record
 
 
 class Attention(Op):
@@ -90,13 +91,13 @@ class Attention(Op):
         scoring = self._scoring(q, k)
         out, attend_backward = self.softmax.attend(q, k, v, scoring, hidden, *parameters, **like_queries)
         args = tensors if scales is None else (*tensors, scales)
-        if not remembers(*args):
+        if not grad_enabled_for(*args):
             return record(out, args, None, "attention")
 
         new_grads = _room_like(originals)
         n_args = len(args)
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, ...]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, ...]:
             grads = new_grads()
             dscales = attend_backward(grad, *grads)
             return (*grads, dscales)[:n_args]

@@ -91,7 +91,7 @@ class Rotary(Op):
             return turned
 
         # a rotation is undone by the opposite angle: its gradient too
-        return record(turn(array, sin), (x,), lambda grad, wanted: (turn(grad, -sin),), "rotary")
+        return record(turn(array, sin), (x,), lambda grad, needs_grad: (turn(grad, -sin),), "rotary")
 
 
 def angles(

@@ -6,10 +6,12 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.attention.cache import Cache, previous_tokens
+from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array
 from tricycle.layers import Layer
-from tricycle.ops import Wanted, as_tensor, check_device, check_width, floating, positive
-from tricycle.tensor import Operand, Parameter, Tensor, record
+from tricycle.ops import as_tensor, check_device, check_width, floating, positive
+from tricycle.parameter import Parameter
+from tricycle.tensor import Operand, Tensor, record
 
 
 class TokenShift(Layer):
@@ -39,12 +41,12 @@ class TokenShift(Layer):
         array, mix = floating(x.array), self.mix.array
         earlier = previous_tokens(array, cache, "latest")
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array | None]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
             dx = dmix = None
-            if wanted[0]:
+            if needs_grad[0]:
                 dx = grad.copy()
                 dx[:, :-1] += mix * grad[:, 1:]
-            if wanted[1]:
+            if needs_grad[1]:
                 dmix = kernels.sum_rows((grad * earlier).reshape(-1, mix.size))
             return dx, dmix
 
@@ -83,12 +85,12 @@ class KeyShift(Layer):
         array, mix = floating(keys.array), self.mix.array
         earlier = previous_tokens(array, cache, "latest_keys")
 
-        def backward(grad: Array, wanted: Wanted) -> tuple[Array | None, Array | None]:
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
             dkeys = dmix = None
-            if wanted[0]:
+            if needs_grad[0]:
                 dkeys = (1 - mix) * grad
                 dkeys[:, :-1] += mix * grad[:, 1:]
-            if wanted[1]:
+            if needs_grad[1]:
                 dmix = kernels.sum_rows((grad * (earlier - array)).reshape(-1, mix.size))
             return dkeys, dmix
 

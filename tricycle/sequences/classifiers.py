@@ -15,9 +15,10 @@ from tricycle.devices import Array
 from tricycle.initialisers import normal
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
 from tricycle.ops import as_tensor, concatenate, maximum, where
+from tricycle.parameter import Parameter
 from tricycle.sequences.attentions import AdditiveAttention
 from tricycle.sequences.convolution import Conv1d
-from tricycle.tensor import Operand, Parameter, Tensor
+from tricycle.tensor import Operand, Tensor
 
 
 class ConvolutionEncoder(Layer):

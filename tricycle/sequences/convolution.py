@@ -16,7 +16,8 @@ from tricycle.functions import linear
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Generator, Layer, new_generator
 from tricycle.ops import as_tensor, check_width, floating, positive, register
-from tricycle.tensor import Operand, Parameter, Tensor, record
+from tricycle.parameter import Parameter
+from tricycle.tensor import Operand, Tensor, record
 
 Sizes = tuple[int, ...]
 
@@ -35,7 +36,7 @@ def unfold(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
     if x.ndim != len(kernel) + 2 or min(room) < 0:
         wanted = f"({', '.join(['batch', *['size'] * len(kernel), 'channels'])}), no smaller than the kernel {kernel}"
         raise ValueError(f"unfold: expected shape {wanted}, got {x.shape}")
-    backward = lambda grad, wanted: (_fold(grad, x.shape, kernel, stride, padding),)
+    backward = lambda grad, needs_grad: (_fold(grad, x.shape, kernel, stride, padding),)
     return record(_unfold(floating(x.array), kernel, stride, padding), (x,), backward, "unfold", x.is_batched)
 
 
@@ -43,7 +44,7 @@ def unfold(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
 def fold(columns: Tensor, sizes: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
     """(B, *O, K * C) to (B, *sizes, C): each number is added to where `unfold` took it from."""
     shape = (columns.shape[0], *sizes, columns.shape[-1] // int(np.prod(kernel)))
-    backward = lambda grad, wanted: (_unfold(grad, kernel, stride, padding),)
+    backward = lambda grad, needs_grad: (_unfold(grad, kernel, stride, padding),)
     array = _fold(floating(columns.array), shape, kernel, stride, padding)
     return record(array, (columns,), backward, "fold", columns.is_batched)
 

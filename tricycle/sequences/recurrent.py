@@ -15,13 +15,15 @@ import numpy as np
 
 from tricycle import devices, kernels
 from tricycle.attention import length_mask
+from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.reference.recurrence import Piece
 from tricycle.layers import Dropout, Layer, new_generator
-from tricycle.ops import Wanted, as_tensor, check_device, concatenate, floating, positive, register, stack, where
-from tricycle.tensor import Operand, Parameter, Tensor, record
+from tricycle.ops import as_tensor, check_device, concatenate, floating, positive, register, stack, where
+from tricycle.parameter import Parameter
+from tricycle.tensor import Operand, Tensor, record
 
 
 class Cell(NamedTuple):
@@ -91,7 +93,7 @@ def recurrence(
     run = _Run(kind, rows, first, matrix, hidden, active)
     run.forward(*bias_arrays)
 
-    def backward(grad: Array, wanted: Wanted) -> list[Array]:
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
         return run.backward(grad, bool(biases))
 
     return record(run.states[: kind.n_states], args, backward, kind.name, False)

@@ -21,9 +21,10 @@ from tricycle.functions import linear
 from tricycle.initialisers import normal
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
 from tricycle.ops import as_tensor, concatenate, positive, tanh
+from tricycle.parameter import Parameter
 from tricycle.sequences.attentions import ScaledDotProductAttention
 from tricycle.sequences.recurrent import new_recurrent
-from tricycle.tensor import Operand, Parameter, Tensor
+from tricycle.tensor import Operand, Tensor
 
 State = dict[str, Any]  # all that a decoder needs to go on; arrays in it have the batch on axis 0
 

@@ -11,7 +11,8 @@ from tricycle.devices import Array, array_module
 from tricycle.functions import AttendBackward, RowSoftmax, Softmax
 from tricycle.kernels import Scoring
 from tricycle.ops import positive
-from tricycle.tensor import Operand, Parameter, Tensor, no_grad
+from tricycle.parameter import Parameter
+from tricycle.tensor import Operand, Tensor, no_grad
 
 
 class _Part(NamedTuple):

@@ -12,7 +12,8 @@ from tricycle.devices import Array, array_module
 from tricycle.functions import AttendBackward, RowSoftmax, Softmax
 from tricycle.kernels import Scoring
 from tricycle.ops import as_tensor
-from tricycle.tensor import Operand, Parameter, Tensor
+from tricycle.parameter import Parameter
+from tricycle.tensor import Operand, Tensor
 
 
 class SinkSoftmax(RowSoftmax):

@@ -109,7 +109,7 @@ function showNode(grads) {
   if (grad) item("Gradient" + (grad.parts.length > 1 ? ", the sum of " + grad.parts.length + " that came" : ""), grad.text);
   if (grad?.parts.length > 1) grad.parts.forEach(({ from, part }) => item("from " + nodes[from].name, part));
   if (node.formula) item("Formula (z the result, g its gradient)", node.formula);
-  for (const source of node.sources) item("Its back_fn, " + source.place, source.code);
+  for (const source of node.sources) item("Its backward function, " + source.place, source.code);
 }
 
 document.title = $("title").textContent = "Gradients of " + data.title;

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 import tricycle
+from tricycle.autograd import topological_order
 from tricycle.ops import Op
-from tricycle.tensor import Tensor, to_tensor, topological_order
+from tricycle.tensor import Tensor, to_tensor
 from tricycle_lab.look.layout import place
 
 MOST_NODES = 400

@@ -16,9 +16,10 @@ from tricycle.kernels import FewBits
 from tricycle.kernels.reference.few_bits import dtype_of
 from tricycle.layers import Layer
 from tricycle.models import GPT
+from tricycle.parameter import Parameter
 from tricycle.pretrained.fields import Fields
 from tricycle.pretrained.source import Source, StoredTensor, let_go
-from tricycle.tensor import Parameter, Tensor
+from tricycle.tensor import Tensor
 
 # Our names of layers to theirs; several of theirs lie side by side in ours. N stands for the number of a block.
 Names = dict[str, list[str]]

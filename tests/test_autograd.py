@@ -1,0 +1,507 @@
+"""The backward walk: order, sums of gradients, slices, modes, memory."""
+
+import gc
+import itertools
+import threading
+import tracemalloc
+import weakref
+
+import numpy as np
+import pytest
+
+from tricycle import Tensor, no_grad, ops, to_tensor
+from tricycle.activation import ReLU
+from tricycle.autograd import topological_order
+from tricycle.functions import Softmax, linear
+from tricycle.layers import Dense, LayerNorm
+from tricycle.loss import CrossEntropy
+from tricycle.tensor import record
+
+
+def tensor(*shape: int, dtype=np.float64, **kwargs) -> Tensor:
+    return to_tensor(np.random.default_rng(sum(shape)).standard_normal(shape), dtype=dtype, **kwargs)
+
+
+def assert_equal(t: Tensor, expected) -> None:
+    np.testing.assert_array_equal(t.array, expected)
+
+
+# -------------------------------------------------------------------- differentiation
+def test_derivative_of_the_seed():
+    x = to_tensor(2)
+    (x**2 + 3 * x + 4).backward()
+    assert str(x.grad) == "Tensor(7.0)"
+
+
+def test_a_non_scalar_starts_with_ones():
+    a, b = tensor(6, 5, 4, 3, 2), tensor(6, 5, 4, 3, 2)
+    (a * b).backward()
+    assert a.grad.close_to(b) and b.grad.close_to(a)
+
+
+def test_a_result_links_to_its_inputs():
+    a, b = tensor(2), tensor(2)
+    c = a * b
+    assert c.args == (a, b) and len(c.back_fns) == 2 and c.requires_grad and c.grad is None
+
+
+GRAPHS = {  # name: f(a, b), gradients at a = 3, b = 5
+    "(a + b) + a": (lambda a, b: (a + b) + a, 2, 1),
+    "a + a": (lambda a, b: a + a + 0 * b, 2, 0),
+    "a - a": (lambda a, b: a - a + b, 0, 1),
+    "a * a * a": (lambda a, b: a * a * a + b, 27, 1),
+    "diamond": (lambda a, b: (lambda c: c * a + c * b)(a + b), 16, 16),
+    "two diamonds": (lambda a, b: (lambda c: (lambda d: d + d * c)(c * c))(a + b), 8 * 2 + 3 * 64, 8 * 2 + 3 * 64),
+    "deep and shallow": (lambda a, b: a + ((a * 2) * 3 + a) * b, 36, 21),
+    "chain of one": (lambda a, b: ops.negative(ops.negative(-a)) + b, -1, 1),
+    "one node three times": (lambda a, b: (lambda c: c + c + c)(a * b), 15, 9),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_reused_nodes(name, shape):
+    fn, expected_a, expected_b = GRAPHS[name]
+    a, b = (to_tensor(np.full(shape, v)) for v in (3, 5))
+    originals = a.array.copy(), b.array.copy()
+    fn(a, b).backward()
+    assert_equal(a.grad, np.full(shape, expected_a))
+    assert_equal(b.grad, np.full(shape, expected_b))
+    assert not np.shares_memory(a.grad.array, b.grad.array)
+    a.grad.array[...] = -1
+    assert_equal(b.grad, np.full(shape, expected_b))
+    assert_equal(a, originals[0])
+    assert_equal(b, originals[1])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_handing_one_gradient_to_many_inputs_copies_it(shape):
+    inputs = [to_tensor(np.zeros(shape)) for _ in range(5)]
+    total = inputs[0]
+    for x in inputs[1:]:
+        total = total + x
+    (total.reshape(shape) + inputs[0]).backward()
+    for one, other in itertools.combinations(inputs, 2):
+        assert not np.shares_memory(one.grad.array, other.grad.array)
+    assert [float(x.grad.array.max()) for x in inputs] == [2, 1, 1, 1, 1]
+
+
+def test_gradients_accumulate_over_calls_out_of_place():
+    x = tensor(3)
+    (x * 2).backward()
+    first = x.grad.array
+    (x * 3).backward()
+    assert_equal(x.grad, [5, 5, 5])
+    np.testing.assert_array_equal(first, [2, 2, 2])
+    x.zero_grad()
+    assert x.grad is None
+
+
+def test_inputs_that_are_results_of_no_op_only_keep_gradients():
+    x = tensor(3)
+    middle = x * 2
+    (middle * 3).backward()
+    assert middle.grad is None and x.grad is not None
+
+
+def test_backward_of_an_input_itself():
+    x = tensor(2)
+    x.backward()
+    x.backward()
+    assert_equal(x.grad, [2, 2])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: x * 1.0001, lambda x: x + x * 0, lambda x: x + 1], ids=["times", "diamonds", "plus"]
+)
+def test_a_chain_of_100_000_nodes(make):
+    x = y = to_tensor(1.0, dtype=np.float64)
+    for _ in range(100_000):
+        y = make(y)
+    y.backward()
+    np.testing.assert_allclose(x.grad.array, y.array if y.item() < 1e5 and y.item() > 1 else 1, 1e-9)
+
+
+def test_a_long_graph_that_is_dropped_unused():
+    x = y = to_tensor(1.0)
+    for _ in range(100_000):
+        y = y + 1
+    del y
+    gc.collect()
+    assert x.grad is None
+
+
+def test_a_wide_graph():
+    x = tensor(2)
+    leaves = [tensor(2) for _ in range(5_000)]
+    total = ops.stack([x * leaf for leaf in leaves]).sum()
+    total.backward()
+    np.testing.assert_allclose(x.grad.array, sum(leaf.array for leaf in leaves))
+    assert all(leaf.grad.close_to(x) for leaf in leaves)
+
+
+def test_each_node_is_visited_once():
+    visits = []
+    x = tensor(2)
+    y = record(x.array, (x,), lambda grad, needs_grad: (visits.append(1) or grad,), "watch")
+    for _ in range(40):  # 2^40 paths
+        y = y + y
+    y.backward()
+    assert visits == [1]
+    assert_equal(x.grad, [2.0**40] * 2)
+
+
+def test_backward_is_called_once_a_pass_and_told_which_args_want_a_gradient():
+    calls = []
+
+    def backward(grad, needs_grad):
+        calls.append(list(needs_grad))
+        return grad * 2, grad * 3, None
+
+    a, b, c = tensor(2), tensor(2), tensor(2, requires_grad=False)
+    y = record(a.array + b.array, (a, b, c), backward, "both")
+    y.backward(retain_graph=True)
+    assert calls == [[True, True, False]]
+    y.backward()
+    assert len(calls) == 2
+    assert_equal(a.grad, [4, 4])
+    assert_equal(b.grad, [6, 6])
+    assert c.grad is None
+
+
+def test_a_gradient_too_few_is_an_error():
+    a, b = tensor(2), tensor(2)
+    with pytest.raises(ValueError, match="shorter"):
+        record(a.array, (a, b), lambda grad, needs_grad: (grad,), "mine").backward()
+
+
+# -------------------------------------------------------------------- parts
+def test_parts_of_one_arg_are_put_together_once():
+    """Taking a sequence apart costs as much as its length, not as its square."""
+    x = to_tensor(np.arange(12.0).reshape(3, 4), dtype=np.float64)
+    y = x[0] * 2 + x[1] * 3 + x[0] + x[:, 1].sum() + x[[0, 0, 2]].sum()
+    y.backward()
+    whole = np.zeros((3, 4))
+    whole[0] += 3
+    whole[1] += 3
+    whole[:, 1] += 4
+    whole[0] += 8
+    whole[2] += 4
+    assert_equal(x.grad, whole)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one memory", "apart"])
+def test_parts_side_by_side_need_no_sum(together, rng):
+    """Gradients that lie as their parts do are the gradient of the whole already."""
+    x = to_tensor(rng.standard_normal((2, 3, 6)), dtype=np.float64)
+    taken = x * 1
+    parts = ops.split_sizes(taken, [1, 3, 2])
+    grads = rng.standard_normal((2, 3, 6))
+    pieces = [grads[..., :1], grads[..., 1:4], grads[..., 4:]]
+    if not together:
+        pieces = [piece.copy() for piece in pieces]
+
+    arrived = []
+    twin = record(taken.array, (x,), lambda grad, needs_grad: (arrived.append(grad) or grad,), "watch")
+    parts = ops.split_sizes(twin, [1, 3, 2])
+    y = record(np.zeros(()), tuple(parts), lambda grad, needs_grad: pieces, "all")
+    y.backward()
+    assert_equal(x.grad, grads)
+    assert (arrived[0] is grads) == together
+
+
+def test_parts_with_gaps_and_a_whole_gradient_beside_them(rng):
+    x = to_tensor(rng.standard_normal((4, 5)), dtype=np.float64)
+    y = (x[:, 1:3] * 2).sum() + (x[:, 3:] * 3).sum() + (x * 10).sum()
+    y.backward()
+    assert_equal(x.grad, np.tile([10, 12, 12, 13, 13], (4, 1)))
+
+
+@pytest.mark.parametrize("rows", [[0, 2], np.array([0, 2]), (slice(None), [0, 2])], ids=["list", "array", "behind"])
+def test_an_array_beside_slices_in_an_index(rows):
+    index = (*rows, slice(1, 3)) if isinstance(rows, tuple) else (rows, slice(None), slice(1, 3))
+    x, whole = tensor(3, 3, 4), np.zeros((3, 3, 4))
+    x[index].backward()
+    whole[index] = 1
+    assert_equal(x.grad, whole)
+
+
+def test_back_fns_of_a_part_give_the_whole_gradient():
+    x = tensor(4)
+    (back_fn,) = x[1:3].back_fns
+    np.testing.assert_array_equal(back_fn(to_tensor([5, 6], dtype=np.float64)), [0, 5, 6, 0])
+
+
+def test_second_backward_over_a_freed_graph():
+    x = tensor(2)
+    middle = x * 2
+    one, other = middle.exp(), middle.sum()
+    one.backward()
+    assert one.args == () and one.back_fns == ()
+    grad = x.grad.array.copy()
+    for result in (one, other, one + 1, middle):
+        with pytest.raises(RuntimeError, match=r"freed by an earlier backward\(\); call backward\(retain_graph=True\)"):
+            result.backward()
+    assert_equal(x.grad, grad)
+
+
+def test_retain_graph():
+    x = tensor(2)
+    y = (x * 2).sum()
+    for times in (1, 2):
+        y.backward(retain_graph=True)
+        assert_equal(x.grad, [2 * times] * 2)
+    y.backward()
+    with pytest.raises(RuntimeError, match="freed"):
+        y.backward()
+
+
+def test_the_order_is_that_of_a_walk_in_depth():
+    """Arguments from left to right, each after all that it was made from, as a recursive walk would find them."""
+    a, b = tensor(2), tensor(2)
+    c = a * b
+    d = c.exp()
+    e = ops.stack([c, d, a, d, b])
+    actual = topological_order(e + d)
+    expected, seen = [], set()
+
+    def walk(node):
+        if id(node) not in seen:
+            seen.add(id(node))
+            for arg in node.args:
+                walk(arg)
+            expected.append(node)
+
+    walk(actual[-1])
+    assert [id(node) for node in actual] == [id(node) for node in expected]
+
+
+def test_a_backward_that_takes_what_was_saved():
+    """An op may hand the same backward to all its results; seen from outside each arg has a function of its own."""
+
+    def backward(grad, needs_grad, x, y):
+        return grad * y, grad * x
+
+    a, b = tensor(3), tensor(3)
+    c = record(a.array * b.array, (a, b), backward, "mine", saved=(a.array, b.array))
+    assert len(c.back_fns) == 2
+    two = to_tensor([2, 2, 2], dtype=np.float64)
+    for back_fn, other in zip(c.back_fns, (b, a), strict=True):
+        np.testing.assert_array_equal(back_fn(two), 2 * other.array)
+    c.backward()
+    assert_equal(a.grad, b.array)
+    assert_equal(b.grad, a.array)
+    assert c.args == () and c.back_fns == ()
+
+
+def test_back_fns_can_be_replaced():
+    a, b = tensor(3), tensor(3)
+    c = a * b
+    c.back_fns = (lambda grad: grad.array * 5, lambda grad: grad)
+    c.backward()
+    assert_equal(a.grad, [5, 5, 5])
+    assert_equal(b.grad, [1, 1, 1])
+
+
+def test_a_freed_result_lets_go_of_what_it_saved():
+    a, b = tensor(3), tensor(3)
+    doubled = a * 2
+    kept = doubled * b
+    array = weakref.ref(doubled.array)
+    del doubled
+    kept.backward()
+    assert array() is None
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_the_array_of_a_result_goes_before_its_own_gradient_is_passed_on(retain_graph):
+    """So that a large one, such as logits, need not stand in memory beside what its gradient becomes."""
+    x = tensor(3)
+    alive = []
+
+    def backward(grad, needs_grad):
+        alive.append(array() is not None)
+        return (grad,)
+
+    result = record(x.array * 2, (x,), backward, "doubled")
+    array = weakref.ref(result.array)
+    total = result.sum()
+    del result
+    total.backward(retain_graph=retain_graph)
+    assert alive == [retain_graph]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (2, 3)], ids=str)
+def test_gradients_sum_out_of_place_first_and_in_place_after(shape):
+    """Also for one element, which is summed out of place always: no array that a backward returned may change."""
+    x, handed_out = to_tensor(np.ones(shape)), []
+
+    def watch(grad, needs_grad):
+        handed_out.append(grad)
+        return (grad,)
+
+    total = record(x.array, (x,), watch, "watch")
+    for _ in range(4):
+        total = total + record(x.array, (x,), watch, "watch")
+    total.backward()
+    assert_equal(x.grad, np.full(shape, 5))
+    assert type(x.grad.array) is np.ndarray
+    assert len(handed_out) == 5
+    for array in handed_out:
+        np.testing.assert_array_equal(array, np.ones(shape))
+
+
+def test_requires_grad_false_inputs_get_nothing():
+    a, b = tensor(2), tensor(2, requires_grad=False)
+    (a * b).backward()
+    assert a.grad.close_to(b) and b.grad is None
+    c = b * b
+    assert not c.requires_grad and c.args == ()
+    for without in (c, to_tensor([1], dtype=int), to_tensor([1.0]) < 2):
+        with pytest.raises(RuntimeError, match="does not require a gradient"):
+            without.backward()
+
+
+def test_detach():
+    x = tensor(2, is_batched=True, name="x")
+    y = x.detach()
+    assert y.array is x.array and not y.requires_grad and (y.is_batched, y.name) == (True, "x")
+    (x * x.detach()).backward()
+    assert x.grad.close_to(x)
+
+
+def test_no_grad():
+    x = tensor(2)
+    with no_grad():
+        with no_grad():
+            assert not (x * 2).requires_grad
+        y = x * 2
+        assert not y.requires_grad and y.args == () and y.back_fns == ()
+    assert (x * 2).requires_grad
+    with pytest.raises(KeyError), no_grad():
+        raise KeyError
+    assert (x * 2).requires_grad
+
+
+def test_no_grad_holds_for_its_own_thread():
+    x, results = tensor(2), {}
+
+    def work(name, quiet):
+        if quiet:
+            with no_grad():
+                barrier.wait(10)
+                results[name] = (x * 2).requires_grad
+        else:
+            barrier.wait(10)
+            results[name] = (x * 2).requires_grad
+
+    barrier = threading.Barrier(3)
+    threads = [threading.Thread(target=work, args=args) for args in (("quiet", True), ("loud", False))]
+    with no_grad():
+        for thread in threads:
+            thread.start()
+        barrier.wait(10)
+        for thread in threads:
+            thread.join(10)
+    assert results == {"quiet": False, "loud": True}
+
+
+def test_threads_differentiate_side_by_side(rng):
+    """The same op and layers in every thread, on inputs of different shapes."""
+    dense, norm, softmax = Dense(8, 8, generator=0).freeze(), LayerNorm(8).freeze(), Softmax()
+    arrays = [rng.standard_normal((3 + i, 8)).astype(np.float32) for i in range(4)]
+
+    def work(x):
+        for _ in range(20):
+            softmax(norm(dense(x))).max(-1).sum().backward()
+
+    shared, alone = ([to_tensor(array) for array in arrays] for _ in range(2))
+    threads = [threading.Thread(target=work, args=(x,)) for x in shared]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for x, expected in zip(shared, alone):
+        work(expected)
+        assert_equal(x.grad, expected.grad.array)
+
+
+def test_a_gradient_of_another_shape_is_an_error():
+    x = tensor(2)
+    with pytest.raises(RuntimeError, match=r"shape \(3,\) came for a Tensor of shape \(2,\)"):
+        record(x.array, (x,), lambda grad, needs_grad: (np.ones(3),), "wrong").backward()
+
+
+def test_gradients_have_the_dtype_and_flag_of_their_tensor():
+    x, wide = to_tensor([1, 2], is_batched=True), to_tensor([3, 4], dtype=np.float64)
+    (x * wide).backward()
+    assert (x.grad.dtype, wide.grad.dtype, x.grad.is_batched, x.grad.requires_grad) == (
+        np.float32,
+        np.float64,
+        True,
+        False,
+    )
+
+
+def test_a_number_taken_from_a_number():
+    x = to_tensor(2.0)
+    (x[()] * 3).backward()
+    assert x.grad.close_to(3)
+
+
+# -------------------------------------------------------------------- memory
+def test_backward_frees_what_lies_behind_it():
+    """When the gradient reaches the first op, all that came after it is gone."""
+    alive = []
+    x = tensor(4)
+    y = record(
+        x.array, (x,), lambda grad, needs_grad: (alive.append(sum(r() is not None for r in later)) or grad,), "watch"
+    )
+    later = []
+    for _ in range(10):
+        y = y.exp() * 0.1
+        later.append(weakref.ref(y.array))
+    y = y.sum()
+    y.backward()
+    assert alive == [0]
+
+
+def test_a_result_frees_its_graph_when_dropped():
+    x = tensor(4)
+    y = x * 2
+    middle = weakref.ref(y.array)
+    y = y.exp().sum()
+    assert middle() is not None
+    del y
+    assert middle() is None  # at once, without the garbage collector
+
+
+def test_training_does_not_grow():
+    rng = np.random.default_rng(0)
+    weights = [to_tensor(rng.standard_normal(shape) * 0.1) for shape in ((8, 16), (16,), (16, 4))]
+    x, labels = rng.standard_normal((32, 8)), rng.integers(0, 4, 32)
+
+    def step():
+        w1, b1, w2 = weights
+        loss = CrossEntropy()(to_tensor(labels, dtype=int), linear(ReLU()(linear(to_tensor(x), w1, b1)), w2))
+        loss.backward()
+        for w in weights:
+            w.array -= 0.1 * w.grad.array
+            w.zero_grad()
+        return float(loss)
+
+    gc.disable()  # nothing here may need it
+    try:
+        first, *_ = [step() for _ in range(20)]
+        tracemalloc.start()
+        sizes = []
+        for _ in range(4):  # Python's own stores of freed objects fill up meanwhile, but not again and again
+            for _ in range(200):
+                last = step()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        grown = min(after - before for before, after in itertools.pairwise(sizes))
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert last < first
+    assert grown < 4_000, f"{grown} bytes in 200 steps"

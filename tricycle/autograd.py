@@ -1,0 +1,383 @@
+"""Reverse-mode automatic differentiation: from a result back to every input behind it.
+
+A node of the graph is a Tensor. The operation that made it left its inputs there (`args`) and one backward function,
+which computes the gradients of the inputs from the gradient of the result. `walk_backward` visits each node once, after
+all nodes that were computed from it, and calls its backward function: the chain rule.
+Nothing here knows what an operation computes, nor how a Tensor is made: `tensor.py` imports this file.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from types import EllipsisType
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from tricycle import kernels
+from tricycle.devices import Array, array_module, side_by_side
+
+NeedsGrad: TypeAlias = Sequence[bool]  # which args of an operation need a gradient
+# backward(grad, needs_grad, *saved) returns one gradient for each arg from that of the result, an array: an array, a
+# SlicedGradient or an OwnedGradient; None where nothing flows; anything for an arg that needs none.
+Backward: TypeAlias = Callable[..., Sequence[Any]]
+
+LARGE = 2**18  # the number of elements from which on gradients are added by a kernel, which has threads
+
+
+class Node(Protocol):
+    """What the walk reads of a Tensor (`tricycle.tensor.Tensor` says what each attribute is)."""
+
+    array: Array
+    args: tuple[Any, ...]
+    requires_grad: bool
+    name: str | None
+    _backward: Any
+    _saved: tuple[Any, ...]
+    _version: int
+
+
+AnyNode = TypeVar("AnyNode", bound=Node)
+
+
+# -------------------------------------------------------------------- the walk
+def walk_backward(
+    root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False
+) -> Iterator[tuple[AnyNode, Array]]:
+    """Yield each leaf behind a result with its gradient, which is complete and may share memory with others.
+
+    A leaf is a node that no operation made: an input or a parameter.
+
+    Args:
+        root_grad: the gradient of `root`, in its shape.
+        sums: without gradients yet.
+        retain_graph: keep the graph. Otherwise it is freed on the way, so that memory falls as the walk goes on.
+
+    Raises:
+        RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
+    """
+    order = topological_order(root)
+    add, take = sums.add, sums.take
+    add((root,), (True,), (root_grad,))
+    while order:
+        node = order.pop()
+        grad = take(node)
+        args, backward, saved = node.args, node._backward, node._saved
+        if not args:
+            if grad is not None:
+                yield node, grad
+            continue
+        if grad is not None and node._version != n_changes:
+            _check_unchanged(node)
+        if not retain_graph:
+            node.args = ()
+            node._backward = None
+            node._saved = ()
+            node._version = -1
+        # The array of the node is freed here, before its backward function allocates others, unless that function or
+        # the caller holds it: large logits need not be in memory beside their gradient.
+        del node
+        if grad is not None:
+            needs_grad = [arg.requires_grad for arg in args]
+            add(args, needs_grad, backward(grad, needs_grad, *saved))
+
+
+def topological_order(root: AnyNode) -> list[AnyNode]:
+    """Return every node behind `root` that requires a gradient, each after its args; `root` is the last.
+
+    Iterative, because a chain of a hundred thousand operations is deeper than Python's stack.
+
+    Raises:
+        RuntimeError: a part of the graph was freed by an earlier walk.
+    """
+    order: list[AnyNode] = []
+    seen: set[AnyNode] = set()  # by identity: Tensors hash so
+    stack: list[Any] = [root]
+    while stack:
+        node = stack.pop()
+        if node is None:  # all args of the node below are in the order by now
+            order.append(stack.pop())
+        elif node not in seen:
+            if node._version < 0:
+                raise RuntimeError(
+                    "backward: the graph behind this Tensor was freed by an earlier backward(); "
+                    "call backward(retain_graph=True) to keep it, or compute the result again"
+                )
+            seen.add(node)
+            stack += (node, None)
+            for arg in reversed(node.args):
+                if arg.requires_grad and arg not in seen:
+                    stack.append(arg)
+    return order
+
+
+def gradients_of(result: AnyNode, grad: Array, inputs: Sequence[AnyNode]) -> list[Array | None]:
+    """Return the gradients of some leaves behind a result; no Tensor's `grad` changes, and the graph is freed.
+
+    For operations whose backward function is a backward pass of its own.
+
+    Args:
+        grad: the gradient of the result.
+        inputs: Tensors that no operation made.
+
+    Returns:
+        for each its gradient, which may share memory with others; None where none flows to it.
+    """
+    if not result.requires_grad:
+        return [None for _ in inputs]
+    arrived = {id(leaf): array for leaf, array in walk_backward(result, grad, GradientSums())}
+    return [arrived.get(id(node)) for node in inputs]
+
+
+def back_fn_of(node: Node, i: int) -> Callable[[Any], Array]:
+    """Return the function that computes the gradient of arg `i` alone from the gradient of a node, a Tensor."""
+    arg, backward, saved = node.args[i], node._backward, node._saved
+    needs_grad = [place == i for place in range(len(node.args))]
+
+    def back_fn(grad: Any) -> Array:
+        gradient = backward(grad.array, needs_grad, *saved)[i]
+        if type(gradient) is SlicedGradient:
+            return _assemble([gradient], arg.array)
+        return gradient.array if type(gradient) is OwnedGradient else gradient
+
+    return back_fn
+
+
+# -------------------------------------------------------------------- sums of gradients
+class SlicedGradient(NamedTuple):
+    """The gradient of an arg that is 0 outside of one slice of it: `whole[index] = array`.
+
+    An op that takes a slice of its arg returns this in place of an array full of zeros. All slices of one arg are put
+    together when the walk reaches it: taking a sequence apart step by step costs no more than its length.
+
+    Attributes:
+        once: whether it is known that the index takes no element twice.
+    """
+
+    array: Array
+    index: Any
+    once: bool = False
+
+
+class OwnedGradient(NamedTuple):
+    """A gradient that shares memory with nothing else: other gradients of the same arg may be added to it in place."""
+
+    array: Array
+
+
+class GradientSums:
+    """The gradients that have arrived at nodes that the walk has not reached yet.
+
+    An array that arrives may be shared (an addition hands the same one to both inputs), so the first sum makes a new
+    array; only arrays that were made here, or came as `OwnedGradient`, are added to in place. One element never is: the
+    sum of 0-d arrays is a NumPy scalar, which += would replace, and NumPy takes three times as long for += as for +
+    there.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: dict[Node, Array] = {}
+        self.slices: dict[Node, list[SlicedGradient]] = {}
+        self.owned: set[int] = set()  # ids of nodes, all of which live until the walk has reached them
+        self.handed_out: dict[int, Array] = {}
+
+    def add(self, args: Sequence[Node], needs_grad: NeedsGrad, gradients: Sequence[Any]) -> None:
+        """Add the gradients of those args of an operation that need one."""
+        arrays = self.arrays
+        for arg, needs, grad in zip(args, needs_grad, gradients, strict=True):
+            if not needs or grad is None:
+                continue
+            kind = type(grad)
+            if kind is SlicedGradient:
+                self.slices.setdefault(arg, []).append(grad)
+                continue
+            is_owned = kind is OwnedGradient
+            array = grad if kind is np.ndarray else getattr(grad, "array", grad)  # a Tensor is welcome, too
+            dtype = arg.array.dtype
+            if array.dtype is not dtype:
+                array = array.astype(dtype, copy=False)
+            if arg not in arrays:
+                arrays[arg] = array
+                if is_owned and array.size > 1:
+                    self.owned.add(id(arg))
+            elif array.size >= LARGE:
+                out = arrays[arg] if id(arg) in self.owned else array if is_owned else None
+                arrays[arg] = kernels.add(arrays[arg], array, out)
+                self.owned.add(id(arg))
+            elif id(arg) in self.owned:
+                arrays[arg] += array
+            else:
+                arrays[arg] = total = arrays[arg] + array
+                if total.size > 1:
+                    self.owned.add(id(arg))
+
+    def take(self, node: Node) -> Array | None:
+        """Remove and return the whole gradient of a node; None where none has arrived."""
+        if node in self.slices:
+            slices = self.slices.pop(node)
+            if node not in self.arrays:
+                self.arrays[node] = _assemble(slices, node.array).astype(node.array.dtype, copy=False)
+            else:
+                if id(node) not in self.owned:
+                    self.arrays[node] = array_module(node.array).array(self.arrays[node])  # a copy
+                _add_slices(self.arrays[node], slices)
+        return self.arrays.pop(node, None)
+
+    def own(self, leaf: Node, grad: Array) -> Array:
+        """Return the gradient of a leaf in memory that nothing else uses: itself, or a copy if it is shared."""
+        is_shared = isinstance(grad, np.generic) or not grad.flags.owndata or id(grad) in self.handed_out
+        if is_shared and id(leaf) not in self.owned:
+            grad = grad.copy()
+        self.handed_out[id(grad)] = grad
+        return grad
+
+
+def _assemble(slices: list[SlicedGradient], like: Array) -> Array:
+    """Return an array with the shape and dtype of `like`: the sum of the slices, 0 elsewhere.
+
+    Slices that follow one another without gaps along the last axis are only put side by side; and if they lie so in
+    memory already, that memory is the result.
+    """
+    xp = array_module(like)
+    neighbours = _neighbours(slices, like.shape)
+    if neighbours:
+        whole = side_by_side(neighbours)
+        return xp.concatenate(neighbours, axis=-1) if whole is None else whole
+    total = xp.zeros(like.shape, like.dtype)
+    _add_slices(total, slices)
+    return total
+
+
+def _add_slices(total: Array, slices: list[SlicedGradient]) -> None:
+    """Add slices to an array in place."""
+    for array, index, once in slices:
+        if once or _is_basic(index):
+            total[index] += array
+        else:
+            array_module(total).add.at(total, index, array)  # an element that is taken twice gets both gradients
+
+
+def _is_basic(index: Any) -> bool:
+    """Return whether an index can take no element twice: integers, slices, None and Ellipsis alone."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts)
+
+
+def _neighbours(slices: list[SlicedGradient], shape: tuple[int, ...]) -> list[Array]:
+    """Return the arrays of slices that fill an array of this shape along its last axis, in order; [] if they do not."""
+    placed: list[tuple[tuple[int, int, int], Array]] = []
+    for array, index, _ in slices:
+        if not isinstance(index, tuple) or not 0 < len(index) == len(shape):
+            return []
+        if not all(isinstance(part, slice) for part in index) or any(part != slice(None) for part in index[:-1]):
+            return []
+        placed.append((index[-1].indices(shape[-1]), array))
+    placed.sort(key=lambda part: part[0])
+    reached = 0
+    for (start, stop, step), _ in placed:
+        if start != reached or step != 1:
+            return []
+        reached = stop
+    return [array for _, array in placed] if reached == shape[-1] else []
+
+
+# -------------------------------------------------------------------- changes in place
+_changing = threading.Lock()
+n_changes = 0  # made in place so far; the version of a Tensor is its value when the Tensor was made or last changed
+
+
+def increment_versions(tensors: Iterable[Node]) -> None:
+    """Record that the arrays of these inputs or parameters have been changed in place.
+
+    A result that was computed from them before cannot be differentiated any more: its gradient would mix old values and
+    new ones.
+    """
+    global n_changes
+    with _changing:
+        n_changes += 1
+        for tensor in tensors:
+            tensor._version = n_changes
+
+
+def _check_unchanged(node: Node) -> None:
+    """Refuse a result that is older than the last change of a leaf that it was computed from."""
+    for arg in node.args:
+        if arg._version > node._version and not arg.args:
+            raise RuntimeError(
+                f"backward: {describe(arg)} was changed in place, by an optimiser or load_state_dict, after "
+                f"{node.name or 'a result'} was computed from it: compute the result again"
+            )
+
+
+def describe(node: Node) -> str:
+    """Return the name and shape of a Tensor, for error messages."""
+    return f"{node.name or 'a Tensor'} of shape {node.array.shape}"
+
+
+# -------------------------------------------------------------------- with and without a graph
+class Mode(NamedTuple):
+    """What operations of a block of code leave behind, as `graph_mode` describes it."""
+
+    builds_graph: bool
+    evaluates: bool
+    on_record: Callable[[Any], None] | None
+
+
+# Those that this thread is in. Each is taken out by itself: blocks in generators end in any order.
+current_modes: ContextVar[tuple[Mode, ...]] = ContextVar("current_modes", default=())
+
+
+@contextmanager
+def graph_mode(
+    builds_graph: bool = True, evaluates: bool = False, on_record: Callable[[Any], None] | None = None
+) -> Iterator[None]:
+    """Change what operations leave behind within this block (and this thread).
+
+    A generator that yields inside the block is still inside it while it waits, and so is its caller.
+
+    Args:
+        builds_graph: whether results can be differentiated.
+        evaluates: whether layers act as in evaluation, whatever their `training` is.
+        on_record: called with each result that can be differentiated.
+    """
+    mode = Mode(builds_graph, evaluates, on_record)
+    current_modes.set((*current_modes.get(), mode))
+    try:
+        yield
+    finally:
+        current_modes.set(tuple(other for other in current_modes.get() if other is not mode))
+
+
+def evaluation() -> AbstractContextManager[None]:
+    """Build no graph within this block (and this thread), and have layers act as in evaluation."""
+    return graph_mode(builds_graph=False, evaluates=True)
+
+
+@contextmanager
+def enable_grad() -> Iterator[None]:
+    """Build graphs within this block (and this thread), whatever blocks are around it."""
+    token = current_modes.set(())
+    try:
+        yield
+    finally:
+        current_modes.reset(token)
+
+
+def is_evaluating() -> bool:
+    """Return whether this thread is in a block of `evaluation`."""
+    return any(mode.evaluates for mode in current_modes.get())
+
+
+def builds_graph(modes: tuple[Mode, ...]) -> bool:
+    """Return whether results within these blocks can be differentiated."""
+    return not modes or all(mode.builds_graph for mode in modes)
+
+
+def grad_enabled_for(*args: Node) -> bool:
+    """Return whether an operation on these Tensors gets a backward function; if not, it need save nothing for one."""
+    for arg in args:
+        if arg.requires_grad:
+            return builds_graph(current_modes.get())
+    return False
