@@ -2,11 +2,20 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from imports import ROOT, SHIPPED, name_of, tree_of
 from test_rooms import ROOMS
+
+from tricycle import kernels
+from tricycle.configs import ModelConfig
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle.training import apply, gradients, labelled
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TEXT = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # blocks are run by test_pages.py
@@ -130,3 +139,37 @@ def source_of(file: str, name: str) -> list[str]:
 
 def test_every_stop_quotes_something():
     assert sum(bool(re.search(r"^    ", text, re.MULTILINE)) for *_, text in STOPS) == len(STOPS)
+
+
+def test_a_real_step_comes_through_the_stops_in_their_order():
+    """Functions that are called or left: of an op its backward function, whose name begins with the op's."""
+    model = GPT(ModelConfig(vocab_size=17, context_window=8, embedding_dim=8, n_heads=2, n_layers=1))
+    tokens = np.arange(16).reshape(2, 8)
+    events: list[str] = []
+
+    def note(frame, event, argument):
+        if event in ("call", "return"):
+            events.append(f"{frame.f_code.co_filename}:{frame.f_code.co_qualname}")
+
+    sys.setprofile(note)
+    try:
+        grads = gradients(model, labelled(model, CrossEntropy()), [(tokens, tokens)])
+        apply(model, AdamW(), grads)
+    finally:
+        sys.setprofile(None)
+    place = 0
+    for _, file, name, _ in STOPS:
+        wanted = f"{ROOT / file}:{name}"
+        in_backward = wanted + ".<locals>.backward"
+        wanted = in_backward if in_backward in events else wanted
+        assert wanted in events[place:], f"{file}:{name} is not reached after the stop before it"
+        place = events.index(wanted, place) + 1
+
+
+def test_the_versions_of_a_product_are_asked_in_the_order_of_the_page():
+    kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
+    asked = [f"{version.__module__.replace('.', '/')}.py:matmul" for version in kernels.matmul.versions[np.ndarray]]
+    (text,) = (text for *_, name, text in STOPS if name == "Kernel.__call__")
+    named = re.findall(r"`(tricycle_accelerators/(?!cuda)\w+/matrices\.py:matmul)`", text)
+    assert [place for place in named if place in asked] == asked
+    assert named[-1] == asked[-1]

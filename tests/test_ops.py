@@ -243,3 +243,18 @@ def test_unbroadcast():
         assert summed.shape == shape
         assert summed.sum() == grad.sum()
     assert ops.unbroadcast(np.zeros((2, 0)), (2, 1)).tolist() == [[0], [0]]
+
+
+def test_split_heads(rng):
+    x = rng.standard_normal((2, 3, 16))
+    parts = ops.split_heads(to_tensor(x, dtype=np.float64), (4, 2, 2), 2)
+    assert [part.shape for part in parts] == [(2, 3, 4, 2), (2, 3, 2, 2), (2, 3, 2, 2)]
+    np.testing.assert_array_equal(np.concatenate([part.array.reshape(2, 3, -1) for part in parts], -1), x)
+    factors = [rng.standard_normal(part.shape) for part in parts]
+
+    def weighed(x):
+        q, k, v = ops.split_heads(x, (4, 2, 2), 2)
+        return (q * factors[0]).sum() + (k * factors[1]).sum() + (v * factors[2]).sum()
+
+    gradcheck(weighed, x)
+    gradcheck(lambda x: ops.split_heads(x, (4, 2, 2), 2)[1], x)  # the others have no gradient

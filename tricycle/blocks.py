@@ -31,7 +31,7 @@ from tricycle.functions import RowSoftmax, residual
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import FEW_ROWS
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
-from tricycle.ops import as_tensor, as_tensors, positive, reshape, split_sizes
+from tricycle.ops import as_tensor, as_tensors, positive, reshape, split_heads
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor
 
@@ -39,14 +39,16 @@ from tricycle.tensor import Operand, Tensor
 # -------------------------------------------------------------------- activations between products
 def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     """Return the dtype of activations between these layers: that of the operands of matrix products, if all of the
-    layers can give it; else that of x.
+    layers can give it; else None, for that of x.
 
-    With few rows it is that of x, too: the weights are read once for them, and converting these would take longer.
+    With few rows and no graph it is None, too: their products are made in float32.
     """
-    few = math.prod(x.shape[:-1]) <= FEW_ROWS
-    if precision == "float32" or (few and not grad_enabled_for(x)) or not all(map(takes_dtype, products)):
-        return x.dtype
-    return kernels.operand(x.array[:0], precision).dtype
+    if precision == "float32" or not all(map(takes_dtype, products)):
+        return None
+    if math.prod(x.shape[:-1]) <= FEW_ROWS and not grad_enabled_for(x):
+        return None
+    dtype = kernels.operand(x.array[:0], precision).dtype
+    return None if dtype == x.dtype else dtype
 
 
 def takes_dtype(layer: Any) -> bool:
@@ -61,8 +63,8 @@ def takes(function: Any, parameter: str) -> bool:
 
 
 def call(layer: Any, x: Tensor, dtype: Any) -> Tensor:
-    """Return what a layer makes of x, in this dtype if the layer can choose it."""
-    result: Tensor = layer(x, dtype=dtype) if takes_dtype(layer) else layer(x)
+    """Return `layer(x)`, in this dtype unless it is None, if the layer can choose it."""
+    result: Tensor = layer(x) if dtype is None or not takes_dtype(layer) else layer(x, dtype=dtype)
     return result
 
 
@@ -191,9 +193,11 @@ class MultiHeadSelfAttention(_MultiHead):
         self.use_softmax(config.softmax)
 
     def dtype_inside(self, x: Tensor) -> Any:
-        """What is kept of its activations: 16 bits where its products take no more, and all between can do with it."""
+        """Return the dtype that activations of x are kept in, if not its own: 16 bits where products take no more, and
+        all between can do with it.
+        """
         if self.mixes or not getattr(self.attention.softmax, "fused", False):
-            return x.dtype
+            return None
         return dtype_between(x, self.precision, self.qkv, self.projection)
 
     @takes_ragged
@@ -213,7 +217,8 @@ class MultiHeadSelfAttention(_MultiHead):
         rows = x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:])
         segments = ((0, x.shape[-2]),) if cache is None else cache.segments(x.shape[-2])
         self._check_length(segments)
-        dtype = dtype or x.dtype
+        if dtype is None and self.precision != "float32":
+            dtype = x.dtype
         if cache is None:
             q, k, v = self._queries_keys_values(rows, segments, cache, self.dtype_inside(x))
             out = self.attention(q, k, v, mask, self.softmax_scales, self.precision)
@@ -237,16 +242,14 @@ class MultiHeadSelfAttention(_MultiHead):
     def _queries_keys_values(self, x: Tensor, segments: Segments, cache: Cache | None, dtype: Any) -> list[Tensor]:
         """Project (B, T, C) to (B, T, H, D), (B, T, K, D) and (B, T, K, D), normalize them and apply RoPE."""
         x = x if self.shift is None else self.shift(x, cache)
-        qkv = call(self.qkv, x, dtype)
-        heads = [self.n_heads, self.n_key_heads, self.n_key_heads]
-        parts = split_sizes(qkv, [n * self.head_size for n in heads])
+        n_heads = self.n_heads, self.n_key_heads, self.n_key_heads
+        q, k, v = split_heads(call(self.qkv, x, dtype), n_heads, self.head_size)
         if self.key_shift is not None:
-            parts[1] = self.key_shift(parts[1], cache)
-        q, k, v = (reshape(part, *part.shape[:2], n, self.head_size) for part, n in zip(parts, heads))
+            k = reshape(self.key_shift(self._join_heads(k), cache), k.shape)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary is not None:
-            q, k = self.rotary(q, offset=segments), self.rotary(k, offset=segments)
+            q, k = self.rotary(q, segments), self.rotary(k, segments)
         return [q, k, v]
 
     @property
@@ -399,9 +402,11 @@ class MLPBlock(Layer):
         self.dropout = Dropout(dropout, generator)
 
     def dtype_inside(self, x: Tensor) -> Any:
-        """What is kept of its activations: 16 bits where its products take no more, and the activation can."""
+        """Return the dtype that activations of x are kept in, if not its own: 16 bits where products take no more, and
+        the activation can.
+        """
         if not getattr(self.activation, "computes_wide", False):
-            return x.dtype
+            return None
         return dtype_between(x, self.precision, self.up, self.projection)
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
@@ -412,7 +417,9 @@ class MLPBlock(Layer):
         """
         x = as_tensor(x)
         hidden = self.activation(call(self.up, x, self.dtype_inside(x)))
-        return self.dropout(call(self.projection, hidden, dtype or x.dtype))
+        if dtype is None and self.precision != "float32":
+            dtype = x.dtype
+        return self.dropout(call(self.projection, hidden, dtype))
 
 
 # -------------------------------------------------------------------- norms
@@ -521,8 +528,10 @@ class TransformerBlock(Layer):
         return self._add(x, mlp_norm, think, self.mlp_post_norm)
 
     def _for(self, norm: Any, part: Any) -> Callable[[Tensor], Tensor]:
-        """A norm that gives as many bits as are kept inside the part after it, where both can."""
-        if self.norm_placement == "after" or not (takes_dtype(norm) and takes_dtype(part)):
+        """Return a norm that gives the dtype which is kept inside the part after it, where both can."""
+        if self.precision == "float32" or self.norm_placement == "after":
+            return norm
+        if not (takes_dtype(norm) and takes_dtype(part)):
             return norm
         dtype_inside = getattr(part, "dtype_inside", None)
         return norm if dtype_inside is None else lambda x: norm(x, dtype_inside(x))

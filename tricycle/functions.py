@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tricycle import kernels, ops
-from tricycle.autograd import NeedsGrad, OwnedGradient
-from tricycle.devices import Array
+from tricycle.autograd import LARGE, NeedsGrad, OwnedGradient, grad_enabled_for
+from tricycle.devices import Array, on_gpu
 from tricycle.kernels import FEW_ROWS, FewBits, Scoring
 from tricycle.ops import Op, as_tensor, as_tensors, check_device, check_width, floating, register
 from tricycle.tensor import Operand, Tensor, record
@@ -179,7 +179,8 @@ def linear(
     matrix = weights.array.T if turned and weights.ndim == 2 else weights.array
     _check_linear(name, x, matrix, bias)
     from_size, to_size = matrix.shape
-    n_rows = math.prod(x.shape[:-1])  # -1 would not do where from_size or to_size is 0
+    shape = x.array.shape
+    n_rows = math.prod(shape[:-1])  # -1 would not do where from_size or to_size is 0
     rows = floating(x.array).reshape(n_rows, from_size)
     if isinstance(matrix, FewBits):
         if weights.requires_grad:
@@ -187,6 +188,8 @@ def linear(
         if n_rows <= FEW_ROWS or matrix.dtype.name != precision:
             return _few_bits_linear(x, rows, matrix, bias, name, precision, dtype)
         matrix = matrix.as_array()
+    if n_rows <= FEW_ROWS and not grad_enabled_for(x, weights):
+        precision = "float32"  # to convert the weights for so few rows would take longer than their product
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a = _operand(rows, precision)
     b = _operand(matrix, precision)
@@ -195,24 +198,20 @@ def linear(
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | OwnedGradient | None]:
         dx = dweights = dbias = None
         dy = grad.reshape(n_rows, to_size)
-        multiplies = needs_grad[0] or needs_grad[1]
         sums = bias is not None and needs_grad[2]
-        if multiplies and sums:
-            dy, dbias = _operand_and_sums(dy, precision)
-        elif multiplies:
-            dy = _operand(dy, precision)
+        if needs_grad[0] or needs_grad[1]:
+            dy, dbias = _operand_and_sums(dy, precision) if sums else (_operand(dy, precision), None)
         elif sums:
             dbias = kernels.sum_rows(dy)
         if needs_grad[0]:
-            dx = kernels.matmul(dy, b.T, None, None, kept, precision)
-            dx = dx if x.ndim == 2 else dx.reshape(x.shape)
+            dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(shape)
         if needs_grad[1]:
             dmatrix = _matmul_like(matrix, a.T, dy, precision)
             dweights = OwnedGradient(dmatrix.T if turned else dmatrix)
         return [dx, dweights, dbias][: len(args)]
 
     args = (x, weights) if bias is None else (x, weights, bias)
-    return record(y if x.ndim == 2 else y.reshape(*x.shape[:-1], to_size), args, backward, name)
+    return record(y.reshape(*shape[:-1], to_size), args, backward, name)
 
 
 def _matmul_like(matrix: Array, a: Array, b: Array, precision: str) -> Array:
@@ -236,9 +235,10 @@ def _check_linear(name: str, x: Tensor, matrix: Any, bias: Tensor | None) -> Non
     if len(shape) != 2 or (bias is not None and bias.shape != shape[1:]):
         got = shape if bias is None else f"{shape} and {bias.shape}"
         raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
-    if x.shape[-1:] != shape[:1]:
+    if x.array.shape[-1:] != shape[:1]:
         check_width(f"{name.capitalize()}(from_size={shape[0]})", x, shape[0])
-    check_device(name, x.array, matrix)
+    if not isinstance(matrix, FewBits) or on_gpu(x.array):
+        check_device(name, x.array, matrix)
 
 
 def _few_bits_linear(
@@ -272,7 +272,7 @@ def residual(x: Operand, part: Operand) -> Tensor:
     """x + part, as `ops.add` of two that have one shape, shared by all threads: what a block does with its input."""
     x, part = as_tensors(x, part)
     a, b = x.array, part.array
-    if a.shape != b.shape or a.dtype != b.dtype or type(a) is not type(b):
+    if a.size < LARGE or a.shape != b.shape or a.dtype != b.dtype or type(a) is not type(b):
         return ops.add(x, part)
     return record(kernels.add(a, b), (x, part), lambda grad, needs_grad: (grad, grad), "badd")
 

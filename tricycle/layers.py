@@ -438,12 +438,13 @@ class LayerNorm(Layer):
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
         """(..., size) to (..., size), in the dtype of x unless another is given."""
         x = as_tensor(x, self.gain)
-        check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
+        if x.shape[-1:] != (self.size,):
+            check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
         array, gain, centred = floating(x.array), self._gains(x), self._centred
         check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
         y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred, dtype)
-        args = tuple(arg for arg in (x, self.gain, self.bias) if arg is not None)
+        args = (x,) if self.gain is None else (x, self.gain) if self.bias is None else (x, self.gain, self.bias)
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | OwnedGradient, ...]:
             dx, *others = kernels.layer_norm_backward(grad, array, gain, mean, scale, centred)
@@ -478,8 +479,9 @@ class RMSNorm(LayerNorm):
             self.gain = Parameter(np.zeros(size, np.float32), "gain")
 
     def _gains(self, x: Tensor) -> Array:
-        gains = super()._gains(x)
-        return 1 + gains if self.unit_offset and self.gain is not None else gains
+        if self.gain is None:
+            return x.xp.ones(self.size, np.float32)
+        return 1 + self.gain.array if self.unit_offset else self.gain.array
 
 
 class Dropout(Layer):

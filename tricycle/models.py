@@ -205,8 +205,7 @@ class GPT(BlockStack):
         if not grad_enabled_for(hidden) or self.config.logit_cap:
             return None
         products = [layer for layer in (self.head, self.head_projection) if layer is not None]
-        dtype = dtype_between(hidden, self.precision, *products)
-        return None if dtype == hidden.dtype else dtype  # a head of somebody else's need not know of dtypes
+        return dtype_between(hidden, self.precision, *products)
 
     def _check(self, segments: Segments) -> None:
         window = self.config.context_window

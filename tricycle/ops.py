@@ -86,8 +86,10 @@ def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
 
 def as_tensors(*xs: Operand) -> tuple[Tensor, ...]:
     """Return Tensors as they are; make anything else a constant, in the dtype of the first Tensor."""
-    like = next((x for x in xs if isinstance(x, Tensor)), None)
-    return tuple(as_tensor(x, like) for x in xs)
+    tensors = [x for x in xs if isinstance(x, Tensor)]
+    if len(tensors) == len(xs):
+        return tuple(tensors)
+    return tuple(as_tensor(x, tensors[0] if tensors else None) for x in xs)
 
 
 def common_kind(*arrays: Array) -> tuple[Array, ...]:
@@ -109,7 +111,11 @@ def check_device(op: str, *arrays: Array) -> None:
     Raises:
         ValueError: one array is in host memory, another on a GPU.
     """
-    if len(set(map(type, arrays))) == 1:
+    kind = type(arrays[0])
+    for array in arrays:
+        if type(array) is not kind:
+            break
+    else:
         return
     modules = {array_module(array).__name__ for array in arrays}
     if len(modules) > 1:
@@ -469,12 +475,12 @@ def _flat(args: tuple[Any, ...]) -> tuple[int, ...]:
 def reshape(x: Operand, *shape: int | Sequence[int]) -> Tensor:
     """Return the same values in another shape; one length may be -1."""
     x = as_tensor(x)
+    shape_before = x.array.shape
     try:
         y = x.array.reshape(_flat(shape))
     except ValueError:
-        raise ValueError(f"reshape: {x.size} elements of shape {x.shape} do not fit {_flat(shape)}") from None
-    batched = x.is_batched and y.shape[:1] == x.shape[:1]
-    shape_before = x.shape
+        raise ValueError(f"reshape: {x.size} elements of shape {shape_before} do not fit {_flat(shape)}") from None
+    batched = x.is_batched and y.shape[:1] == shape_before[:1]
     return record(y, (x,), lambda grad, needs_grad: (grad.reshape(shape_before),), "reshape", batched)
 
 
@@ -525,14 +531,38 @@ def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
 
 def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]:
     """Split into parts of these sizes along an axis: views of the same memory."""
-    index: list[Any] = [slice(None)] * x.ndim
+    array, ndim = x.array, x.array.ndim
+    before, after = (slice(None),) * (axis % ndim), (slice(None),) * (ndim - 1 - axis % ndim)
+    batched = x.is_batched and axis % ndim != 0
     parts = []
     start = 0
     for size in sizes:
-        index[axis] = slice(start, start + size)
-        parts.append(getitem(x, tuple(index)))
+        index = (*before, slice(start, start + size), *after)
+        parts.append(record(array[index], (x,), _sliced_gradient, "getitem", batched, (index,)))
         start += size
     return parts
+
+
+def _sliced_gradient(grad: Array, needs_grad: NeedsGrad, index: Any) -> tuple[SlicedGradient]:
+    return (SlicedGradient(grad, index, once=True),)
+
+
+def split_heads(x: Tensor, n_heads: Sequence[int], head_size: int) -> list[Tensor]:
+    """Split the channels of x (B, T, C) into heads: for each number n in `n_heads` a view (B, T, n, head_size)."""
+    array = x.array
+    parts = []
+    start = 0
+    for n in n_heads:
+        index = (slice(None), slice(None), slice(start, start + n * head_size))
+        part = array[index]
+        heads = part.reshape(*array.shape[:2], n, head_size)
+        parts.append(record(heads, (x,), _heads_gradient, "heads", None, (index, part.shape)))
+        start += n * head_size
+    return parts
+
+
+def _heads_gradient(grad: Array, needs_grad: NeedsGrad, index: Any, shape: tuple[int, ...]) -> tuple[SlicedGradient]:
+    return (SlicedGradient(grad.reshape(shape), index, once=True),)
 
 
 def _iterate(x: Tensor) -> Iterator[Tensor]:

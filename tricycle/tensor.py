@@ -105,8 +105,7 @@ class Tensor:
     def close_to(self, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
         """Return whether all values are within `atol + rtol * |other|` of a Tensor's, an array's or a number's."""
         array = other.array if isinstance(other, Tensor) else other
-        if devices.is_array(array):
-            array = devices.to_cpu(array)
+        array = devices.to_cpu(array) if devices.is_array(array) else array
         return bool(np.allclose(self.numpy(), array, rtol=rtol, atol=atol, equal_nan=equal_nan))
 
     def __len__(self) -> int:
@@ -308,9 +307,10 @@ def record(
     if not requires_grad or (modes and not builds_graph(modes)):
         return Tensor(array, False, is_batched, name)
     result = Tensor(array, True, is_batched, name, args, backward, saved)
-    for mode in modes:
-        if mode.on_record is not None:
-            mode.on_record(result)
+    if modes:  # nearly always there is none, and an empty loop is not free
+        for mode in modes:
+            if mode.on_record is not None:
+                mode.on_record(result)
     return result
 
 

@@ -85,7 +85,7 @@ class Attention(Op):
         originals = [floating(tensor.array) for tensor in tensors]
         self._check_shapes(*originals)
         q, k, v = _operands(originals, precision) if self.softmax.fused and precision != "float32" else originals
-        hidden = additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
+        hidden = None if mask is None else additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
         parameters = () if scales is None else (scales.array,)
         like_queries = {"dtype": originals[0].dtype} if self.softmax.fused else {}  # for their operands may be narrower
         scoring = self._scoring(q, k)

@@ -81,7 +81,9 @@ class Rotary(Op):
         segments = ((offset, x.shape[1]),) if isinstance(offset, int) else offset
         # angles stay exact where what turns has 16 bits
         dtype = "float64" if array.dtype == np.float64 else "float32"
-        cos, sin = (x.xp.asarray(part) for part in angles(self.base, self.scaling, n_turned, segments, dtype))
+        cos, sin = angles(self.base, self.scaling, n_turned, segments, dtype)
+        if x.on_gpu:
+            cos, sin = x.xp.asarray(cos), x.xp.asarray(sin)
 
         def turn(heads: Array, sin: Array) -> Array:
             if n_turned == heads.shape[3]:
@@ -97,7 +99,7 @@ class Rotary(Op):
 def angles(
     base: float, scaling: RotaryScaling | None, n_turned: int, segments: Segments, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines and sines (T, n_turned / 2), read-only."""
+    """Return cosines and sines (T, n_turned / 2), which are kept for later calls: the caller must not change them."""
     speeds = _speeds(base, n_turned)
     if scaling is not None:  # its rule may be a user's, which may change
         speeds = scaling.slowed(speeds)
@@ -118,6 +120,4 @@ def _speeds(base: float, n_turned: int) -> np.ndarray:
 def _angles(speeds: bytes, segments: Segments, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     positions = np.concatenate([np.arange(first, first + n_tokens) for first, n_tokens in segments])
     angles = positions[:, None] * np.frombuffer(speeds)
-    cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
-    cos.flags.writeable = sin.flags.writeable = False
-    return cos, sin
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)  # writable, as compiled kernels want arrays

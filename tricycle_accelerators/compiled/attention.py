@@ -12,6 +12,7 @@ from tricycle.kernels import FEW_ROWS, Scoring
 from tricycle.kernels.reference.widening import is_narrow, wide
 from tricycle_accelerators import threads
 from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
+from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loaded import loops
 
 LEAST_QUERIES = 16
@@ -39,18 +40,18 @@ def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: 
     return scoring.queries_seeing(n_queries, n_keys) == slice(0, n_queries)
 
 
-def _are_few_queries(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> bool:
-    """Return whether these are the queries of a few new tokens, and the keys and values of a cache."""
-    n_items, n_queries, n_heads, _ = q.shape
+def _are_few_queries(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring) -> bool:
+    """Return whether these are the queries of the last tokens, and the keys and values of a cache, each contiguous."""
+    n_items, n_queries, n_heads, size = q.shape
     n_keys = k.shape[1]
-    if n_queries > FEW_ROWS or n_heads * n_keys >= MANY_SCORES or mask is not None or scoring.cap is not None:
+    if n_items != 1 or not 0 < n_queries <= FEW_ROWS or n_heads * n_keys >= MANY_SCORES or not v.size:
         return False
-    if n_items != 1 or not q.size or not v.size or scoring.queries_seeing(n_queries, n_keys) != slice(0, n_queries):
+    if scoring.cap is not None or (scoring.offset is not None and scoring.offset + n_queries != n_keys):
         return False
-    if not (q.dtype == np.float32 and k.dtype == v.dtype and v.shape[3] == q.shape[3]):
+    dtype = k.dtype
+    if q.dtype != FLOAT32 or v.dtype != dtype or v.shape[3] != size or not (dtype == FLOAT32 or is_narrow(k)):
         return False
-    in_one_piece = q[0, 0].flags.carray and k[0].flags.carray and v[0].flags.carray
-    return in_one_piece and (k.dtype == np.float32 or is_narrow(k))
+    return q[0, 0].flags.carray and k[0].flags.carray and v[0].flags.carray
 
 
 def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool) -> Any:
@@ -59,13 +60,15 @@ def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, n
     keys, values = k[0], v[0]
     out = np.empty(q.shape, np.float32)
     log_total = np.empty((1, q.shape[2], n_queries), np.float32)
-    narrow = (keys.dtype != np.float16,) if keys.dtype.itemsize == 2 else ()
-    if narrow:
+    attend = loops().attend
+    narrow: tuple[bool, ...] = ()
+    if keys.dtype != FLOAT32:
+        narrow = (keys.dtype != np.float16,)
+        attend = loops().attend_16
         keys, values = keys.view(np.uint16), values.view(np.uint16)
-    attend = loops().attend_16 if narrow else loops().attend
     for t in range(n_queries):
         stop = n_keys if scoring.offset is None else scoring.offset + t + 1
-        seen = slice(0 if scoring.window is None else max(0, stop - scoring.window), min(n_keys, stop))
+        seen = slice(0 if scoring.window is None else max(0, stop - scoring.window), stop)
         attend(q[0, t], keys[seen], values[seen], *narrow, scoring.scale, nothing, out[0, t], log_total[0, :, t])
     return out, log_total
 
@@ -101,7 +104,7 @@ def attention(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> Any:
-    if (dtype or q.dtype) == np.float32 and _are_few_queries(q, k, v, scoring, mask):
+    if mask is None and (dtype is None or dtype == FLOAT32) and _are_few_queries(q, k, v, scoring):
         return _attend_few(q, k, v, scoring, nothing)
     if not _takes(q, k, v, scoring, mask):
         return NotImplemented

@@ -13,19 +13,21 @@ from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.compiled.loaded import loops, training_loops
 
 SMALL = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
+FLOAT32 = np.dtype(np.float32)
 
 
-def few_rows(x: np.ndarray) -> bool:
-    """Return whether these are a few tokens, as in generation, where each call of NumPy takes longer than its work."""
-    return x.ndim > 0 and 0 < x.size < SMALL and x.size <= FEW_ROWS * x.shape[-1]
+def is_few_rows(x: np.ndarray) -> bool:
+    """Return whether these are float32 rows of a few tokens, contiguous: in generation a call of NumPy takes longer
+    than its work, and so would more than one thread.
+    """
+    return (
+        x.ndim > 0 and 0 < x.size < SMALL and x.size <= FEW_ROWS * x.shape[-1] and x.dtype == FLOAT32 and x.flags.carray
+    )
 
 
 def fits(*arrays: np.ndarray) -> bool:
-    """Whether the loops take these and are worth it: the first is large or of few rows, all are float32 in one piece
-    and aligned.
-    """
-    first = arrays[0]
-    return (first.size >= SMALL or few_rows(first)) and all(a.dtype == np.float32 and a.flags.carray for a in arrays)
+    """Whether the loops take these and are worth it: the first is large, all are float32 in one piece and aligned."""
+    return arrays[0].size >= SMALL and all(a.dtype == FLOAT32 and a.flags.carray for a in arrays)
 
 
 def fit_16(*arrays: np.ndarray) -> bool:
@@ -42,12 +44,9 @@ def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
     """What a loop over (N,) makes of arrays of one shape."""
     if not (fits(*arrays) or fit_16(*arrays)):
         return NotImplemented
-    compute = _loop(name)
+    compute = _loop_of(name)
     flat = [as_numbers(array).reshape(-1) for array in arrays]
     result = np.empty_like(flat[0])
-    if few_rows(arrays[0]):
-        compute(*flat, result)
-        return result.reshape(arrays[0].shape)
     threads.parallel(lambda part: compute(*(x[part] for x in flat), result[part]), pieces.cut(result.size))
     return result.reshape(arrays[0].shape).view(arrays[0].dtype)
 
@@ -56,21 +55,22 @@ def _over_rows(name: str, arrays: Sequence[np.ndarray], size: int) -> Any:
     """What a loop over rows makes of arrays (..., C), rows of that size."""
     if not (fits(*arrays) or fit_16(*arrays)):
         return NotImplemented
-    compute = _loop(name)
+    compute = _loop_of(name)
     rows = [as_numbers(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = np.empty((len(rows[0]), size), rows[0].dtype)
-    if few_rows(arrays[0]):
-        compute(*rows, result)
-        return result.reshape(*arrays[0].shape[:-1], size)
     threads.parallel(lambda part: compute(*(x[part] for x in rows), result[part]), pieces.cut(len(result), 2 * size))
     return result.reshape(*arrays[0].shape[:-1], size).view(arrays[0].dtype)
 
 
-def _loop(name: str) -> Any:
+def _loop_of(name: str) -> Any:
     return getattr(training_loops() if name.endswith("backward") else loops(), name)
 
 
 def gelu(x: np.ndarray) -> Any:
+    if is_few_rows(x):
+        y = np.empty_like(x)
+        loops().gelu(x.reshape(-1), y.reshape(-1))
+        return y
     return _over_numbers("gelu", x)
 
 
@@ -85,6 +85,10 @@ def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | No
 
 
 def swiglu(x: np.ndarray) -> Any:
+    if is_few_rows(x):
+        y = np.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
+        loops().swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
+        return y
     return _over_rows("swiglu", [x], x.shape[-1] // 2)
 
 
@@ -108,21 +112,20 @@ def sum_rows(x: np.ndarray) -> np.ndarray | NotImplementedType:
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray | NotImplementedType:
-    """A thread takes an item at a time."""
-    few = few_rows(x.reshape(-1, x.shape[-2] * x.shape[-1]))
-    if (x.size < SMALL and not few) or x.dtype.name not in ("float32", "bfloat16"):
+    """A thread takes an item at a time; a single item, as in generation, is computed in this thread."""
+    is_single = len(x) == 1 and x.dtype == FLOAT32
+    if not is_single and (x.size < SMALL or x.dtype.name not in ("float32", "bfloat16")):
         return NotImplemented
     if x.strides[-1] != x.itemsize or not x.flags.behaved:
         return NotImplemented
-    if not all(a.dtype == np.float32 and a.flags.carray for a in (cos, sin)):
+    if not (cos.dtype == FLOAT32 and cos.flags.carray and sin.dtype == FLOAT32 and sin.flags.carray):
         return NotImplemented
     y = np.empty(x.shape, x.dtype)
-    heads, rotated = as_numbers(x), as_numbers(y)
     compute = loops().rotate
-    if few:
-        for i in range(len(x)):
-            compute(heads[i], cos, sin, rotated[i])
+    if is_single:
+        compute(x[0], cos, sin, y[0])
     else:
+        heads, rotated = as_numbers(x), as_numbers(y)
         threads.parallel(lambda i: compute(heads[i], cos, sin, rotated[i]), range(len(x)))
     return y
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled.elementwise import SMALL, as_numbers, few_rows
+from tricycle_accelerators.compiled.elementwise import FLOAT32, SMALL, as_numbers, is_few_rows
 from tricycle_accelerators.compiled.loaded import loops, training_loops
 
 # what is normed or its gradient, and what comes of it: all that the loops are compiled for
@@ -17,26 +17,24 @@ NOT_CENTRED = CENTRED | {("bfloat16", "bfloat16")}
 
 
 def _takes(x: np.ndarray, other: Any, centred: bool, *statistics: np.ndarray | None) -> bool:
-    """Whether there is a loop for rows and results of these dtypes, and it is worth it: x is large, or of few rows, and
-    in one piece.
-    """
+    """Whether there is a loop for rows and results of these dtypes, and it is worth it: x is large and in one piece."""
     dtypes = x.dtype.name, np.dtype(other).name
     fit = (a is None or (a.dtype == np.float32 and a.flags.carray) for a in statistics)
-    worth_it = x.size >= SMALL or few_rows(x)
-    return worth_it and dtypes in (CENTRED if centred else NOT_CENTRED) and x.flags.carray and all(fit)
+    return x.size >= SMALL and dtypes in (CENTRED if centred else NOT_CENTRED) and x.flags.carray and all(fit)
 
 
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool, dtype: Any = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | NotImplementedType:
-    dtype = np.dtype(dtype or x.dtype)
-    if not _takes(x, dtype, centred, gain, bias) or (bias is not None and not centred):
+) -> Any:
+    if is_few_rows(x) and (dtype is None or dtype == FLOAT32) and gain.dtype == FLOAT32 and gain.flags.carray:
+        return _normalize_few_rows(x, gain, bias, eps, centred)
+    dtype = x.dtype if dtype is None else np.dtype(dtype)
+    if not _takes(x, dtype, centred, gain, bias) or not (centred or bias is None):
         return NotImplemented
     rows = as_numbers(x).reshape(-1, x.shape[-1])
     y = np.empty(rows.shape, dtype)
     out = as_numbers(y)
     means, scales = np.zeros((2, len(rows)), np.float32)
-    few = few_rows(x)
 
     def work(piece: slice) -> None:
         if centred:
@@ -45,12 +43,25 @@ def layer_norm(
         else:
             loops().rms_norm(rows[piece], gain, eps, out[piece], scales[piece])
 
-    if few:
-        work(slice(0, len(rows)))
-    else:
-        threads.parallel(work, pieces.cut(*rows.shape))
+    threads.parallel(work, pieces.cut(*rows.shape))
     statistics = (*x.shape[:-1], 1)
     return y.reshape(x.shape), means.reshape(statistics), scales.reshape(statistics)
+
+
+def _normalize_few_rows(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool) -> Any:
+    """Compute `layer_norm` of a few tokens in this thread."""
+    if bias is not None and not (centred and bias.dtype == FLOAT32 and bias.flags.carray):
+        return NotImplemented
+    shape = x.shape
+    rows = x.reshape(-1, shape[-1])
+    y = np.empty(rows.shape, FLOAT32)
+    means, scales = np.zeros(len(rows), FLOAT32), np.empty(len(rows), FLOAT32)
+    if centred:
+        loops().layer_norm(rows, gain, np.zeros_like(gain) if bias is None else bias, eps, y, means, scales)
+    else:
+        loops().rms_norm(rows, gain, eps, y, scales)
+    statistics = (*shape[:-1], 1)
+    return y.reshape(shape), means.reshape(statistics), scales.reshape(statistics)
 
 
 def layer_norm_backward(

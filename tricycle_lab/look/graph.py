@@ -57,6 +57,7 @@ FORMULAS = {
     "reshape": "the same numbers in another shape, and back",
     "transpose": "axes change places, and back",
     "getitem": "a part of x;  the rest of dx is 0",
+    "heads": "channels of some heads;  the rest of dx is 0",
     "split": "a part of x;  the rest of dx is 0",
     "concatenate": "side by side;  each gets its part of g",
     "stack": "one on the other;  each gets its part of g",
