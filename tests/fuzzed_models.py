@@ -95,11 +95,12 @@ def _positions(draw: Any, head_size: int) -> dict[str, Any]:
         "rotary_original_window": _one_of(draw, 8192, 8),
         "qk_norm": (qk_norm := draw(st.booleans())),
         "qk_norm_gain": qk_norm and draw(st.booleans()),
+        "qk_norm_per_head": not qk_norm or draw(st.booleans()),
     }
 
 
 def _block(draw: Any) -> dict[str, Any]:
-    placement, norm = _one_of(draw, "before", "after", "both"), _one_of(draw, "layer_norm", "rms_norm")
+    placement, norm = _one_of(draw, "before", "after", "both", "output"), _one_of(draw, "layer_norm", "rms_norm")
     parallel = placement == "before" and draw(st.booleans())
     return {
         "norm": norm,

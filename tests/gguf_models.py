@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "Llama, linear": "llama",
     "Qwen2": "qwen2",
     "Qwen3": "qwen3",
+    "OLMo 2": "olmo2",
     "Gemma 2": "gemma2",
     "Gemma 3": "gemma3",
     "Pythia": "gptneox",

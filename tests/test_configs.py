@@ -74,7 +74,7 @@ NUMBERS = {
 CHOICES = {
     "activation": "one of gelu, gelu_exact, relu, relu_squared, swish, sigmoid, tanh, swiglu",
     "norm": "one of layer_norm, rms_norm",
-    "norm_placement": "one of before, after, both",
+    "norm_placement": "one of before, after, both, output",
     "positions": "one of learned, rotary, none",
     "rotary_scaling": "one of none, linear, llama3",
     "softmax": "one of softmax, softmax1, adaptive, blocks, sink",
@@ -87,6 +87,7 @@ SWITCHES = (
     "tied",
     "qk_norm",
     "qk_norm_gain",
+    "qk_norm_per_head",
     "token_shift",
     "key_shift",
     "zero_projections",
@@ -151,6 +152,7 @@ def test_the_table_of_bad_values_knows_every_field() -> None:
         ({"qk_norm": True}, "qk_norm to be False without rotary positions, got True"),
         ({"steps": 0, "minutes": 0.0}, "steps to be above 0 where minutes is 0, got 0"),
         ({"n_key_heads": 5}, "n_key_heads to be a divisor of n_heads 12, got 5"),
+        ({"qk_norm_per_head": False}, "qk_norm_per_head to be True without qk_norm, got False"),
         ({"qk_norm_gain": True}, "qk_norm_gain to be False without qk_norm, got True"),
         (
             {"parallel": True, "norm_placement": "both"},

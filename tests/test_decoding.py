@@ -37,7 +37,8 @@ OWN = {
     "normed queries": ROTARY | {"qk_norm": True},
     "normed queries with a gain": ROTARY | {"qk_norm": True, "qk_norm_gain": True, "norm_unit_offset": True},
     "norms after": {"norm_placement": "after"},
-    "eps of norms": ROTARY | {"qk_norm": True, "qk_norm_eps": 0.1, "norm_eps": 0.1},
+    "queries normed over all heads": ROTARY | {"qk_norm": True, "qk_norm_per_head": False, "qk_norm_eps": 0.1},
+    "norms of outputs": {"norm_placement": "output", "norm_eps": 0.1},
     "norms around": {"norm_placement": "both", "norm": "rms_norm", "norm_unit_offset": True},
     "side by side": {"parallel": True},
     "side by side, one norm": {"parallel": True, "shared_norm": True},
@@ -79,7 +80,7 @@ PAIRED = [
     for name, fields in OWN.items()
     if fields.keys()
     & set(
-        """rotary_fraction n_key_heads window full_layers score_cap score_scale qk_norm norm_placement
+        """rotary_fraction n_key_heads window full_layers score_cap score_scale qk_norm qk_norm_per_head norm_placement
     parallel token_shift key_shift softmax rotary_scaling embedding_size""".split()
     )
 ]
@@ -165,7 +166,7 @@ def test_every_field_has_a_case():
         name for config in CONFIGS.values() for name in vars(config) if getattr(config, name) != getattr(usual, name)
     }
     assert set(vars(usual)) - changed == NOT_OF_THE_COMPUTATION
-    assert len(PAIRS) > 250
+    assert len(PAIRS) > 300
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -124,6 +124,17 @@ EXPRESSED: dict[str, tuple[str, ModelConfig]] = {
         "qwen3",
         ModelConfig(**LIKE_LLAMA, qk_norm=True, qk_norm_eps=1e-5, head_size=10, window=5, full_layers=(1,)),
     ),
+    "OLMo 2": (
+        "olmo2",
+        ModelConfig(
+            **LIKE_LLAMA,
+            norm_placement="output",
+            qk_norm=True,
+            qk_norm_gain=True,
+            qk_norm_per_head=False,
+            qk_norm_eps=1e-5,
+        ),
+    ),
     "Gemma 2": (
         "gemma2",
         ModelConfig(

@@ -85,6 +85,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 16}),
     "qwen3, usual heads": ("qwen3", {**LLAMA, "rms_norm_eps": 1e-2, "attention_bias": True}),
     "qwen3, llama3": ("qwen3", {**LLAMA, "head_dim": 6, **rope(**(LLAMA3_SCALING | {"kind": "llama3"}))}),
+    "olmo2": ("olmo2", LLAMA),
+    "olmo2, all heads": (
+        "olmo2",
+        {**LLAMA, "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, **rope()},
+    ),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}),
     "gemma2, no caps": (
         "gemma2",

@@ -47,7 +47,7 @@ pretrained.ggml_tokens
 dataset packing checkpoint sequences.translators training preferences sampling generate likeliest evaluation
 pretrained.source pretrained.settings pretrained.fields pretrained.same pretrained.tensor_files pretrained.folder
 pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
-pretrained.families.gemma pretrained.families.neox
+pretrained.families.gemma pretrained.families.neox pretrained.families.olmo
 pretrained.families.opt pretrained.families.phi pretrained.families.bert pretrained.families
 pretrained.quantised pretrained.gguf_file pretrained.gguf_names pretrained.gguf_fields pretrained.gguf
 pretrained.packaged pretrained.hub pretrained.export pretrained.gguf_writer pretrained pretrained.sentences

@@ -106,6 +106,20 @@ def qwen3() -> Family:
     return Family("qwen3", theirs, ours)
 
 
+def olmo2() -> Family:
+    """Norms on the outputs of a block's parts, and of queries and keys over all heads together."""
+    theirs = theirs_like_llama(rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
+    ours = ours_like_llama(
+        rotary_base=500_000.0,
+        norm_placement="output",
+        qk_norm=True,
+        qk_norm_gain=True,
+        qk_norm_eps=1e-5,
+        qk_norm_per_head=False,
+    )
+    return Family("olmo2", theirs, ours)
+
+
 def ours_like_gemma(**fields: Any) -> ModelConfig:
     """What Gemma 2 and 3 have in common."""
     common = {
@@ -287,6 +301,7 @@ FAMILIES: dict[str, Family] = {
     "Mistral": mistral(),
     "Qwen2": qwen2(),
     "Qwen3": qwen3(),
+    "OLMo 2": olmo2(),
     "Gemma 2": gemma2(),
     "Gemma 3": gemma3(),
     "Pythia": neox(parallel=True),

@@ -113,6 +113,7 @@ class AttentionConfig:
         rotary: turn queries and keys by position; True for `Rotary()`.
         qk_norm: scale the queries and keys of each head to one length first: what makes the norm of D channels, or
             True for an RMS norm without a gain.
+        qk_norm_per_head: normalize each head by itself; False for all heads of queries, and of keys, together.
         softmax: what turns scores into weights: a name in `softmaxes.SOFTMAXES`, or an object.
         causal: a token sees itself and those before it, and not those after.
         window, scale, cap: as of `Attention`.
@@ -130,6 +131,7 @@ class AttentionConfig:
     dropout: float = 0.0
     rotary: Rotary | bool = False
     qk_norm: Callable[[int], Layer] | bool = False
+    qk_norm_per_head: bool = True
     softmax: str | RowSoftmax = "softmax"
     causal: bool = True
     window: int | None = None
@@ -161,6 +163,8 @@ class MultiHeadSelfAttention(_MultiHead):
         options: further fields of `AttentionConfig`.
     """
 
+    qk_norm_per_head: bool = True  # of models that were pickled before the option
+
     def __init__(
         self,
         embedding_dim: int,
@@ -181,11 +185,12 @@ class MultiHeadSelfAttention(_MultiHead):
         n_channels = (n_heads + 2 * self.n_key_heads) * self.head_size
         self.qkv = Dense(embedding_dim, n_channels, config.bias, initialiser, generator)
         self.key_shift = KeyShift(self.n_key_heads, self.head_size) if config.key_shift else None
+        self.qk_norm_per_head = config.qk_norm_per_head
         self.query_norm = self.key_norm = None
         if config.qk_norm:
             new_norm = without_gain if config.qk_norm is True else config.qk_norm
-            self.query_norm = new_norm(self.head_size)
-            self.key_norm = new_norm(self.head_size)
+            sizes = [self.head_size * (1 if config.qk_norm_per_head else n) for n in (n_heads, self.n_key_heads)]
+            self.query_norm, self.key_norm = map(new_norm, sizes)
         self.rotary = Rotary() if config.rotary is True else config.rotary or None
         output_bias = config.bias if config.output_bias is None else config.output_bias
         self.projection = Dense(n_heads * self.head_size, embedding_dim, output_bias, initialiser, generator)
@@ -247,7 +252,11 @@ class MultiHeadSelfAttention(_MultiHead):
         if self.key_shift is not None:
             k = reshape(self.key_shift(self._join_heads(k), cache), k.shape)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            if self.qk_norm_per_head:
+                q, k = self.query_norm(q), self.key_norm(k)
+            else:
+                q = reshape(self.query_norm(self._join_heads(q)), q.shape)
+                k = reshape(self.key_norm(self._join_heads(k)), k.shape)
         if self.rotary is not None:
             q, k = self.rotary(q, segments), self.rotary(k, segments)
         return [q, k, v]
@@ -529,7 +538,7 @@ class TransformerBlock(Layer):
 
     def _for(self, norm: Any, part: Any) -> Callable[[Tensor], Tensor]:
         """Return a norm that gives the dtype which is kept inside the part after it, where both can."""
-        if self.precision == "float32" or self.norm_placement == "after":
+        if self.precision == "float32" or self.norm_placement in ("after", "output"):
             return norm
         if not (takes_dtype(norm) and takes_dtype(part)):
             return norm
@@ -540,6 +549,8 @@ class TransformerBlock(Layer):
         """x and a part of it, normed where this block norms."""
         if self.norm_placement == "after":
             return norm(residual(x, part(x)))
+        if self.norm_placement == "output":
+            return residual(x, norm(part(x)))
         if self.norm_placement == "both":
             return residual(x, post_norm(part(norm(x))))
         return residual(x, part(norm(x)))
@@ -587,6 +598,7 @@ def self_attention(
         dropout=config.dropout,
         rotary=rotary_of(config, layer) or False,
         qk_norm=qk_norm if config.qk_norm else False,
+        qk_norm_per_head=config.qk_norm_per_head,
         softmax=new_softmax(config.softmax, config.softmax_blocks),
         causal=causal,
         window=config.window_of(layer) if causal else None,

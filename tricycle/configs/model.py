@@ -14,7 +14,7 @@ from tricycle.softmaxes import SOFTMAXES
 
 Activation = Literal["gelu", "gelu_exact", "relu", "relu_squared", "swish", "sigmoid", "tanh", "swiglu"]
 Norm = Literal["layer_norm", "rms_norm"]
-NormPlacement = Literal["before", "after", "both"]
+NormPlacement = Literal["before", "after", "both", "output"]
 Positions = Literal["learned", "rotary", "none"]
 RotaryScaling = Literal["none", "linear", "llama3"]
 Precision = Literal["float32", "tf32", "bfloat16", "float16"]
@@ -52,7 +52,9 @@ class ModelConfig(Checked):
     norm: Norm = "layer_norm"  # normalisation in each block and at the end
     norm_eps: float = 1e-5  # added to the variance, or the mean square
     norm_unit_offset: bool = False  # whether norms multiply by 1 + their gain
-    norm_placement: NormPlacement = "before"  # before each part of a block, after the sum with it, or around the part
+    norm_placement: NormPlacement = (
+        "before"  # before each part of a block, after the sum with it, around the part, or on its output
+    )
     parallel: bool = False  # whether attention and MLP of a block stand side by side, and not one after the other
     shared_norm: bool = False  # whether attention and MLP side by side share one norm
     # ---- positions
@@ -70,6 +72,7 @@ class ModelConfig(Checked):
     qk_norm: bool = False  # whether queries and keys of a head are scaled to one length (RMS norm)
     qk_norm_gain: bool = False  # whether these norms have a learned gain
     qk_norm_eps: float = 1e-6  # of these norms
+    qk_norm_per_head: bool = True  # whether each head is scaled by itself, and not all heads together
     window: int = 0  # so many of the latest tokens are seen, the token itself included; 0 for all
     full_layers: tuple[int, ...] = ()  # layers, counted from 0, that see all tokens even so
     score_scale: float = 0.0  # what products of queries and keys are multiplied by; 0 for 1 / sqrt(head size)
@@ -120,6 +123,7 @@ class ModelConfig(Checked):
             self._require("n_heads", width % self.n_heads == 0, f"a divisor of embedding_dim {width}")
         self._require("n_key_heads", self.n_heads % self.key_heads == 0, f"a divisor of n_heads {self.n_heads}")
         self._require("qk_norm_gain", self.qk_norm or not self.qk_norm_gain, "False without qk_norm")
+        self._require("qk_norm_per_head", self.qk_norm or self.qk_norm_per_head, "True without qk_norm")
 
     def _check_positions(self) -> None:
         self._require("qk_norm", not self.qk_norm or self.positions == "rotary", "False without rotary positions")

@@ -253,6 +253,11 @@ def _qwen3(keys: Keys, divisors: np.ndarray | None) -> Fields:
     return fields
 
 
+def _olmo2(keys: Keys, divisors: np.ndarray | None) -> Fields:
+    fields = _like_llama(keys, divisors) | {"model_type": "olmo2", "hidden_act": "silu"}
+    return fields | {"attention_bias": keys.has("blk.0.attn_q.bias")}
+
+
 def _like_gemma(keys: Keys, divisors: np.ndarray | None, layers_of_27b: int) -> Fields:
     """What Gemma 2 and 3 share. Only the largest divides scores by width / heads, known by its number of layers."""
     fields = _like_llama(keys, divisors)
@@ -357,6 +362,7 @@ FIELDS: dict[str, Callable[[Keys, np.ndarray | None], Fields]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "olmo2": _olmo2,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt2": _gpt2,

@@ -117,6 +117,12 @@ _QK_NORMS = _names("""
 blk.N.attn_q_norm      model.layers.N.self_attn.q_norm
 blk.N.attn_k_norm      model.layers.N.self_attn.k_norm
 """)
+_OUTPUT_NORMS = _names("""
+blk.N.post_attention_norm  model.layers.N.post_attention_layernorm
+blk.N.post_ffw_norm        model.layers.N.post_feedforward_layernorm
+""")
+_NO_NORMS = {name: theirs for name, theirs in _LLAMA.items() if name not in ("blk.N.attn_norm", "blk.N.ffn_norm")}
+_OLMO2 = _NO_NORMS | _QK_NORMS | _OUTPUT_NORMS
 _GEMMA2 = _LLAMA | _names("""
 blk.N.post_attention_norm  model.layers.N.post_attention_layernorm
 blk.N.ffn_norm             model.layers.N.pre_feedforward_layernorm
@@ -187,6 +193,7 @@ LAYOUTS: dict[str, Layout] = {
     "llama": Layout(_LLAMA, {"blk.N.attn_q": _QUERIES, "blk.N.attn_k": _KEYS}),
     "qwen2": Layout(_LLAMA),
     "qwen3": Layout(_LLAMA | _QK_NORMS),
+    "olmo2": Layout(_OLMO2),
     "gemma2": Layout(_GEMMA2, _one_more(_GEMMA2)),
     "gemma3": Layout(_GEMMA3, _one_more(_GEMMA3)),
     "gpt2": Layout(_GPT2, dict.fromkeys(_MATRICES_OF_GPT2, _CONV1D)),

@@ -31,7 +31,7 @@ def effective(config: ModelConfig) -> dict[str, Any]:
         values |= {"token_types": config.token_types, "embedding_norm": config.embedding_norm}
     values |= _windows(config) | _positions(config)
     if not config.qk_norm:
-        values |= _usual("qk_norm_gain qk_norm_eps")
+        values |= _usual("qk_norm_gain qk_norm_eps qk_norm_per_head")
     if config.softmax != "blocks":
         values |= _usual("softmax_blocks")
     return values

@@ -14,12 +14,13 @@ from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from tricycle.pretrained.families.neox import NEOX
+from tricycle.pretrained.families.olmo import OLMO2
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.fields import Fields, wrong
 from tricycle.pretrained.source import Source, StoredTensor
 
-ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
+ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
 Q8_0_BYTES = 34 / 32  # a number, with its share of its block's scale
 KINDS_OF_WEIGHTS = ("float32", "stored", *KINDS)
