@@ -30,7 +30,7 @@ BATCH = 3
 TOKENS = 24
 AGREED = 2e-5  # rounding makes differences of 2e-6 at most
 each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-slow = pytest.mark.skipif("TRICYCLE_SLOW" not in os.environ, reason="takes minutes: TRICYCLE_SLOW=1 runs it")
+nightly = pytest.mark.nightly  # each takes minutes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -259,7 +259,7 @@ def test_it_can_be_printed(family: Family) -> None:
 
 
 # -------------------------------------------------------------------- a whole model
-@slow
+@nightly
 def test_smollm2(capsys: pytest.CaptureFixture) -> None:
     """At full size: logits, gradients and twenty steps."""
     torch.set_num_threads(os.cpu_count() or 1)

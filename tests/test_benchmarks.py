@@ -20,6 +20,7 @@ NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 PEERS = [("none", ["tricycle"]), pytest.param("torch", ["tricycle", "torch"], marks=[NEEDS_TORCH, pytest.mark.slow])]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("peer", "sides"), PEERS)
 def test_training_prints_its_table(peer, sides):
     words = ["--shape", "tiny", "--peer", peer, "--turns", "1", "--seconds", "0", "--settling", "0", "--threads", "1"]
@@ -34,6 +35,7 @@ def test_training_prints_its_table(peer, sides):
         assert re.search(rf"^  {side}: .*\d+\.\d+", out, re.MULTILINE)
 
 
+@pytest.mark.nightly
 def test_other_softmaxes_as_sides():
     words = [
         "--shape",
@@ -102,6 +104,7 @@ def generation_table(*sides: str) -> dict[str, list[str]]:
     return {side: row.removeprefix(side).replace(",", "").split() for side, row in zip(sides, rows)}
 
 
+@pytest.mark.nightly
 def test_generation_prints_its_table():
     (row,) = generation_table("tricycle float32").values()
     long_prompt, short_prompt, new, ratio, alike, limit, share, with_text, same, loaded, most = row

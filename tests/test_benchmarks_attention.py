@@ -9,6 +9,8 @@ from test_programs import call, good
 
 from benchmarks.attention import ATTENTION, N_TOKENS, WIDTH
 
+pytestmark = pytest.mark.nightly
+
 QUICK = ["--turns", "1", "--seconds", "0", "--settling", "0", "--threads", "1"]
 
 

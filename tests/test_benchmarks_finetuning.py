@@ -9,6 +9,8 @@ from test_programs import call, good
 from benchmarks.finetuning import write_folder
 from benchmarks.finetuning_workers import STEPS
 
+pytestmark = pytest.mark.nightly
+
 NEEDS_THEM = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "peft")), reason="needs peft"
 )

@@ -21,7 +21,7 @@ def call(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_runs_through_on_a_cpu(tmp_path):
     parts = ["environment", "products", "training", "timeline", "generation"]
     words = ["--device", "cpu", "--quick", "--no-compile", "--output", str(tmp_path / "out"), "--parts", *parts]
@@ -96,6 +96,7 @@ def arguments(tmp_path):
     )
 
 
+@pytest.mark.nightly
 def test_a_side_that_fails_is_told_and_the_others_go_on(arguments):
     deadline = time.monotonic() + 100
     results = gpu.train_case(gpu.TINY, ["tricycle", "nobody"], arguments, deadline)
@@ -103,6 +104,7 @@ def test_a_side_that_fails_is_told_and_the_others_go_on(arguments):
     assert results["nobody"]["error"] == "nobody: KeyError: 'nobody'"
 
 
+@pytest.mark.nightly
 def test_a_side_that_takes_too_long_is_ended(arguments):
     worker = gpu.Worker("tricycle", gpu.TINY, "cpu", time.monotonic() - 1)
     with pytest.raises(gpu.Failed, match=r"tricycle ended with status"):
@@ -112,6 +114,7 @@ def test_a_side_that_takes_too_long_is_ended(arguments):
     worker.close()
 
 
+@pytest.mark.nightly
 def test_programs_that_are_not_there_or_take_too_long(arguments):
     assert gpu.run(["no-such-program"], time.monotonic() + 9) == (-1, "no-such-program is not installed")
     status, text = gpu.run([sys.executable, "-c", "import time; time.sleep(60)"], time.monotonic() + 0.1)

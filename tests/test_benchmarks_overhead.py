@@ -9,6 +9,7 @@ from test_programs import call, good
 from benchmarks.overhead import SIDES, VALUES, measure
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("words", "collector"), [([], "on"), (["--no-collector"], "off")])
 def test_it_prints_its_table(words, collector):
     out = good(call("-m", "benchmarks.overhead", "--length", "10", "--repeats", "2", *words, "--peers"))
@@ -28,6 +29,7 @@ def test_wrong_words_are_refused(words):
     assert words[1] in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("side", SIDES)
 def test_every_side_does_the_same_work(side):
     """The gradients of x, b and c as by hand."""

@@ -27,6 +27,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("peer", ["none", pytest.param("torch", marks=[NEEDS_TORCH, pytest.mark.slow])])
 def test_it_prints_its_table(peer):
     out = good(call("-m", "benchmarks.recurrent", *SMALL, "--peer", peer, "--cells", "LSTM", "GRU"))

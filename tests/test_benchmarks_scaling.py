@@ -155,6 +155,7 @@ def test_costs_of_communication():
 
 
 # -------------------------------------------------------------------- programs
+@pytest.mark.nightly
 def test_scaling_prints_its_table_and_draws(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     words = ["--shape", "tiny", "--steps", "2", "--faster", "1", "10", "--batches", "8", "--check", "tiny"]
@@ -167,6 +168,7 @@ def test_scaling_prints_its_table_and_draws(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.nightly
 @NEEDS_MPI
 def test_what_two_ranks_do_over_a_slow_link_is_predicted():
     """Roughly: whatever else computes here, the link is most of it."""
@@ -176,6 +178,7 @@ def test_what_two_ranks_do_over_a_slow_link_is_predicted():
     assert all(row.measured > 0.002 for row in rows)
 
 
+@pytest.mark.nightly
 @NEEDS_MPI
 def test_processes_print_their_table():
     words = ["--shape", "tiny", "--peer", "none", "--turns", "1", "--seconds", "0", "--settling", "0"]
@@ -204,6 +207,7 @@ def test_one_process_is_no_comparison():
 
 
 # -------------------------------------------------------------------- the table of equality
+@pytest.mark.nightly
 @NEEDS_MPI
 def test_the_table_of_equality(monkeypatch, capsys):
     monkeypatch.setattr(equality, "PRECISIONS", ("float64",))

@@ -7,6 +7,8 @@ from test_programs import call, good
 
 from benchmarks.small import NETWORKS, SIDES
 
+pytestmark = pytest.mark.nightly
+
 
 def test_both_tables():
     out = good(call("-m", "benchmarks.small", "--peer", "none", "--steps", "2", "--repeats", "1"))

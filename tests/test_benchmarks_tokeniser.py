@@ -12,6 +12,7 @@ PEERS = [("none", 0), pytest.param("tokenizers", 3, marks=NEEDS_TOKENIZERS)]
 QUICK = ["--megabytes", "0.05", "--vocab-sizes", "300", "400", "--repeats", "1"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("peer", "n_more"), PEERS)
 @pytest.mark.parametrize("text", ["code", pytest.param("shakespeare", marks=NEEDS_SHAKESPEARE)])
 def test_both_tables(text, peer, n_more):
@@ -24,6 +25,7 @@ def test_both_tables(text, peer, n_more):
     assert all(len(row) == 7 and float(row[3]) > 0 for row in encoding)
 
 
+@pytest.mark.nightly
 def test_code_is_cut_to_size_and_has_no_tests_in_it():
     assert {"test", "site-packages"} <= SKIPPED_FOLDERS
     texts = code(100_000)
@@ -31,6 +33,7 @@ def test_code_is_cut_to_size_and_has_no_tests_in_it():
     assert texts == code(100_000)
 
 
+@pytest.mark.nightly
 @NEEDS_TOKENIZERS
 def test_both_sides_learn_the_same():
     texts = code(200_000)

@@ -128,6 +128,7 @@ def test_gradients_of_the_mlp(activation: str, bias: bool, rng: np.random.Genera
     check_layer_gradients(MLPBlock(3, 2, activation, bias=bias), rng.standard_normal((2, 3, 3)))
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(
     "norm, activation, rotary", list(itertools.product(["layer_norm", "rms_norm"], ACTIVATIONS, [False, True])), ids=str
 )

@@ -1,6 +1,7 @@
 """`tricycle chat`: through pipes, and in a terminal with Ctrl-C."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 
+from programs import run_here
 from tiny_models import smollm2_file, write_folder
 
 from tricycle import generate as generation
@@ -28,6 +30,7 @@ from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.chat import Conversation, turn
+from tricycle_cli.main import MODULE, main
 from tricycle_cli.models import default_sampling
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,9 +50,20 @@ def small(tmp_path_factory) -> Path:
 
 
 def talk(folder: Path, said: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """`python -m tricycle chat` in this process."""
+    return run_here(functools.partial(main, MODULE), MODULE, ("chat", folder, *words), cwd, said)
+
+
+def talk_apart(folder: Path, said: str, *words: str) -> subprocess.CompletedProcess:
+    """The same in a process of its own, whose streams begin in ASCII."""
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [*COMMAND, str(folder), *words], input=said.encode(), capture_output=True, cwd=cwd, env=environment, timeout=100
+        [*COMMAND, str(folder), *words],
+        input=said.encode(),
+        capture_output=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=100,
     )
 
 
@@ -71,7 +85,7 @@ def answers(folder: Path, questions: list[str], length: int, system: str | None 
 # -------------------------------------------------------------------- through pipes
 def test_a_line_is_a_turn(folder):
     questions = ["the quick brown fox", "é🚲 birds", "sing"]
-    done = talk(folder, "\n".join(questions) + "\n", "--length", "12")
+    done = talk_apart(folder, "\n".join(questions) + "\n", "--length", "12")
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
     assert done.stdout.decode("utf-8") == "".join(f"{text}\n" for text in answers(folder, questions, 12))
@@ -81,7 +95,7 @@ def test_a_system_message(folder):
     questions = ["the quick", "brown"]
     done = talk(folder, "\n".join(questions), "--length", "9", "--system", "small birds")
     wanted = answers(folder, questions, 9, "small birds")
-    assert done.stdout.decode("utf-8") == "".join(f"{text}\n" for text in wanted)
+    assert done.stdout == "".join(f"{text}\n" for text in wanted)
     assert wanted != answers(folder, questions, 9)
 
 
@@ -98,7 +112,7 @@ def test_commands(folder, tmp_path):
     ]
     said += ["/save", "", "   ", "//reset"]
     done = talk(folder, "\n".join(said), "--length", "5", cwd=tmp_path)
-    out = done.stdout.decode("utf-8")
+    out = done.stdout
     first, second = (json.loads((tmp_path / name).read_text(encoding="utf-8")) for name in ("one.json", "three.json"))
     assert first == second
     assert [message["role"] for message in first] == ["user", "assistant"]
@@ -118,7 +132,7 @@ def test_a_file_that_cannot_be_written(folder, tmp_path):
     (tmp_path / "folder").mkdir()
     done = talk(folder, "/save folder\n", cwd=tmp_path)
     assert done.returncode == 0
-    assert done.stdout.startswith(b"(not saved: expected a file, or the name of a new one, got folder)")
+    assert done.stdout.startswith("(not saved: expected a file, or the name of a new one, got folder)")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
@@ -127,7 +141,7 @@ def test_what_is_no_file_is_not_replaced(folder, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "pipe")
     done = talk(folder, "/save pipe\n/save link\n", cwd=tmp_path)
-    assert done.stdout.count(b"(not saved: expected a file") == 2
+    assert done.stdout.count("(not saved: expected a file") == 2
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "link").is_symlink()
 
@@ -144,7 +158,7 @@ def test_what_is_no_file_is_not_replaced(folder, tmp_path):
 def test_wrong_words(folder, words, said):
     done = talk(folder, "hi", *words)
     assert done.returncode in (1, 2)
-    (line,) = done.stderr.decode().splitlines()
+    (line,) = done.stderr.splitlines()
     assert line.startswith("python -m tricycle chat: ")
     assert said in line
 
@@ -155,10 +169,8 @@ def test_models_that_do_not_talk(tmp_path):
     save_checkpoint(own, GPT(DebugConfig(vocab_size=257)), BPETokeniser(257))
     refusing = write_folder(tmp_path / "refusing", "{{ raise_exception('no system') if messages[0].role == 'system' }}")
     large = write_folder(tmp_path / "large", "{% set a = ('a' * 4000000)|list %}" * 10)
-    slow = write_folder(tmp_path / "slow", "{{ ('a' * 4000000)|wordwrap(1) }}")
     for folder, words, said in (
         (large, [], "chat template, line 1: it makes a value of more than 4,194,304 characters"),
-        (slow, [], "chat template: it takes more than 5 seconds"),
         (plain, [], "expected a model with a chat template, this one has none"),
         (own, [], "expected a model with a chat template, this one has none"),
         (refusing, ["--system", "x"], "chat template, line 1: no system"),
@@ -166,8 +178,16 @@ def test_models_that_do_not_talk(tmp_path):
     ):
         done = talk(folder, "hi", *words)
         assert done.returncode == 1
-        (line,) = done.stderr.decode().splitlines()
+        (line,) = done.stderr.splitlines()
         assert said in line
+
+
+@pytest.mark.slow
+def test_a_template_that_takes_too_long(tmp_path):
+    done = talk(write_folder(tmp_path, "{{ ('a' * 4000000)|wordwrap(1) }}"), "hi")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "chat template: it takes more than 5 seconds" in line
 
 
 # -------------------------------------------------------------------- the conversation itself
@@ -202,7 +222,7 @@ def test_a_full_context_may_be_refused(small):
     """What does not fit is not kept; after /reset there is room again."""
     said = "the quick brown fox\n" * 8
     done = talk(small, f"{said}/reset\nthe quick\n", "--length", "20", "--past-window", "refuse")
-    lines = done.stdout.decode("utf-8").splitlines()
+    lines = done.stdout.splitlines()
     full = "(the context of 120 tokens is full and nothing is to be forgotten: /reset begins anew)"
     begin = lines.index(full)
     assert begin >= 1
@@ -218,7 +238,7 @@ def test_keys_and_values_of_16_bits(small, cache):
     turn(one, "the quick brown fox")
     assert {held.keys.dtype.name for held in one.reader._caches} == {cache}
     done = talk(small, "the quick brown fox\n", "--length", "20", "--cache", cache)
-    assert done.stdout.decode("utf-8").splitlines() == [one.messages[-1]["content"]]
+    assert done.stdout.splitlines() == [one.messages[-1]["content"]]
 
 
 def test_a_message_cannot_pretend_to_be_the_system(folder):
@@ -270,7 +290,7 @@ def test_smollm2_knows_the_capital_of_france():
     out = talk(
         path, "What is the capital of France?\n", "--temperature", "0", "--top-p", "1", "--repetition-penalty", "1"
     )
-    assert out.stdout.decode() == "The capital of France is Paris.\n"
+    assert out.stdout == "The capital of France is Paris.\n"
 
 
 def test_settings_are_the_makers_own(tmp_path):
@@ -334,6 +354,7 @@ class Terminal:
         return self.program.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a terminal of POSIX")
 def test_control_c_ends_an_answer_and_not_the_program(folder):
     terminal = Terminal(str(folder), "--length", "3900")
@@ -353,6 +374,7 @@ def test_control_c_ends_an_answer_and_not_the_program(folder):
     assert terminal.close() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a terminal of POSIX")
 def test_control_c_at_the_prompt_leaves(folder):
     terminal = Terminal(str(folder))

@@ -131,6 +131,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow_except(4)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_it_is_refused_in_one_line_and_soon(name):
     source, reason = HOSTILE[name]
@@ -288,6 +289,7 @@ def within_limits(source: str, seconds: float, children: list[WatchedChild]) -> 
     return ended
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.parametrize("name", EVERY)
 def test_untrusted_templates_keep_the_limits(name, children):
     within_limits(EVERY[name], 1.0, children)
@@ -298,7 +300,7 @@ def test_generated_templates_keep_the_limits(seed, children):
     within_limits(generated(seed), 1.0, children)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_generated_templates_keep_the_limits(children):
     """With the true limits, 200 of them and the list above."""
     sources = [*map(generated, range(100, 300)), *EVERY.values()]
@@ -309,6 +311,7 @@ def test_more_generated_templates_keep_the_limits(children):
     assert threading.active_count() == n_threads
 
 
+@pytest.mark.slow
 def test_a_child_serves_many_renderings_and_is_replaced_after_a_limit():
     source = (
         "{% if messages[0].content == 'slow' %}{{ ('a' * 4000000)|wordwrap(1) }}{% endif %}{{ messages[0].content }}"

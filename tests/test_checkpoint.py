@@ -254,6 +254,7 @@ def test_the_faults_of_a_machine_are_not_the_files(saved, monkeypatch, error, wh
     assert isinstance(error, MemoryError) or caught.value.filename == str(saved)
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory as Linux has them")
 @pytest.mark.parametrize("free", [20, 60, 100])
 @pytest.mark.parametrize("what", ["save_checkpoint(path, model)", "load_checkpoint(path)"])

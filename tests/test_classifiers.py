@@ -81,6 +81,7 @@ def in_float64(model: Classifier) -> Classifier:
     return model
 
 
+@pytest.mark.slow_except(2)
 @each_model
 def test_gradients(make, batch):
     model, (tokens, lengths) = in_float64(make()).eval(), batch

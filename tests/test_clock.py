@@ -73,6 +73,7 @@ def steps_made(folder, monkeypatch, jumps: dict[int, float]) -> int:
     return state.step
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("call", [12, 40, 200])
 def test_a_run_that_was_stopped_for_a_day_uses_its_minutes(tmp_path, monkeypatch, call):
     """As by Ctrl-Z, or in a virtual machine that was paused."""

@@ -1,10 +1,12 @@
 """The command `tricycle`, on runs of its own and on other people's models."""
 
+import functools
 import json
 import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
+from programs import run_here
 from tiny_models import TEXT, tiny_tokeniser, write_folder
 
 import tricycle
@@ -27,8 +30,8 @@ from tricycle.pretrained import load
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
-from tricycle_cli import init_from
-from tricycle_cli.main import COMMANDS
+from tricycle_cli import init_from, run
+from tricycle_cli.main import COMMANDS, MODULE, main
 from tricycle_lab.plot import attention_page
 from tricycle_lab.probe import Probe
 
@@ -36,7 +39,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
 
 
-def call(*words, folder: Path = ROOT, program=("-m", "tricycle")) -> subprocess.CompletedProcess:
+def call(*words, folder: Path = ROOT) -> subprocess.CompletedProcess:
+    """`python -m tricycle` with some words, in this process."""
+    return run_here(functools.partial(main, MODULE), MODULE, words, folder)
+
+
+def call_apart(*words, folder: Path = ROOT, program=("-m", "tricycle")) -> subprocess.CompletedProcess:
+    """A program in a process of its own."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **threads}
     command = [sys.executable, *program, *map(str, words)]
@@ -95,7 +104,7 @@ def test_overview():
     for words in (["--help"], ["-h"], ["help"]):
         out = good(call(*words))
         assert all(re.search(rf"^  {name} +{re.escape(said)}$", out, re.MULTILINE) for name, said in COMMANDS.items())
-    assert good(call("--version")) == f"tricycle {tricycle.__version__}\n"
+    assert good(call_apart("--version")) == f"tricycle {tricycle.__version__}\n"
     refused(
         call("trian"),
         f"expected a command, one of {', '.join(COMMANDS)}, got 'trian'",
@@ -109,9 +118,8 @@ def test_help_of_each(command):
 
 
 def test_the_command_that_the_wheel_brings():
-    program = "import sys; from tricycle_cli.main import main; sys.argv[0] = '/bin/tricycle'; main()"
-    assert "usage: tricycle COMMAND" in good(call(program=("-c", program)))
-    out = good(call("generate", "--help", program=("-c", program)))
+    assert "usage: tricycle COMMAND" in good(run_here(main, "/bin/tricycle", ()))
+    out = good(run_here(main, "/bin/tricycle", ("generate", "--help")))
     assert "usage: tricycle generate" in out
     assert '[project.scripts]\ntricycle = "tricycle_cli.main:main"\n' in (ROOT / "pyproject.toml").read_text()
 
@@ -122,8 +130,9 @@ def test_other_peoples_models_write_as_their_makers_say(theirs):
     ids = loaded.tokeniser.encode("the quick brown")
     tokens = [*generate(loaded.model, ids, 30, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     text = loaded.tokeniser.decode([*ids, *(token for token in tokens if token != 2)])
-    for program in (("-m", "tricycle", "generate"), ("inference.py",)):
-        assert good(call(theirs, "the quick brown", "--length", "30", program=program)) == text + "\n"
+    words = [theirs, "the quick brown", "--length", "30"]
+    assert good(call("generate", *words)) == text + "\n"
+    assert good(call_apart(*words, program=("inference.py",))) == text + "\n"
 
 
 def test_flags_count_more_than_their_settings(tmp_path):
@@ -298,23 +307,20 @@ def test_the_first_loss_is_that_of_the_model(tuned, theirs, texts):
     assert math.log(420) * 1.2 < metrics[0]["loss"]  # this model knows nothing of it, and is sure
 
 
-def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path):
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    program = """
-import os, signal, sys
-from tricycle_cli import run
-train_step = run.train_step
-def stopped(state):
-    result = train_step(state)
-    if state.step == 2:
-        os.kill(os.getpid(), signal.SIGINT)
-    return result
-run.train_step = stopped
-sys.argv[0] = "tricycle"
-from tricycle_cli.main import main
-main()
-"""
-    out = good(call(*start(theirs, texts, folder), program=("-c", program)))
+    train_step = run.train_step
+
+    def stopped(state):
+        result = train_step(state)
+        if state.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "train_step", stopped)
+        out = good(call(*start(theirs, texts, folder)))
     assert f"tricycle train --resume {folder}" in out
     good(call("train", "--resume", folder))
     weights = [load_checkpoint(place / "last.safetensors").tensors for place in (folder, tuned[0])]
@@ -408,10 +414,7 @@ def test_attention_of_other_peoples_models_is_seen(theirs, tmp_path):
 
 
 # -------------------------------------------------------------------- weights of few bits
-FEWER_BITS = ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("float16", "stored"))]
-
-
-@pytest.mark.parametrize("weights", FEWER_BITS)
+@pytest.mark.parametrize("weights", ["int8", "float16", "stored"])
 def test_any_model_writes_and_is_evaluated_in_fewer_bits(weights, ours, theirs, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 3)

@@ -425,6 +425,7 @@ def test_keys_that_no_query_sees_have_no_gradient():
 
 
 # -------------------------------------------------------------------- products of tiles
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("shape", [(4, 16, 1), (64, 64, 64), (12, 48, 7), (8, 112, 33)])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("turned", [False, True])

@@ -135,12 +135,14 @@ _tricycle
     return done.stdout
 
 
+@pytest.mark.slow_except(10)
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 @pytest.mark.parametrize("line", CASES)
 def test_zsh(scripts, line):
     assert sorted(zsh_offers(line, scripts / "tricycle.zsh").split()) == sorted(CASES[line])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
 def test_zsh_completes_a_word_that_is_being_typed(scripts):
     """In a shell with a terminal, at the key itself."""

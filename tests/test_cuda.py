@@ -4,6 +4,7 @@ The emulator (cuda_on_cpu) compiles the same sources with g++ and runs the threa
 arithmetic, their barriers and the Python that launches them are tested everywhere, but not their speed.
 """
 
+import itertools
 import re
 import sys
 import tomllib
@@ -167,13 +168,19 @@ each_type = pytest.mark.parametrize(
 # -------------------------------------------------------------------- on the emulator: the cases of all kernels
 @each_type
 def test_agrees_with_the_reference_in_float64(name, dtype, emulated):
-    for size in CASES[name][1]:
-        for layout in (contiguous, strided):
-            check_case(name, size, dtype, layout, to_emulator)
+    """In float32 every size in both layouts; in 16 bits the sizes and the layouts in turn."""
+    sizes = CASES[name][1]
+    if dtype == np.float32:
+        cases = itertools.product(sizes, (contiguous, strided))
+    else:
+        cases = zip(sizes[DTYPES.index(dtype) - 1 :: 2] or sizes, itertools.cycle((contiguous, strided)))
+    for size, layout in cases:
+        check_case(name, size, dtype, layout, to_emulator)
     if dtype == np.float32 and name not in ("operand", "to_compute_dtype"):
         assert emulated.launched  # and not the reference
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", ours)
 def test_the_order_of_threads_changes_no_bit(name, emulated):
     for size in CASES[name][1]:
@@ -351,7 +358,12 @@ KINDS = [*((size, dtype) for dtype in DTYPES for size in (32, 64, 128)), (100, D
 @pytest.mark.parametrize(
     ("size", "dtype", "shape"),
     # the first shapes with every kernel there is, the others with the fastest to emulate
-    [(*kind, shape) for i, shape in enumerate(SHAPES) for kind in KINDS if i < 4 or kind[0] == 32],
+    [
+        pytest.param(*kind, shape, marks=[pytest.mark.slow] * (1 < i < 4 or (i >= 4 and j != i % 3)))
+        for i, shape in enumerate(SHAPES)
+        for j, kind in enumerate(sorted(KINDS, key=lambda kind: kind[0] != 32))
+        if i < 4 or kind[0] == 32
+    ],
     ids=str,
 )
 def test_attention(size, dtype, shape, device, rng):
@@ -374,6 +386,7 @@ def test_attention(size, dtype, shape, device, rng):
     assert all(np.isnan(a.astype(np.float32)).all() for a in rest)  # nothing else was written
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_gives_the_same_bits_in_any_order(dtype, emulated, rng):
     for shape in SHAPES[1:4]:
@@ -577,10 +590,14 @@ def test_every_kernel_of_the_sources_is_in_the_table():
     assert len(set(names)) == len(names)
 
 
+def needs_a_gpu(test: Callable) -> bool:
+    return any(mark.name == "gpu" for mark in getattr(test, "pytestmark", ()))
+
+
 def test_every_kernel_has_run_on_the_emulator(request):
     """Comes last of those that launch: pytest keeps the order of the file."""
     chosen = {item.name.split("[")[0] for item in request.session.items if item.path == request.path}
-    defined = {name for name in globals() if name.startswith("test_")}
+    defined = {name for name, test in globals().items() if name.startswith("test_") and not needs_a_gpu(test)}
     if chosen != defined or not seen or request.config.option.keyword:
         pytest.skip("only some tests of this file were chosen, or none could be emulated")
     assert {name for file in KERNELS for name in expressions(file)} - seen == set()
@@ -747,8 +764,8 @@ def test_they_register_when_the_first_cupy_array_comes(monkeypatch):
 # -------------------------------------------------------------------- compiling
 needs_nvrtc = pytest.mark.skipif(bool(nvrtc.problem()), reason=str(nvrtc.problem()))
 FIRST, *OTHERS = nvrtc.ARCHITECTURES
-LONG_TO_COMPILE = ("attention", "attention_mma")
-ARCHITECTURES = [FIRST, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)]
+LONG_TO_COMPILE = ("attention", "attention_mma", "norm", "rows")
+ARCHITECTURES = [FIRST, *(pytest.param(other, marks=pytest.mark.nightly) for other in OTHERS)]
 
 
 @needs_nvrtc

@@ -285,6 +285,7 @@ def test_a_build_that_fails_leaves_nothing_to_trust(folders):
     assert len(make(fingerprint="given")) == len(make())
 
 
+@pytest.mark.slow
 def test_built_by_several_processes_at_once(folders):
     code = """if True:
         import sys
@@ -419,6 +420,7 @@ def test_python_without_sources(tmp_path, monkeypatch):
         PythonCode(300)
 
 
+@pytest.mark.slow
 def test_this_pythons_own_library():
     corpus = PythonCode(vocab_size=257, progress=False)  # no merges: a token is a byte
     assert len(corpus) > 5e6 and 1e5 < len(corpus.validation_bytes) < len(corpus) / 5

@@ -153,6 +153,7 @@ def finished(tmp_path_factory):
     return folder, good(call("-m", "experiments.anomalies", *WORDS, "--output", folder))
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, out = finished
     assert sorted(path.name for path in folder.iterdir()) == ["results.json", "roc.png", "series.png"]

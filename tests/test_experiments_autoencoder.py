@@ -137,6 +137,7 @@ def test_the_likelihood_of_pca_is_that_of_its_normal_distribution(digits):
     assert pca.surprise(digits.test.images) == pytest.approx(surprise, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_no_linear_map_removes_noise_better(digits, rng):
     clean = digits.train.images.repeat(40, axis=0)
     noisy = clean + 0.5 * rng.standard_normal(clean.shape)
@@ -185,6 +186,7 @@ def test_codes_that_tell_digits_apart_and_codes_that_do_not(digits, rng, monkeyp
 
 
 # -------------------------------------------------------------------- training
+@pytest.mark.nightly
 def test_a_training_pays_repeats_and_can_beat_pca(digits):
     settings = Settings(steps=400, code_sizes=(2,))
     one = Study(digits, settings, 0, "validation")
@@ -213,6 +215,7 @@ def finished(tmp_path_factory):
     return folder, said.getvalue()
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, out = finished
     pictures = ["between", "codes", "denoising", "drawn", "errors", "plane", "reconstruction"]

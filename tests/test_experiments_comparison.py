@@ -185,6 +185,7 @@ def test_norms_of_known_jacobians():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.nightly
 def test_what_can_reach_learns_and_what_cannot_does_not():
     settings = dataclasses.replace(TINY, updates=120, farthest=12)
     near, learned = train("CNN, k = 3", 4, 1e-2, settings, 0)
@@ -239,6 +240,7 @@ def finished(tmp_path_factory):
     return folder, good(call("-m", "experiments.comparison", *WORDS, "--output", folder))
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, out = finished
     assert sorted(p.name for p in folder.iterdir()) == ["costs.png", "gradients.png", "recall.png", "results.json"]
@@ -258,6 +260,7 @@ def test_what_a_run_leaves(finished):
         assert table in out
 
 
+@pytest.mark.nightly
 def test_presets_are_overridden_and_a_run_repeats(finished, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["comparison", "--quick", *WORDS, "--output", str(tmp_path)])
     assert main() == 0

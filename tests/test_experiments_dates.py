@@ -191,6 +191,7 @@ def trained(name: str, settings: Settings):
     return train(name, settings, 0, study.pool(settings.examples, 0), study.held_out("validation", 4, (0, 64)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_and_repeat(name):
     (model, history), (again, _) = (trained(name, TINY) for _ in range(2))
@@ -213,6 +214,7 @@ def test_sizes_are_alike():
     assert max(abs(size / 100_000 - 1) for size in sizes) < 0.08
 
 
+@pytest.mark.nightly
 def test_attention_learns_dates_that_it_never_saw():
     settings = Settings(steps=160, parameters=25_000, max_tokens=1024, learning_rate=1.2e-2)
     days, generator = data.split()[0], np.random.default_rng(0)
@@ -255,6 +257,7 @@ def finished(tmp_path_factory):
     return folder, good(call("-m", "experiments.dates", "--quick", *models, *WORDS, "--output", folder))
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, out = finished
     pictures = ["alignment-transformer.png", "lengths.png", "models.png", "training.png"]
@@ -274,6 +277,7 @@ def test_what_a_run_leaves(finished):
         assert table in out
 
 
+@pytest.mark.nightly
 def test_several_dates_are_measured(monkeypatch, capsys, tmp_path):
     words = [*WORDS, "--seeds", "1", "--models", "fixed context", "--output", str(tmp_path)]
     monkeypatch.setattr(several, "COUNTS", (1, 3))

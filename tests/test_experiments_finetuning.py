@@ -117,6 +117,7 @@ def test_judging_sums():
 
 
 # -------------------------------------------------------------------- docstrings
+@pytest.mark.nightly
 def test_no_module_is_in_two_parts():
     parts = docstrings.functions()
     modules = {name: {one.module for one in part} for name, part in parts.items()}
@@ -129,6 +130,7 @@ def test_no_module_is_in_two_parts():
     assert len(parts["train"]) > 4 * len(parts["test"]) > 1000
 
 
+@pytest.mark.nightly
 def test_no_function_gives_its_line_away():
     for part in docstrings.functions().values():
         assert not any(one.line in one.code for one in part)
@@ -236,6 +238,7 @@ def quicker(task: tasks.Task) -> tasks.Task:
     return replace(task, n_tokens=3, records=lambda part: task.records(part)[:40])
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, before, _ = finished
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
@@ -256,6 +259,7 @@ def test_what_a_run_leaves(finished):
     assert height > 300 < width
 
 
+@pytest.mark.nightly
 def test_nothing_is_done_twice(finished, monkeypatch, capsys):
     folder, _, words = finished
     monkeypatch.setattr(study, "finetune", None)
@@ -270,6 +274,7 @@ def test_nothing_is_done_twice(finished, monkeypatch, capsys):
         main()
 
 
+@pytest.mark.nightly
 def test_a_stopped_training_is_not_measured(finished, monkeypatch, tmp_path):
     """`finetune` returns when it is stopped."""
     settings = study.Settings(output=tmp_path)
@@ -278,6 +283,7 @@ def test_a_stopped_training_is_not_measured(finished, monkeypatch, tmp_path):
         study.teach(tasks.VOICE, "lora", 0, settings, tmp_path / "run")
 
 
+@pytest.mark.nightly
 def test_the_page_shows_what_was_said(finished, tmp_path):
     folder, _, _ = finished
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))

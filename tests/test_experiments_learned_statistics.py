@@ -199,6 +199,7 @@ def finished(tmp_path_factory, text) -> tuple[Path, list, str]:
 PICTURES = {"attention-best.png", "attention-worst.png", "spikiness.png", "scales.png"}
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, _, out = finished
     assert {path.name for path in folder.iterdir()} == {
@@ -223,6 +224,7 @@ def test_what_a_run_leaves(finished):
     assert exact == pytest.approx(100, abs=5)  # of next to nothing after four steps
 
 
+@pytest.mark.nightly
 def test_what_is_finished_is_not_done_again(finished):
     folder, words, out = finished
     before = (folder / "model-0.safetensors").stat().st_mtime_ns
@@ -232,6 +234,7 @@ def test_what_is_finished_is_not_done_again(finished):
     assert json.loads((folder / "results.json").read_text())["rows"] == rows  # with the seconds that it took
 
 
+@pytest.mark.nightly
 def test_a_model_of_a_run_folder(finished, text, tmp_path):
     run = tmp_path / "a run of its own"
     save_checkpoint(run / "last.safetensors", GPT(dataclasses.replace(CONFIG, vocab_size=300)), BPETokeniser(257))
@@ -242,6 +245,7 @@ def test_a_model_of_a_run_folder(finished, text, tmp_path):
     assert out.count("| ours, 0 |") == 1
 
 
+@pytest.mark.nightly
 def test_another_softmax_and_other_tokens_are_refused(text, tmp_path):
     for config, tokeniser, said in (
         (dataclasses.replace(CONFIG, softmax="softmax1"), None, "expected a model that learned with a plain softmax"),
@@ -271,6 +275,7 @@ def test_wrong_flags_are_refused(monkeypatch, words, said):
         main()
 
 
+@pytest.mark.nightly
 def test_a_missing_model_is_named(tmp_path):
     done = call("-m", "experiments.learned_statistics", "--model", tmp_path / "no", "--output", tmp_path / "out")
     assert done.returncode == 1

@@ -239,6 +239,7 @@ def run(monkeypatch, capsys, *words) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_whole_run_and_one_that_goes_on(folder, tmp_path, monkeypatch, capsys):
     output = tmp_path / "a run"
     words = ["--model", folder, "--output", output, "--window", WINDOW, "--steps", 2, "--batch-size", 1, "--seeds", 2]

@@ -105,6 +105,7 @@ def test_parts_of_the_data_are_all_of_it(monkeypatch):
     assert study.split(2, 3) == [(0, 3)]
 
 
+@pytest.mark.nightly
 def test_a_fit_that_pays():
     settings = dataclasses.replace(TINY, steps=200, batch_size=64, width=32, samples=200, largest=64, fit_rows=200)
     model, _ = train(settings, 0)
@@ -145,6 +146,7 @@ def finished(tmp_path_factory):
     return folder, good(call("-m", "experiments.max_retrieval", *WORDS, "--output", folder))
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, out = finished
     assert sorted(path.name for path in folder.iterdir()) == ["accuracy.png", "results.json", "weights.png"]
@@ -161,6 +163,7 @@ def test_what_a_run_leaves(finished):
     assert rows[0].startswith("| items | notebook, plain | notebook, adaptive | plain | adaptive | fit to loss |")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["--quick", "--paper"])
 def test_presets_are_overridden_and_a_run_repeats(finished, tmp_path, preset):
     good(call("-m", "experiments.max_retrieval", preset, *WORDS, "--output", tmp_path))

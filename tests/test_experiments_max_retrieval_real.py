@@ -230,6 +230,7 @@ def test_a_model_reads_beyond_its_window():
     assert np.isfinite(logits(model)).all()
 
 
+@pytest.mark.nightly
 def test_a_tiny_run_and_its_going_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(real, "text_of", lambda name, part: f"{name} {part} {TEXT * 3}")
     monkeypatch.setattr(fits, "TRIED", (1.0, 2.0))

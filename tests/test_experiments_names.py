@@ -109,6 +109,7 @@ def test_all_languages_alike():
 WORDS = "--folds 4 --tested 2 --epochs 2 --shown 1".split()
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(data, "names", made_up)
     monkeypatch.setattr(sys, "argv", ["names", "--quick", *WORDS, "--output", str(tmp_path)])
@@ -131,6 +132,7 @@ def test_what_a_run_leaves(monkeypatch, capsys, tmp_path):
         assert f"{title}\n\n{table}" in out
 
 
+@pytest.mark.nightly
 def test_models_learn_endings(monkeypatch):
     monkeypatch.setattr(data, "names", made_up)
     problem = data.load(repeated=False, most=10)

@@ -314,6 +314,7 @@ def test_letters_that_a_state_holds() -> None:
     assert look_g2p.letters_held(held[:, :58], words, seed=0)[3] == [1, 1, pytest.approx(0.2, abs=0.15)]
 
 
+@pytest.mark.nightly
 def test_the_program_that_looks_at_g2p(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -328,6 +329,7 @@ def test_the_program_that_looks_at_g2p(
         assert imread(tmp_path / "out" / name).std() > 0.05
 
 
+@pytest.mark.nightly
 @needs(packages.G2P)
 def test_the_real_pronouncer_aligns() -> None:
     model = g2p.load()
@@ -441,6 +443,7 @@ def test_bits_by_hand(tmp_path: Path) -> None:
     assert textgenrnn.write(model, vocabulary, "b", 0, 5, generator) == "baaaa"
 
 
+@pytest.mark.nightly
 @needs(packages.TEXTGENRNN)
 def test_the_real_network_knows_english() -> None:
     """In the wrong layout it has 69 bits a character, and writes signs of all kinds."""
@@ -581,6 +584,7 @@ def test_kinds_and_words_by_hand(tmp_path: Path) -> None:
     assert look_textgenrnn.by_word(shares, texts) == expected
 
 
+@pytest.mark.nightly
 def test_the_program_that_looks_at_textgenrnn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -663,6 +667,7 @@ def test_the_real_model_knows_what_is_alike(monkeypatch: pytest.MonkeyPatch, cap
     assert len(lines) == 10 and lines[-1].endswith(".py")
 
 
+@pytest.mark.nightly
 def test_the_files_of_the_library_say_what_they_are_for() -> None:
     texts = minilm.library()
     assert len(texts) > 50 and {"generate.py", "sequences/recurrent.py"} <= set(texts)

@@ -84,6 +84,7 @@ def test_a_run_goes_on_where_it_was(tokens, tmp_path, monkeypatch):
         run(tiny("softmax"), tokens, held_out, tmp_path / "cut", 3, on_gpu=False)
 
 
+@pytest.mark.nightly
 @NEEDS_SHAKESPEARE
 def test_the_program(tmp_path):
     out = good(call("-m", "experiments.quiet_attention", *TINY, "--output", tmp_path))
@@ -100,6 +101,7 @@ def test_the_program(tmp_path):
     assert line in again
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("flag", "least"), [("--seeds", 1), ("--measurements", 1), ("--steps", 0)])
 def test_numbers_that_make_no_sense(flag, least):
     done = call("-m", "experiments.quiet_attention", flag, least - 1)

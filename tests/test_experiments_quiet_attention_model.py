@@ -157,6 +157,7 @@ def test_the_first_seed_of_everything_comes_before_the_others():
     assert taught == sorted(taught)
 
 
+@pytest.mark.nightly
 def test_a_run_leaves_all_and_goes_on(tmp_path, texts, monkeypatch, capsys):
     folder = write_folder(tmp_path / "tiny")
     settings = Settings(str(folder), 1, output=tmp_path / "out", **SMALL)

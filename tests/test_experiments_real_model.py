@@ -66,6 +66,7 @@ def test_bits_and_bins():
     assert [bounds[:2] for bounds in by_position(losses[:, :6], 2)] == [(3, 4), (5, 6)]
 
 
+@pytest.mark.nightly
 def test_what_is_held_out_stands_in_no_other_part(monkeypatch):
     learnt, kept = text_of("code", "train"), text_of("code", "test")
     assert len(kept) > 10**5

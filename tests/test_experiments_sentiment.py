@@ -127,6 +127,7 @@ def test_a_vocabulary():
 TINY = Recipe(embedding=16, size=8, heads=2, dropout=0.1, learning_rate=0.02, epochs=6, max_tokens=200)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_models_find_the_words_that_tell(problem, name):
     parts = shared.split(problem, 4, 0, 0)
@@ -282,6 +283,7 @@ def finished(monkeypatch, tmp_path, capsys, problem):
     return tmp_path / "a run", capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished, monkeypatch, tmp_path):
     folder, out = finished
     files = ["accuracy.png", "looked_at.html", "results.json", "training.png", "words.png"]

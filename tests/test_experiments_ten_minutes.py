@@ -169,6 +169,7 @@ def finished(texts, tmp_path_factory):
     return folder, words, good(call(*words))
 
 
+@pytest.mark.nightly
 def test_what_a_run_leaves(finished):
     folder, _, out = finished
     assert sorted(path.name for path in folder.iterdir()) == ["ablations.png", "results.json"]
@@ -186,6 +187,7 @@ def test_what_a_run_leaves(finished):
     assert "| SwiGLU instead of squared ReLU |" in out
 
 
+@pytest.mark.nightly
 def test_what_is_finished_is_not_done_again(finished, monkeypatch, capsys):
     folder, words, _ = finished
     before = (folder / "results.json").read_bytes()
@@ -219,6 +221,7 @@ def test_a_training_that_fails_does_not_take_the_others_along(monkeypatch, tmp_p
     ]
 
 
+@pytest.mark.nightly
 def test_a_broken_training_says_why(texts):
     settings = study.Settings(data="text", files=(str(texts / "nowhere"),), config=SMALL)
     cores: study.queue.Queue = study.queue.Queue()
@@ -462,6 +465,7 @@ def test_functions_go_on_past_the_window_as_all_text_does():
     assert text == parses.function_of(tokeniser, whole, tokeniser.end_of_text)
 
 
+@pytest.mark.nightly
 def test_a_model_is_examined(tmp_path, monkeypatch, capsys):
     tokeniser = BPETokeniser(300)
     save_checkpoint(tmp_path / "best.safetensors", GPT(replace(SMALL, context_window=250)), tokeniser)

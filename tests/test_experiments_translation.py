@@ -165,6 +165,7 @@ def test_training_repeats_and_goes_on_where_it_stopped(pairs, name, tmp_path):
         other.load(kept)
 
 
+@pytest.mark.nightly
 def test_a_model_learns_the_language(pairs):
     plan = changed(PLAN, steps=200, measurements=0, label_smoothing=0.0)
     training = Training("transformer", Recipe("", 32, 1, 1e-2, 0.0, 1500, n_heads=2), plan, pairs, pairs)

@@ -120,6 +120,7 @@ def paired(precisions: list[str]) -> list:
     return pairs
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_a_model_trains_and_talks_on_the_device(device, changes):
     config = replace(CONFIG, **changes)
@@ -159,6 +160,7 @@ def small_type(precision: str) -> np.dtype:
     return np.dtype(np.float16)
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize(("changes", "precision"), paired(["bfloat16", "float16", "tf32"]))
 def test_each_precision_trains_and_talks(device, changes, precision):
     if precision != "tf32":
@@ -259,6 +261,7 @@ def assert_equal(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> 
         np.testing.assert_array_equal(array, theirs[name], err_msg=name)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(("changes", "precision"), paired(["float32", "bfloat16", "float16"]))
 def test_a_step_reads_nothing_back(device, changes, precision):
     if precision != "float32":

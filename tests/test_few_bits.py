@@ -174,6 +174,7 @@ print("all equal")
 """
 
 
+@pytest.mark.slow_except(3)
 @USABLE
 @pytest.mark.parametrize("n_threads", ["3", "4", "7"])
 def test_a_process_with_several_threads(n_threads):

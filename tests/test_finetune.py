@@ -117,6 +117,7 @@ def test_an_adapter_helps_and_others_take_it(theirs, data, tmp_path, capsys):
         generate_main([str(run), "the"])
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize(
     ("method", "loss"),
     [("lora", "likelihood"), ("dora", "likelihood"), ("all", "likelihood"), ("lora", "dpo"), ("all", "dpo")],
@@ -182,6 +183,7 @@ def test_every_update_has_a_rate(n_steps, theirs, data, tmp_path, capsys):
     assert said.count("best so far") == (n_steps == 2 and losses[1] < losses[0])
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("words", ["--weights int8", "--weights bfloat16", "--dora --weights int8", "--dora"])
 def test_few_bits_below(words, theirs, data, tmp_path):
     tune(theirs, data, tmp_path / "run", *words.split())
@@ -220,6 +222,7 @@ def test_other_shapes(shape, theirs, tmp_path):
 
 
 # -------------------------------------------------------------------- preferences
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("method", ["lora", "all"])
 @pytest.mark.parametrize("chat", [True, False])
 def test_chosen_answers_become_likelier_than_rejected_ones(chat, method, theirs, tmp_path, capsys):
@@ -415,6 +418,7 @@ def test_what_does_not_fit_is_refused_before_any_work(theirs, data, tmp_path, mo
     tune(theirs, data, run)
 
 
+@pytest.mark.slow_except(5)
 @pytest.mark.parametrize("words", ["", "--recompute", "--loss dpo", "--method all", "--method all --recompute"])
 def test_it_takes_no_less_than_is_said(words, theirs, data, tmp_path, monkeypatch):
     if "dpo" in words:
@@ -485,6 +489,7 @@ def test_other_bad_input(theirs, data, tmp_path):
         finetune(["--resume", str(run)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 def test_another_model_in_the_place_of_the_one_that_a_run_began_with(weights, data, tmp_path):
     run = tmp_path / "run"

@@ -220,6 +220,7 @@ def frequencies(n: int = 4000, **settings) -> np.ndarray:
     return np.bincount([draw(LOGITS, generator, **settings) for _ in range(n)], minlength=5) / n
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -464,6 +465,7 @@ def test_a_cache_with_a_window_goes_back_to_what_is_held():
     assert not cache.can_crop(500)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("lookahead", [0, 5])
 @pytest.mark.parametrize("changes", [{}, {"full_layers": (1,)}, {"softmax": "softmax1"}, {"softmax": "blocks"}])
 def test_a_window_forgets_nothing_that_matters(changes, lookahead):
@@ -653,6 +655,7 @@ def test_a_penalty_counts_what_was_drawn_and_not_the_prompt(model):
 
 
 # -------------------------------------------------------------------- guesses
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("lookahead", [1, 3, 30])
 @pytest.mark.parametrize(
@@ -681,6 +684,7 @@ def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
     assert max(reads) == 6
 
 
+@pytest.mark.slow_except(5)
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2, "repetition_penalty": 1.1}]
 )
@@ -729,6 +733,7 @@ def test_what_is_sure_no_small_change_makes_another_token(seed, top_k, top_p, mi
         assert _draw(near, np.random.default_rng(seed), Sampling(*settings))[0] == token
 
 
+@pytest.mark.slow
 def test_nearly_all_is_sure():
     """Else nothing would be won."""
     logits = np.random.default_rng(0).normal(0, 4, (100, 50_000))
@@ -751,6 +756,7 @@ def test_nothing_is_guessed_past_the_last_token(model, monkeypatch):
     assert reads == [6]
 
 
+@pytest.mark.slow_except(6)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("n_texts", [2, 5, 20])
 def test_guesses_in_a_batch_change_nothing(settings, n_texts):

@@ -171,6 +171,7 @@ def test_cut_off_at_every_byte(tmp_path):
         refused(written(tmp_path, content[:length]), "expected a GGUF file|cut off")
 
 
+@pytest.mark.slow
 def test_bytes_flipped(tmp_path):
     """Whatever comes of it is a model of fewer or other values, or one line; and never takes long, or memory."""
     content = whole_file()

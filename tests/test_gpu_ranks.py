@@ -157,6 +157,7 @@ def cuda(monkeypatch):
     return choose
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(
     ("name", "kind", "shard", "optimiser"),
     [  # any two of these meet once at least

@@ -72,6 +72,7 @@ def gives_memory_back(n: str) -> bool:
     return left < added / 4
 
 
+@pytest.mark.nightly
 @on_linux
 @pytest.mark.parametrize("n", ["1", "2", "3"])
 def test_a_process_that_used_the_library_gives_its_memory_back(n):
@@ -79,6 +80,7 @@ def test_a_process_that_used_the_library_gives_its_memory_back(n):
     assert any(gives_memory_back(n) for _ in range(3))
 
 
+@pytest.mark.slow_except(3)
 @on_linux
 @pytest.mark.parametrize("n", ["1", "2", "3"])
 def test_the_library_leaves_processors_and_blas_alone(n):
@@ -93,6 +95,7 @@ print(n_helpers, set(processors().values()) == {frozenset(mine)}, blas_threads()
 
 
 # -------------------------------------------------------------------- tuned
+@pytest.mark.slow
 @on_linux
 def test_a_tuned_process_keeps_its_memory():
     """Or the test above could not fail."""
@@ -102,6 +105,7 @@ def test_a_tuned_process_keeps_its_memory():
     assert left > added * 3 / 4
 
 
+@pytest.mark.slow
 @on_linux
 def test_one_variable_switches_all_of_it_off(tmp_path):
     code = """

@@ -10,7 +10,10 @@ import random
 import pytest
 
 pytest.importorskip("tokenizers")
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes are watched as Linux has it")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="processes are watched as Linux has it"),
+]
 
 from hostile import corpus  # noqa: E402
 from hostile.kinds import KINDS  # noqa: E402

@@ -27,6 +27,7 @@ def test_there_are_many():
     assert len(pickles.all_attacks()) > 250
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_none_does_anything(tmp_path, attempt, kind):
     path = tmp_path / "model.pkl"
@@ -45,6 +46,7 @@ def test_a_good_one_is_read(tmp_path, attempt):
     assert attempt(lambda: load_pickled_model(path), tmp_path, 0).kind == "model"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("title", ["os.system", "exec", "open", "subprocess"])
 def test_with_python_itself_they_do(tmp_path, attempt, title):
     """So that the tests above can fail: what watches sees it."""
@@ -53,6 +55,7 @@ def test_with_python_itself_they_do(tmp_path, attempt, title):
     assert outcome.kind == "escaped" or (tmp_path / pickles.MARKER).exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "action"),
     [

@@ -151,7 +151,7 @@ def test_read_only_inputs_are_taken(version, data):
     run_property(version, data, "read-only")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_version
 @seed(SEED)
 @LONG
@@ -160,7 +160,7 @@ def test_any_call_at_length(n_threads, version, data):
     run_property(version, data)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_count():
     """Says how many cases were run before; seen with -s."""
     n_declined = CASES.pop("declined", 0)

@@ -27,6 +27,8 @@ from tricycle_lab.look.page import page, whole, write_page
 from tricycle_lab.look.server import Desk, LookServer
 from tricycle_lab.look.subjects import saved_translator
 
+pytestmark = pytest.mark.nightly
+
 LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
 each_look = pytest.mark.parametrize("way", LOOKS)
 CHOSEN = "return document.querySelector('[role=option][aria-selected=true]').textContent"

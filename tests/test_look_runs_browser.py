@@ -17,6 +17,8 @@ from tricycle_cli.compare import Runs
 from tricycle_lab.look.page import write_page
 from tricycle_lab.look.server import LookServer
 
+pytestmark = pytest.mark.nightly
+
 LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
 PATHS = "return document.querySelectorAll('#chart path').length"
 READ = "return document.getElementById('readout').innerText"

@@ -44,6 +44,7 @@ def no_variables(monkeypatch):
 
 
 # -------------------------------------------------------------------- the program
+@pytest.mark.slow
 def test_it_fits_on_a_screen(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     out = good(call("-m", "tricycle"))
@@ -57,6 +58,7 @@ def test_it_fits_on_a_screen(monkeypatch):
     assert float(rate.replace(",", "")) > 0 and int(share) > 0
 
 
+@pytest.mark.slow
 def test_numpy_alone_is_enough(monkeypatch):
     monkeypatch.delenv("TRICYCLE_NUM_THREADS", raising=False)
     rows = rows_of(good(call("-c", NUMPY_ALONE)))

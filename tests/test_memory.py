@@ -1,5 +1,6 @@
 """What does not fit is refused before its memory is taken."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run_here
 
 from tricycle import memory
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
@@ -21,6 +23,7 @@ from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import memory_for
 from tricycle.training import TrainingState, least_memory, new_optimiser, train_step
+from tricycle_cli.main import MODULE, main
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA = ModelConfig(
@@ -38,9 +41,8 @@ LLAMA = ModelConfig(
 
 
 def call(*words: str, gigabytes: str | float) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRICYCLE_MEMORY_GB": str(gigabytes)}
-    command = [sys.executable, "-m", "tricycle", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    """`python -m tricycle` in this process."""
+    return run_here(functools.partial(main, MODULE), MODULE, words, TRICYCLE_MEMORY_GB=str(gigabytes))
 
 
 # -------------------------------------------------------------------- how much there is

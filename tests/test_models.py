@@ -433,6 +433,7 @@ LEARNERS = [
 ]
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("config", LEARNERS)
 def test_a_small_text_is_learned_by_heart(config: GPTConfig) -> None:
     model, optimiser = GPT(config), AdamW(0.02, weight_decay=0.0)

@@ -106,6 +106,7 @@ def alone():
     return space["train"]
 
 
+@pytest.mark.slow_except(2)
 @needs_mpi
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_two_ranks_train_as_one(tmp_path, alone, optimiser):
@@ -136,6 +137,7 @@ def test_what_ranks_tell_each_other():
     assert sorted(ranks(3, TALK).splitlines()) == [f"rank {rank} of 3" for rank in range(3)]
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_another_mpi_than_mpiexec():
     """One that starts processes, of which MPI knows nothing: each would train by itself."""
@@ -219,12 +221,13 @@ def weights(folder):
     return {name: array.tobytes() for name, array in tensors.items()}
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param([], marks=pytest.mark.slow),
-        pytest.param(["--shard-optimiser"], marks=pytest.mark.slow),
+        pytest.param([], marks=pytest.mark.nightly),
+        pytest.param(["--shard-optimiser"], marks=pytest.mark.nightly),
         ["--shard-optimiser", "--optimiser", "muon"],
     ],
 )
@@ -252,7 +255,7 @@ def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
 
 
 @needs_mpi
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
     """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
     assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
@@ -283,14 +286,15 @@ run.train_step = step
 """
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(
     ("act", "words"),
     [
         ("raise ValueError('odd')", "rank 1 of 2 on "),
-        pytest.param("raise MemoryError('no room')", "rank 1 of 2 on ", marks=pytest.mark.slow),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "signal", marks=pytest.mark.slow),
-        pytest.param("time.sleep(60)", "no answer from rank 1: rank 0 waited", marks=pytest.mark.slow),
+        pytest.param("raise MemoryError('no room')", "rank 1 of 2 on ", marks=pytest.mark.nightly),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "signal", marks=pytest.mark.nightly),
+        pytest.param("time.sleep(60)", "no answer from rank 1: rank 0 waited", marks=pytest.mark.nightly),
         (
             "os.kill(os.getpid(), signal.SIGSTOP)",
             "no answer from rank 1: rank 0 waited 2 seconds in update 6 (TRICYCLE_MPI_TIMEOUT",
@@ -325,8 +329,9 @@ training.labelled = labelled
 """
 
 
+@pytest.mark.slow
 @needs_mpi
-@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.slow), "rollback"])
+@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.nightly), "rollback"])
 def test_nan_in_one_rank(bench, policy):
     status, said = train(bench, 2, f"nan-{policy}", "--on-nan", policy, prelude=NAN)
     assert "step 6: rank 1: the loss is nan; the first bad tensor is" in said
@@ -343,6 +348,7 @@ def test_nan_in_one_rank(bench, policy):
         assert losses(bench / f"nan-{policy}")[-1] < 6
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_signal_in_one_rank_stops_all_of_them(bench):
     act = "os.kill(os.getpid(), signal.SIGTERM)"
@@ -369,6 +375,7 @@ run.train_step, files._sync = step, sync
 """
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_disk_that_is_full_for_longer_than_ranks_wait_for_each_other(bench):
     """Rank 0 waits for room, and answers those that ask meanwhile whether it is still there."""
@@ -385,6 +392,7 @@ def test_a_disk_that_is_full_for_longer_than_ranks_wait_for_each_other(bench):
     assert losses(bench / "full") == losses(bench / "unharmed")
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_that_are_not_alike(bench):
     threads = "import os\nos.environ['TRICYCLE_NUM_THREADS'] = str(rank + 1)"
@@ -409,12 +417,14 @@ def test_ranks_that_are_not_alike(bench):
     assert not (bench / "unlike" / "last.safetensors").exists()
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_wrong_flag_is_said_once(bench):
     status, said = train(bench, 2, "wrong", "--bogus", "1")
     assert status and said.count("bogus") == 1, said
 
 
+@pytest.mark.slow
 def test_mpiexec_without_mpi4py(bench):
     """Rank 0 says it, the others nothing."""
     hide = "sys.modules['mpi4py'] = None"
@@ -424,6 +434,7 @@ def test_mpiexec_without_mpi4py(bench):
     assert train(bench, 0, "lacking", prelude=hide, PMI_RANK="1", PMI_SIZE="4") == (1, "")
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("n", [0, pytest.param(2, marks=needs_mpi)])
 def test_finetuning_takes_one_process(n):
     """Said by rank 0 alone, whether there is an MPI or not."""

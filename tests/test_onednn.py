@@ -351,6 +351,7 @@ def test_a_broken_library_is_told(unusable, monkeypatch, tmp_path):
 
 
 # -------------------------------------------------------------------- programs
+@pytest.mark.slow
 def test_training_is_timed_at_this_precision():
     words = "--shape tiny --precision bfloat16 --peer none --turns 1 --seconds 0 --settling 0 --threads 1".split()
     out = good(call("-m", "benchmarks.train", *words))
@@ -358,6 +359,7 @@ def test_training_is_timed_at_this_precision():
     assert out.splitlines()[-1].split()[0] == "tricycle"
 
 
+@pytest.mark.slow
 def test_the_machine_tells_whether_it_is_used():
     said = good(call("-m", "tricycle")).partition("\nproducts")[2].partition("\npackages")[0]
     assert ("in bfloat16, of which" in said) == (onednn.problem() is None)

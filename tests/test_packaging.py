@@ -134,7 +134,9 @@ GPT(DebugConfig())(to_tensor([[1, 2]], dtype=int)).sum().backward()
     assert python(program, *CORE.split()) == ""
 
 
-@pytest.mark.parametrize("names", [CORE, " ".join(MODULES)], ids=["core", "everything"])
+@pytest.mark.parametrize(
+    "names", [CORE, pytest.param(" ".join(MODULES), marks=pytest.mark.slow)], ids=["core", "everything"]
+)
 def test_importing_runs_nothing_and_loads_nothing_heavy(tmp_path, names):
     program = """
 import importlib, sys, threading

@@ -53,6 +53,7 @@ def check_png(path) -> None:
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize(
     "metrics",
     [BOTH, BOTH[:1], BOTH[:200], BOTH[200:], [], [{"step": 3, "loss": 2.0}] * 2],

@@ -190,6 +190,7 @@ print(sum(p.array.nbytes for p in model.parameters()), status("VmHWM") - before)
 """
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize("dtypes", ["float32 float32", "bfloat16 float32", "bfloat16 stored"])
 def test_loading_needs_the_memory_of_the_model(dtypes: str, tmp_path: Path) -> None:

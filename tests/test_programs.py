@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from programs import run_here
 from safetensors.numpy import load_file
 
 from tricycle.checkpoint import load_checkpoint
@@ -23,6 +24,8 @@ from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
+from tricycle_cli import generate as inference
+from tricycle_cli import train
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN, INFER = ROOT / "train_smol_gpt.py", ROOT / "inference.py"
@@ -54,6 +57,14 @@ def call(*words, folder=ROOT) -> subprocess.CompletedProcess:
         encoding="utf-8",
         timeout=300,
     )
+
+
+PROGRAMS = {TRAIN: train.main, INFER: inference.main}
+
+
+def call_here(program: Path, *words, folder=ROOT) -> subprocess.CompletedProcess:
+    """Run train_smol_gpt.py or inference.py in this process."""
+    return run_here(PROGRAMS[program], str(program), words, folder)
 
 
 def lines_said(stderr: str) -> list[str]:
@@ -158,7 +169,6 @@ def test_the_printed_command_generates(finished):
     command = finished[1].stdout.splitlines()[-1].strip()
     words = shlex.split(command)
     assert words == ["python", "inference.py", str(finished[0])]
-    good(call(*words[1:]))  # it may draw the end of the text at once
     assert len(good(call(*words[1:], "--no-stop", "--seed", "0"))) > 20
 
 
@@ -211,7 +221,12 @@ def same_run(folder: Path, other: Path) -> None:
 @POSIX_ONLY
 @pytest.mark.parametrize(
     ("name", "step", "status"),
-    [("SIGINT", 8, 0), ("SIGTERM", 5, 0), ("SIGKILL", 7, -9), ("SIGKILL", 2, -9)],
+    [
+        pytest.param("SIGINT", 8, 0, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 5, 0, marks=pytest.mark.slow),
+        ("SIGKILL", 7, -9),
+        pytest.param("SIGKILL", 2, -9, marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finished, text, name, step, status):
     folder = tmp_path / "run"
@@ -234,6 +249,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path, finishe
     same_run(folder, finished[0])
 
 
+@pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", -signal.SIGTERM)])
 def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name, status):
@@ -248,6 +264,7 @@ def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name,
     same_run(folder, finished[0])
 
 
+@pytest.mark.nightly
 @POSIX_ONLY
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_nobody_needs_to_listen(tmp_path, finished, text, closed):
@@ -261,6 +278,7 @@ def test_nobody_needs_to_listen(tmp_path, finished, text, closed):
     same_run(folder, finished[0])
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_hardly_begun_is_begun_anew(tmp_path, finished, text):
     """As after a disk that filled up at its second file."""
     folder = tmp_path / "run"
@@ -271,6 +289,7 @@ def test_a_folder_that_was_hardly_begun_is_begun_anew(tmp_path, finished, text):
     same_run(folder, finished[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["wait", "stop"])
 def test_a_full_disk(tmp_path, finished, text, policy):
     folder = tmp_path / "run"
@@ -298,6 +317,7 @@ training.save_checkpoint = save
     same_run(folder, finished[0])
 
 
+@pytest.mark.slow
 @POSIX_ONLY
 def test_a_second_interrupt_leaves_at_once(tmp_path, cache, text):
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
@@ -333,6 +353,7 @@ after(6, spoil)
     assert "the parameter norm.gain" in lines[-1]["not_finite"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--max-learning-rate", "--weight-decay"])
 def test_a_run_that_diverges_says_so_in_one_line(tmp_path, cache, text, flag):
     words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", tmp_path / "run", flag, "1e30"]
@@ -344,7 +365,7 @@ def test_a_run_that_diverges_says_so_in_one_line(tmp_path, cache, text, flag):
 # -------------------------------------------------------------------- help
 @pytest.mark.parametrize("preset", [None, "debug", "shakespeare"])
 def test_help_lists_every_field_with_its_default(preset):
-    out = good(call(TRAIN, *(["--preset", preset] if preset else []), "--help"))
+    out = good(call_here(TRAIN, *(["--preset", preset] if preset else []), "--help"))
     words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
     for field in dataclasses.fields(GPTConfig):
         flag = "--" + field.name.replace("_", "-")
@@ -360,7 +381,7 @@ def test_help_lists_every_field_with_its_default(preset):
 
 
 def test_help_of_inference():
-    out = good(call(INFER, "--help"))
+    out = good(call_here(INFER, "--help"))
     for flag in shlex.split("--length --temperature --top-k --top-p --seed --stop --tokeniser --softmax --device"):
         assert re.search(rf"{flag}\b", out), flag
 
@@ -370,7 +391,7 @@ def test_generating(finished):
     folder, _ = finished
 
     def text_of(*words) -> str:
-        return good(call(INFER, *words))
+        return good(call_here(INFER, *words))
 
     seeded = text_of(folder, "the fox", "--seed", "1", "--length", "30")
     assert seeded.startswith("the fox")
@@ -395,7 +416,7 @@ def test_generating_with_another_softmax(finished):
     for softmax in ("softmax", "softmax1", "adaptive", "blocks"):
         words = ["the fox", "--temperature", "0", "--repetition-penalty", "1", "--length", "40"]
         words += ["--no-stop", "--softmax", softmax]
-        text = good(call(INFER, louder, *words, "--tokeniser", folder / "tokeniser.json"))
+        text = good(call_here(INFER, louder, *words, "--tokeniser", folder / "tokeniser.json"))
         model.use_softmax(softmax)
         prompt = tokeniser.encode("the fox").tolist()
         tokens = generate(model, prompt, 40, Sampling(0, n_vocab=tokeniser.n_vocab))
@@ -410,8 +431,8 @@ def test_a_pickled_model_with_a_tokeniser(tmp_path, finished):
     path = tmp_path / "model.pkl"
     path.write_bytes(pickle.dumps(load_checkpoint(folder / "best.safetensors").model()))
     words = ["the fox", "--temperature", "0", "--length", "30"]
-    named = good(call(INFER, path, *words, "--tokeniser", folder / "tokeniser.json"))
-    assert named == good(call(INFER, folder, *words))
+    named = good(call_here(INFER, path, *words, "--tokeniser", folder / "tokeniser.json"))
+    assert named == good(call_here(INFER, folder, *words))
 
 
 # -------------------------------------------------------------------- what goes wrong
@@ -537,25 +558,25 @@ INFER_WRONG = [
 
 @pytest.mark.parametrize(("line", "said"), TRAIN_WRONG)
 def test_wrong_training_is_refused_in_one_line(odd, line, said):
-    one_line(call(TRAIN, "--preset", "debug", *shlex.split(line), folder=odd), said)
+    one_line(call_here(TRAIN, "--preset", "debug", *shlex.split(line), folder=odd), said)
 
 
 @pytest.mark.parametrize(("line", "said"), RESUME_WRONG)
 def test_wrong_resuming_is_refused_in_one_line(odd, line, said):
-    one_line(call(TRAIN, *shlex.split(line), folder=odd), said)
+    one_line(call_here(TRAIN, *shlex.split(line), folder=odd), said)
 
 
 @pytest.mark.parametrize(("line", "said"), INFER_WRONG)
 def test_wrong_inference_is_refused_in_one_line(odd, finished, line, said):
     words = [str(finished[0]) if word == "good" else word for word in shlex.split(line)]
-    one_line(call(INFER, *words, folder=odd), said)
+    one_line(call_here(INFER, *words, folder=odd), said)
     assert not (odd / "marker").exists()
 
 
 @pytest.mark.parametrize("words", [[TRAIN, "--preset", "debug"], [INFER, "good"]], ids=["train", "infer"])
 def test_a_gpu_that_is_not_there(odd, finished, words):
     words = [str(finished[0]) if word == "good" else word for word in words]
-    one_line(call(*words, "--device", "gpu", folder=odd), "--device gpu: no GPU can be used")
+    one_line(call_here(*words, "--device", "gpu", folder=odd), "--device gpu: no GPU can be used")
 
 
 # -------------------------------------------------------------------- tiny Shakespeare
@@ -633,9 +654,10 @@ def test_the_toy_script_and_inference_from_its_pickle(tmp_path, cache, monkeypat
     model = pickle.loads((tmp_path / "model.pkl").read_bytes())
     assert model.n_parameters == names["model"].n_parameters
     for words in (["--no-stop"], ["ROMEO:", "--length", "20", "--seed", "1"]):
-        assert len(good(call(INFER, "model.pkl", *words, folder=tmp_path))) > 10
+        assert len(good(call_here(INFER, "model.pkl", *words, folder=tmp_path))) > 10
 
 
+@pytest.mark.slow
 @NEEDS_SHAKESPEARE
 def test_training_on_shakespeare_by_flag(tmp_path, cache):
     words = "--preset debug --data shakespeare --vocab-size 1024 --steps 2 --context-window 128 --batch-size 16"

@@ -208,7 +208,7 @@ def test_continuous_tests_hooks_and_workflow_have_the_same_checks():
     for command in (
         "pre-commit run --all-files",
         "pytest -n auto",
-        "pytest -n auto -m slow",
+        'pytest -n auto -m "slow or nightly"',
         "python -m tools.release --dry-run",
         "python -m tools.smoke",
         "node tools/workflows.mjs",
@@ -224,6 +224,13 @@ def test_continuous_tests_hooks_and_workflow_have_the_same_checks():
     assert {extra for extras in installed for extra in extras.split(",")} <= set(
         PROJECT["project"]["optional-dependencies"]
     )
+
+
+def test_nightly_tests_run_in_parts_here_and_all_of_them_at_night():
+    assert "pytest -n auto -m nightly" in steps_of("nightly.yml")
+    (parts,) = set(re.findall(r"TRICYCLE_NIGHTLY:-(\d+)", read(".ci/run")))
+    assert f'TRICYCLE_NIGHTLY: "{parts}"' in read(".github/workflows/tests.yml")
+    assert f"one part in {parts} in `.ci/run`" in CONTRIBUTING
 
 
 def test_every_program_of_a_hook_comes_with_the_extra_dev():
@@ -297,17 +304,3 @@ NAMED = set(re.findall(r"`((?:\w+/)+[\w.]+)`", CONTRIBUTING)) | set(re.findall(r
 def test_a_file_that_contributing_names(place):
     """Below the root, tests/ or tricycle/pretrained/."""
     assert any((ROOT / folder / place).exists() for folder in (".", "tests", "tests/chaos", "tricycle/pretrained"))
-
-
-def test_the_slow_parts_are_named():
-    slow, long = set(), set()
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        text = path.read_text(encoding="utf-8")
-        if path.name == Path(__file__).name or "mark.slow" not in text:
-            continue
-        slow.add(path.relative_to(ROOT / "tests").as_posix())
-        if "TRICYCLE_LONG" in text:
-            long.add(path.relative_to(ROOT / "tests").as_posix())
-    table = dict(re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", CONTRIBUTING, re.MULTILINE))
-    assert set(table) == slow
-    assert {name for name, said in table.items() if "LONG" in said} == long

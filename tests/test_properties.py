@@ -294,7 +294,7 @@ def test_an_op_without_a_property_is_noticed(monkeypatch):
     assert without_property() == {"newcomer"}
 
 
-QUICK = settings(max_examples=100, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=EXAMPLES, derandomize=False)
 
 
@@ -305,7 +305,7 @@ def test_any_call(name, data):
     run_property(name, data)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EVERYTHING)
 @seed(SEED)
 @LONG
@@ -314,7 +314,7 @@ def test_any_call_at_length(name, data):
     run_property(name, data)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_count():
     """Says how many cases were run before; seen with -s."""
     print(f"\n{sum(CASES.values()):,} cases of {len(CASES)} ops and layers, seed {SEED}")

@@ -122,6 +122,7 @@ def test_odd_ranges_are_refused(settings: dict) -> None:
 
 
 # -------------------------------------------------------------------- the command
+@pytest.mark.slow
 def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A small training with it learns more than one with a tenth, or with ten times of it."""
     from tricycle.training import new_state, train_step
@@ -142,6 +143,7 @@ def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFix
     assert imread(tmp_path / "rate" / "learning_rate.png").shape[0] > 300
 
 
+@pytest.mark.slow
 def test_the_flag(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
     folder = tmp_path / "rate"
     words = ["--preset", "debug", "--data", "text", "--files", text, "--run-folder", folder]

@@ -80,6 +80,7 @@ def all_gradients(layer: Recurrent, x: Tensor, initial: list[Tensor], *results: 
 
 
 # -------------------------------------------------------------------- gradients
+@pytest.mark.slow_except(2)
 @every_kind
 @every_stack
 @every_lengths

@@ -123,6 +123,7 @@ def test_gradients(name: str, pair: tuple) -> None:
     check_layer_gradients(MODELS[name](), source=source[:2, :3], target=target[:2, :3], lengths=lengths)
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize(
     "make", [pytest.param(make, id=name, marks=[pytest.mark.slow] * ("," in name)) for name, make in MODELS.items()]
 )

@@ -616,6 +616,7 @@ def read_all(plain: socket.socket) -> bytes:
         return b"".join(iter(lambda: plain.recv(4096), b""))
 
 
+@pytest.mark.slow
 def test_a_slow_reader_holds_nobody(folder, alone):
     with serving(folder, texts=2, length=3000) as running, client_of(running) as client:
         slow = [open_stream(running, max_tokens=3000, logprobs=5) for _ in range(2)]
@@ -672,6 +673,7 @@ def test_too_many_open_requests(folder, monkeypatch):
         assert running.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
+@pytest.mark.slow
 def test_connections_that_do_nothing_are_closed(folder, monkeypatch):
     """Silent ones, ones in the middle of their headers, and such as take nothing of a long answer."""
     monkeypatch.setattr("tricycle_serve.server.LOOK", 0.05)
@@ -746,6 +748,7 @@ def test_one_that_waited_too_long(folder):
         assert b"there was no time to answer" in raw
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_is_cut_off(folder, monkeypatch):
     slowed(monkeypatch, 0.001)
     with serving(folder, seconds=2, length=4000) as running:
@@ -819,6 +822,7 @@ def test_a_model_without_a_chat_template(tmp_path):
         assert running.ask("/v1/models")[1]["data"][0]["kind"] == "text"
 
 
+@pytest.mark.slow
 def test_a_template_that_takes_long_ends_no_other_request(tmp_path):
     template = "{% if messages[0].content == 'slow' %}{{ ('a' * 4000000)|wordwrap(1) }}{% endif %}x"
     with serving(write_folder(tmp_path / "model", template)) as running, ThreadPoolExecutor(1) as pool:
@@ -1008,6 +1012,7 @@ def test_wrong_words(folder, tmp_path):
             assert said in line
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_in_the_middle_of_an_answer(folder, number):
     process = command(str(folder), "--port", "0", "--length", "4000")
@@ -1049,6 +1054,7 @@ def test_two_hundred_requests_of_sixteen_clients(folder):
     assert "| all | 200 | 200 |" in storm_of(folder, 200, 16)
 
 
+@pytest.mark.slow
 def test_the_program_of_the_table(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serving", str(folder), "--requests", "20", "--clients", "4", "--pause", "0"])
     for name in ("CUDA_VISIBLE_DEVICES", "PYTHONPATH"):

@@ -19,6 +19,8 @@ from tiny_models import smollm2_file, write_folder
 
 from tricycle.generate import Batch
 
+pytestmark = pytest.mark.nightly
+
 LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
 TEXTS = "return [...document.querySelectorAll('article p')].map((one) => one.textContent)"
 DONE = "return document.getElementById('log').getAttribute('aria-busy') === 'false'"

@@ -131,12 +131,16 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+# Looking through a site takes seconds, building it minutes.
+needs_a_site = pytest.mark.slow if "TRICYCLE_SITE" in os.environ else pytest.mark.nightly
+
+
 @cache
 def page_at(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
+@needs_a_site
 def test_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 150
@@ -170,7 +174,7 @@ def names_in(path: Path) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-@pytest.mark.slow
+@needs_a_site
 def test_nothing_public_is_missing(site):
     from sphinx.util.inventory import InventoryFile
 
@@ -183,7 +187,7 @@ def test_nothing_public_is_missing(site):
     assert len(described) > 1500
 
 
-@pytest.mark.slow
+@needs_a_site
 def test_notebooks_show_what_they_print_and_draw(site):
     for path in NOTEBOOKS:
         page = (site / "notebooks" / f"{path.stem}.html").read_text(encoding="utf-8")

@@ -170,6 +170,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize(("sampler", "n"), [("tpe", 12), ("random", 4), ("grid", 4)])
 def test_a_sweep_that_was_cut_off_finds_what_another_finds(
     sampler: str, n: int, tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture
@@ -195,6 +196,7 @@ def test_a_sweep_that_was_cut_off_finds_what_another_finds(
     assert len({tuple(params.values()) for params in whole}) == n
 
 
+@pytest.mark.slow
 def test_sweeps_in_folders_whose_names_mean_something_in_a_url(tmp_path: Path, trainer: Trainer) -> None:
     names = ["new?1", "new?2", "a#b", "%41", "A", "x;y&z=1", "{name}", "a b'c\"d", "Größe"]
     for i, name in enumerate(names):
@@ -204,12 +206,14 @@ def test_sweeps_in_folders_whose_names_mean_something_in_a_url(tmp_path: Path, t
     assert all(len(rows_of(tmp_path / name)) == 1 and (tmp_path / name / "sweep.db").is_file() for name in names)
 
 
+@pytest.mark.slow
 def test_tpe_learns_from_trials(tmp_path: Path, trainer: Trainer) -> None:
     sweep(tmp_path / "a", "--trials", "24")
     off = [abs(params["dropout"] - 0.3) for params in trainer.tried]
     assert sum(off[14:]) < sum(off[:10])
 
 
+@pytest.mark.slow
 def test_more_trials_and_a_grid_that_ends(tmp_path: Path, trainer: Trainer) -> None:
     sweep(tmp_path / "a", "--trials", "2", "--sampler", "random")
     main(["--resume", str(tmp_path / "a"), "--trials", "3"])
@@ -220,6 +224,7 @@ def test_more_trials_and_a_grid_that_ends(tmp_path: Path, trainer: Trainer) -> N
     assert len(rows_of(tmp_path / "b")) == 4
 
 
+@pytest.mark.slow
 def test_worse_trials_are_pruned(tmp_path: Path, trainer: Trainer, capsys: pytest.CaptureFixture) -> None:
     sweep(tmp_path / "a", "--trials", "12", "--sampler", "random", "--prune")
     states = [row["state"] for row in rows_of(tmp_path / "a")]
@@ -321,6 +326,7 @@ def words(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa:
         ]
 
 
+@pytest.mark.slow
 def test_real_trials_are_run_folders(tmp_path: Path, words: list[str]) -> None:
     folder = tmp_path / "a sweep"
     out = good(call(*words, "--trials", "1", "--run-folder", folder))
@@ -333,6 +339,7 @@ def test_real_trials_are_run_folders(tmp_path: Path, words: list[str]) -> None:
     assert good(call("-m", "tricycle", "generate", run, "--length", "3"))
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why(tmp_path: Path, words: list[str]) -> None:
     done = call(
         *[tmp_path / "none.txt" if "a text" in word else word for word in words], "--run-folder", tmp_path / "a"

@@ -175,6 +175,7 @@ def test_a_thread_knows_whether_it_is_at_work(n_workers):
     assert not threads.inside_work()
 
 
+@pytest.mark.slow_except(3)
 def test_arrays_do_not_live_on_in_the_threads(n_workers):
     everyone = threading.Barrier(n_workers)
     array = np.zeros(10)
@@ -351,6 +352,7 @@ other.join()
 }
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", FIRST_CALLS)
 def test_the_number_of_threads_does_not_depend_on_the_first_call(name):
     code = f"""
@@ -486,6 +488,7 @@ print(hashlib.sha256(b"".join(p.numpy().tobytes() for p in model.parameters())).
 """
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("n", ["1", "2", "3"])
 def test_training_gives_the_same_bits_in_every_run(n):
     first, second = (run_with(TRAIN, TRICYCLE_NUM_THREADS=n) for _ in range(2))
@@ -543,6 +546,7 @@ USE_BLAS = {
 }
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", USE_BLAS)
 def test_results_do_not_depend_on_how_many_threads_blas_has_at_the_moment(name, dtype, monkeypatch):
@@ -626,8 +630,9 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "n", [pytest.param("1", marks=pytest.mark.slow), "2", pytest.param("3", marks=pytest.mark.slow)]
+    "n", [pytest.param("1", marks=pytest.mark.nightly), "2", pytest.param("3", marks=pytest.mark.nightly)]
 )
 def test_models_trained_at_once_get_the_bits_that_they_get_alone(n):
     result = run_with(AT_ONCE, TRICYCLE_NUM_THREADS=n)

@@ -329,6 +329,7 @@ def metadata_of(tokenizer: Tokenizer, kind: str, **values) -> dict:
     return {f"tokenizer.ggml.{name}": value for name, value in {**known, **named, **values}.items()}
 
 
+@pytest.mark.slow_except(7)
 @pytest.mark.parametrize(
     ("name", "model", "values"),
     [
@@ -446,6 +447,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("name", OWN)
 def test_our_own_as_a_tokenizer_json(name):
     tokeniser = OWN[name]()

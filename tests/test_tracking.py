@@ -80,6 +80,7 @@ def same(rows: dict[tuple[int, str], float], metrics: Path, name: str, but: str 
     assert {key: value for key, value in rows.items() if exact(wanted[key]) != value and key[1] != but} == {}
 
 
+@pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_tracker_keeps_is_what_metrics_have(name: str, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_what_a_tracker_keeps_is_what_metrics_have(name: str, tmp_path: Path) ->
     assert {key: str(value) for key, value in config.items()}.items() >= {("embedding_dim", "8"), ("seed", "3")}
 
 
+@pytest.mark.slow
 @POSIX_ONLY
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tracker_that_comes_later_gets_all_from_the_beginning(name: str, tmp_path: Path) -> None:
@@ -126,6 +128,7 @@ def test_a_server_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # -------------------------------------------------------------------- the programs
+@pytest.mark.slow
 def test_the_flag(tmp_path: Path, cache: Path, text: Path) -> None:  # noqa: F811
     """One run, without a tracker at first; it has one from --resume on, and then none any more."""
     has("tensorboard")
@@ -282,6 +285,7 @@ def test_a_tracked_run_is_the_same_run(tmp_path: Path, whole: Any, notes: type[N
     assert notes.said == ["start True", "finish True", "start False", "finish True"]
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("at", [-1, 1, 9])
 def test_a_tracker_that_raises_is_left_out_and_makes_up_for_it(
     tmp_path: Path,
@@ -310,6 +314,7 @@ def test_a_tracker_that_raises_is_left_out_and_makes_up_for_it(
     assert notes.there == numbers_of(run.metrics)
 
 
+@pytest.mark.slow_except(3)
 def test_a_tracker_that_hangs_holds_nobody_up(
     tmp_path: Path,
     whole: Any,  # noqa: F811

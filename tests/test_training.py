@@ -598,6 +598,7 @@ def crash_at(state, step):
     return stop
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("at", [4, 5, 9, 10, 12, 20])
 def test_samples_of_a_run_that_crashed_come_once(tmp_path, at):
     """Those drawn after the last checkpoint are drawn again."""
@@ -678,6 +679,7 @@ def test_what_is_not_waited_for(tmp_path, monkeypatch, policy, number):
     assert disk.left == 10**9 - 1
 
 
+@pytest.mark.slow_except(2)
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_the_size_of_a_run_folder_is_bounded(tmp_path, monkeypatch, optimiser):
     """At its largest moment, while a checkpoint is being written beside the last and the best."""

@@ -37,6 +37,7 @@ def watched(folder: Path, act, fault: Fault | None = None):
     return answer
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_sample_of_everything(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -47,6 +48,7 @@ def test_a_sample_of_everything(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif("TRICYCLE_LONG" not in os.environ, reason="takes a quarter of an hour: TRICYCLE_LONG=1 runs it")
 def test_everything():
@@ -100,6 +102,7 @@ def test_it_says_what_it_did_not_see(tmp_path):
     assert len(unseen) == 1 and unseen[0].startswith("os.mkdir")
 
 
+@pytest.mark.slow_except(3)
 @pytest.mark.parametrize("way", ["ENOSPC", "EIO", "EROFS"])
 def test_every_call_can_fail(tmp_path, way):
     _, calls, _, _ = watched(tmp_path, lambda: write_all(tmp_path / "folder"))

@@ -21,7 +21,7 @@ from tiny_models import write_folder
 from .kills import SIGNALS, Trial, perform, profile_of
 from .runs import WORDS, Case
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
 PATIENT = 30.0  # seconds: machines that test many things at once are slow
 QUICK = "--rank 3 --steps 8 --eval-interval 4 --learning-rate 0.01 --sample-tokens 4 --context-window 60"
 KINDS = {

@@ -9,7 +9,7 @@ import pytest
 from .kills import Watched
 from .runs import differences, finish
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
 
 
 @pytest.fixture(scope="module")

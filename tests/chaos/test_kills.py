@@ -11,7 +11,7 @@ import pytest
 from .kills import PHASES, SIGNALS, Trial, Watched, kills_by_phase, perform, profile_of, random_kills
 from .runs import differences, finish
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(os.name != "posix", reason="POSIX signals")]
 PATIENT = 30.0  # seconds: machines that test many things at once are slow; the long form has the limit that is promised
 
 

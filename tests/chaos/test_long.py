@@ -8,7 +8,10 @@ import pytest
 from .long import MOST_SLOPE, Measures, generate_long, train_long
 from .runs import Bench
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and open files known by /proc")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(sys.platform != "linux", reason="memory and open files known by /proc"),
+]
 
 
 def flat(measures: Measures) -> bool:

@@ -219,6 +219,7 @@ def test_a_held_out_loss_that_is_not_finite_is_said(tmp_path, monkeypatch, saved
 
 
 # -------------------------------------------------------------------- killed in between
+@pytest.mark.slow_except(5)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("at", [6, BAD_STEP, 9, 12, 19])
 def test_a_run_that_met_nan_and_was_killed_goes_on_alike(tmp_path, monkeypatch, saved, policy, at):

@@ -15,10 +15,13 @@ from .kills import SIGNALS
 from .ranks import FAILURES, TARGETS, RankTrial, fail, perform, profile_of, rough_differences, trials_of
 from .runs import PHASES
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or mpiexec() is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs Linux, mpi4py and mpiexec",
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        sys.platform != "linux" or mpiexec() is None or importlib.util.find_spec("mpi4py") is None,
+        reason="needs Linux, mpi4py and mpiexec",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import pytest
 
 from .runs import differences
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(scope="module")
 def pair(bench):
