@@ -25,7 +25,7 @@ from tricycle.attention import (
     takes_ragged,
 )
 from tricycle.attention.cache import Segments
-from tricycle.autograd import grad_enabled_for
+from tricycle.autograd import is_evaluating
 from tricycle.configs.model import ModelConfig, hidden_width
 from tricycle.functions import RowSoftmax, residual
 from tricycle.initialisers import Initialiser, xavier
@@ -41,11 +41,12 @@ def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     """Return the dtype of activations between these layers: that of the operands of matrix products, if all of the
     layers can give it; else None, for that of x.
 
-    With few rows and no graph it is None, too: their products are made in float32.
+    In evaluation it is None for few rows, too: their products are made in float32. Not where gradients are merely off,
+    for activation checkpointing computes the same again with gradients.
     """
     if precision == "float32" or not all(map(takes_dtype, products)):
         return None
-    if math.prod(x.shape[:-1]) <= FEW_ROWS and not grad_enabled_for(x):
+    if math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating():
         return None
     dtype = kernels.operand(x.array[:0], precision).dtype
     return None if dtype == x.dtype else dtype

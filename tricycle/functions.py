@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tricycle import kernels, ops
-from tricycle.autograd import LARGE, NeedsGrad, OwnedGradient, grad_enabled_for
+from tricycle.autograd import LARGE, NeedsGrad, OwnedGradient, is_evaluating
 from tricycle.devices import Array, on_gpu
 from tricycle.kernels import FEW_ROWS, FewBits, Scoring
 from tricycle.ops import Op, as_tensor, as_tensors, check_device, check_width, floating, register
@@ -188,7 +188,7 @@ def linear(
         if n_rows <= FEW_ROWS or matrix.dtype.name != precision:
             return _few_bits_linear(x, rows, matrix, bias, name, precision, dtype)
         matrix = matrix.as_array()
-    if n_rows <= FEW_ROWS and not grad_enabled_for(x, weights):
+    if precision != "float32" and n_rows <= FEW_ROWS and is_evaluating():
         precision = "float32"  # to convert the weights for so few rows would take longer than their product
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
     a = _operand(rows, precision)
