@@ -463,6 +463,13 @@ def test_rms_norm_follows_its_formula(layer: RMSNorm, eps: float, scale: float, 
     assert [name for name, _ in layer.named_parameters()] == ["gain"]
 
 
+def test_rms_norm_with_an_offset_of_one(rng: np.random.Generator) -> None:
+    layer, x = RMSNorm(6, unit_offset=True), rng.standard_normal((2, 3, 6))
+    np.testing.assert_allclose(layer(x).array, RMSNorm(6)(x).array, rtol=1e-6)
+    layer.gain.array[...] = gain = rng.standard_normal(6)
+    np.testing.assert_allclose(layer(x).array, RMSNorm(6)(x).array * (1 + gain), rtol=1e-5)
+
+
 @pytest.mark.parametrize("layer", [LayerNorm(4), RMSNorm(4)], ids=lambda layer: type(layer).__name__)
 def test_norms_of_a_constant_row_stay_finite(layer: Layer) -> None:
     x = to_tensor(np.zeros((2, 4)))
