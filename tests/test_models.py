@@ -448,6 +448,15 @@ def test_a_small_text_is_learned_by_heart(config: GPTConfig) -> None:
     assert np.array_equal(model(text[:, :-1]).array.argmax(-1), text[:, 1:])
 
 
+def test_token_embeddings_are_scaled(tokens: np.ndarray) -> None:
+    config = replace(TINY, tied=False, embedding_scale=3.0)
+    scaled, plain = GPT(config).eval(), GPT(replace(config, embedding_scale=1.0)).eval()
+    before = plain(tokens).array
+    plain.token_embedding.weights.array[...] *= 3
+    np.testing.assert_allclose(scaled(tokens).array, plain(tokens).array, rtol=1e-5, atol=1e-6)
+    assert np.abs(scaled(tokens).array - before).max() > 1e-3
+
+
 # -------------------------------------------------------------------- bad input
 def model_call(tokens: Any) -> Callable[[], Any]:
     return lambda: GPT(TINY)(tokens)
