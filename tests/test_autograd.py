@@ -277,7 +277,7 @@ def test_the_order_is_that_of_a_walk_in_depth():
 
 
 def test_a_backward_that_takes_what_was_saved():
-    """An op may hand the same backward to all its results; seen from outside each arg has a function of its own."""
+    """An op may hand the same backward to all its results; `back_fns` has a separate function for each arg."""
 
     def backward(grad, needs_grad, x, y):
         return grad * y, grad * x

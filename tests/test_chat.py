@@ -55,7 +55,7 @@ def talk(folder: Path, said: str, *words: str, cwd: Path = ROOT) -> subprocess.C
 
 
 def talk_apart(folder: Path, said: str, *words: str) -> subprocess.CompletedProcess:
-    """The same in a process of its own, whose streams begin in ASCII."""
+    """Run the same in a separate process, whose streams begin in ASCII."""
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*COMMAND, str(folder), *words],

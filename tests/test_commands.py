@@ -45,7 +45,7 @@ def call(*words, folder: Path = ROOT) -> subprocess.CompletedProcess:
 
 
 def call_apart(*words, folder: Path = ROOT, program=("-m", "tricycle")) -> subprocess.CompletedProcess:
-    """A program in a process of its own."""
+    """Run a program in a separate process."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **threads}
     command = [sys.executable, *program, *map(str, words)]

@@ -117,7 +117,7 @@ def topological_order(root: AnyNode) -> list[AnyNode]:
 def gradients_of(result: AnyNode, grad: Array, inputs: Sequence[AnyNode]) -> list[Array | None]:
     """Return the gradients of some leaves behind a result; no Tensor's `grad` changes, and the graph is freed.
 
-    For operations whose backward function is a backward pass of its own.
+    For operations whose backward function runs a separate backward pass.
 
     Args:
         grad: the gradient of the result.
