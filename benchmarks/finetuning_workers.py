@@ -46,7 +46,7 @@ def tricycle_step(
     model.use_precision(precision)
     model.recompute = recompute
     if what == "lora":
-        from tricycle.lora import LoRAConfig
+        from tricycle.finetuning.lora import LoRAConfig
         from tricycle.pretrained.adapters import new_adapter
 
         new_adapter(loaded, LoRAConfig(rank=RANK, alpha=ALPHA))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker, batches, torch_step
 from tricycle.configs import GPTConfig
-from tricycle.processes import ALONE, Pending, Processes
+from tricycle.distributed.processes import ALONE, Pending, Processes
 from tricycle_accelerators.host import tune_host
 from tricycle_mpi.launch import launched
 

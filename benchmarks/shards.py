@@ -15,10 +15,10 @@ from datetime import date
 import numpy as np
 
 from benchmarks.shapes import SHAPES
+from tricycle.distributed.processes import Processes
+from tricycle.distributed.shards import Shards
 from tricycle.models import GPT
 from tricycle.optimisers import Optimiser
-from tricycle.processes import Processes
-from tricycle.shards import Shards
 from tricycle.tensor import Tensor
 from tricycle.training import new_optimiser
 

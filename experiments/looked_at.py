@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.classification import Outcome, Problem, log_softmax
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 from tricycle_lab.plot import save_figure
 
 PAGE = Path(__file__).with_name("looked_at.html")

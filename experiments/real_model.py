@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle.devices import to_cpu
-from tricycle.files import naming
 from tricycle.functions import LogSoftmax
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained, load
+from tricycle.system.files import naming
 from tricycle.tensor import no_grad
 from tricycle_datasets import shakespeare
 from tricycle_datasets.corpus import hold_out_tail, is_held_out

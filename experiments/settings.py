@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 
 
 def at_least(settings: Any, **lowest: int) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tricycle.configs import ModelConfig
+from tricycle.finetuning.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.layers import Dense
-from tricycle.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.models import GPT
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax, SinkSoftmax
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from transformers_families import FAMILIES, VOCABULARY, Family, difference, enliven
 
-from tricycle.lora import AdaptedDense, LoRAConfig
+from tricycle.finetuning.lora import AdaptedDense, LoRAConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, next_logits
 from tricycle.optimisers import AdamW

@@ -11,7 +11,7 @@ from test_programs import call, good
 from benchmarks import equality, processes, scaling
 from benchmarks.ranks import Delayed, Done, Watched, mpiexec
 from benchmarks.scaling import COUNTS, Cost, Link, Parts, ring, step_seconds, strong_efficiency, tree, weak_efficiency
-from tricycle.processes import ALONE
+from tricycle.distributed.processes import ALONE
 
 NEEDS_MPI = pytest.mark.skipif(
     mpiexec() is None or importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py and mpiexec"

@@ -27,7 +27,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import OPS
 from tricycle.optimisers import AdamW, StochasticGradientDescent
-from tricycle.safetensors_file import read_places
+from tricycle.system.safetensors_file import read_places
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.pickles import load_pickled_model
 
@@ -586,7 +586,7 @@ def test_a_pickle_that_runs_something_is_refused_before_it_does(tmp_path, protoc
         ("tricycle.checkpoint", "Checkpoint"),
         ("tricycle.models", "GPT.to_gpu"),
         ("tricycle.models", "np"),
-        ("tricycle.files", "atomic_write"),
+        ("tricycle.system.files", "atomic_write"),
         ("tricycle.dataset", "CausalLMDataset"),
         ("tricycle.nothing", "GPT"),
         ("tricycle", "Tensor"),

@@ -11,7 +11,7 @@ from experiments.quiet_attention.__main__ import Arguments, measure, new_config,
 from experiments.tables import cell, markdown
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 from tricycle.training import new_state, train_step
 from tricycle_lab.probe import excess_kurtosis
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import test_autoencoders
 import test_classifiers
-import test_encoder
 import test_kernels
 import test_seq2seq
+import test_text_encoder
 import test_training
 from fake_device import FakeArray, fake_module, to_device, to_host
 from test_registry import assert_same, every_sample, gradients
@@ -19,11 +19,12 @@ from versions import offer
 from tricycle import devices, kernels, no_grad, training
 from tricycle.autograd import topological_order
 from tricycle.configs import DebugConfig
-from tricycle.encoder import SentencePooling, TextEncoder
 from tricycle.evaluation import evaluate
+from tricycle.finetuning.lora import LoRAConfig
+from tricycle.finetuning.packing import Example
+from tricycle.finetuning.preferences import PairDataset, dpo_loss
 from tricycle.generate import generate
 from tricycle.layers import Dense
-from tricycle.lora import LoRAConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import (
@@ -36,13 +37,12 @@ from tricycle.optimisers import (
     clip_gradients,
     gradient_norm,
 )
-from tricycle.packing import Example
-from tricycle.preferences import PairDataset, dpo_loss
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sequences.attentions import HardAttention, ScaledDotProductAttention, reinforce
 from tricycle.sequences.beam_search import beam_search
+from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.tensor import Tensor, to_tensor
 from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_on_batch, train_step
 from tricycle_cli import run as running
@@ -538,13 +538,13 @@ def test_encoder_decoders_train_and_translate_on_the_device(device, make, rng):
 
 @pytest.mark.parametrize("kind", ["mean", "first"])
 def test_an_encoder_trains_on_the_device(device, kind):
-    tokens, mask, types = test_encoder.a_batch(test_encoder.SMALL)
+    tokens, mask, types = test_text_encoder.a_batch(test_text_encoder.SMALL)
 
     def loss_of(model):
         vectors = SentencePooling(kind)(model(model.place(tokens), mask, model.place(types)), mask)
         return ((vectors[:2] - vectors[2:]) ** 2).mean()  # texts that should be alike
 
-    models = train_both(lambda: TextEncoder(test_encoder.SMALL), loss_of)
+    models = train_both(lambda: TextEncoder(test_text_encoder.SMALL), loss_of)
     hidden = [model(model.place(tokens), mask) for model in models]
     np.testing.assert_allclose(hidden[0].array.held, hidden[1].array, 1e-3, 1e-4)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tricycle.files import append, atomic_write, is_full
+from tricycle.system.files import append, atomic_write, is_full
 
 POSIX_ONLY = pytest.mark.skipif(os.name != "posix", reason="POSIX signals and permissions")
 
@@ -90,7 +90,7 @@ def test_kill_in_the_middle_leaves_the_old_file(tmp_path):
     path.write_bytes(b"old")
     program = """
 import os, signal, sys
-from tricycle.files import append, atomic_write, is_full
+from tricycle.system.files import append, atomic_write, is_full
 with atomic_write(sys.argv[1]) as file:
     file.write(b"new" * 100_000)
     file.flush()

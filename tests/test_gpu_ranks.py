@@ -17,7 +17,7 @@ from fake_device import FakeArray, fake_module
 from test_fake_device import device  # noqa: F401 (a fixture)
 from test_processes import CONFIG, TOKENS, Player, play
 
-from tricycle.processes import Processes
+from tricycle.distributed.processes import Processes
 from tricycle.training import new_state, train_step
 from tricycle_cli.together import VISIBLE, share_gpus
 from tricycle_mpi.ranks import Ranks

@@ -13,13 +13,13 @@ import types
 
 import pytest
 
-from tricycle import locks
-from tricycle.locks import FolderLock, LockedError
+from tricycle.system import locks
+from tricycle.system.locks import FolderLock, LockedError
 
 HOLD = """
 import sys, time
-from tricycle.locks import FolderLock, lock_file
-from tricycle import locks
+from tricycle.system.locks import FolderLock, lock_file
+from tricycle.system import locks
 if sys.argv[2] == "none":
     locks.lock_file = lambda handle: None
 with FolderLock(sys.argv[1]):

@@ -22,10 +22,10 @@ from test_models import TINY, lively
 
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs.model import EncoderConfig
-from tricycle.encoder import TextEncoder
 from tricycle.models import GPT
 from tricycle.sequences.attentions import AdditiveAttention
 from tricycle.sequences.seq2seq import Seq2Seq, Seq2SeqAttention, Transformer
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli import look

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from programs import run_here
 
-from tricycle import memory
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, GPTConfig, ModelConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.kernels.dispatch import use_reference
-from tricycle.memory import check_memory, free_memory, gigabytes
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import memory_for
+from tricycle.system import memory
+from tricycle.system.memory import check_memory, free_memory, gigabytes
 from tricycle.training import TrainingState, least_memory, new_optimiser, train_step
 from tricycle_cli.main import MODULE, main
 
@@ -91,7 +91,7 @@ def test_the_limits_of_groups_of_the_first_version(system):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 def test_the_limit_of_the_shell():
-    program = "from tricycle.memory import free_memory; print(free_memory())"
+    program = "from tricycle.system.memory import free_memory; print(free_memory())"
     words = f"ulimit -v 4000000; {sys.executable} -c '{program}'"
     environment = {**os.environ, "TRICYCLE_MEMORY_GB": ""}
     out = subprocess.run(["bash", "-c", words], capture_output=True, text=True, cwd=ROOT, env=environment, check=True)

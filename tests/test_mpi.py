@@ -76,7 +76,7 @@ import sys
 import numpy as np
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.training import new_state, train_step
-from tricycle.processes import ALONE
+from tricycle.distributed.processes import ALONE
 from tricycle_mpi.launch import launched
 def train(path, optimiser, wide):
     processes = ALONE
@@ -359,7 +359,7 @@ def test_a_signal_in_one_rank_stops_all_of_them(bench):
 
 FULL = """
 from tricycle_cli import full_disk, run
-from tricycle import files
+from tricycle.system import files
 import errno, time
 full_disk.LONGEST_SECONDS = 0.3
 usual_step, usual_sync, full_until = run.train_step, files._sync, [0.0]

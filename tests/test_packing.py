@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tricycle.configs import ModelConfig
+from tricycle.finetuning.packing import IGNORED, Example, PackedDataset, packed
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, places_in
-from tricycle.packing import IGNORED, Example, PackedDataset, packed
 from tricycle.training import gradients
 
 SIZES = {"vocab_size": 30, "context_window": 40, "embedding_dim": 16, "n_heads": 2, "n_layers": 2, "dropout": 0.0}

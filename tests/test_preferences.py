@@ -10,11 +10,11 @@ import pytest
 from transformers_families import VOCABULARY, difference
 
 from tricycle.configs import ModelConfig
-from tricycle.lora import LoRAConfig
+from tricycle.finetuning.lora import LoRAConfig
+from tricycle.finetuning.packing import IGNORED, Example
+from tricycle.finetuning.preferences import PairBatch, PairDataset, dpo_loss, log_probabilities
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
-from tricycle.packing import IGNORED, Example
-from tricycle.preferences import PairBatch, PairDataset, dpo_loss, log_probabilities
 from tricycle.pretrained.adapters import new_adapter, save_adapter
 from tricycle.tensor import no_grad
 from tricycle.training import apply, gradients
@@ -81,7 +81,7 @@ def test_log_probabilities(monkeypatch):
     rows, places = np.nonzero(batch.labels != IGNORED)
     wanted = np.bincount(rows, logs[rows, places, batch.labels[rows, places]])
     np.testing.assert_allclose(whole, wanted, rtol=1e-5)
-    monkeypatch.setattr("tricycle.preferences.LOGITS_AT_ONCE", 3 * 40)  # some rows at a time
+    monkeypatch.setattr("tricycle.finetuning.preferences.LOGITS_AT_ONCE", 3 * 40)  # some rows at a time
     np.testing.assert_allclose(log_probabilities(model, hidden, batch.labels), whole, rtol=1e-6)
 
 

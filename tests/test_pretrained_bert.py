@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tricycle.configs import EncoderConfig
-from tricycle.encoder import TextEncoder
 from tricycle.pretrained import load
 from tricycle.pretrained.families import FAMILIES
 from tricycle.pretrained.families.family import tensors_of
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import no_grad
 
 torch = pytest.importorskip("torch")

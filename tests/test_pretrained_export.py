@@ -16,13 +16,13 @@ import pytest
 from transformers_families import FAMILIES, difference
 
 from tricycle.configs import PRESETS, EncoderConfig, ModelConfig
-from tricycle.encoder import TextEncoder
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder, family_of_config
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sampling import Sampling
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
 
 torch = pytest.importorskip("torch")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.distributed.processes import ALONE, Draws, Processes
 from tricycle.evaluation import evaluate
 from tricycle.layers import Dense
-from tricycle.processes import ALONE, Draws, Processes
 from tricycle.tensor import Tensor
 from tricycle.training import NonFiniteError, gradients, mean_over_processes, new_state, train_step
 

@@ -13,15 +13,15 @@ from tricycle import models, no_grad, to_tensor
 from tricycle.autograd import gradients_of, topological_order
 from tricycle.configs import DebugConfig, EncoderConfig, GPTConfig
 from tricycle.debug import watch_arrays
-from tricycle.encoder import TextEncoder
 from tricycle.evaluation import evaluate
+from tricycle.finetuning.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.functions import linear, soft_cap
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense, Dropout, Layer
-from tricycle.lora import Adapter, LoRAConfig, LowRank, Part
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.recompute import free_activations, free_activations_inside, recompute
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import record
 from tricycle.training import gradients, labelled, least_memory, new_state, resume_state, train_step
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import imports
 import pytest
-from imports import ROOT, SHIPPED, STUDIES, file_of, imported, imports_of, module_of, name_of, tree_of
+from imports import ROOT, SHIPPED, STUDIES, file_of, imported, imports_of, name_of, tree_of
+
+sys.path.insert(0, str(ROOT / "tools"))
+from reading_list import MOST_LINES_IN_ALL, PAGE, READING_LIST, n_lines, page_with_table, path_of
 
 LIBRARY = [path for path in SHIPPED if name_of(path).startswith("tricycle/")]
 EVERY_FILE = [*SHIPPED, *STUDIES]
@@ -23,41 +26,6 @@ OUTSIDE = (
     "experiments",
     "benchmarks",
 )
-
-# Each file of tricycle/ imports only from files before it. A package's name stands for its __init__.py.
-# docs/architecture.md says what each is for, in the same order.
-ROOMS = """
-devices
-kernels.dispatch kernels.reference.widening kernels.reference.elementwise kernels.reference.softmax
-kernels.reference.normalisation kernels.reference.matrices kernels.reference.few_bits
-kernels.reference.losses kernels.reference.tables kernels.reference.attention kernels.reference.recurrence
-kernels.reference.optimisers kernels.reference kernels
-autograd tensor parameter ops einsum __init__ gradcheck debug
-functions softmaxes.adaptive softmaxes.blocks softmaxes.sink softmaxes activation loss
-precision initialisers layers recompute
-attention.masks attention.attend attention.cache attention.rotary attention.shift attention
-configs.checked configs.model configs.training configs.presets configs
-blocks models lora encoder
-sequences sequences.convolution sequences.recurrent sequences.attentions sequences.seq2seq sequences.beam_search
-sequences.classifiers sequences.autoencoders
-processes shards optimisers scheduler files locks memory safetensors_file tokeniser
-pretrained.tokenizer_json pretrained.chat_template pretrained.template_process
-pretrained.ggml_vocabulary pretrained.tokenisers
-pretrained.ggml_tokens
-dataset packing checkpoint sequences.translators training preferences sampling generate likeliest evaluation
-pretrained.source pretrained.settings pretrained.fields pretrained.same pretrained.tensor_files pretrained.folder
-pretrained.families.family pretrained.families.gpt2 pretrained.families.llama
-pretrained.families.gemma pretrained.families.neox pretrained.families.olmo
-pretrained.families.opt pretrained.families.phi pretrained.families.bert pretrained.families
-pretrained.quantised pretrained.gguf_file pretrained.gguf_names pretrained.gguf_fields pretrained.gguf
-pretrained.packaged pretrained.hub pretrained.export pretrained.gguf_writer pretrained pretrained.sentences
-pretrained.adapters
-__main__
-""".split()
-
-
-def room_of(module: str) -> str:
-    return module.removeprefix("tricycle.") if module != "tricycle" else "__init__"
 
 
 # -------------------------------------------------------------------- who imports whom
@@ -85,19 +53,29 @@ def test_no_circle_of_imports():
         pytest.fail(f"a circle of imports: {' <- '.join(map(name_of, error.args[1]))}")
 
 
-def test_every_file_of_the_library_has_a_room():
-    assert sorted(ROOMS) == sorted(room_of(module_of(path)) for path in LIBRARY)
-
-
-@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_imports_follow_the_order_of_the_rooms(path):
-    own = ROOMS.index(room_of(module_of(path)))
+@pytest.mark.parametrize("name", READING_LIST)
+def test_the_reading_list_imports_only_what_was_read_before(name):
+    """A file imports files of the list above it, and no other file of the library."""
+    before = READING_LIST[: READING_LIST.index(name)]
     wrong = [
-        f"{name_of(path)}:{line} imports {module}"
-        for module, line in imports_of(path)
-        if module.split(".")[0] == "tricycle" and ROOMS.index(room_of(module)) >= own
+        f"{name}.py:{line} imports {module}"
+        for module, line in imports_of(path_of(name))
+        if module.split(".")[0] == "tricycle" and name_in_list(file_of(module)) not in before
     ]
     assert wrong == []
+
+
+def name_in_list(path: Path | None) -> str:
+    return "" if path is None else name_of(path).removeprefix("tricycle/").removesuffix(".py")
+
+
+def test_the_reading_list_can_be_read_in_an_afternoon():
+    assert sum(n_lines(path_of(name)) for name in READING_LIST) <= MOST_LINES_IN_ALL
+
+
+def test_the_table_of_the_reading_list_is_up_to_date():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page_with_table(page) == page, "run python tools/reading_list.py"
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)

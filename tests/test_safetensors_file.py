@@ -9,7 +9,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from tricycle.safetensors_file import Place, read_places, write_header
+from tricycle.system.safetensors_file import Place, read_places, write_header
 
 LAYOUT = {"a": ("F32", (2, 3)), "b": ("U8", (5,)), "none": ("F64", (0, 4))}
 

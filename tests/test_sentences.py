@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tricycle.configs import EncoderConfig
-from tricycle.encoder import TextEncoder
 from tricycle.pretrained.sentences import SentenceEncoder, load_sentences
+from tricycle.sequences.text_encoder import TextEncoder
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

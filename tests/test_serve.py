@@ -32,7 +32,6 @@ from benchmarks import serving as benchmark
 from tricycle import generate as generation
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import DebugConfig, EncoderConfig
-from tricycle.encoder import TextEncoder
 from tricycle.generate import Batch
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
@@ -41,6 +40,7 @@ from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.sentences import load_sentences
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.models import SamplingFlags
 from tricycle_cli.serve import Arguments, api_key, is_loopback, n_remembered, name_of, sampling_of

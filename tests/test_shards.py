@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from test_processes import CONFIG, TOKENS, play
 
+from tricycle.distributed.processes import Processes
+from tricycle.distributed.shards import Load, Shards
 from tricycle.models import GPT
 from tricycle.optimisers import role_of
-from tricycle.processes import Processes
-from tricycle.shards import Load, Shards
 from tricycle.tensor import Tensor
 from tricycle.training import new_optimiser, new_state, train_step
 

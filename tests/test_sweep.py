@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from test_programs import POSIX_ONLY, call, good, lines_said, text  # noqa: F401 (fixtures)
 
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.locks import FolderLock, LockedError
+from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli import sweep as sweeping
 from tricycle_cli.sweep import main
 from tricycle_cli.swept import Choices, Range, check, config_of, flags_of, grid_of, read_over

@@ -20,11 +20,11 @@ import numpy as np
 from tricycle import devices
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
-from tricycle.files import atomic_write, naming
-from tricycle.memory import check_memory
 from tricycle.models import GPT, least_numbers
 from tricycle.optimisers import Memory, Optimiser
-from tricycle.safetensors_file import Place, read_places, write_header
+from tricycle.system.files import atomic_write, naming
+from tricycle.system.memory import check_memory
+from tricycle.system.safetensors_file import Place, read_places, write_header
 from tricycle.tokeniser import Tokeniser
 
 FORMAT = 1

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.distributed.processes import ALONE, Processes
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import check_range
-from tricycle.processes import ALONE, Processes
 from tricycle.tensor import Tensor
 
 IGNORED = -1  # the label of tokens that an earlier window has predicted

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from tricycle import devices, kernels
 from tricycle.autograd import increment_versions
 from tricycle.devices import Array, array_module
+from tricycle.distributed.shards import Load, Shards
 from tricycle.layers import Layer
-from tricycle.shards import Load, Shards
 from tricycle.tensor import Tensor
 
 Schedule = Callable[[int], float]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tricycle.files import atomic_write, read_json
+from tricycle.system.files import atomic_write, read_json
 
 if TYPE_CHECKING:
     import tiktoken

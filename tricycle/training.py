@@ -27,14 +27,14 @@ from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.devices import Array, array_module
+from tricycle.distributed.processes import ALONE, Draws, GradientSum, Processes
+from tricycle.distributed.shards import Shards
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, LOGITS_AT_ONCE, least_numbers
 from tricycle.optimisers import AdamW, Memory, Muon, Optimiser, gradient_norm
-from tricycle.processes import ALONE, Draws, GradientSum, Processes
 from tricycle.recompute import Situation, free_activations
 from tricycle.scheduler import SCHEDULES
-from tricycle.shards import Shards
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
 

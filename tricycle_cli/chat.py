@@ -16,10 +16,10 @@ from typing import Any
 
 import tyro
 
-from tricycle.files import atomic_write
 from tricycle.generate import Reader, generate
 from tricycle.pretrained import Pretrained
 from tricycle.sampling import Sampling
+from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import text_of
 from tricycle_cli.models import Cache, Device, PastWindow, SamplingFlags, Weights, cache_dtype, load_model, stop_tokens

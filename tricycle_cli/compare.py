@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import tyro
 
 from tricycle.configs import GPTConfig
-from tricycle.files import read_file, read_json_object
-from tricycle.safetensors_file import read_places
+from tricycle.system.files import read_file, read_json_object
+from tricycle.system.safetensors_file import read_places
 from tricycle_cli.run import read_metrics
 from tricycle_lab.look.page import page
 from tricycle_lab.look.runs import RunRead, comparison, digest

@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.files import read_file
+from tricycle.system.files import read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import Device, Weights, load_model

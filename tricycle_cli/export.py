@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tricycle.files import read_json_object
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.export import export_folder
+from tricycle.system.files import read_json_object
 from tricycle_cli.flags import parse
 from tricycle_cli.models import load_model
 from tricycle_cli.run import read_metrics

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tricycle.configs import GPTConfig
-from tricycle.files import atomic_write
 from tricycle.models import GPT
+from tricycle.system.files import atomic_write
 from tricycle_lab.range_test import RangeTest, plot_range_test, range_test
 
 PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"

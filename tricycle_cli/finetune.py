@@ -29,16 +29,16 @@ from tricycle.configs import GPTConfig
 from tricycle.configs.model import model_fields
 from tricycle.devices import to_cpu
 from tricycle.evaluation import HeldOut
-from tricycle.files import read_json_object
+from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig
+from tricycle.finetuning.packing import PackedDataset
+from tricycle.finetuning.preferences import PairDataset
 from tricycle.kernels import FewBits
 from tricycle.layers import Layer
-from tricycle.locks import FolderLock
-from tricycle.lora import ALL_LINEAR, Adapter, LoRAConfig
 from tricycle.models import GPT
-from tricycle.packing import PackedDataset
-from tricycle.preferences import PairDataset
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
+from tricycle.system.files import read_json_object
+from tricycle.system.locks import FolderLock
 from tricycle.training import memory_of_pass, new_optimiser
 from tricycle_cli import clock
 from tricycle_cli.flags import parse

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from tricycle.files import is_full
+from tricycle.system.files import is_full
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import TrainingState
 

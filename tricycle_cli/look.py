@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from tricycle.encoder import TextEncoder
 from tricycle.models import GPT
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import saved_translators
 from tricycle_cli import compare
 from tricycle_cli.flags import parse

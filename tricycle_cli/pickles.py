@@ -42,6 +42,7 @@ _FORMER_NAMES = set(
 )
 # Classes that are in another module now, by the names that they have in such files.
 _MOVED = {"tricycle.tensor.Parameter": "tricycle.parameter.Parameter"}
+_MOVED_MODULES = {"tricycle.lora": "tricycle.finetuning.lora"}
 _ADMITTED = (Layer, Op, Tensor, ModelConfig, RotaryScaling)
 
 _LETTERS = ("f4", "f8")  # what weights are made of
@@ -74,7 +75,8 @@ def load_pickled_model(path: str | os.PathLike[str]) -> GPT:
 
 
 def _admit(module: str, name: str) -> str | None:
-    full = f"{module.replace('numpy.core.', 'numpy._core.')}.{name}"
+    module = _MOVED_MODULES.get(module, module.replace("numpy.core.", "numpy._core."))
+    full = f"{module}.{name}"
     full = _MOVED.get(full, full)
     if "." not in name and full in _NUMPY_NAMES | _FORMER_NAMES:
         return full

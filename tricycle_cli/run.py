@@ -21,13 +21,13 @@ import numpy as np
 from tricycle import devices
 from tricycle.checkpoint import NotFiniteError
 from tricycle.configs import GPTConfig
+from tricycle.distributed.processes import ALONE, Processes
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.files import append, atomic_write, expect_plain, read_file
 from tricycle.generate import generate
-from tricycle.memory import check_memory, gigabytes
 from tricycle.models import least_numbers
-from tricycle.processes import ALONE, Processes
 from tricycle.sampling import Sampling
+from tricycle.system.files import append, atomic_write, expect_plain, read_file
+from tricycle.system.memory import check_memory, gigabytes
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LEAST_STEPS, NonFiniteError, TrainingState, look_at_steps, train_step
 from tricycle_cli import clock

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from tricycle.encoder import TextEncoder
-from tricycle.memory import free_memory
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.sentences import sentences_of
 from tricycle.sampling import Sampling
+from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.system.memory import free_memory
 from tricycle_cli.flags import parse
 from tricycle_cli.models import (
     Cache,

@@ -29,8 +29,8 @@ import numpy as np
 import tyro
 
 from tricycle.configs import GPTConfig
-from tricycle.files import atomic_write, read_json_object
-from tricycle.locks import FolderLock, LockedError
+from tricycle.system.files import atomic_write, read_json_object
+from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli.databases import sqlite_url
 from tricycle_cli.flags import fail, on_one_line, parse
 from tricycle_cli.run import read_metrics

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tricycle.processes import ALONE, Processes
+from tricycle.distributed.processes import ALONE, Processes
 from tricycle_cli.flags import on_one_line
 from tricycle_mpi.launch import launched
 

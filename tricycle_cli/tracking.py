@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tricycle.files import atomic_write, read_json_object
+from tricycle.system.files import atomic_write, read_json_object
 from tricycle_cli.flags import on_one_line
 from tricycle_cli.trackers import TRACKERS
 

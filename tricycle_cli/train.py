@@ -28,11 +28,11 @@ import numpy as np
 from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
+from tricycle.distributed.processes import ALONE, Processes
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.files import atomic_write, read_json_object
-from tricycle.locks import FolderLock
 from tricycle.pretrained import Pretrained
-from tricycle.processes import ALONE, Processes
+from tricycle.system.files import atomic_write, read_json_object
+from tricycle.system.locks import FolderLock
 from tricycle.training import NonFiniteError, TrainingState, least_memory, new_state, resume_state
 from tricycle_cli import clock
 from tricycle_cli.find_rate import find_rate

@@ -12,17 +12,17 @@ import numpy as np
 
 from tricycle.checkpoint import Checkpoint, load_checkpoint
 from tricycle.devices import to_cpu
-from tricycle.files import append
+from tricycle.finetuning.lora import Adapter
+from tricycle.finetuning.packing import IGNORED, Batch, PackedDataset
+from tricycle.finetuning.preferences import PairDataset, dpo_loss, margins_of, pair_losses
 from tricycle.generate import generate
 from tricycle.layers import Layer
-from tricycle.lora import Adapter
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.packing import IGNORED, Batch, PackedDataset
-from tricycle.preferences import PairDataset, dpo_loss, margins_of, pair_losses
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import save_adapter
 from tricycle.sampling import Sampling
+from tricycle.system.files import append
 from tricycle.tensor import Tensor
 from tricycle.training import (
     LossOf,

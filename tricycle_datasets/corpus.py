@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tricycle.files import naming
-from tricycle.locks import FolderLock
 from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle.system.files import naming
+from tricycle.system.locks import FolderLock
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 from tricycle_datasets.download import cache_folder, file_sha256
 

@@ -13,7 +13,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from tricycle.files import naming
+from tricycle.system.files import naming
 
 _ATTEMPTS = 3  # to get on after a dropped connection, before giving up
 MOST_BYTES = 2**30  # of a file: a server that sends without end must not fill the disk

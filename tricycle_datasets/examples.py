@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.files import read_file
-from tricycle.packing import Example
+from tricycle.finetuning.packing import Example
+from tricycle.system.files import read_file
 from tricycle_datasets.text import text_files
 
 SHAPES = '"text", "prompt" and "completion", "messages", or "prompt", "chosen" and "rejected"'

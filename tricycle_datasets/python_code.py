@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from tricycle.files import naming
+from tricycle.system.files import naming
 from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import Corpus, Document, is_held_out
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tricycle.files import naming
+from tricycle.system.files import naming
 from tricycle.tokeniser import Tokeniser
 from tricycle_datasets.corpus import HELD_OUT_BYTES, Corpus, Document, hold_out_tail, is_held_out
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.devices import Array, to_cpu
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 from tricycle_lab.probe import excess_kurtosis
 
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008), and for further lines other strokes.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tricycle.devices import Array, array_module
-from tricycle.processes import Pending, Processes
+from tricycle.distributed.processes import Pending, Processes
 from tricycle_mpi.launch import launched
 from tricycle_mpi.ways import Host, Way, way_of_gpus
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tricycle import devices
 from tricycle.devices import Array, array_module
-from tricycle.processes import Pending, Processes
+from tricycle.distributed.processes import Pending, Processes
 
 WAY = "TRICYCLE_MPI_GPU"
 Name = Literal["nccl", "mpi", "host"]

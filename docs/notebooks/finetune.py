@@ -20,7 +20,7 @@
 import numpy as np
 
 from tricycle.configs import ModelConfig
-from tricycle.lora import LoRAConfig
+from tricycle.finetuning.lora import LoRAConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.finetuning.report import WAYS, of, pairs
 from experiments.finetuning.tasks import TASKS
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1em; color: #222; }

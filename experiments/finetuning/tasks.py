@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.finetuning import docstrings, sums, voice
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 
 N_STORIES = 1000  # to learn from, about as many as a training reads
 N_TESTED_TEXTS = 60  # records of a task's test of which the loss is taken

@@ -24,7 +24,7 @@ from experiments.learned_statistics.study import (
     mean_shares,
     set_scales,
 )
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 
 # Settings that may change when a command is given again: they ask for more rows, not for other ones.
 FREE = ("quick", "blocks", "seeds", "models", "output", "device")

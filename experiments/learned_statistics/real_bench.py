@@ -37,7 +37,7 @@ from experiments.learned_statistics.real_study import (
     write,
 )
 from experiments.real_model import TEXTS
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 
 # Settings that may change when a command is given again: they ask for more rows, not for other ones.
 FREE = ("quick", "blocks", "seeds", "other_rates", "output")

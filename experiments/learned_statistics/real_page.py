@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.learned_statistics.real_report import name_of
 from experiments.learned_statistics.real_study import Job
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 
 PAGE = Path(__file__).with_name("real_page.html")
 LEAST, MOST = -0.25, 1.25  # scales that are shown; others count as these

@@ -28,9 +28,9 @@ from experiments.max_retrieval.tempering import Betas, LogN, Temperature, temper
 from experiments.real_model import TEXTS, load_model, text_of, token_losses, windows
 from experiments.settings import at_least, save
 from tricycle.attention import Attention
-from tricycle.files import atomic_write
 from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
+from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor, no_grad
 from tricycle_cli.flags import parse
 from tricycle_lab.probe import entropy

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.tables import cell, markdown
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 from tricycle_lab.plot import plot_curves, save_figure
 
 PAGE = Path(__file__).with_name("heads.html")

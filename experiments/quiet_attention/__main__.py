@@ -25,7 +25,7 @@ from experiments.settings import at_least
 from tricycle import devices
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 from tricycle.training import TrainingState, new_state, resume_state, train_step
 from tricycle_cli.flags import parse, run_main
 from tricycle_datasets.shakespeare import Shakespeare

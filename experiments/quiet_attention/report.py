@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.tables import cell, markdown
 from tricycle.checkpoint import load_checkpoint
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 from tricycle.tokeniser import BPETokeniser
 from tricycle_lab.plot import attention_page, plot_curves, plot_distributions
 from tricycle_lab.probe import Probe

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.lora import Adapter
+from tricycle.finetuning.lora import Adapter
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained import Pretrained

@@ -32,8 +32,8 @@ from experiments.translation.alignment import SHOWN, align
 from experiments.translation.data import Pairs, bleu, bleu_metric
 from experiments.translation.models import CONTEXT_WINDOW, RECIPES, Recipe
 from experiments.translation.study import Plan, Training, mean_loss, translate
-from tricycle.files import atomic_write
 from tricycle.sequences.translators import Vocabulary, load_translator
+from tricycle.system.files import atomic_write
 from tricycle_accelerators.threads import n_threads
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.look import show

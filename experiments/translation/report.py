@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.tables import cell, markdown
 from experiments.translation.models import RECIPES
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 from tricycle_datasets.multi30k import LANGUAGES
 from tricycle_lab.plot import plot_curves
 

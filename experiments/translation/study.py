@@ -21,12 +21,12 @@ from experiments.translation.data import Pairs, bleu
 from experiments.translation.models import CONTEXT_WINDOW, Recipe, new_model
 from tricycle.checkpoint import expecting
 from tricycle.dataset import Buckets
-from tricycle.files import atomic_write
 from tricycle.loss import CrossEntropy
 from tricycle.optimisers import AdamW
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder
 from tricycle.sequences.translators import Batch, Vocabulary
+from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor, no_grad
 from tricycle.training import train_on_batch
 

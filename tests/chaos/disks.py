@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from tricycle.checkpoint import load_checkpoint
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 
 from .runs import Bench, Case, Outcome, differences
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tricycle.files import append, atomic_write
+from tricycle.system.files import append, atomic_write
 
 from .disks import Disk, Fault, FileSystem, answer_of, cuts, in_child, write_image
 from .runs import ROOT

@@ -285,8 +285,8 @@ def make_others(root: Path) -> None:
 
 def make_sentences(root: Path) -> None:
     from tricycle.configs.model import EncoderConfig
-    from tricycle.encoder import TextEncoder
     from tricycle.pretrained.export import export_folder
+    from tricycle.sequences.text_encoder import TextEncoder
 
     folder = root / "sentences"
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]

@@ -106,7 +106,7 @@ COMMANDS: dict[str, tuple[str, str, list[bytes]]] = {
     "webbrowser": ("webbrowser", "open", [text("http://localhost")]),
     "_reconstructor": ("copyreg", "_reconstructor", [name("os", "system"), name("builtins", "object"), pickle.NONE]),
     "__newobj__": ("copyreg", "__newobj__", [name("os", "system"), text(SHELL)]),
-    "atomic_write": ("tricycle.files", "atomic_write", [text(MARKER)]),
+    "atomic_write": ("tricycle.system.files", "atomic_write", [text(MARKER)]),
     "our os": ("tricycle.checkpoint", "os.system", [text(SHELL)]),
     "our globals": ("tricycle.models", "GPT.__init__.__globals__", []),
     "our class": ("tricycle.layers", "Layer.__class__", []),

@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle.files import atomic_write, read_json_object
+from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig, LowRank, Part
 from tricycle.layers import Dense
-from tricycle.lora import ALL_LINEAR, Adapter, LoRAConfig, LowRank, Part
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.export import family_of_config
 from tricycle.pretrained.families import family_of
 from tricycle.pretrained.families.family import Family, Layout
 from tricycle.pretrained.source import StoredTensor
 from tricycle.pretrained.tensor_files import read_tensors, write_tensors
+from tricycle.system.files import atomic_write, read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

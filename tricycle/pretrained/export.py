@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.configs.model import EncoderConfig, ModelConfig
-from tricycle.encoder import TextEncoder
-from tricycle.files import atomic_write
-from tricycle.lora import AdaptedDense
+from tricycle.finetuning.lora import AdaptedDense
 from tricycle.models import GPT, BlockStack
 from tricycle.pretrained.families import ALL
 from tricycle.pretrained.families.bert import empty_encoder
@@ -30,6 +28,8 @@ from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tensor_files import write_tensors
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
+from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.system.files import atomic_write
 from tricycle.tokeniser import END_OF_TEXT, BPETokeniser
 
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tricycle.files import read_json_object
 from tricycle.pretrained.source import Source, StoredTensor
 from tricycle.pretrained.tensor_files import read_tensors
+from tricycle.system.files import read_json_object
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from tricycle.configs.model import ModelConfig
-from tricycle.files import atomic_write
 from tricycle.models import GPT
 from tricycle.pretrained.export import best_of, weights_of
 from tricycle.pretrained.families.gpt2 import GPT2
@@ -20,6 +19,7 @@ from tricycle.pretrained.ggml_tokens import tokeniser_keys
 from tricycle.pretrained.gguf_fields import llama3_divisors
 from tricycle.pretrained.gguf_names import LAYOUTS, Change, Heads
 from tricycle.pretrained.quantised import BLOCKS, quantise
+from tricycle.system.files import atomic_write
 
 Keys = dict[str, Any]
 

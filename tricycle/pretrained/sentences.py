@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.encoder import SentencePooling, TextEncoder
-from tricycle.files import read_json, read_json_object
 from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.fields import Fields, wrong
 from tricycle.pretrained.tokenisers import PretrainedTokeniser, from_folder
+from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
+from tricycle.system.files import read_json, read_json_object
 
 MODULES = "modules.json"
 KINDS = {"mean": "mean", "cls": "first"}  # their words for ways of pooling, and ours

@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 
 from tricycle.pretrained.source import StoredTensor
-from tricycle.safetensors_file import Place, read_places, write_header
+from tricycle.system.safetensors_file import Place, read_places, write_header
 
 READABLE = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 

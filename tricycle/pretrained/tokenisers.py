@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.files import atomic_write, read_file, read_json, read_json_object
 from tricycle.pretrained import tokenizer_json as form
 from tricycle.pretrained.ggml_vocabulary import Vocabulary
 from tricycle.pretrained.template_process import Template, open_template
+from tricycle.system.files import atomic_write, read_file, read_json, read_json_object
 from tricycle.tokeniser import BPETokeniser, Tokeniser
 
 FORMAT = {"format": "tokenizers", "version": 1}

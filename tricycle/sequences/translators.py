@@ -20,9 +20,9 @@ import numpy as np
 from tricycle.checkpoint import expecting
 from tricycle.configs.checked import Checked, Rule
 from tricycle.dataset import pad
-from tricycle.safetensors_file import read_places
 from tricycle.sequences.attentions import AdditiveAttention, LuongAttention
 from tricycle.sequences.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, Transformer
+from tricycle.system.safetensors_file import read_places
 from tricycle.tokeniser import BPETokeniser
 
 SPECIAL = ("<pad>", "<begin>", "<end>")

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tricycle.files import atomic_write
+from tricycle.system.files import atomic_write
 from tricycle_lab.look.reading import Reading
 from tricycle_lab.look.subjects import Subject
 

@@ -16,11 +16,11 @@ import numpy as np
 from tricycle.attention import KeyValueCache
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.devices import to_cpu
-from tricycle.encoder import TextEncoder
 from tricycle.functions import linear
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.seq2seq import EncoderDecoder, Seq2SeqAttention, Transformer
+from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import load_translator
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Tensor, no_grad

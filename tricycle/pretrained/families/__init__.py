@@ -6,7 +6,6 @@ from typing import Any
 
 from tricycle.kernels.reference.few_bits import KINDS
 from tricycle.layers import Layer
-from tricycle.memory import check_memory, free_memory, gigabytes
 from tricycle.models import least_numbers
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill
@@ -19,6 +18,7 @@ from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.fields import Fields, wrong
 from tricycle.pretrained.source import Source, StoredTensor
+from tricycle.system.memory import check_memory, free_memory, gigabytes
 
 ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}

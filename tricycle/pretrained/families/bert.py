@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from tricycle.configs.model import EncoderConfig
-from tricycle.encoder import TextEncoder
 from tricycle.layers import Layer
 from tricycle.pretrained.families.family import Family, Names
 from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields
+from tricycle.sequences.text_encoder import TextEncoder
 
 NAMES: Names = {
     "token_embedding": ["embeddings.word_embeddings"],

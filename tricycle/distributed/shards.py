@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tricycle.devices import Array
+from tricycle.distributed.processes import Processes
 from tricycle.layers import Layer
-from tricycle.processes import Processes
 from tricycle.tensor import Tensor
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tricycle.files import expect_few_values
+from tricycle.system.files import expect_few_values
 
 LONGEST_HEADER = 100_000_000  # bytes, as the format's own readers have it
 LONGEST_WIDE_HEADER = 2**24  # where some characters are not ASCII's: each may then take four bytes

@@ -11,9 +11,9 @@ import pytest
 from tables import bad_input
 
 from tricycle.configs import EncoderConfig, ModelConfig
-from tricycle.encoder import SentencePooling, TextEncoder
 from tricycle.gradcheck import gradcheck
 from tricycle.models import GPT
+from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.tensor import Tensor, no_grad, to_tensor
 from tricycle_lab.probe import Probe
 

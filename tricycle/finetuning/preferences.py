@@ -15,9 +15,9 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.devices import Array, array_module, to_cpu
+from tricycle.finetuning.packing import IGNORED, Batch, Example, PackedDataset
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, LOGITS_AT_ONCE
-from tricycle.packing import IGNORED, Batch, Example, PackedDataset
 from tricycle.tensor import Tensor, no_grad, record
 from tricycle.training import LossOf
 

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tricycle.files import expect_plain, make_folder
+from tricycle.system.files import expect_plain, make_folder
 
 NAME = ".lock"
 # Windows keeps others from reading what is locked, so a byte far behind the text is.

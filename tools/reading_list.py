@@ -1,0 +1,77 @@
+"""Count the reading list, from `Tensor` to a GPT that trains and talks, and write its table into docs/architecture.md.
+
+    python tools/reading_list.py          write the table
+    python tools/reading_list.py --check  exit with 1 where the table is out of date
+
+The order of reading is `READING_LIST`. The tests check that no file of it imports a file below it or beside it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- reading list: written by tools/reading_list.py -->\n", "<!-- end of the reading list -->\n"
+MOST_LINES_IN_ALL = 4500
+
+READING_LIST = """
+devices kernels/dispatch kernels/reference/widening kernels/reference/elementwise kernels/reference/softmax
+kernels/reference/normalisation kernels/reference/matrices kernels/reference/losses kernels/reference/tables
+kernels/reference/attention kernels/reference/optimisers kernels/reference/__init__ kernels/__init__
+autograd tensor parameter ops __init__ functions activation loss initialisers layers
+attention/masks attention/attend attention/cache attention/rotary attention/__init__
+configs/checked configs/model configs/training configs/__init__
+blocks models tokeniser dataset optimisers scheduler training sampling generate
+""".split()
+
+
+def path_of(name: str) -> Path:
+    """Return the path of a file of the list."""
+    return ROOT / "tricycle" / f"{name}.py"
+
+
+def n_lines(path: Path) -> int:
+    """Count all lines of a file: code, docstrings, comments and empty lines."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def purpose_of(path: Path) -> str:
+    """Return the first sentence of a module's docstring, in one line."""
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(doc.split("\n\n")[0].split()).rstrip(".")
+
+
+def table() -> str:
+    """Return the table in Markdown, its total in the last row."""
+    rows = ["| file in `tricycle/` | lines | what it provides |", "|:---|---:|:---|"]
+    total = 0
+    for name in READING_LIST:
+        path = path_of(name)
+        lines = n_lines(path)
+        total += lines
+        rows.append(f"| [`{name}.py`](../tricycle/{name}.py) | {lines} | {purpose_of(path)} |")
+    rows.append(f"| {len(READING_LIST)} files | {total:,} | |")
+    return "\n".join(rows) + "\n"
+
+
+def page_with_table(page: str) -> str:
+    """Return the text of the page with today's table between its marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+def main(args: list[str]) -> int:
+    page = PAGE.read_text(encoding="utf-8")
+    written = page_with_table(page)
+    if "--check" in args:
+        return int(written != page)
+    PAGE.write_text(written, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Training with several processes: messages between them, and optimizer state sharded over them."""

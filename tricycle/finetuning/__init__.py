@@ -1,0 +1,1 @@
+"""Fine-tuning of pretrained models: LoRA, packed sequences and preference losses."""
