@@ -39,12 +39,13 @@ def tricycle_step(
     from tricycle.loss import CrossEntropy
     from tricycle.optimisers import AdamW
     from tricycle.pretrained import load
+    from tricycle.recompute import recompute as recompute_blocks
     from tricycle.training import labelled, train_on_batch
 
     loaded = load(folder, weights=weights)
     model = loaded.model
     model.use_precision(precision)
-    model.recompute = recompute
+    model.recompute = recompute and recompute_blocks
     if what == "lora":
         from tricycle.finetuning.lora import LoRAConfig
         from tricycle.pretrained.adapters import new_adapter

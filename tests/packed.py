@@ -1,6 +1,6 @@
 """Attention of queries, keys and values that lie side by side in one array (B, T, 3 C): how many tests write it."""
 
-from tricycle.attention import Attention, Rotary
+from tricycle.attention import Attention, Rotary, scores_and_weights
 from tricycle.ops import as_tensor, concatenate, reshape, split
 from tricycle.tensor import Tensor
 
@@ -36,7 +36,7 @@ class SelfAttention:
 
     def look(self, qkv, scales=None, mask=None):
         q, k, _ = self.parts(qkv)
-        return self.attention.look(q, k, None, mask, scales)
+        return scores_and_weights(self.attention, q, k, None, mask, scales)
 
 
 class CrossAttention:
@@ -51,7 +51,9 @@ class CrossAttention:
         return flat(self.attention(*parts, mask, scales))
 
     def look(self, query, key, scales=None, mask=None):
-        return self.attention.look(heads(query, self.n_heads), heads(key, self.n_heads), None, mask, scales)
+        return scores_and_weights(
+            self.attention, heads(query, self.n_heads), heads(key, self.n_heads), None, mask, scales
+        )
 
 
 def turn(qkv, n_heads: int, offset: int = 0, **options) -> Tensor:

@@ -285,7 +285,7 @@ def test_a_token_is_mixed_with_the_one_before_it(rng: np.random.Generator) -> No
     for piece in (slice(0, 2), slice(2, 3), slice(3, 5)):
         parts.append(shift(to_tensor(x[:, piece], dtype=np.float64), cache).array)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), shift(to_tensor(x, dtype=np.float64)).array)
-    np.testing.assert_array_equal(cache.select(np.array([1, 1])).latest, x[[1, 1], -1:])
+    np.testing.assert_array_equal(cache.select(np.array([1, 1])).last["token_shift"], x[[1, 1], -1:])
 
 
 def test_keys_are_mixed_with_those_before_them(rng: np.random.Generator) -> None:
@@ -305,7 +305,7 @@ def test_keys_are_mixed_with_those_before_them(rng: np.random.Generator) -> None
     for piece in (slice(0, 2), slice(2, 3), slice(3, 5)):
         parts.append(shift(to_tensor(keys[:, piece], dtype=np.float64), cache).array)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), shift(to_tensor(keys, dtype=np.float64)).array)
-    np.testing.assert_array_equal(cache.select(np.array([1, 1])).latest_keys, keys[[1, 1], -1:])
+    np.testing.assert_array_equal(cache.select(np.array([1, 1])).last["key_shift"], keys[[1, 1], -1:])
 
 
 def test_shifted_keys_begin_like_queries() -> None:

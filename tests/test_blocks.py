@@ -16,7 +16,6 @@ from tricycle.attention import KeyValueCache, length_mask
 from tricycle.blocks import (
     GPT2TransformerBlock,
     MLPBlock,
-    MultiHeadAttention,
     MultiHeadSelfAttention,
     TransformerBlock,
 )
@@ -24,13 +23,14 @@ from tricycle.configs import ModelConfig
 from tricycle.functions import Softmax
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Layer
+from tricycle.sequences.cross_attention import DecoderBlock, MultiHeadAttention
 from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax
 from tricycle.tensor import to_tensor
 from tricycle_lab.probe import Probe
 
 BLOCKS: dict[str, Callable[[], Layer]] = {
     "attention": lambda: MultiHeadSelfAttention(8, 2, 24, generator=0),
-    "attention, rotary": lambda: MultiHeadSelfAttention(8, 2, 24, rotary=True, generator=0),
+    "attention, rotary": lambda: MultiHeadSelfAttention(8, 2, 24, positions="rotary", generator=0),
     "attention without bias": lambda: MultiHeadSelfAttention(8, 4, 24, bias=False, generator=0),
     "attention, softmax1": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="softmax1", generator=0),
     "attention, adaptive": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="adaptive", generator=0),
@@ -40,10 +40,12 @@ BLOCKS: dict[str, Callable[[], Layer]] = {
     "block, modern": lambda: GPT2TransformerBlock(
         8, 2, 24, activation="swiglu", norm="rms_norm", bias=False, positions="rotary", generator=0
     ),
-    "attention, fewer key heads": lambda: MultiHeadSelfAttention(8, 4, 24, n_key_heads=2, rotary=True, generator=0),
+    "attention, fewer key heads": lambda: MultiHeadSelfAttention(
+        8, 4, 24, n_key_heads=2, positions="rotary", generator=0
+    ),
     "attention, heads of a size of their own": lambda: MultiHeadSelfAttention(8, 3, 24, head_size=6, generator=0),
-    "attention, a cap": lambda: MultiHeadSelfAttention(8, 2, 24, cap=1.0, scale=0.7, generator=0),
-    "attention, normed": lambda: MultiHeadSelfAttention(8, 2, 24, qk_norm=True, generator=0),
+    "attention, a cap": lambda: MultiHeadSelfAttention(8, 2, 24, score_cap=1.0, score_scale=0.7, generator=0),
+    "attention, normed": lambda: MultiHeadSelfAttention(8, 2, 24, qk_norm=True, positions="rotary", generator=0),
     "block, norms on both sides": lambda: GPT2TransformerBlock(8, 2, 24, norm_placement="both", generator=0),
     "block, norms after": lambda: GPT2TransformerBlock(8, 2, 24, norm_placement="after", generator=0),
     "block, side by side": lambda: GPT2TransformerBlock(
@@ -337,19 +339,19 @@ def test_cross_attention_of_a_sequence_to_itself_is_self_attention_that_sees_all
 BAD = {
     "heads": (
         lambda: MultiHeadSelfAttention(8, 3, 4),
-        "MultiHeadSelfAttention: expected embedding_dim to be a multiple of n_heads, got 8 and 3",
+        "ModelConfig: expected n_heads to be a divisor of embedding_dim 8, got 3",
     ),
     "no head": (
         lambda: MultiHeadSelfAttention(8, 0, 4),
-        "MultiHeadSelfAttention: expected n_heads to be a whole number above 0, got 0",
+        "ModelConfig: expected n_heads to be at least 1, got 0",
     ),
     "no window": (
         lambda: MultiHeadSelfAttention(8, 2, -1),
-        "MultiHeadSelfAttention: expected context_window to be a whole number above 0, got -1",
+        "ModelConfig: expected context_window to be at least 1, got -1",
     ),
     "dropout": (
         lambda: MultiHeadSelfAttention(8, 2, 4, dropout=1.0),
-        "Dropout: expected a probability from 0 to below 1, got 1.0",
+        "ModelConfig: expected dropout to be from 0 to below 1, got 1.0",
     ),
     "width": (
         lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 4, 6))),
@@ -367,12 +369,15 @@ BAD = {
         lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 5, 8))),
         "MultiHeadSelfAttention(context_window=4): expected at most 4 tokens, got 5",
     ),
-    "mlp width": (lambda: MLPBlock(0), "MLPBlock: expected embedding_dim to be a whole number above 0, got 0"),
-    "mlp ratio 0": (lambda: MLPBlock(8, 0), "MLPBlock: expected a finite expansion_ratio above 0, got 0"),
-    "mlp ratio nan": (lambda: MLPBlock(8, np.nan), "MLPBlock: expected a finite expansion_ratio above 0, got nan"),
+    "mlp width": (lambda: MLPBlock(0), "ModelConfig: expected embedding_dim to be at least 1, got 0"),
+    "mlp ratio 0": (lambda: MLPBlock(8, 0), "ModelConfig: expected expansion_ratio to be above 0, got 0"),
+    "mlp ratio nan": (
+        lambda: MLPBlock(8, np.nan),
+        "ModelConfig: expected expansion_ratio to be a finite number, got nan",
+    ),
     "mlp activation": (
         lambda: MLPBlock(8, activation="softplus"),
-        f"MLPBlock: expected activation to be one of {', '.join(ACTIVATIONS)}, got 'softplus'",
+        f"ModelConfig: expected activation to be one of {', '.join(ACTIVATIONS)}, got 'softplus'",
     ),
     "mlp input": (
         lambda: MLPBlock(8)(np.ones((2, 4))),
@@ -384,17 +389,11 @@ BAD = {
     ),
     "heads of keys": (
         lambda: MultiHeadSelfAttention(8, 4, 4, n_key_heads=3),
-        "MultiHeadSelfAttention: expected n_heads to be a multiple of n_key_heads, got 4 and 3",
+        "ModelConfig: expected n_key_heads to be a divisor of n_heads 4, got 3",
     ),
     "nothing to look at": (
-        lambda: TransformerBlock(ModelConfig(embedding_dim=8, n_heads=2, context_window=4), cross=True)(
-            np.ones((1, 4, 8))
-        ),
-        "TransformerBlock(cross=True): expected what `cross.remember` gave, got nothing",
-    ),
-    "nobody to look": (
-        lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 8)), remembered=(np.ones((1, 4, 8)),) * 2),
-        "TransformerBlock: expected nothing remembered without cross=True, got some",
+        lambda: DecoderBlock(ModelConfig(embedding_dim=8, n_heads=2, context_window=4))(np.ones((1, 4, 8))),
+        "DecoderBlock: expected what `cross.project_kv` returned, got nothing",
     ),
     "block input": (
         lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 6))),
@@ -445,7 +444,7 @@ def test_blocks_as_pytorch(decoder: bool, norm_first: bool, rng: np.random.Gener
     theirs = kind(8, 2, 32, 0.0, "relu", batch_first=True, norm_first=norm_first)
     placement = "before" if norm_first else "after"
     config = ModelConfig(embedding_dim=8, n_heads=2, context_window=20, activation="relu", norm_placement=placement)
-    ours = TransformerBlock(config, causal=decoder, cross=decoder)
+    ours = DecoderBlock(config) if decoder else TransformerBlock(config, causal=False)
     for p in ours.parameters():
         p.array[...] += 0.1 * rng.standard_normal(p.shape)
     copy_attention(ours.attention, theirs.self_attn)
@@ -463,7 +462,7 @@ def test_blocks_as_pytorch(decoder: bool, norm_first: bool, rng: np.random.Gener
     seen, memory_seen = length_mask([18, 5, 11], 18), length_mask([7, 2, 4], 7)
     x_ours, x_theirs = to_tensor(x), torch.tensor(x, requires_grad=True)
     if decoder:
-        out = ours(x_ours, remembered=ours.cross.remember(memory), remembered_mask=memory_seen)
+        out = ours(x_ours, kv=ours.cross.project_kv(memory), kv_mask=memory_seen)
         later = torch.nn.Transformer.generate_square_subsequent_mask(18)
         padding = torch.where(torch.tensor(memory_seen), 0.0, -torch.inf)
         expected = theirs(x_theirs, torch.tensor(memory), tgt_mask=later, memory_key_padding_mask=padding)
@@ -483,19 +482,19 @@ def test_blocks_as_pytorch(decoder: bool, norm_first: bool, rng: np.random.Gener
 def test_gradients_of_a_decoder_block(norm_first: bool, rng: np.random.Generator) -> None:
     placement = "before" if norm_first else "after"
     config = ModelConfig(embedding_dim=8, n_heads=2, context_window=6, activation="swish", norm_placement=placement)
-    block = TransformerBlock(config, cross=True, generator=0)
+    block = DecoderBlock(config, generator=0)
     seen = length_mask([3, 1], 4)
 
     def call(x, memory):
-        return block(x, remembered=block.cross.remember(memory), remembered_mask=seen)
+        return block(x, kv=block.cross.project_kv(memory), kv_mask=seen)
 
     gradcheck(call, *(to_tensor(rng.standard_normal((2, n, 8)), dtype=float) for n in (5, 4)), elementwise_up_to=20)
 
 
 def test_cross_attention_wants_keys_once() -> None:
     layer, x = MultiHeadAttention(8, 2), np.ones((1, 2, 8))
-    for arguments in ({}, {"key": x, "remembered": layer.remember(x)}):
-        with pytest.raises(ValueError, match="expected either keys or what `remember` gave"):
+    for arguments in ({}, {"key": x, "kv": layer.project_kv(x)}):
+        with pytest.raises(ValueError, match="expected either keys or"):
             layer(x, **arguments)
 
 

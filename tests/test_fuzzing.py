@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 
 from tricycle import models
 from tricycle.attention import cache
+from tricycle.finetuning.packing import packs, separate
 from tricycle.generate import Batch, Reader, generate, read_together
 from tricycle.kernels import use_reference
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT, next_logits
-from tricycle.recompute import free_activations
+from tricycle.recompute import free_activations, recompute
 from tricycle.sampling import Sampling
 from tricycle.tensor import to_tensor
 from tricycle_accelerators import attention_blocks, cpu, pieces
@@ -107,9 +108,15 @@ def train(model: GPT, layers: Any, batch: tuple[Any, ...], **options: Any) -> di
             stack.enter_context(use_reference())
         if options.get("forget"):
             stack.enter_context(free_activations())
-        model.recompute = options.get("recompute", False)
+        model.recompute = options.get("recompute", False) and recompute
         loss_fn = CrossEntropy(ignore_index=-1, label_smoothing=0.1)
-        loss = model.loss(to_tensor(tokens, dtype=int), to_tensor(labels, dtype=int), loss_fn, 1.0, documents)
+        loss = model.loss(
+            to_tensor(tokens, dtype=int),
+            to_tensor(labels, dtype=int),
+            loss_fn,
+            1.0,
+            **separate(model, tokens, documents),
+        )
         results = {"loss": np.array(loss.array)}
         if loss.requires_grad:
             loss.backward()
@@ -128,7 +135,7 @@ def check_training(case: Case, data: Any) -> None:
         tokens = tokens_of(generator, *shape)
         labels = np.where(generator.random(shape) < 0.2, -1, tokens_of(generator, *shape))
         labels[0, 0] = 1
-        documents = documents_of(generator, shape) if model.packs and data.draw(st.booleans()) else None
+        documents = documents_of(generator, shape) if packs(model) and data.draw(st.booleans()) else None
         batch = tokens, labels, documents
         fast = train(model, layers, batch)
         for options in ({"forget": True}, {"recompute": True}, {"recompute": True, "forget": True}):
@@ -202,13 +209,13 @@ def check_generation(case: Case, data: Any) -> None:
 def check_packing(case: Case, data: Any) -> None:
     """Documents side by side give the logits that each of them gives alone."""
     model, _ = build(case)
-    if not model.packs:
+    if not packs(model):
         return
     with small_pieces(case), model.evaluating():
         generator = np.random.default_rng(case.seed)
         tokens = tokens_of(generator, data.draw(st.integers(1, 3)), case.config.context_window)
         documents = documents_of(generator, tokens.shape)
-        together = model(to_tensor(tokens, dtype=int), documents=documents).array
+        together = model(to_tensor(tokens, dtype=int), **separate(model, tokens, documents)).array
         tolerance = _tolerance(case, tokens[0].tolist())
         for row, numbers, logits in zip(tokens, documents, together):
             for number in range(numbers[-1] + 1):

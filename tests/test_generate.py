@@ -413,7 +413,7 @@ def test_a_cache_grows_and_forgets():
     for length in (-1, 7):
         with pytest.raises(ValueError, match=f"expected to keep 0 to 6 tokens, got {length}"):
             cache.crop(length)
-    cache.latest = keys[:, :1]
+    cache.last["token_shift"] = keys[:, :1]
     cache.crop(6)
     with pytest.raises(ValueError, match="without a shift"):
         cache.crop(3)

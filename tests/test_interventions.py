@@ -16,6 +16,7 @@ from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense, Layer, Sequential
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
+from tricycle.recompute import recompute
 from tricycle.sequences.recurrent import GRU
 from tricycle.sequences.seq2seq import Transformer
 from tricycle.softmaxes import SOFTMAXES
@@ -358,7 +359,7 @@ test_bad_input = bad_input(
 
 def test_a_model_that_computes_twice_is_refused() -> None:
     model = lively(TINY)
-    model.recompute = True
+    model.recompute = recompute
     with Probe(model) as probe, pytest.raises(ValueError, match="expected a model that computes nothing twice"):
         probe.ablate("blocks.0")
     assert not taps(model)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from tricycle.configs import ModelConfig
-from tricycle.finetuning.packing import IGNORED, Example, PackedDataset, packed
+from tricycle.finetuning.packing import IGNORED, Example, PackedDataset, packed, packs, positions_in, separate
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, places_in
+from tricycle.models import GPT
+from tricycle.recompute import recompute as recompute_blocks
 from tricycle.training import gradients
 
 SIZES = {"vocab_size": 30, "context_window": 40, "embedding_dim": 16, "n_heads": 2, "n_layers": 2, "dropout": 0.0}
@@ -25,7 +26,8 @@ def some_examples(lengths, seed=0) -> list[Example]:
 
 def loss_of(model: GPT):
     def of(batch, factor):
-        return model.loss(batch.tokens, batch.labels, CrossEntropy(IGNORED), factor, batch.documents)
+        options = separate(model, batch.tokens, batch.documents)
+        return model.loss(batch.tokens, batch.labels, CrossEntropy(IGNORED), factor, **options)
 
     return of
 
@@ -56,18 +58,18 @@ def test_what_is_refused():
         PackedDataset([], 2, 8)
     with pytest.raises(ValueError, match="none in example 1"):
         PackedDataset([*some_examples([4]), Example(np.arange(3), np.array([True, False, False]))], 2, 8)
-    assert not GPT(ModelConfig(**SIZES, key_shift=True)).packs
+    assert not packs(GPT(ModelConfig(**SIZES, key_shift=True)))
     model = GPT(ModelConfig(**SIZES, token_shift=True))
-    assert not model.packs
+    assert not packs(model)
     with pytest.raises(ValueError, match="expected one text a row"):
-        model(np.zeros((1, 4), int), documents=np.zeros((1, 4), int))
+        separate(model, np.zeros((1, 4), int), np.zeros((1, 4), int))
     with pytest.raises(ValueError, match=r"expected documents as whole numbers of shape \(1, 4\)"):
-        GPT(MODELS["learned"])(np.zeros((1, 4), int), documents=np.zeros((1, 3), int))
+        separate(GPT(MODELS["learned"]), np.zeros((1, 4), int), np.zeros((1, 3), int))
 
 
 def test_places():
     np.testing.assert_array_equal(
-        places_in(np.array([[0, 0, 1, 1, 1, -1], [3, 0, 0, 0, 0, 0]])),
+        positions_in(np.array([[0, 0, 1, 1, 1, -1], [3, 0, 0, 0, 0, 0]])),
         [
             [0, 1, 0, 1, 2, 0],
             [0, 0, 1, 2, 3, 4],
@@ -93,7 +95,7 @@ def test_side_by_side_is_as_alone(name, recompute):
     """Logits, loss and gradients."""
     examples = some_examples([9, 4, 17, 2, 6, 30, 3])
     model = lively(MODELS[name])
-    model.recompute = recompute
+    model.recompute = recompute and recompute_blocks
     dataset = PackedDataset(examples, 2, 40)
     batches = [dataset.together([row]) for row in range(dataset.n_items)]
     assert any(batch.documents is not None for batch in batches)

@@ -16,11 +16,12 @@ from tables import bad_input
 from test_models import TINY, lively
 
 from tricycle import devices
-from tricycle.blocks import MultiHeadAttention, MultiHeadSelfAttention
+from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.evaluation import evaluate
 from tricycle.generate import generate
 from tricycle.layers import Dense, Layer, Sequential
 from tricycle.models import GPT
+from tricycle.sequences.cross_attention import MultiHeadAttention
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
 from tricycle.tensor import Tensor, no_grad, to_tensor
 from tricycle_lab.probe import (

@@ -13,10 +13,11 @@ from safetensors.numpy import load_file
 from tricycle import training
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig
+from tricycle.configs.size import least_numbers
 from tricycle.evaluation import HeldOut
 from tricycle.layers import Dense, Embedding, Sequential
 from tricycle.loss import CrossEntropy, MeanSquaredError
-from tricycle.models import GPT, least_numbers
+from tricycle.models import GPT
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training import (

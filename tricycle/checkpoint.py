@@ -19,8 +19,9 @@ import numpy as np
 
 from tricycle import devices
 from tricycle.configs import GPTConfig
+from tricycle.configs.size import least_numbers
 from tricycle.dataset import CausalLMDataset
-from tricycle.models import GPT, least_numbers
+from tricycle.models import GPT
 from tricycle.optimisers import Memory, Optimiser
 from tricycle.system.files import atomic_write, naming
 from tricycle.system.memory import check_memory

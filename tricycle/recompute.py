@@ -1,6 +1,8 @@
 """Less memory for activations: free those that no gradient needs, or all within a layer, and compute them again in the
 backward pass (gradient checkpointing).
 
+A model whose attribute `recompute` is the function `recompute` computes each block again.
+
 Of a stack of layers that are computed again, only what goes from one to the next stays in memory, and the activations
 of one layer at a time. It costs one more forward pass. Source: Chen et al. 2016, "Training deep nets with sublinear
 memory cost".
@@ -10,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -18,47 +19,39 @@ import numpy as np
 from tricycle.autograd import NeedsGrad, enable_grad, grad_enabled_for, gradients_of
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer, generators_in
+from tricycle.models import run_block
 from tricycle.ops import as_tensor
 from tricycle.tensor import Operand, Tensor, no_grad, record
-
-_free_activations: ContextVar[bool] = ContextVar("free_activations", default=False)
 
 
 @contextmanager
 def free_activations() -> Iterator[None]:
-    """Let `run_and_free` free activations within this block (and this thread): nothing will read them."""
-    token = _free_activations.set(True)
+    """Within this block (and this thread), let models free what no gradient needs inside of each transformer block."""
+    token = run_block.set(run_and_free)
     try:
         yield
     finally:
-        _free_activations.reset(token)
+        run_block.reset(token)
 
 
-def run_and_free(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
-    """Return `layer(x, *args, **kwargs)`; in a block of `free_activations`, free what no gradient needs inside of it.
+def run_and_free(block: Layer, x: Tensor, *args: Any) -> Tensor:
+    """Return `block(x, *args)`, and free what no gradient needs inside of it.
 
-    Layers of other modules, and those whose `forward` was replaced (by a probe, say), keep everything.
+    Blocks with a layer of another module, or whose `forward` was replaced (by a probe, say), keep everything.
     """
-    x = as_tensor(x)
-    result: Tensor = layer(x, *args, **kwargs)
-    if all(_is_ours(part) for part in layer.layers()):
+    result: Tensor = block(x, *args)
+    if all(_is_ours(part) for part in block.layers()):
         free_activations_inside(result, x)
     return result
 
 
 def free_activations_inside(result: Tensor, start: Tensor) -> None:
-    """In a block of `free_activations`: free the arrays of all Tensors that were computed on the way to a result.
+    """Free the arrays of all Tensors on the way from `start` to a result, both spared.
 
     Backward functions hold the arrays that they need, so gradients stay the same; the Tensors are NaN from now on, in
-    their shapes and dtypes. Spared are the inputs and the result of an operation whose backward function is not one of
-    the library's, because it may read a Tensor's `array` only when it is called.
-
-    Args:
-        result: spared, as `start` is.
-        start: what was computed before it is spared, too.
+    their shapes and dtypes. Inputs and result of an operation whose backward function is not one of the library's are
+    spared, because it may read a Tensor's `array` only when it is called.
     """
-    if not _free_activations.get():
-        return
     inside: dict[int, Tensor] = {}
     spared = {id(start), id(result)}
     stack = [result]
@@ -77,7 +70,6 @@ def free_activations_inside(result: Tensor, start: Tensor) -> None:
 
 
 def _holds_its_arrays(backward: Any) -> bool:
-    """Return whether it is a backward function of the library, none of which reads a Tensor's array when called."""
     module = getattr(backward, "__module__", None) or ""
     # back_fns that a user set are called by a function of the library
     return module.startswith("tricycle.") and getattr(backward, "__name__", "") != "call_back_fns"

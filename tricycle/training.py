@@ -25,15 +25,16 @@ from tricycle import devices
 from tricycle.autograd import topological_order
 from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
+from tricycle.configs.size import least_numbers
 from tricycle.dataset import CausalLMDataset
 from tricycle.devices import Array, array_module
 from tricycle.distributed.processes import ALONE, Draws, GradientSum, Processes
 from tricycle.distributed.shards import Shards
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, LOGITS_AT_ONCE, least_numbers
+from tricycle.models import GPT, LOGITS_AT_ONCE
 from tricycle.optimisers import AdamW, Memory, Muon, Optimiser, gradient_norm
-from tricycle.recompute import Situation, free_activations
+from tricycle.recompute import Situation, free_activations, recompute
 from tricycle.scheduler import SCHEDULES
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
@@ -502,7 +503,7 @@ def new_state(
         shard_optimiser: what the optimiser remembers of a parameter, one of them alone keeps.
     """
     model = model or GPT(config)
-    model.recompute = config.recompute
+    model.recompute = recompute if config.recompute else None
     if on_gpu:
         model.to_gpu()
     dataset = CausalLMDataset(tokens, config.vocab_size, config.batch_size, config.context_window, config.seed)

@@ -30,13 +30,14 @@ from tricycle.configs.model import model_fields
 from tricycle.devices import to_cpu
 from tricycle.evaluation import HeldOut
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig
-from tricycle.finetuning.packing import PackedDataset
+from tricycle.finetuning.packing import PackedDataset, packs
 from tricycle.finetuning.preferences import PairDataset
 from tricycle.kernels import FewBits
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
+from tricycle.recompute import recompute
 from tricycle.system.files import read_json_object
 from tricycle.system.locks import FolderLock
 from tricycle.training import memory_of_pass, new_optimiser
@@ -378,7 +379,7 @@ def datasets_of(
     if arguments.loss == "dpo":
         held_out = PairDataset(examples.held_out[: 2 * n_held], *order)
         return PairDataset(examples.train, *order), HeldOutPairs(held_out, arguments.beta)
-    side_by_side = arguments.pack and loaded.model.packs
+    side_by_side = arguments.pack and packs(loaded.model)
     rows = PackedDataset(examples.held_out, *order, side_by_side)
     return PackedDataset(examples.train, *order, side_by_side), HeldOutRows.of(rows, n_held, loaded.tokeniser)
 
@@ -455,7 +456,7 @@ def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) 
 def new_state(
     config: GPTConfig, loaded: Pretrained, adapter: Adapter | None, dataset: PackedDataset, arguments: Arguments
 ) -> TuningState:
-    loaded.model.recompute = config.recompute
+    loaded.model.recompute = recompute if config.recompute else None
     loaded.model.train()
     steps_on: Any = dataset
     state = TuningState(config, loaded.model, new_optimiser(config), steps_on)

@@ -21,10 +21,10 @@ import numpy as np
 from tricycle import devices
 from tricycle.checkpoint import NotFiniteError
 from tricycle.configs import GPTConfig
+from tricycle.configs.size import least_numbers
 from tricycle.distributed.processes import ALONE, Processes
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.generate import generate
-from tricycle.models import least_numbers
 from tricycle.sampling import Sampling
 from tricycle.system.files import append, atomic_write, expect_plain, read_file
 from tricycle.system.memory import check_memory, gigabytes

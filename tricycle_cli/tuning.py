@@ -13,7 +13,7 @@ import numpy as np
 from tricycle.checkpoint import Checkpoint, load_checkpoint
 from tricycle.devices import to_cpu
 from tricycle.finetuning.lora import Adapter
-from tricycle.finetuning.packing import IGNORED, Batch, PackedDataset
+from tricycle.finetuning.packing import IGNORED, Batch, PackedDataset, separate
 from tricycle.finetuning.preferences import PairDataset, dpo_loss, margins_of, pair_losses
 from tricycle.generate import generate
 from tricycle.layers import Layer
@@ -113,7 +113,8 @@ def loss_of_batches(model: GPT) -> LossOf:
     loss_fn = CrossEntropy(ignore_index=IGNORED)
 
     def loss_of(batch: Batch, factor: Any) -> Tensor:
-        return model.loss(model.place(batch.tokens), model.place(batch.labels), loss_fn, factor, batch.documents)
+        options = separate(model, batch.tokens, batch.documents)
+        return model.loss(model.place(batch.tokens), model.place(batch.labels), loss_fn, factor, **options)
 
     return loss_of
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tricycle.attention import scores_and_weights
 from tricycle.devices import Array, array_module
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.functions import RowSoftmax
@@ -100,7 +101,7 @@ class Probe:
         self.activations[name] = out.array
 
     def _look(self, name: str, attention: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:
-        self.scores[name], self.weights[name] = attention.look(*args, **kwargs)
+        self.scores[name], self.weights[name] = scores_and_weights(attention, *args, **kwargs)
 
     # ---------------------------------------------------------------- changes
     def replace(

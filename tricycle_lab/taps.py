@@ -78,9 +78,9 @@ def tap(part: Any, kind: str, function: Callable[..., Any]) -> Undo:
 
 
 def attention_of(layer: Layer) -> Any:
-    """The op whose weights can be looked at, if the layer has one."""
+    """Return the attention op of a layer, if it has one."""
     attention = getattr(layer, "attention", None)
-    return attention if hasattr(attention, "look") else None
+    return attention if hasattr(attention, "scoring") else None
 
 
 # -------------------------------------------------------------------- changes

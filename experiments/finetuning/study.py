@@ -15,7 +15,7 @@ from experiments.finetuning import voice
 from experiments.finetuning.tasks import TASKS, Question, Task, write_records
 from experiments.settings import save
 from tricycle.checkpoint import load_checkpoint
-from tricycle.finetuning.packing import Example, PackedDataset
+from tricycle.finetuning.packing import Example, PackedDataset, packs
 from tricycle.generate import generate_batch
 from tricycle.pretrained import Pretrained
 from tricycle.sampling import Sampling
@@ -302,7 +302,7 @@ def told(loaded: Pretrained, answers: Sequence[tuple[list[int], list[int]]]) -> 
 # -------------------------------------------------------------------- bits a byte
 def bits(loaded: Pretrained, examples: list[Example], settings: Settings) -> float:
     """Bits a byte of what counts in some examples."""
-    dataset = PackedDataset(examples, ROWS, settings.context_window, 0, loaded.model.packs)
+    dataset = PackedDataset(examples, ROWS, settings.context_window, 0, packs(loaded.model))
     rows = HeldOutRows.of(dataset, dataset.n_items, loaded.tokeniser)
     return rounded(rows.measure(loaded.model)["bits_per_byte"])
 

@@ -13,7 +13,7 @@ import numpy as np
 from experiments.max_retrieval.prompts import Prompt
 from experiments.max_retrieval.tempering import Betas, tempered
 from tricycle import kernels
-from tricycle.attention import KeyValueCache
+from tricycle.attention import KeyValueCache, scores_and_weights
 from tricycle.devices import to_cpu
 from tricycle.functions import LogSoftmax
 from tricycle.loss import CrossEntropy
@@ -140,7 +140,7 @@ def _cases_of(model: GPT, prompt: Prompt) -> list[Case]:
     streams: list[Tensor] = []
 
     def listen(op: Any, out: Tensor, *args: Any) -> None:
-        scores.append(op.look(*args)[0][0, :, 0])
+        scores.append(scores_and_weights(op, *args)[0][0, :, 0])
 
     with no_grad():
         model.hidden(prompt.ids[None, : at - 1], caches)

@@ -27,7 +27,7 @@ from experiments.max_retrieval.prompts import TASKS, Prompt, Prompter
 from experiments.max_retrieval.tempering import Betas, LogN, Temperature, tempered
 from experiments.real_model import TEXTS, load_model, text_of, token_losses, windows
 from experiments.settings import at_least, save
-from tricycle.attention import Attention
+from tricycle.attention import Attention, scores_and_weights
 from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.system.files import atomic_write
@@ -343,7 +343,9 @@ class Listening:
         entropies, first = [], []
         for n in self.lengths:
             ends = np.linspace(3 * n // 4 + TOGETHER, n, GROUPS).astype(int)
-            rows = [op.look(query[:, end - TOGETHER : end], key[:, :end])[1][0] for end in ends]  # (H, TOGETHER, end)
+            rows = [
+                scores_and_weights(op, query[:, end - TOGETHER : end], key[:, :end])[1][0] for end in ends
+            ]  # (H, TOGETHER, end)
             entropies.append(np.mean([entropy(weights).mean(axis=-1) for weights in rows], axis=0))
             first.append(np.mean([weights[..., 0].mean(axis=-1) for weights in rows], axis=0))
         self.entropies.append(np.array(entropies))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from experiments.max_retrieval.task import Batch, MaxRetrieval, loss_of, new_batch
 from tricycle import kernels
-from tricycle.attention import Attention
+from tricycle.attention import Attention, scores_and_weights
 from tricycle.functions import RowSoftmax, Softmax
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine
@@ -146,7 +146,7 @@ def split(n_items: int, size: int) -> list[tuple[int, int]]:
 
 def scores_of(query: Tensor, keys: Tensor) -> np.ndarray:
     """What the softmax of one head turns into weights: (B, N)."""
-    return Attention(causal=False).look(one_head(query), one_head(keys))[0][:, 0, 0]
+    return scores_and_weights(Attention(causal=False), one_head(query), one_head(keys))[0][:, 0, 0]
 
 
 def one_head(x: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tricycle.activation import GeLU
-from tricycle.blocks import MultiHeadAttention
 from tricycle.layers import Dense, Layer, Sequential
 from tricycle.loss import CrossEntropy
+from tricycle.sequences.cross_attention import MultiHeadAttention
 from tricycle.tensor import Tensor
 
 N_CLASSES = 10

@@ -1,10 +1,11 @@
-"""Attention: one op of queries, keys and values, and what goes with it: masks, positions, the cache of generation."""
+"""Attention: the op of queries, keys and values, masks, RoPE, the KV cache, and layers that mix neighbouring tokens."""
 
-from tricycle.attention.attend import Attention
+from tricycle.attention.attend import Attention, Mask, additive_mask
 from tricycle.attention.cache import Cache, KeyValueCache, RaggedCache, call_with_cache, join, takes_ragged
-from tricycle.attention.masks import Mask, additive_mask, causal_mask, length_mask
+from tricycle.attention.masks import causal_mask, length_mask
 from tricycle.attention.rotary import Rotary, RotaryScaling
 from tricycle.attention.shift import KeyShift, TokenShift
+from tricycle.attention.weights import scores_and_weights
 
 __all__ = [
     "Attention",
@@ -21,5 +22,6 @@ __all__ = [
     "causal_mask",
     "join",
     "length_mask",
+    "scores_and_weights",
     "takes_ragged",
 ]

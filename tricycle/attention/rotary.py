@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow with position."""
+"""Rotary position embeddings (RoPE): channels of queries and keys rotated by angles that grow with position."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tricycle.tensor import Operand, Tensor, record
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How angles are made smaller, so that a model reads longer texts than it was trained on.
+    """Smaller angles, so that a model reads longer texts than it was trained on.
 
     Attributes:
         kind: "linear" divides all speeds by the factor (Chen et al. 2023); "llama3" those of slow pairs alone, with a
-            smooth way over (Llama 3.1's).
+            smooth transition (Llama 3.1).
         factor: how many times longer the texts are.
-        low_frequency: pairs that turn fewer times than this in the original window are slowed down fully.
-        high_frequency: pairs that turn more often than this are left alone.
+        low_frequency, high_frequency: pairs with fewer turns than the first in the original window are slowed down
+            fully, those with more than the second are not.
         original_window: of the training before.
     """
 
@@ -35,25 +35,22 @@ class RotaryScaling:
     original_window: int = 8192
 
     def slowed(self, speeds: np.ndarray) -> np.ndarray:
-        """The speeds after scaling, radians a token."""
+        """Return the speeds after scaling, radians a token."""
         if self.kind == "linear":
             return speeds / self.factor
         turns = self.original_window * speeds / (2 * math.pi)
-        share = (turns - self.low_frequency) / (self.high_frequency - self.low_frequency)
-        share = share.clip(0, 1)  # of the speed that is left alone
-        return speeds * ((1 - share) / self.factor + share)
+        kept = ((turns - self.low_frequency) / (self.high_frequency - self.low_frequency)).clip(0, 1)
+        return speeds * ((1 - kept) / self.factor + kept)
 
 
 class Rotary(Op):
-    """Turn the pairs of channels of each head by angles that grow with position.
+    """Rotate the pairs of channels (i, i + D/2) of each head by angles that grow with position (Su et al. 2021).
 
-    The product of a query and a key then depends on how far they are apart.
-
-    Source: Su et al. 2021, "RoFormer", with channels paired as i and i + D/2.
+    The product of a query and a key then depends on the distance between them.
 
     Args:
-        base: the slowest pair turns by about 1 / base a token.
-        fraction: of the channels of a head that turn: the first of them, paired among themselves.
+        base: the slowest pair rotates by about 1 / base a token.
+        fraction: of the channels of a head that are rotated: the first of them, paired among themselves.
         scaling: for longer texts than those of training.
     """
 
@@ -62,45 +59,48 @@ class Rotary(Op):
         self.fraction = fraction
         self.scaling = scaling
 
-    def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
-        """(B, T, H, D) queries or keys to the same shape.
+    def forward(self, x: Operand, offset: int | Segments = 0, n_heads: int | None = None) -> Tensor:
+        """(B, T, H, D) to the same shape.
 
         Args:
-            offset: position of the first token; or where the tokens are in their texts, one after another.
+            offset: position of the first token; or where the tokens are in their texts.
+            n_heads: rotate the first of the heads alone; None for all.
 
         Raises:
-            ValueError: another number of axes, or an odd number of channels to turn.
+            ValueError: another number of axes, or an odd number of channels to rotate.
         """
         x = as_tensor(x)
         if x.ndim != 4:
             raise ValueError(f"Rotary: expected shape (batch, tokens, heads, head size), got {x.shape}")
         array = floating(x.array)
-        n_turned = int(x.shape[3] * self.fraction)
-        if n_turned % 2:
-            raise ValueError(f"Rotary: expected an even head size to turn, got {n_turned}")
-        segments = ((offset, x.shape[1]),) if isinstance(offset, int) else offset
-        # angles stay exact where what turns has 16 bits
-        dtype = "float64" if array.dtype == np.float64 else "float32"
-        cos, sin = angles(self.base, self.scaling, n_turned, segments, dtype)
+        n_channels = int(array.shape[3] * self.fraction)
+        if n_channels % 2:
+            raise ValueError(f"Rotary: expected an even head size to turn, got {n_channels}")
+        segments = ((offset, array.shape[1]),) if isinstance(offset, int) else offset
+        dtype = "float64" if array.dtype == np.float64 else "float32"  # exact where what is rotated has 16 bits
+        cos, sin = angles(self.base, self.scaling, n_channels, segments, dtype)
         if x.on_gpu:
             cos, sin = x.xp.asarray(cos), x.xp.asarray(sin)
-
-        def turn(heads: Array, sin: Array) -> Array:
-            if n_turned == heads.shape[3]:
-                return kernels.rotate(heads, cos, sin)
-            turned = heads.copy()
-            turned[..., :n_turned] = kernels.rotate(heads[..., :n_turned], cos, sin)
-            return turned
-
         # a rotation is undone by the opposite angle: its gradient too
-        return record(turn(array, sin), (x,), lambda grad, needs_grad: (turn(grad, -sin),), "rotary")
+        backward = lambda grad, needs_grad: (rotate(grad, cos, -sin, n_heads),)
+        return record(rotate(array, cos, sin, n_heads), (x,), backward, "rotary")
+
+
+def rotate(x: Array, cos: Array, sin: Array, n_heads: int | None) -> Array:
+    """Rotate as many channels of (B, T, H, D) as there are angles (T, channels / 2), and copy the others."""
+    if 2 * cos.shape[1] == x.shape[3] and n_heads is None:
+        return kernels.rotate(x, cos, sin)
+    rotated = x.copy()
+    part = (slice(None), slice(None), slice(n_heads), slice(2 * cos.shape[1]))
+    rotated[part] = kernels.rotate(x[part], cos, sin)
+    return rotated
 
 
 def angles(
-    base: float, scaling: RotaryScaling | None, n_turned: int, segments: Segments, dtype: str
+    base: float, scaling: RotaryScaling | None, n_channels: int, segments: Segments, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines and sines (T, n_turned / 2), which are kept for later calls: the caller must not change them."""
-    speeds = _speeds(base, n_turned)
+    """Return cosines and sines (T, n_channels / 2), which are kept for later calls: the caller must not change them."""
+    speeds = _speeds(base, n_channels)
     if scaling is not None:  # its rule may be a user's, which may change
         speeds = scaling.slowed(speeds)
     return _angles(speeds.tobytes(), segments, dtype)
@@ -108,9 +108,9 @@ def angles(
 
 # Cache: a pure function of numbers.
 @lru_cache(maxsize=16)
-def _speeds(base: float, n_turned: int) -> np.ndarray:
-    """Return the radians a token by which each pair turns, (n_turned / 2,), read-only."""
-    speeds: np.ndarray = base ** (-np.arange(0, n_turned, 2) / max(1, n_turned))
+def _speeds(base: float, n_channels: int) -> np.ndarray:
+    """Return the radians a token by which each pair rotates, (n_channels / 2,), read-only."""
+    speeds: np.ndarray = base ** (-np.arange(0, n_channels, 2) / max(1, n_channels))
     speeds.flags.writeable = False
     return speeds
 

@@ -1,98 +1,102 @@
-"""Each token, or its keys, mixed with those of the one before it."""
+"""Layers that mix each token, or its keys, with the token before it. Shapes: B batch, T tokens, C channels."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 
 from tricycle import kernels
-from tricycle.attention.cache import Cache, previous_tokens
+from tricycle.attention.attend import SHIFTS
+from tricycle.attention.cache import Cache
 from tricycle.autograd import NeedsGrad
-from tricycle.devices import Array
+from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
 from tricycle.ops import as_tensor, check_device, check_width, floating, positive
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 
+KEYS_LIKE_QUERIES = 0.7  # the correlation of keys with queries at first, where keys are shifted
+
 
 class TokenShift(Layer):
-    """x_t + mix * x_(t-1), with a learned mix for each channel that starts at 0.
+    """Compute x_t + mix x_(t-1), with a learned mix for each channel that starts at 0 (Peng et al. 2023, "RWKV").
 
     With it one layer of attention can look for what followed an earlier occurrence of a token; without, it takes two.
-
-    Source: Peng et al. 2023, "RWKV".
-
-    Args:
-        size: C.
     """
+
+    _name = "token_shift"
 
     def __init__(self, size: int) -> None:
         positive("TokenShift", size=size)
         self.mix = Parameter(np.zeros(size, np.float32), "scale")
 
     def forward(self, x: Operand, cache: Cache | None = None) -> Tensor:
-        """(B, T, C) to the same shape.
-
-        Args:
-            cache: knows the token before the first, and remembers the last; no gradient flows through it.
-        """
+        """(B, T, C) to the same shape. The cache holds the token before the first; no gradient flows through it."""
         x = as_tensor(x, self.mix)
-        check_width("TokenShift", x, self.mix.size)
-        check_device("TokenShift", x.array, self.mix.array)
+        check_width(type(self).__name__, x, self.mix.size)
+        check_device(type(self).__name__, x.array, self.mix.array)
         array, mix = floating(x.array), self.mix.array
-        earlier = previous_tokens(array, cache, "latest")
+        earlier = previous_tokens(array, cache, self._name)
+        added, own = self._mixed(array, earlier, mix)
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
             dx = dmix = None
             if needs_grad[0]:
-                dx = grad.copy()
+                dx = own * grad if own is not None else grad.copy()
                 dx[:, :-1] += mix * grad[:, 1:]
             if needs_grad[1]:
-                dmix = kernels.sum_rows((grad * earlier).reshape(-1, mix.size))
+                dmix = kernels.sum_rows((grad * added).reshape(-1, mix.size))
             return dx, dmix
 
-        y = (array + mix * earlier).astype(array.dtype, copy=False)
-        return record(y, (x, self.mix), backward, "token_shift")
+        y = (array + mix * added).astype(array.dtype, copy=False)
+        return record(y, (x, self.mix), backward, self._name)
+
+    def _mixed(self, array: Array, earlier: Array, mix: Array) -> tuple[Array, Any]:
+        """Return what the mix multiplies, and the part of its own value that a token keeps (None for all)."""
+        return earlier, None
 
 
-class KeyShift(Layer):
-    """k_t + mix * (k_(t-1) - k_t) of the keys of heads, with a learned mix for each channel.
+class KeyShift(TokenShift):
+    """Compute k_t + mix (k_(t-1) - k_t) of the keys of heads, with a learned mix for each channel.
 
-    In each head the mix starts at 0 in the first channel and rises evenly to 1 in the last. So a query that looks for
-    its like meets it in the keys of the token behind it, too: one layer then finds what followed an earlier occurrence
-    of a token, as an induction head does.
-
-    Source: Olsson et al. 2022, "In-context learning and induction heads", section "smeared keys", with one mix a head.
-
-    Args:
-        n_heads: of keys.
-        head_size: D.
+    In each head the mix starts at 0 in the first channel and rises evenly to 1 in the last. A query that looks for its
+    like then finds it in the keys of the token after it, too: one layer finds what followed an earlier occurrence of a
+    token, as an induction head does (Olsson et al. 2022, "smeared keys", with one mix a head).
     """
+
+    _name = "key_shift"
 
     def __init__(self, n_heads: int, head_size: int) -> None:
         positive("KeyShift", n_heads=n_heads, head_size=head_size)
         rising = np.linspace(0, 1, head_size, dtype=np.float32)
         self.mix = Parameter(np.tile(rising, n_heads), "scale")
 
-    def forward(self, keys: Operand, cache: Cache | None = None) -> Tensor:
-        """(B, T, heads * D) to the same shape.
+    def _mixed(self, array: Array, earlier: Array, mix: Array) -> tuple[Array, Any]:
+        return earlier - array, 1 - mix
 
-        Args:
-            cache: knows the keys before the first, and remembers the last; no gradient flows through it.
-        """
-        keys = as_tensor(keys, self.mix)
-        check_width("KeyShift", keys, self.mix.size)
-        check_device("KeyShift", keys.array, self.mix.array)
-        array, mix = floating(keys.array), self.mix.array
-        earlier = previous_tokens(array, cache, "latest_keys")
+    @staticmethod
+    def align_keys(attention: Any) -> None:
+        """Give keys first weights that correlate with those of the first queries of their group, of the same size."""
+        weights, n_heads, n_key_heads = attention.qkv.weights.array, attention.n_heads, attention.n_key_heads
+        heads = weights.reshape(len(weights), n_heads + 2 * n_key_heads, attention.head_size)
+        queries = heads[:, 0 : n_heads : n_heads // n_key_heads]
+        keys = heads[:, n_heads : n_heads + n_key_heads]
+        keys[...] = KEYS_LIKE_QUERIES * queries + math.sqrt(1 - KEYS_LIKE_QUERIES**2) * keys
 
-        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
-            dkeys = dmix = None
-            if needs_grad[0]:
-                dkeys = (1 - mix) * grad
-                dkeys[:, :-1] += mix * grad[:, 1:]
-            if needs_grad[1]:
-                dmix = kernels.sum_rows((grad * (earlier - array)).reshape(-1, mix.size))
-            return dkeys, dmix
 
-        y = (array + mix * (earlier - array)).astype(array.dtype, copy=False)
-        return record(y, (keys, self.mix), backward, "key_shift")
+def previous_tokens(x: Array, cache: Cache | None, name: str) -> Array:
+    """Return for each token of x (B, T, C) the one before it in its text, and 0 for the first of a text.
+
+    Each text of the cache has its last token as `last[name]`, which is updated.
+    """
+    earlier = array_module(x).zeros_like(x)
+    earlier[:, 1:] = x[:, :-1]
+    for rows, text in () if cache is None else cache.texts(x.shape[1]):
+        earlier[:, rows.start] = text.last[name][:, 0] if name in text.last else 0
+        text.last[name] = x[:, rows.stop - 1 : rows.stop]
+    return earlier
+
+
+SHIFTS.update(token_shift=TokenShift, key_shift=KeyShift)

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tricycle.attention.attend import Attention
 from tricycle.dataset import InfiniteBatchDataset
+from tricycle.devices import Array, array_module
+from tricycle.models import GPT
 
 IGNORED = -1  # the label of what does not count
 PADDING = 0  # stands where nothing is; nobody sees it
@@ -51,6 +54,47 @@ class Batch(NamedTuple):
     @property
     def n_labels(self) -> int:
         return int((self.labels != IGNORED).sum())
+
+
+def packs(model: GPT) -> bool:
+    """Return whether a mask keeps texts side by side apart: not where tokens mix with the one before, or where weights
+    of attention depend on positions in the row."""
+    return all(_is_separable(getattr(block, "attention", None)) for block in model.blocks)
+
+
+def _is_separable(attention: Any) -> bool:
+    inner = getattr(attention, "attention", None)
+    return isinstance(inner, Attention) and inner.softmax.fused and not attention.mixes
+
+
+def separate(model: GPT, tokens: Any, documents: Array | None) -> dict[str, Any]:
+    """Return the options of `GPT.forward` with which a token sees its own text alone, and has its position in it.
+
+    Args:
+        tokens: (B, T).
+        documents: whole numbers (B, T), as of `Batch`.
+
+    Raises:
+        ValueError: documents of another shape, or a model that cannot keep texts apart.
+    """
+    if documents is None:
+        return {}
+    if documents.shape != tokens.shape or documents.dtype.kind not in "iu":
+        got = f"{documents.dtype} of {documents.shape}"
+        raise ValueError(f"separate: expected documents as whole numbers of shape {tokens.shape}, got {got}")
+    if not packs(model):
+        raise ValueError("separate: expected one text a row, for in this model tokens reach across their ends")
+    return {"mask": documents[:, :, None] == documents[:, None, :], "positions": positions_in(documents)}
+
+
+def positions_in(documents: Array) -> Array:
+    """Return the position of each token in its own text, from 0: (B, T) of documents that are contiguous."""
+    xp = array_module(documents)
+    places = xp.arange(documents.shape[-1]) + xp.zeros_like(documents)
+    begins = xp.ones(documents.shape, bool)
+    begins[..., 1:] = documents[..., 1:] != documents[..., :-1]
+    starts = xp.where(begins, places, 0)
+    return places - xp.maximum.accumulate(starts, axis=-1)
 
 
 def packed(lengths: Sequence[int], room: int) -> list[list[int]]:

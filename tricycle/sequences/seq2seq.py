@@ -23,6 +23,7 @@ from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_gen
 from tricycle.ops import as_tensor, concatenate, positive, tanh
 from tricycle.parameter import Parameter
 from tricycle.sequences.attentions import ScaledDotProductAttention
+from tricycle.sequences.cross_attention import DecoderBlock
 from tricycle.sequences.recurrent import new_recurrent
 from tricycle.tensor import Operand, Tensor
 
@@ -305,7 +306,9 @@ class TransformerEncoder(Layer):
         self.positions = LearnedPositions(*places, generator) if learned_positions else SinusoidalPositions(*places)
         self.dropout = Dropout(config.dropout, generator)
         self.blocks = [
-            TransformerBlock(config, layer, causal=decoder, cross=decoder, generator=generator)
+            DecoderBlock(config, layer, generator=generator)
+            if decoder
+            else TransformerBlock(config, layer, causal=False, generator=generator)
             for layer in range(n_layers)
         ]
         self.norm = new_norm(config) if norm_first else None
@@ -367,15 +370,15 @@ class Transformer(EncoderDecoder):
         mask = None if lengths is None else length_mask(lengths, source.shape[-1])
         memory, blocks = self.encoder(source, lengths), self.decoder.blocks
         caches = [KeyValueCache(capacity) if capacity else None for _ in blocks]
-        remembered = [block.cross.remember(memory) for block in blocks]
-        return {"remembered": remembered, "mask": mask, "caches": caches, "position": 0}
+        kv = [block.cross.project_kv(memory) for block in blocks]
+        return {"kv": kv, "mask": mask, "caches": caches, "position": 0}
 
     def decode(self, target: Operand, state: State) -> Tensor:
         decoder = self.decoder
         target = as_tensor(target)
         x = decoder.embed(target, state["position"])
-        for block, cache, remembered in zip(decoder.blocks, state["caches"], state["remembered"], strict=True):
-            x = block(x, cache, None, remembered, state["mask"])
+        for block, cache, kv in zip(decoder.blocks, state["caches"], state["kv"], strict=True):
+            x = block(x, cache, None, kv, state["mask"])
         state["position"] += target.shape[1]
         x = x if decoder.norm is None else decoder.norm(x)
         if self.head is not None:

@@ -15,9 +15,8 @@ from tricycle.devices import Array
 from tricycle.functions import to_compute_dtype
 from tricycle.initialisers import zeros
 from tricycle.layers import Dropout, Embedding, Layer
-from tricycle.models import BlockStack, initialise
+from tricycle.models import BlockStack, initialise, run_block
 from tricycle.ops import as_tensor
-from tricycle.recompute import recompute, run_and_free
 from tricycle.tensor import Operand, Tensor
 
 POOLINGS = ("mean", "first")
@@ -76,8 +75,9 @@ class TextEncoder(BlockStack):
             raise ValueError(f"TextEncoder(context_window={window}): expected shape {wanted}, got {tokens.shape}")
         mask = _checked(mask, tokens)
         x = self.dropout(to_compute_dtype(self._embed(tokens, types), self.precision))
+        run = self.recompute or run_block.get()
         for block in self.blocks:
-            x = (recompute if self.recompute else run_and_free)(block, x, mask=mask)
+            x = run(block, x, None, mask)
         return x if self.norm is None else self.norm(x)
 
     def _embed(self, tokens: Tensor, types: Operand | None) -> Tensor:

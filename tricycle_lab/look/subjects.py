@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.attention import KeyValueCache
+from tricycle.attention import KeyValueCache, scores_and_weights
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.devices import to_cpu
 from tricycle.functions import linear
@@ -217,7 +217,7 @@ def let_look(site: Site, op: Any, args: tuple[Any, ...]) -> None:
     """Let its maps be computed from what attention is called with."""
 
     def looked() -> tuple[Any, Any]:
-        scores, weights = op.look(*args)
+        scores, weights = scores_and_weights(op, *args)
         return scores[0], weights[0]
 
     site.looked, site.args, site.op = looked, args, op

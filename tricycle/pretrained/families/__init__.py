@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tricycle.configs.size import least_numbers
 from tricycle.kernels.reference.few_bits import KINDS
 from tricycle.layers import Layer
-from tricycle.models import least_numbers
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3

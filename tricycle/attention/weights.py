@@ -1,0 +1,35 @@
+"""The scores and weights of attention, computed anew for inspection: the op itself never holds all of them."""
+
+from __future__ import annotations
+
+from tricycle import kernels
+from tricycle.attention.attend import Attention, Mask, additive_mask
+from tricycle.devices import Array
+from tricycle.ops import as_tensors, floating
+from tricycle.tensor import Operand, Tensor
+
+
+def scores_and_weights(
+    attention: Attention,
+    query: Operand,
+    key: Operand,
+    value: Operand | None = None,
+    mask: Mask = None,
+    scales: Tensor | None = None,
+    precision: str = "float32",
+) -> tuple[Array, Array]:
+    """Return the scores before the softmax and the weights after it, both (B, H, T, S) in the dtype of the query.
+
+    The arguments are those of `Attention.forward`; the value and the precision make no difference.
+    """
+    q, k = (floating(tensor.array) for tensor in as_tensors(query, key))
+    hidden = additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
+    scoring = attention.scoring(q, k)
+    scores = kernels.attention_scores(q, k, scoring, hidden)
+    if scales is None:
+        return scores, attention.softmax.rows(scores)
+    parameter = attention.softmax.scales_of(scales.array, k.shape[1])
+    if attention.softmax.by_place:
+        start = scoring.offset or 0
+        parameter = parameter[..., start : start + q.shape[1]]
+    return scores, attention.softmax.rows(scores, parameter)

@@ -1,0 +1,18 @@
+"""The size of a model, from its config alone."""
+
+from __future__ import annotations
+
+from tricycle.configs.model import ModelConfig
+
+
+def least_numbers(config: ModelConfig) -> int:
+    """Return the number of weights in the matrices and tables of a model, without making it."""
+    width = config.embedding_dim
+    heads = config.n_heads * config.channels_per_head
+    key_heads = config.key_heads * config.channels_per_head
+    attention = width * (2 * heads + 2 * key_heads)
+    mlp = width * config.mlp_width * (3 if config.is_gated else 2)
+    positions = (config.context_window + config.position_offset) * width if config.positions == "learned" else 0
+    types = getattr(config, "token_types", 0) * width  # an encoder's
+    tokens = config.vocab_size * (config.embedding_size or width)
+    return tokens + positions + types + config.n_layers * (attention + mlp)

@@ -1,0 +1,170 @@
+"""Attention of one sequence to another, and the block of a decoder that attends to an encoder's output.
+
+Shapes: B batch, T tokens, S keys, C channels, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tricycle.attention.attend import Attention, Mask
+from tricycle.attention.cache import Cache
+from tricycle.attention.weights import scores_and_weights
+from tricycle.blocks import MultiHead, TransformerBlock, join_heads, new_norm
+from tricycle.configs.model import ModelConfig
+from tricycle.functions import RowSoftmax
+from tricycle.initialisers import Initialiser, xavier
+from tricycle.layers import Dense, Dropout, Generator, new_generator
+from tricycle.ops import as_tensor, as_tensors, positive, reshape
+from tricycle.softmaxes import new_softmax
+from tricycle.tensor import Operand, Tensor
+
+
+class MultiHeadAttention(MultiHead):
+    """Attention of one sequence to another in several heads, with the projections before and after.
+
+    Source: Vaswani et al. 2017, section 3.2.2.
+
+    Args:
+        embedding_dim: C, a multiple of n_heads, of queries and results.
+        n_heads: H.
+        key_size, value_size: channels of keys and values; C unless given.
+        bias: the projections add a bias.
+        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
+        context_window: the most queries and keys it takes, which "blocks" needs to know.
+        dropout: probability of dropping an element of the result.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        n_heads: int,
+        *,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        bias: bool = True,
+        initialiser: Initialiser = xavier,
+        generator: Generator = None,
+        softmax: str | RowSoftmax = "softmax",
+        context_window: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        positive("MultiHeadAttention", embedding_dim=embedding_dim, n_heads=n_heads)
+        if embedding_dim % n_heads:
+            got = f"{embedding_dim} and {n_heads}"
+            raise ValueError(f"MultiHeadAttention: expected embedding_dim to be a multiple of n_heads, got {got}")
+        generator = new_generator(generator)
+        self.embedding_dim, self.n_heads, self.context_window = embedding_dim, n_heads, context_window
+        self.attention = Attention("softmax", causal=False)
+        self.query = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.key = Dense(key_size or embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.value = Dense(value_size or embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.projection = Dense(embedding_dim, embedding_dim, bias, initialiser, generator)
+        self.dropout = Dropout(dropout, generator)
+        self.use_softmax(softmax)
+
+    def project_kv(self, key: Operand, value: Operand | None = None) -> tuple[Tensor, Tensor]:
+        """Return the projected keys and values, which can be computed once for queries that come one after the other.
+
+        Args:
+            key: (B, S, key_size). value: (B, S, value_size), the keys unless given.
+
+        Returns:
+            both (B, S, C).
+        """
+        return self.key(key), self.value(key if value is None else value)
+
+    def forward(
+        self,
+        query: Operand,
+        key: Operand | None = None,
+        value: Operand | None = None,
+        mask: Mask = None,
+        kv: tuple[Tensor, Tensor] | None = None,
+        return_weights: bool = False,
+    ) -> Any:
+        """Return (B, T, C); with `return_weights` also the weights of each head, an array (B, H, T, S).
+
+        Args:
+            query: (B, T, C). key, value: as of `project_kv`.
+            mask: which keys may be seen, as `attention.additive_mask` takes it.
+            kv: what `project_kv` returned, in place of key and value.
+        """
+        if kv is None:
+            if key is None:
+                raise ValueError(
+                    "MultiHeadAttention: expected either keys or `project_kv` returned for them, got neither"
+                )
+            kv = self.project_kv(key, value)
+        elif key is not None:
+            raise ValueError("MultiHeadAttention: expected either keys or kv, got both")
+        q, k, v = (self._heads(part) for part in (self.query(query), *kv))
+        arguments = (q, k, v, mask, self.softmax_scales, self.precision)
+        out = self.dropout(self.projection(join_heads(self.attention(*arguments))))
+        return (out, scores_and_weights(self.attention, *arguments)[1]) if return_weights else out
+
+    def _heads(self, x: Operand) -> Tensor:
+        """(B, T, C) to (B, T, H, D)."""
+        (x,) = as_tensors(x)
+        if x.ndim != 3:
+            raise ValueError(f"MultiHeadAttention: expected shape (batch, tokens, channels), got {x.shape}")
+        return reshape(x, *x.shape[:2], self.n_heads, self.embedding_dim // self.n_heads)
+
+
+class DecoderBlock(TransformerBlock):
+    """Self-attention, then attention to an encoder's output, then the MLP (Vaswani et al. 2017, section 3.1).
+
+    Args:
+        config, layer, initialiser, generator: as of `TransformerBlock`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        *,
+        initialiser: Initialiser = xavier,
+        generator: Generator = None,
+    ) -> None:
+        generator = new_generator(generator)
+        super().__init__(config, layer, initialiser=initialiser, generator=generator)
+        self.cross_norm = new_norm(config)
+        self.cross: Any = MultiHeadAttention(
+            config.embedding_dim,
+            config.n_heads,
+            bias=config.bias,
+            softmax=new_softmax(config.softmax, config.softmax_blocks),
+            context_window=config.context_window,
+            dropout=config.dropout,
+            initialiser=initialiser,
+            generator=generator,
+        )
+        self.cross_post_norm = new_norm(config) if config.norm_placement == "both" else None
+
+    def forward(
+        self,
+        x: Operand,
+        cache: Cache | None = None,
+        mask: Mask = None,
+        kv: tuple[Tensor, Tensor] | None = None,
+        kv_mask: Mask = None,
+    ) -> Tensor:
+        """(B, T, C) to (B, T, C).
+
+        Args:
+            cache, mask: as of `TransformerBlock`.
+            kv: what `cross.project_kv` returned for an encoder's output; kv_mask: which of it may be seen.
+
+        Raises:
+            ValueError: there is no kv.
+        """
+        if kv is None:
+            raise ValueError("DecoderBlock: expected what `cross.project_kv` returned, got nothing")
+        x = as_tensor(x)
+
+        def cross(normal: Tensor) -> Tensor:
+            return self.cross(normal, mask=kv_mask, kv=kv)
+
+        x = self.add_part(x, self.attention, self.attention_norm, self.attention_post_norm, cache, mask)
+        x = self.add_part(x, cross, self.cross_norm, self.cross_post_norm)
+        return self.add_part(x, self.mlp, self.mlp_norm, self.mlp_post_norm)
