@@ -149,10 +149,16 @@ class MultiHeadSelfAttention(MultiHead):
             ValueError: a wrong width, no token, or more tokens than the context window.
         """
         x = as_tensor(x)
-        self._check_width(x)
-        rows = x if x.ndim == 3 else reshape(x, -1, *x.shape[-2:])
-        segments = ((0, x.shape[-2]),) if cache is None else cache.segments(x.shape[-2])
-        self._check_length(segments)
+        shape = x.array.shape
+        if len(shape) < 2 or shape[-1] != self.embedding_dim or shape[-2] == 0:
+            title = f"MultiHeadSelfAttention(embedding_dim={self.embedding_dim})"
+            raise ValueError(f"{title}: expected shape (batch, tokens, {self.embedding_dim}), got {shape}")
+        rows = x if len(shape) == 3 else reshape(x, -1, *shape[-2:])
+        segments = ((0, shape[-2]),) if cache is None else cache.segments(shape[-2])
+        for first, n_tokens in segments:
+            if first + n_tokens > self.context_window:
+                title = f"MultiHeadSelfAttention(context_window={self.context_window})"
+                raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {first + n_tokens}")
         if dtype is None and self.precision != "float32":
             dtype = x.dtype
         if cache is None:
@@ -162,7 +168,7 @@ class MultiHeadSelfAttention(MultiHead):
             q, k, v = self._queries_keys_values(rows, segments, cache, dtype)
             out = self._attend_to_cached(q, k, v, cache, mask)
         out = self.dropout(call(self.projection, join_heads(out), dtype))
-        return out if x.ndim == 3 else reshape(out, x.shape)
+        return out if len(shape) == 3 else reshape(out, shape)
 
     def dtype_inside(self, x: Tensor) -> Any:
         """Return the dtype of activations between the projections: 16 bits where products take no more and all between
@@ -190,31 +196,22 @@ class MultiHeadSelfAttention(MultiHead):
         return [q, k, v]
 
     def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, mask: Mask) -> Tensor:
-        """Add keys and values to the cache, and let the queries attend to those of their text."""
+        """Add keys and values to the cache, and let the queries attend to those of their text.
+
+        In float32: to convert all that is cached for each token would cost more than products of 16 bits save.
+        """
         results = []
-        for rows, text in cache.texts(q.shape[1]):
+        for rows, text in cache.texts(q.array.shape[1]):
             keys, values = text.append(k.array[:, rows], v.array[:, rows])
-            queries = Tensor(q.array[:, rows], False)
-            # in float32: to make 16 bits of all that is cached for each token would cost more than it saves
-            kv = Tensor(keys, False), Tensor(values, False)
-            results.append(self.attention(queries, *kv, mask, self.softmax_scales, "float32"))
+            arrays = q.array[:, rows], keys, values
+            tensors = [Tensor(array, False) for array in arrays]
+            results.append(self.attention(*tensors, mask, self.softmax_scales, "float32"))
         return join(results)
 
     @property
     def mixes(self) -> bool:
         """Whether a token is mixed with the one before it, besides what attention does."""
         return self.shift is not None or self.key_shift is not None
-
-    def _check_width(self, x: Tensor) -> None:
-        if x.ndim < 2 or x.shape[-1] != self.embedding_dim or x.shape[-2] == 0:
-            title = f"MultiHeadSelfAttention(embedding_dim={self.embedding_dim})"
-            raise ValueError(f"{title}: expected shape (batch, tokens, {self.embedding_dim}), got {x.shape}")
-
-    def _check_length(self, segments: Segments) -> None:
-        for first, n_tokens in segments:
-            if first + n_tokens > self.context_window:
-                title = f"MultiHeadSelfAttention(context_window={self.context_window})"
-                raise ValueError(f"{title}: expected at most {self.context_window} tokens, got {first + n_tokens}")
 
 
 def new_rotary(config: ModelConfig, layer: int) -> Rotary | None:
@@ -344,14 +341,14 @@ class TransformerBlock(Layer):
         return residual(x, out if post_norm is None else post_norm(out))
 
     def _normalize(self, norm: Any, part: Any, x: Tensor) -> Tensor:
-        """Return norm(x), in the dtype inside of the part that gets it if that part can give x's again."""
+        """Return norm(x), in the dtype inside of the part that gets it, if that part can return x's dtype."""
         if self.precision == "float32" or not hasattr(part, "dtype_inside") or not takes(part, "dtype"):
             return norm(x)
         return call(norm, x, part.dtype_inside(x))
 
     def _run(self, part: Any, x: Tensor, dtype: Any, *args: Any) -> Tensor:
         """Return part(x, *args) in this dtype, if the part can choose it; `args` are cache and mask, or nothing."""
-        options = {"dtype": dtype} if x.dtype != dtype and takes(part, "dtype") else {}
+        options = {"dtype": dtype} if x.array.dtype != dtype and takes(part, "dtype") else {}
         return call_with_cache(part, x, *args, **options) if args else part(x, **options)
 
 

@@ -134,10 +134,10 @@ class KeyValueCache:
         """Return a cache of some items of the batch, each as often as it is named."""
         chosen = KeyValueCache(self.capacity, self.dtype, self.window)
         chosen.length, chosen._first = self.length, self._first
-        take = lambda array: array[array_module(array).asarray(rows)]
-        if self._keys is not None and self._values is not None:
-            chosen._keys, chosen._values = take(self._keys), take(self._values)
-        chosen.last = {name: take(array) for name, array in self.last.items()}
+        held = {"_keys": self._keys, "_values": self._values, **self.last}
+        taken = {name: None if x is None else x[array_module(x).asarray(rows)] for name, x in held.items()}
+        chosen._keys, chosen._values = taken.pop("_keys"), taken.pop("_values")
+        chosen.last = taken
         return chosen
 
     @property

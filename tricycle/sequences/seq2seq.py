@@ -370,7 +370,7 @@ class Transformer(EncoderDecoder):
         mask = None if lengths is None else length_mask(lengths, source.shape[-1])
         memory, blocks = self.encoder(source, lengths), self.decoder.blocks
         caches = [KeyValueCache(capacity) if capacity else None for _ in blocks]
-        kv = [block.cross.project_kv(memory) for block in blocks]
+        kv = [block.cross.project_kv(memory) for block in blocks if isinstance(block, DecoderBlock)]
         return {"kv": kv, "mask": mask, "caches": caches, "position": 0}
 
     def decode(self, target: Operand, state: State) -> Tensor:
