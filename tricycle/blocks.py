@@ -89,7 +89,7 @@ class MultiHeadSelfAttention(MultiHead):
         embedding_dim: C.
         n_heads: H, a divisor of C.
         context_window: the most tokens it takes; any smaller number will do.
-        layer: the number of its block in a model, from 0: a config may treat some layers differently.
+        layer: the number of its block in a model, from 0.
         causal: a token sees itself and those before it, and not those after.
         softmax: a softmax variant: a name in `functions.SOFTMAXES`, or an object.
         initialiser, generator: of the first values of the matrices; the generator also draws dropout.
@@ -353,11 +353,7 @@ class TransformerBlock(Layer):
 
 
 class GPT2TransformerBlock(TransformerBlock):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-norm block of GPT-2 (Radford et al. 2019).
-
-    Args:
-        embedding_dim, n_heads, context_window, fields: fields of `ModelConfig`, and `initialiser` and `generator`.
-    """
+    """The pre-norm block of GPT-2 (Radford et al. 2019), from fields of `ModelConfig`."""
 
     def __init__(self, embedding_dim: int, n_heads: int, context_window: int, **fields: Any) -> None:
         options = {name: fields.pop(name) for name in ("initialiser", "generator") if name in fields}

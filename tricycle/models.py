@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.attention.attend import Attention, Mask
-from tricycle.attention.cache import Cache, KeyValueCache, RaggedCache, Segments, call_with_cache, takes_ragged
+from tricycle.attention.cache import Cache, KeyValueCache, RaggedCache, call_with_cache, takes_ragged
 from tricycle.autograd import grad_enabled_for
 from tricycle.blocks import TransformerBlock, call, dtype_between, new_norm, takes
 from tricycle.configs.model import EncoderConfig, ModelConfig
@@ -82,8 +82,7 @@ class GPT(BlockStack):
 
     Args:
         config: the shape; `seed` decides the weights.
-        draw_weights: False leaves all weights at 0 (gains at 1), for a model that gets others: their memory is not
-            touched before they are written.
+        draw_weights: False leaves all weights at 0 (gains at 1), in memory that is not touched before it is written.
     """
 
     def __init__(self, config: ModelConfig, draw_weights: bool = True) -> None:
@@ -126,12 +125,11 @@ class GPT(BlockStack):
 
         Args:
             tokens: whole numbers (B, T), or (T,) for one sequence, T at most the context window.
-            caches: from `new_caches`, for generation. With a `RaggedCache` for each block the tokens (1, T) are those
-                of several texts, one after another.
-            last: the logits after the last token alone (of each text), as if T were 1.
+            caches: from `new_caches`, for generation; `RaggedCache`s for several texts, one after another.
+            last: return the logits after the last token alone (of each text), as if T were 1.
             mask: which tokens may be seen besides, as `attend.additive_mask` takes it.
             positions: whole numbers (B, T), for learned positions; from 0 unless given.
-            head: applied to the hidden states (B, T, C) in place of `logits`, whose result is returned.
+            head: applied to the hidden states (B, T, C) in place of `logits`.
 
         Raises:
             ValueError: too many tokens or none, ids outside the vocabulary, not one cache for each block.
@@ -143,11 +141,7 @@ class GPT(BlockStack):
         return (head or self.logits)(x)
 
     def hidden(
-        self,
-        tokens: Operand,
-        caches: Sequence[Cache] | None = None,
-        mask: Mask = None,
-        positions: Array | None = None,
+        self, tokens: Operand, caches: Sequence[Cache] | None = None, mask: Mask = None, positions: Any = None
     ) -> Tensor:
         """Return the hidden states (B, T, C), or (T, C), before the last norm. Takes what `forward` takes."""
         tokens = as_tensor(tokens)
@@ -157,7 +151,11 @@ class GPT(BlockStack):
             raise ValueError(f"GPT: expected tokens of shape (batch, tokens), got {tokens.shape}")
         n_tokens = tokens.shape[-1] if tokens.size else 0
         segments = caches[0].segments(n_tokens) if caches else ((0, n_tokens),)
-        self._check(segments)
+        window = self.config.context_window
+        for seen, new in segments:
+            if not 0 < new <= window - seen:
+                got = f"{new} after {seen} earlier ones" if seen else f"{new}"
+                raise ValueError(f"GPT(context_window={window}): expected 1 to {window} tokens, got {got}")
         if positions is None:
             positions = np.concatenate([np.arange(first, first + n) for first, n in segments])
         x = self.dropout(to_compute_dtype(self._embed(tokens, positions), self.precision))
@@ -165,13 +163,6 @@ class GPT(BlockStack):
         for i, block in enumerate(self.blocks):
             x = call_with_cache(block, x, caches[i], mask) if caches else run(block, x, None, mask)
         return x
-
-    def _check(self, segments: Segments) -> None:
-        window = self.config.context_window
-        for seen, n_tokens in segments:
-            if not 0 < n_tokens <= window - seen:
-                got = f"{n_tokens} after {seen} earlier ones" if seen else f"{n_tokens}"
-                raise ValueError(f"GPT(context_window={window}): expected 1 to {window} tokens, got {got}")
 
     def _embed(self, tokens: Tensor, positions: Array) -> Tensor:
         x = self.token_embedding(tokens)
@@ -184,11 +175,7 @@ class GPT(BlockStack):
         return x
 
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
-        """Apply the last norm and the head to hidden states (..., C); return (..., V).
-
-        Args:
-            dtype: of the logits; what the product gives unless given, or where the head cannot choose it.
-        """
+        """Apply the last norm and the head to hidden states (..., C); return (..., V), in this dtype if one is given."""
         x = x if self.norm is None else self.norm(x)
         if self.head_projection is not None:
             x = self.head_projection(x)

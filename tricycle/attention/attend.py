@@ -25,12 +25,10 @@ SHIFTS: dict[str, Any] = {}
 
 
 class Attention(Op):
-    """Compute softmax(Q K^T / sqrt(D)) V in each head, as one node of the graph.
+    """Compute softmax(Q K^T / sqrt(D)) V in each head, in memory that grows with T and S, not with their product.
 
-    Memory grows with the number of tokens, not with its square.
-
-    Sources: Vaswani et al. 2017, section 3.2; fewer heads of keys: Ainslie et al. 2023; sliding windows: Beltagy et al.
-    2020; soft-capping: Gemma Team 2024, section 2.
+    Sources: Vaswani et al. 2017, section 3.2; shared heads of keys: Ainslie et al. 2023; sliding windows: Beltagy et
+    al. 2020; soft-capping: Gemma Team 2024, section 2.
 
     Args:
         softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
@@ -38,9 +36,6 @@ class Attention(Op):
         window: sliding-window size, the query's own position included; None for all. Needs `causal`.
         scale: scores are products of queries and keys times this; 1 / sqrt(D) unless given.
         cap: soft-cap of scores: s becomes cap tanh(s / cap); None leaves them.
-
-    Raises:
-        ValueError: settings out of range.
     """
 
     def __init__(
@@ -52,10 +47,7 @@ class Attention(Op):
         cap: float | None = None,
     ) -> None:
         self.softmax: Any = new_softmax(softmax)
-        self.causal = causal
-        self.window = window
-        self.scale = scale
-        self.cap = cap
+        self.causal, self.window, self.scale, self.cap = causal, window, scale, cap
         if window is not None and (window < 1 or not causal):
             raise ValueError(f"Attention: expected a window of 1 or more, with causal=True, got {window} and {causal}")
         if cap is not None and not cap > 0:
@@ -77,11 +69,8 @@ class Attention(Op):
             key: (B, S, K, D), K a divisor of H: query head h uses key head h // (H / K).
             value: (B, S, K, E).
             mask: which keys may be seen besides, as `additive_mask` takes it.
-            scales: the parameter of a softmax that learns, as `BlockSoftmax` and `SinkSoftmax`.
+            scales: the parameter of a softmax that learns, such as `BlockSoftmax`.
             precision: of the products, for a softmax that the kernels know.
-
-        Raises:
-            ValueError: shapes that do not belong together.
         """
         tensors = as_tensors(query, key, value)
         originals = [floating(tensor.array) for tensor in tensors]
@@ -95,9 +84,7 @@ class Attention(Op):
         args = tensors if scales is None else (*tensors, scales)
         if not grad_enabled_for(*args):
             return record(out, args, None, "attention")
-
-        new_grads = _empty_like(originals)
-        n_args = len(args)
+        new_grads, n_args = _empty_like(originals), len(args)
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, ...]:
             grads = new_grads()

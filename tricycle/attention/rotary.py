@@ -59,65 +59,55 @@ class Rotary(Op):
         self.fraction = fraction
         self.scaling = scaling
 
-    def forward(self, x: Operand, offset: int | Segments = 0, n_heads: int | None = None) -> Tensor:
+    def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
         """(B, T, H, D) to the same shape.
 
         Args:
             offset: position of the first token; or where the tokens are in their texts.
-            n_heads: rotate the first of the heads alone; None for all.
 
         Raises:
             ValueError: another number of axes, or an odd number of channels to rotate.
         """
         x = as_tensor(x)
-        if x.ndim != 4:
-            raise ValueError(f"Rotary: expected shape (batch, tokens, heads, head size), got {x.shape}")
         array = floating(x.array)
+        if array.ndim != 4:
+            raise ValueError(f"Rotary: expected shape (batch, tokens, heads, head size), got {array.shape}")
         n_channels = int(array.shape[3] * self.fraction)
         if n_channels % 2:
             raise ValueError(f"Rotary: expected an even head size to turn, got {n_channels}")
         segments = ((offset, array.shape[1]),) if isinstance(offset, int) else offset
+        speeds = None if self.scaling is None else self.scaling.slowed(_speeds(self.base, n_channels)).tobytes()
         dtype = "float64" if array.dtype == np.float64 else "float32"  # exact where what is rotated has 16 bits
-        cos, sin = angles(self.base, self.scaling, n_channels, segments, dtype)
+        cos, sin = _angles(self.base, n_channels, speeds, segments, dtype)
         if x.on_gpu:
             cos, sin = x.xp.asarray(cos), x.xp.asarray(sin)
         # a rotation is undone by the opposite angle: its gradient too
-        backward = lambda grad, needs_grad: (rotate(grad, cos, -sin, n_heads),)
-        return record(rotate(array, cos, sin, n_heads), (x,), backward, "rotary")
+        return record(rotate(array, cos, sin), (x,), lambda grad, needs_grad: (rotate(grad, cos, -sin),), "rotary")
 
 
-def rotate(x: Array, cos: Array, sin: Array, n_heads: int | None) -> Array:
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate as many channels of (B, T, H, D) as there are angles (T, channels / 2), and copy the others."""
-    if 2 * cos.shape[1] == x.shape[3] and n_heads is None:
+    n_channels = 2 * cos.shape[1]
+    if n_channels == x.shape[3]:
         return kernels.rotate(x, cos, sin)
     rotated = x.copy()
-    part = (slice(None), slice(None), slice(n_heads), slice(2 * cos.shape[1]))
-    rotated[part] = kernels.rotate(x[part], cos, sin)
+    rotated[..., :n_channels] = kernels.rotate(x[..., :n_channels], cos, sin)
     return rotated
 
 
-def angles(
-    base: float, scaling: RotaryScaling | None, n_channels: int, segments: Segments, dtype: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines and sines (T, n_channels / 2), which are kept for later calls: the caller must not change them."""
-    speeds = _speeds(base, n_channels)
-    if scaling is not None:  # its rule may be a user's, which may change
-        speeds = scaling.slowed(speeds)
-    return _angles(speeds.tobytes(), segments, dtype)
-
-
-# Cache: a pure function of numbers.
-@lru_cache(maxsize=16)
 def _speeds(base: float, n_channels: int) -> np.ndarray:
-    """Return the radians a token by which each pair rotates, (n_channels / 2,), read-only."""
+    """Return the radians a token by which each pair rotates, (n_channels / 2,)."""
     speeds: np.ndarray = base ** (-np.arange(0, n_channels, 2) / max(1, n_channels))
-    speeds.flags.writeable = False
     return speeds
 
 
-# Cache: a pure function of numbers, which are the same for all layers of a pass.
+# Cache: a pure function of numbers, which are the same for all layers of a pass. Callers must not change the result.
 @lru_cache(maxsize=16)
-def _angles(speeds: bytes, segments: Segments, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def _angles(
+    base: float, n_channels: int, scaled: bytes | None, segments: Segments, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return cosines and sines (T, n_channels / 2), by these speeds where they are scaled."""
+    speeds = _speeds(base, n_channels) if scaled is None else np.frombuffer(scaled)
     positions = np.concatenate([np.arange(first, first + n_tokens) for first, n_tokens in segments])
-    angles = positions[:, None] * np.frombuffer(speeds)
+    angles = positions[:, None] * speeds
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)  # writable, as compiled kernels want arrays
