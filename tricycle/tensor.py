@@ -347,4 +347,4 @@ def to_tensor(
 
 def no_grad() -> AbstractContextManager[None]:
     """Build no graph within this block (and this thread): its results cannot be differentiated."""
-    return autograd.graph_mode(builds_graph=False)
+    return autograd.graph_mode(autograd.Mode(builds_graph=False))
