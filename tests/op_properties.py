@@ -99,7 +99,7 @@ ELEMENTWISE = {
     "sigmoid": (lambda draw: ops.sigmoid, lambda torch, x, op: x.sigmoid()),
     "Sigmoid": (lambda draw: functions.Sigmoid(), lambda torch, x, op: x.sigmoid()),
     "Tanh": (lambda draw: functions.Tanh(), lambda torch, x, op: x.tanh()),
-    "negative": (lambda draw: ops.negative, lambda torch, x, op: -x),
+    "negative": (lambda draw: extra_ops.negative, lambda torch, x, op: -x),
     "ReLU": (lambda draw: activation.ReLU(), lambda torch, x, op: x.relu()),
     "ReLUSquared": (lambda draw: activation.ReLUSquared(), lambda torch, x, op: x.relu() ** 2),
     "GeLU": (
@@ -154,9 +154,9 @@ def _to_compute_dtype(draw):
 BINARY = {
     "add": (ops.add, lambda torch, x, y: x + y),
     "residual": (functions.residual, lambda torch, x, y: x + y),
-    "sub": (ops.subtract, lambda torch, x, y: x - y),
+    "sub": (extra_ops.subtract, lambda torch, x, y: x - y),
     "mul": (ops.multiply, lambda torch, x, y: x * y),
-    "div": (ops.divide, lambda torch, x, y: x / y),
+    "div": (extra_ops.divide, lambda torch, x, y: x / y),
     "pow": (extra_ops.power, lambda torch, x, y: x**y),
     "maximum": (extra_ops.maximum, lambda torch, x, y: torch.maximum(x, y)),
     "minimum": (extra_ops.minimum, lambda torch, x, y: torch.minimum(x, y)),

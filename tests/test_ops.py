@@ -32,9 +32,9 @@ def check(fn, numpy_fn, *arrays) -> None:
 # -------------------------------------------------------------------- any shape
 BINARY = {
     "add": (ops.add, np.add),
-    "sub": (ops.subtract, np.subtract),
+    "sub": (extra_ops.subtract, np.subtract),
     "mul": (ops.multiply, np.multiply),
-    "div": (ops.divide, np.divide),
+    "div": (extra_ops.divide, np.divide),
     "pow": (lambda x, y: extra_ops.power(extra_ops.absolute(x), y), lambda x, y: np.abs(x) ** y),
     "maximum": (extra_ops.maximum, np.maximum),
     "minimum": (extra_ops.minimum, np.minimum),

@@ -120,20 +120,6 @@ def gradients_of(result: AnyNode, grad: Array, inputs: Sequence[AnyNode]) -> lis
     return [arrived.get(id(node)) for node in inputs]
 
 
-def back_fn_of(node: Node, i: int) -> Callable[[Any], Array]:
-    """Return the function that computes the gradient of arg `i` alone from the gradient of a node, a Tensor."""
-    arg, backward, saved = node.args[i], node._backward, node._saved
-    needs_grad = [place == i for place in range(len(node.args))]
-
-    def back_fn(grad: Any) -> Array:
-        gradient = backward(grad.array, needs_grad, *saved)[i]
-        if type(gradient) is SlicedGradient:
-            return _assemble([gradient], arg.array)
-        return gradient.array if type(gradient) is OwnedGradient else gradient
-
-    return back_fn
-
-
 # -------------------------------------------------------------------- sums of gradients
 class SlicedGradient(NamedTuple):
     """The gradient of an arg that is 0 outside of one slice of it: `whole[index] = array`.
@@ -203,7 +189,7 @@ class GradientSums:
             return grad
         slices = self.slices.pop(node)
         if grad is None:
-            return _assemble(slices, node.array).astype(node.array.dtype, copy=False)
+            return assemble(slices, node.array).astype(node.array.dtype, copy=False)
         if id(node) not in self.owned:
             grad = array_module(grad).array(grad)  # a copy
         _add_slices(grad, slices)
@@ -218,7 +204,7 @@ class GradientSums:
         return grad
 
 
-def _assemble(slices: list[SlicedGradient], like: Array) -> Array:
+def assemble(slices: list[SlicedGradient], like: Array) -> Array:
     """Return the sum of slices in the shape and dtype of `like`, 0 elsewhere.
 
     Slices that follow one another along the last axis are only put side by side, without a copy where they already lie
@@ -325,16 +311,6 @@ def graph_mode(mode: Mode) -> Iterator[None]:
 def evaluation() -> AbstractContextManager[None]:
     """Build no graph within this block (and this thread), and have layers act as in evaluation."""
     return graph_mode(Mode(builds_graph=False, evaluates=True))
-
-
-@contextmanager
-def enable_grad() -> Iterator[None]:
-    """Build graphs within this block (and this thread), whatever blocks are around it."""
-    token = current_modes.set(())
-    try:
-        yield
-    finally:
-        current_modes.reset(token)
 
 
 def is_evaluating() -> bool:

@@ -22,6 +22,7 @@ from tricycle.ops import (
     check_device,
     common_kind,
     floating,
+    getitem,
     reflected,
     refusal,
     register,
@@ -38,6 +39,12 @@ sqrt = unary("sqrt", lambda xp, x: xp.sqrt(x), lambda xp, g, x, y: g / (2 * y))
 sin = unary("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
 cos = unary("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
 absolute = unary("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
+
+
+@register
+def negative(x: Operand) -> Tensor:
+    x = as_tensor(x)
+    return record(-x.array, (x,), lambda grad, needs_grad: (-grad,), "negative")
 
 
 def _module(x: Any, y: Any) -> Any:
@@ -59,6 +66,15 @@ def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
     return g * y * x ** xp.where(y == 0, 1, y - 1)
 
 
+subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, saves=False)
+divide = binary(
+    "div",
+    "/",
+    # the quotient of integers is float32, as every other result here
+    lambda x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
+    lambda g, x, y, z: g / y,
+    lambda g, x, y, z: -g * z / y,
+)
 power = binary("pow", "**", operator.pow, _power_left, _power_right)
 # equal values share the gradient, as the mean of the one-sided derivatives
 _extremes = (
@@ -270,7 +286,20 @@ for _name, _compare in {
     "not_equal": operator.ne,
 }.items():
     setattr(Tensor, f"__{_compare.__name__}__", comparison(_name, _compare))
-for _name, _method in {"__pow__": power, "__rpow__": reflected(power)}.items():
+for _name, _op in {"sub": subtract, "truediv": divide, "pow": power}.items():
+    setattr(Tensor, f"__{_name}__", _op)
+    setattr(Tensor, f"__r{_name}__", reflected(_op))
+for _name, _method in {
+    "__neg__": negative,
+    "__iter__": lambda x: (getitem(x, i) for i in range(len(x))),
+    "exp": exp,
+    "log": log,
+    "sqrt": sqrt,
+    "sum": sum,
+    "mean": mean,
+    "max": max,
+    "min": min,
+    "transpose": transpose,
+    "split": split,
+}.items():
     setattr(Tensor, _name, _method)
-for _op in (exp, log, sqrt, sum, mean, max, min, transpose, split):
-    setattr(Tensor, _op.__name__, _op)

@@ -8,7 +8,7 @@ those that a GPT does not need are in `extra_ops.py` and `einsum.py`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -150,12 +150,6 @@ tanh = unary("tanh", lambda xp, x: xp.tanh(x), lambda xp, g, x, y: g * (1 - y * 
 sigmoid = unary("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x, y: g * y * (1 - y))
 
 
-@register
-def negative(x: Operand) -> Tensor:
-    x = as_tensor(x)
-    return record(-x.array, (x,), lambda grad, needs_grad: (-grad,), "negative")
-
-
 def binary(
     name: str,
     symbol: str,
@@ -232,16 +226,7 @@ def unbroadcast(grad: Array, shape: tuple[int, ...]) -> Array:
 
 
 add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: g, saves=False)
-subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, saves=False)
 multiply = binary("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
-divide = binary(
-    "div",
-    "/",
-    # the quotient of integers is float32, as every other result here
-    lambda x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
-    lambda g, x, y, z: g / y,
-    lambda g, x, y, z: -g * z / y,
-)
 
 
 # -------------------------------------------------------------------- shapes and indexing
@@ -303,17 +288,13 @@ def _heads_gradient(grad: Array, needs_grad: NeedsGrad, index: Any, shape: tuple
     return (SlicedGradient(grad.reshape(shape), index, once=True),)
 
 
-def _iterate(x: Tensor) -> Iterator[Tensor]:
-    return (getitem(x, i) for i in range(len(x)))
-
-
 def reflected(op: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     """Return the op with its inputs exchanged, for an operator whose left side is no Tensor."""
     return lambda x, y: op(y, x)
 
 
-for _name, _op in {"add": add, "sub": subtract, "mul": multiply, "truediv": divide}.items():
+for _name, _op in {"add": add, "mul": multiply}.items():
     setattr(Tensor, f"__{_name}__", _op)
     setattr(Tensor, f"__r{_name}__", reflected(_op))
-for _name, _op in {"__neg__": negative, "__getitem__": getitem, "__iter__": _iterate, "reshape": reshape}.items():
-    setattr(Tensor, _name, _op)
+for _name, _function in {"__getitem__": getitem, "reshape": reshape}.items():
+    setattr(Tensor, _name, _function)
