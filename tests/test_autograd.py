@@ -383,6 +383,17 @@ def test_no_grad():
     assert (x * 2).requires_grad
 
 
+def test_no_grad_around_a_function_that_calls_itself():
+    x = tensor(2)
+
+    @no_grad()
+    def within(depth):
+        return (depth > 0 and within(depth - 1)) or (x * 2).requires_grad
+
+    assert not within(2)
+    assert (x * 2).requires_grad
+
+
 def test_no_grad_holds_for_its_own_thread():
     x, results = tensor(2), {}
 

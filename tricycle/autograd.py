@@ -48,10 +48,8 @@ def walk_backward(
 ) -> Iterator[tuple[AnyNode, Array]]:
     """Yield each leaf (input or parameter) behind a result with its complete gradient, which may share memory.
 
-    Args:
-        root_grad: the gradient of `root`, in its shape.
-        sums: without gradients yet.
-        retain_graph: keep the graph. Otherwise it is freed on the way, so that memory falls as the walk goes on.
+    `root_grad` is the gradient of `root`, and `sums` is empty. Unless the graph is retained it is freed on the way, so
+    that memory falls as the walk goes on.
 
     Raises:
         RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
@@ -83,9 +81,6 @@ def topological_order(root: AnyNode) -> list[AnyNode]:
     """Return every node behind `root` that requires a gradient, each after its args; `root` is the last.
 
     Iterative, because a chain of a hundred thousand operations is deeper than Python's stack.
-
-    Raises:
-        RuntimeError: a part of the graph was freed by an earlier walk.
     """
     order: list[AnyNode] = []
     seen: set[AnyNode] = set()  # by identity: Tensors hash so
@@ -207,8 +202,7 @@ class GradientSums:
 def assemble(slices: list[SlicedGradient], like: Array) -> Array:
     """Return the sum of slices in the shape and dtype of `like`, 0 elsewhere.
 
-    Slices that follow one another along the last axis are only put side by side, without a copy where they already lie
-    so in memory.
+    Slices that fill the last axis are only put side by side, without a copy where they are so in memory already.
     """
     xp = array_module(like)
     neighbours = _neighbours(slices, like.shape)
@@ -239,12 +233,9 @@ def _neighbours(slices: list[SlicedGradient], shape: tuple[int, ...]) -> list[Ar
             return []
         placed.append((index[-1].indices(shape[-1]), array))
     placed.sort(key=lambda part: part[0])
-    reached = 0
-    for (start, stop, step), _ in placed:
-        if start != reached or step != 1:
-            return []
-        reached = stop
-    return [array for _, array in placed] if reached == shape[-1] else []
+    starts, stops, steps = zip(*(bounds for bounds, _ in placed))
+    fits = (*starts, shape[-1]) == (0, *stops) and set(steps) == {1}
+    return [array for _, array in placed] if fits else []
 
 
 # -------------------------------------------------------------------- changes in place
@@ -281,17 +272,11 @@ def describe(node: Node) -> str:
 
 # -------------------------------------------------------------------- with and without a graph
 class Mode(NamedTuple):
-    """What the operations of a block of code (a `with` statement) and of its thread leave behind.
+    """What operations leave behind within a block (a `with` statement) and its thread."""
 
-    Attributes:
-        builds_graph: whether results can be differentiated.
-        evaluates: whether layers act as in evaluation, whatever their `training` is.
-        on_record: called with each result that can be differentiated.
-    """
-
-    builds_graph: bool = True
-    evaluates: bool = False
-    on_record: Callable[[Any], None] | None = None
+    builds_graph: bool = True  # results can be differentiated
+    evaluates: bool = False  # layers act as in evaluation, whatever their `training` is
+    on_record: Callable[[Any], None] | None = None  # called with each result that can be differentiated
 
 
 # Those that this thread is in. Each is taken out by itself: blocks in generators end in any order.
@@ -301,6 +286,7 @@ current_modes: ContextVar[tuple[Mode, ...]] = ContextVar("current_modes", defaul
 @contextmanager
 def graph_mode(mode: Mode) -> Iterator[None]:
     """Add a mode within this block, also while a generator that yields inside it waits."""
+    mode = mode._replace()  # an object of this block's own: a decorator enters the same mode again and again
     current_modes.set((*current_modes.get(), mode))
     try:
         yield

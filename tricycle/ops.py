@@ -99,13 +99,10 @@ def check_device(op: str, *arrays: Array) -> None:
     """Raise a ValueError if one array is in host memory and another on a GPU."""
     kind = type(arrays[0])
     for array in arrays:
-        if type(array) is not kind:
-            break
-    else:
-        return
-    modules = {array_module(array).__name__ for array in arrays}
-    if len(modules) > 1:
-        raise ValueError(f"{op}: expected all inputs on one device, got {' and '.join(sorted(modules))} arrays")
+        if type(array) is not kind:  # it may be a subclass still
+            modules = {array_module(array).__name__ for array in arrays}
+            if len(modules) > 1:
+                raise ValueError(f"{op}: expected all inputs on one device, got {' and '.join(sorted(modules))} arrays")
 
 
 def check_width(title: str, x: Tensor, size: int) -> None:

@@ -18,7 +18,6 @@ from tricycle import autograd, devices
 from tricycle.autograd import Backward, builds_graph
 from tricycle.devices import Array, array_module
 
-BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
 Operand: TypeAlias = "Tensor | Array | int | float | Sequence[Any]"
 Axis: TypeAlias = int | tuple[int, ...] | None
 
@@ -109,21 +108,13 @@ class Tensor:
     def __float__(self) -> float:
         return float(self.item())
 
-    def __int__(self) -> int:
-        return int(self.item())
-
     def __bool__(self) -> bool:
         if self.size == 1:
             return bool(self.item())
         instead = ".array.any(), .array.all() or close_to"
         raise ValueError(f"the truth of a Tensor of shape {self.shape} is ambiguous: use {instead}")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if self.on_gpu:
-            raise TypeError("a Tensor on a GPU does not turn into a NumPy array by itself: call .numpy()")
-        return np.array(self.array, dtype=dtype, copy=copy)
-
-    # ---------------------------------------------------------------- devices, flags, copies
+    # ---------------------------------------------------------------- devices, copies
     def to_gpu(self, device: int = 0) -> Tensor:
         """Move the array (and gradient) of an input or parameter to a GPU, in place; return self."""
         if self.args:
@@ -201,7 +192,7 @@ class Tensor:
                 on_input(leaf)
 
     if TYPE_CHECKING:  # ops.py, extra_ops.py, einsum.py and tensor_methods.py attach these
-        back_fns: tuple[BackFn, ...]
+        back_fns: tuple[Callable[[Tensor], Array | Tensor], ...]
 
         def close_to(self, other: Operand, rtol: float = ..., atol: float = ..., equal_nan: bool = ...) -> bool: ...
         def _binary(self, other: Operand) -> Tensor: ...
@@ -215,6 +206,7 @@ class Tensor:
         sum = mean = max = min = _reduction
         reshape = transpose = _reordering
 
+        def __int__(self) -> int: ...
         def __getitem__(self, index: Any) -> Tensor: ...
         def __iter__(self) -> Iterator[Tensor]: ...
         def split(self, n_splits: int, axis: int = -1) -> list[Tensor]: ...
@@ -233,9 +225,8 @@ def record(
 
     Args:
         args: the Tensors that it was computed from.
-        backward: backward(grad, needs_grad, *saved) returns one gradient for each arg (an array, in its shape) from
-            that of the result; anything for an arg without a True in `needs_grad`.
-        name: of the operation.
+        backward: backward(grad, needs_grad, *saved) returns the gradient of each arg from that of the result, as
+            `autograd.Backward` says.
         is_batched: as any of the args is, unless given.
         saved: one tuple where a closure would be several objects: Python's garbage collector walks over every one,
             again and again while a graph grows, which costs more than a small operation itself.

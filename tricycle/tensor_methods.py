@@ -1,17 +1,19 @@
-"""Methods of `Tensor` that a GPT does not need: printing, comparing, declaring a batch, and one gradient alone."""
+"""Methods of `Tensor` that a GPT does not need: printing, NumPy, comparing, the batch, and one gradient alone."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from tricycle import devices
 from tricycle.autograd import OwnedGradient, SlicedGradient, assemble
 from tricycle.devices import Array
-from tricycle.tensor import BackFn, Operand, Tensor
+from tricycle.tensor import Operand, Tensor
+
+BackFn: TypeAlias = Callable[[Tensor], "Array | Tensor"]
 
 
 def as_text(x: Tensor) -> str:
@@ -28,6 +30,13 @@ def as_text(x: Tensor) -> str:
 def formatted(x: Tensor, spec: str) -> str:
     """Return a one-element Tensor as Python formats its number; as it is printed, if nothing is specified."""
     return format(x.item(), spec) if spec else str(x)
+
+
+def as_numpy(x: Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    """Return the values for `numpy.array(x)` and `numpy.asarray(x)`."""
+    if x.on_gpu:
+        raise TypeError("a Tensor on a GPU does not turn into a NumPy array by itself: call .numpy()")
+    return np.array(x.array, dtype=dtype, copy=copy)
 
 
 def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
@@ -82,6 +91,8 @@ for _name, _method in {
     "__str__": as_text,
     "__repr__": as_text,
     "__format__": formatted,
+    "__int__": lambda x: int(x.item()),
+    "__array__": as_numpy,
     "close_to": close_to,
     "to_batched": to_batched,
     "from_batched": from_batched,
