@@ -63,12 +63,12 @@ def from_batched(x: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------- one gradient alone
 def back_fn_of(x: Tensor, i: int) -> BackFn:
-    """Return the function that computes the gradient of arg `i` alone from the gradient of a Tensor, a Tensor."""
-    arg, backward, saved = x.args[i], x._backward, x._saved
+    """Return the function from the gradient of x (a Tensor) to the gradient of its arg `i` alone."""
+    arg, saved = x.args[i], x._saved
+    backward: Any = x._backward  # there is one, as there are args
     needs_grad = [place == i for place in range(len(x.args))]
 
     def back_fn(grad: Tensor) -> Array | Tensor:
-        assert backward is not None  # x has args
         gradient = backward(grad.array, needs_grad, *saved)[i]
         if type(gradient) is SlicedGradient:
             return assemble([gradient], arg.array)
@@ -80,11 +80,11 @@ def back_fn_of(x: Tensor, i: int) -> BackFn:
 def set_back_fns(x: Tensor, back_fns: tuple[BackFn, ...]) -> None:
     """Have `backward` call one function per arg, with the gradient of x (a Tensor)."""
 
-    def backward(grad: Array, needs_grad: Sequence[bool]) -> list[Any]:
+    def call_back_fns(grad: Array, needs_grad: Sequence[bool]) -> list[Any]:
         incoming = Tensor(grad, False)
         return [back_fn(incoming) if needs else None for back_fn, needs in zip(back_fns, needs_grad, strict=True)]
 
-    x._backward, x._saved = backward, ()
+    x._backward, x._saved = call_back_fns, ()
 
 
 for _name, _method in {
