@@ -36,7 +36,7 @@ Step = Callable[[], Any]  # returns the mixed values and the gradient, as arrays
 
 def tricycle_attention(n_items: int, length: int, precision: str = "float32") -> Step:
     from tricycle.attention import Attention
-    from tricycle.ops import split
+    from tricycle.extra_ops import split
     from tricycle.tensor import to_tensor
 
     qkv = to_tensor(random_qkv(n_items, length))

@@ -1,7 +1,8 @@
 """Attention of queries, keys and values that lie side by side in one array (B, T, 3 C): how many tests write it."""
 
 from tricycle.attention import Attention, Rotary, scores_and_weights
-from tricycle.ops import as_tensor, concatenate, reshape, split
+from tricycle.extra_ops import concatenate, split
+from tricycle.ops import as_tensor, reshape
 from tricycle.tensor import Tensor
 
 

@@ -19,7 +19,7 @@ import tricycle.functions as functions
 import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
-from tricycle import ops, softmaxes
+from tricycle import extra_ops, ops, softmaxes
 from tricycle.tensor import Tensor, to_tensor
 
 
@@ -98,15 +98,15 @@ SHAPES = [(), (1,), (5,), (2, 3), (2, 1, 3), (0,), (2, 0, 3)]
 
 # name, op, inputs, edge values, PyTorch
 UNARY = [
-    ("exp", ops.exp, normal, [-30, 0, 5], lambda torch, x: x.exp()),
-    ("log", ops.log, positive, [1e-3, 1, 1e4], lambda torch, x: x.log()),
-    ("sqrt", ops.sqrt, positive, [1e-2, 1, 1e4], lambda torch, x: x.sqrt()),
-    ("sin", ops.sin, normal, [-30, 0, 30], lambda torch, x: x.sin()),
-    ("cos", ops.cos, normal, [-30, 0, 30], lambda torch, x: x.cos()),
-    ("absolute", ops.absolute, nonzero, [-1e3, 1e3], lambda torch, x: x.abs()),
+    ("exp", extra_ops.exp, normal, [-30, 0, 5], lambda torch, x: x.exp()),
+    ("log", extra_ops.log, positive, [1e-3, 1, 1e4], lambda torch, x: x.log()),
+    ("sqrt", extra_ops.sqrt, positive, [1e-2, 1, 1e4], lambda torch, x: x.sqrt()),
+    ("sin", extra_ops.sin, normal, [-30, 0, 30], lambda torch, x: x.sin()),
+    ("cos", extra_ops.cos, normal, [-30, 0, 30], lambda torch, x: x.cos()),
+    ("absolute", extra_ops.absolute, nonzero, [-1e3, 1e3], lambda torch, x: x.abs()),
     ("tanh", ops.tanh, normal, [-30, 0, 30], lambda torch, x: x.tanh()),
     ("sigmoid", ops.sigmoid, normal, [-30, 0, 30], lambda torch, x: x.sigmoid()),
-    ("negative", ops.negative, normal, [-1e3, 0, 1e3], lambda torch, x: -x),
+    ("negative", extra_ops.negative, normal, [-1e3, 0, 1e3], lambda torch, x: -x),
     ("Sigmoid", functions.Sigmoid(), normal, [-30, 0, 30], lambda torch, x: x.sigmoid()),
     ("Tanh", functions.Tanh(), normal, [-30, 0, 30], lambda torch, x: x.tanh()),
     ("ReLU", activation.ReLU(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu()),
@@ -145,12 +145,12 @@ SHAPE_PAIRS = [
 BINARY = [
     ("add", ops.add, normal, normal, lambda torch, x, y: x + y),
     ("residual", functions.residual, normal, normal, lambda torch, x, y: x + y),
-    ("sub", ops.subtract, normal, normal, lambda torch, x, y: x - y),
+    ("sub", extra_ops.subtract, normal, normal, lambda torch, x, y: x - y),
     ("mul", ops.multiply, normal, normal, lambda torch, x, y: x * y),
-    ("div", ops.divide, normal, nonzero, lambda torch, x, y: x / y),
-    ("pow", ops.power, positive, normal, lambda torch, x, y: x**y),
-    ("maximum", ops.maximum, distinct, distinct_too, lambda torch, x, y: torch.maximum(x, y)),
-    ("minimum", ops.minimum, distinct, distinct_too, lambda torch, x, y: torch.minimum(x, y)),
+    ("div", extra_ops.divide, normal, nonzero, lambda torch, x, y: x / y),
+    ("pow", extra_ops.power, positive, normal, lambda torch, x, y: x**y),
+    ("maximum", extra_ops.maximum, distinct, distinct_too, lambda torch, x, y: torch.maximum(x, y)),
+    ("minimum", extra_ops.minimum, distinct, distinct_too, lambda torch, x, y: torch.minimum(x, y)),
 ]
 for _name, _op, _left, _right, _torch in BINARY:
     for _a, _b in SHAPE_PAIRS:
@@ -173,7 +173,7 @@ for _exponent in (0, 1, 2, 3, -1, -2, 0.5, 2.5):
     _base = nonzero(4) if isinstance(_exponent, int) else positive(4)
     add("pow", lambda x, n=_exponent: x**n, _base, torch=lambda torch, x, n=_exponent: x**n)
 add(
-    "pow", ops.power, [-2.0, -1.5, 0.5, 3.0], Whole([2, 3, 2, -1]), torch=lambda torch, x, n: x**n
+    "pow", extra_ops.power, [-2.0, -1.5, 0.5, 3.0], Whole([2, 3, 2, -1]), torch=lambda torch, x, n: x**n
 )  # a Tensor of whole numbers
 
 # -------------------------------------------------------------------- choosing, joining
@@ -185,7 +185,7 @@ for _condition, _a, _b in [
 ]:
     add(
         "where",
-        lambda x, y, c=_condition: ops.where(c, x, y),
+        lambda x, y, c=_condition: extra_ops.where(c, x, y),
         normal(*_a),
         normal(*_b),
         torch=lambda torch, x, y, c=_condition: torch.where(torch.tensor(c), x, y),
@@ -199,14 +199,14 @@ for _axis, _shapes in [
 ]:
     add(
         "concatenate",
-        lambda *xs, axis=_axis: ops.concatenate(xs, axis=axis),
+        lambda *xs, axis=_axis: extra_ops.concatenate(xs, axis=axis),
         *(normal(*s) for s in _shapes),
         torch=lambda torch, *xs, axis=_axis: torch.cat(xs, axis),
     )
 for _axis, _n, _shape in [(0, 3, (2, 3)), (1, 2, (2, 3)), (-1, 2, (2, 3)), (0, 2, ()), (0, 1, (4,)), (1, 2, (0, 2))]:
     add(
         "stack",
-        lambda *xs, axis=_axis: ops.stack(xs, axis=axis),
+        lambda *xs, axis=_axis: extra_ops.stack(xs, axis=axis),
         *(normal(*_shape) for _ in range(_n)),
         torch=lambda torch, *xs, axis=_axis: torch.stack(xs, axis),
     )
@@ -238,7 +238,7 @@ for _name, _method in REDUCTIONS.items():
             )
     add(_name, lambda x, op=ops.OPS[_name]: op(x, axis=()), distinct(2, 3))
     add(_name, lambda x, op=ops.OPS[_name]: op(x, axis=1), distinct(2, 3), batched=(True,))
-add("sum", lambda x: ops.sum(x, 0), normal(0, 3), torch=lambda torch, x: x.sum(0))
+add("sum", lambda x: extra_ops.sum(x, 0), normal(0, 3), torch=lambda torch, x: x.sum(0))
 
 # -------------------------------------------------------------------- shapes and indexing
 for _shape, _new in [((2, 3), (3, 2)), ((2, 3), (-1,)), ((6,), (1, 2, -1)), ((), (1, 1)), ((0, 3), (3, 0)), ((1,), ())]:
@@ -257,12 +257,12 @@ for _shape, _order in [
 ]:
     add(
         "transpose",
-        lambda x, order=_order: ops.transpose(x, *order),
+        lambda x, order=_order: extra_ops.transpose(x, *order),
         normal(*_shape),
         torch=lambda torch, x, order=_order: x.permute(order),
     )
-add("transpose", ops.transpose, normal(2, 3, 4), torch=lambda torch, x: x.permute(2, 1, 0))
-add("transpose", ops.transpose, normal(), torch=lambda torch, x: x)
+add("transpose", extra_ops.transpose, normal(2, 3, 4), torch=lambda torch, x: x.permute(2, 1, 0))
+add("transpose", extra_ops.transpose, normal(), torch=lambda torch, x: x)
 
 INDICES = [
     0,

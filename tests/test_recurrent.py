@@ -11,7 +11,7 @@ import pytest
 from tables import bad_input
 from test_layers import put
 
-from tricycle import kernels, ops
+from tricycle import extra_ops, kernels
 from tricycle.gradcheck import gradcheck
 from tricycle.optimisers import AdamW
 from tricycle.sequences.recurrent import CELLS, GRU, LSTM, RNN, Recurrent
@@ -66,7 +66,7 @@ def as_list(final: Any) -> list[Tensor]:
 
 def flat(outputs: Tensor, final: Any) -> Tensor:
     """Outputs and states at the end as one vector."""
-    return ops.concatenate([y.reshape(-1) for y in (outputs, *as_list(final))])
+    return extra_ops.concatenate([y.reshape(-1) for y in (outputs, *as_list(final))])
 
 
 def all_gradients(layer: Recurrent, x: Tensor, initial: list[Tensor], *results: Tensor) -> list[np.ndarray]:
@@ -198,7 +198,7 @@ def test_two_pieces_through_the_state_are_one_run(kind, n_layers) -> None:
 
     first, between = layer(x[:, :2], initial=as_initial(states))
     second, final = layer(x[:, 2:], initial=between)
-    joined = ops.concatenate([first, second], axis=1)
+    joined = extra_ops.concatenate([first, second], axis=1)
     for mine, theirs in zip([joined, *as_list(final)], [whole, *as_list(end)], strict=True):
         np.testing.assert_allclose(mine.array, theirs.array, 1e-12)
     for mine, theirs in zip(all_gradients(layer, x, states, joined, *as_list(final)), expected, strict=True):

@@ -12,9 +12,9 @@ from tricycle import kernels, no_grad, to_tensor
 from tricycle.autograd import increment_versions
 from tricycle.debug import watch_arrays
 from tricycle.einsum import Einsum
+from tricycle.extra_ops import exp
 from tricycle.kernels import use_reference
 from tricycle.layers import Dense
-from tricycle.ops import exp
 from tricycle.optimisers import AdamW, Lion, Muon, StochasticGradientDescent
 
 

@@ -21,9 +21,9 @@ READING_LIST = """
 devices kernels/dispatch kernels/reference/widening kernels/reference/elementwise kernels/reference/softmax
 kernels/reference/normalisation kernels/reference/matrices kernels/reference/losses kernels/reference/tables
 kernels/reference/attention kernels/reference/optimisers kernels/reference/__init__ kernels/__init__
-autograd tensor parameter ops __init__ functions activation loss initialisers layers
-attention/masks attention/attend attention/cache attention/rotary attention/__init__
-configs/checked configs/model configs/training configs/__init__
+autograd tensor parameter ops functions activation loss initialisers layers
+configs/checked configs/model
+attention/attend attention/cache attention/rotary
 blocks models tokeniser dataset optimisers scheduler training sampling generate
 """.split()
 

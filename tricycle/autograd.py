@@ -2,8 +2,7 @@
 
 A node of the graph is a Tensor. The operation that made it left its inputs there (`args`) and one backward function,
 which computes the gradients of the inputs from the gradient of the result. `walk_backward` visits each node once, after
-all nodes that were computed from it, and calls its backward function: the chain rule.
-Nothing here knows what an operation computes, nor how a Tensor is made: `tensor.py` imports this file.
+all nodes that were computed from it, and calls its backward function: the chain rule. `tensor.py` imports this file.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ NeedsGrad: TypeAlias = Sequence[bool]  # which args of an operation need a gradi
 # SlicedGradient or an OwnedGradient; None where nothing flows; anything for an arg that needs none.
 Backward: TypeAlias = Callable[..., Sequence[Any]]
 
-LARGE = 2**18  # the number of elements from which on gradients are added by a kernel, which has threads
+LARGE = 2**18  # from this number of elements on gradients are added by a kernel, which has threads
 
 
 class Node(Protocol):
-    """What the walk reads of a Tensor (`tricycle.tensor.Tensor` says what each attribute is)."""
+    """What the walk reads of a Tensor."""
 
     array: Array
     args: tuple[Any, ...]
@@ -47,14 +46,10 @@ AnyNode = TypeVar("AnyNode", bound=Node)
 def walk_backward(
     root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False
 ) -> Iterator[tuple[AnyNode, Array]]:
-    """Yield each leaf behind a result with its gradient, which is complete and may share memory with others.
+    """Yield each leaf (input or parameter) behind a result with its complete gradient, which may share memory.
 
-    A leaf is a node that no operation made: an input or a parameter.
-
-    Args:
-        root_grad: the gradient of `root`, in its shape.
-        sums: without gradients yet.
-        retain_graph: keep the graph. Otherwise it is freed on the way, so that memory falls as the walk goes on.
+    `root_grad` is the gradient of `root`, and `sums` is empty. Unless the graph is retained it is freed on the way, so
+    that memory falls as the walk goes on.
 
     Raises:
         RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
@@ -73,10 +68,7 @@ def walk_backward(
         if grad is not None and node._version != n_changes:
             _check_unchanged(node)
         if not retain_graph:
-            node.args = ()
-            node._backward = None
-            node._saved = ()
-            node._version = -1
+            node.args, node._backward, node._saved, node._version = (), None, (), -1
         # The array of the node is freed here, before its backward function allocates others, unless that function or
         # the caller holds it: large logits need not be in memory beside their gradient.
         del node
@@ -89,9 +81,6 @@ def topological_order(root: AnyNode) -> list[AnyNode]:
     """Return every node behind `root` that requires a gradient, each after its args; `root` is the last.
 
     Iterative, because a chain of a hundred thousand operations is deeper than Python's stack.
-
-    Raises:
-        RuntimeError: a part of the graph was freed by an earlier walk.
     """
     order: list[AnyNode] = []
     seen: set[AnyNode] = set()  # by identity: Tensors hash so
@@ -115,16 +104,10 @@ def topological_order(root: AnyNode) -> list[AnyNode]:
 
 
 def gradients_of(result: AnyNode, grad: Array, inputs: Sequence[AnyNode]) -> list[Array | None]:
-    """Return the gradients of some leaves behind a result; no Tensor's `grad` changes, and the graph is freed.
+    """Return the gradients of these leaves behind a result with gradient `grad`; None where nothing flows.
 
-    For operations whose backward function runs a separate backward pass.
-
-    Args:
-        grad: the gradient of the result.
-        inputs: Tensors that no operation made.
-
-    Returns:
-        for each its gradient, which may share memory with others; None where none flows to it.
+    For operations whose backward function runs a separate backward pass: no Tensor's `grad` changes, and the graph is
+    freed. The arrays may share memory.
     """
     if not result.requires_grad:
         return [None for _ in inputs]
@@ -132,29 +115,12 @@ def gradients_of(result: AnyNode, grad: Array, inputs: Sequence[AnyNode]) -> lis
     return [arrived.get(id(node)) for node in inputs]
 
 
-def back_fn_of(node: Node, i: int) -> Callable[[Any], Array]:
-    """Return the function that computes the gradient of arg `i` alone from the gradient of a node, a Tensor."""
-    arg, backward, saved = node.args[i], node._backward, node._saved
-    needs_grad = [place == i for place in range(len(node.args))]
-
-    def back_fn(grad: Any) -> Array:
-        gradient = backward(grad.array, needs_grad, *saved)[i]
-        if type(gradient) is SlicedGradient:
-            return _assemble([gradient], arg.array)
-        return gradient.array if type(gradient) is OwnedGradient else gradient
-
-    return back_fn
-
-
 # -------------------------------------------------------------------- sums of gradients
 class SlicedGradient(NamedTuple):
     """The gradient of an arg that is 0 outside of one slice of it: `whole[index] = array`.
 
-    An op that takes a slice of its arg returns this in place of an array full of zeros. All slices of one arg are put
-    together when the walk reaches it: taking a sequence apart step by step costs no more than its length.
-
-    Attributes:
-        once: whether it is known that the index takes no element twice.
+    All slices of one arg are put together when the walk reaches it: taking a sequence apart step by step costs no more
+    than its length. `once` says that the index is known to take no element twice.
     """
 
     array: Array
@@ -171,10 +137,9 @@ class OwnedGradient(NamedTuple):
 class GradientSums:
     """The gradients that have arrived at nodes that the walk has not reached yet.
 
-    An array that arrives may be shared (an addition hands the same one to both inputs), so the first sum makes a new
-    array; only arrays that were made here, or came as `OwnedGradient`, are added to in place. One element never is: the
-    sum of 0-d arrays is a NumPy scalar, which += would replace, and NumPy takes three times as long for += as for +
-    there.
+    An array that arrives may be shared (an addition hands the same one to both inputs), so only arrays that were made
+    here, or came as `OwnedGradient`, are added to in place. One element never is: the sum of 0-d arrays is a NumPy
+    scalar, which += would replace, and there + takes a third of the time of +=.
     """
 
     def __init__(self) -> None:
@@ -185,7 +150,7 @@ class GradientSums:
 
     def add(self, args: Sequence[Node], needs_grad: NeedsGrad, gradients: Sequence[Any]) -> None:
         """Add the gradients of those args of an operation that need one."""
-        arrays = self.arrays
+        arrays, owned = self.arrays, self.owned
         for arg, needs, grad in zip(args, needs_grad, gradients, strict=True):
             if not needs or grad is None:
                 continue
@@ -193,37 +158,37 @@ class GradientSums:
             if kind is SlicedGradient:
                 self.slices.setdefault(arg, []).append(grad)
                 continue
-            is_owned = kind is OwnedGradient
             array = grad if kind is np.ndarray else getattr(grad, "array", grad)  # a Tensor is welcome, too
             dtype = arg.array.dtype
             if array.dtype is not dtype:
                 array = array.astype(dtype, copy=False)
             if arg not in arrays:
                 arrays[arg] = array
-                if is_owned and array.size > 1:
-                    self.owned.add(id(arg))
+                if kind is OwnedGradient and array.size > 1:
+                    owned.add(id(arg))
             elif array.size >= LARGE:
-                out = arrays[arg] if id(arg) in self.owned else array if is_owned else None
+                out = arrays[arg] if id(arg) in owned else array if kind is OwnedGradient else None
                 arrays[arg] = kernels.add(arrays[arg], array, out)
-                self.owned.add(id(arg))
-            elif id(arg) in self.owned:
+                owned.add(id(arg))
+            elif id(arg) in owned:
                 arrays[arg] += array
             else:
                 arrays[arg] = total = arrays[arg] + array
                 if total.size > 1:
-                    self.owned.add(id(arg))
+                    owned.add(id(arg))
 
     def take(self, node: Node) -> Array | None:
         """Remove and return the whole gradient of a node; None where none has arrived."""
-        if node in self.slices:
-            slices = self.slices.pop(node)
-            if node not in self.arrays:
-                self.arrays[node] = _assemble(slices, node.array).astype(node.array.dtype, copy=False)
-            else:
-                if id(node) not in self.owned:
-                    self.arrays[node] = array_module(node.array).array(self.arrays[node])  # a copy
-                _add_slices(self.arrays[node], slices)
-        return self.arrays.pop(node, None)
+        grad = self.arrays.pop(node, None)
+        if node not in self.slices:
+            return grad
+        slices = self.slices.pop(node)
+        if grad is None:
+            return assemble(slices, node.array).astype(node.array.dtype, copy=False)
+        if id(node) not in self.owned:
+            grad = array_module(grad).array(grad)  # a copy
+        _add_slices(grad, slices)
+        return grad
 
     def own(self, leaf: Node, grad: Array) -> Array:
         """Return the gradient of a leaf in memory that nothing else uses: itself, or a copy if it is shared."""
@@ -234,11 +199,10 @@ class GradientSums:
         return grad
 
 
-def _assemble(slices: list[SlicedGradient], like: Array) -> Array:
-    """Return an array with the shape and dtype of `like`: the sum of the slices, 0 elsewhere.
+def assemble(slices: list[SlicedGradient], like: Array) -> Array:
+    """Return the sum of slices in the shape and dtype of `like`, 0 elsewhere.
 
-    Slices that follow one another without gaps along the last axis are only put side by side; and if they lie so in
-    memory already, that memory is the result.
+    Slices that fill the last axis are only put side by side, without a copy where they are so in memory already.
     """
     xp = array_module(like)
     neighbours = _neighbours(slices, like.shape)
@@ -251,36 +215,27 @@ def _assemble(slices: list[SlicedGradient], like: Array) -> Array:
 
 
 def _add_slices(total: Array, slices: list[SlicedGradient]) -> None:
-    """Add slices to an array in place."""
     for array, index, once in slices:
-        if once or _is_basic(index):
+        parts = index if isinstance(index, tuple) else (index,)
+        if once or all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts):
             total[index] += array
         else:
             array_module(total).add.at(total, index, array)  # an element that is taken twice gets both gradients
-
-
-def _is_basic(index: Any) -> bool:
-    """Return whether an index can take no element twice: integers, slices, None and Ellipsis alone."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(part, (int, np.integer, slice, type(None), EllipsisType)) for part in parts)
 
 
 def _neighbours(slices: list[SlicedGradient], shape: tuple[int, ...]) -> list[Array]:
     """Return the arrays of slices that fill an array of this shape along its last axis, in order; [] if they do not."""
     placed: list[tuple[tuple[int, int, int], Array]] = []
     for array, index, _ in slices:
-        if not isinstance(index, tuple) or not 0 < len(index) == len(shape):
+        if not isinstance(index, tuple) or not index or not all(isinstance(part, slice) for part in index):
             return []
-        if not all(isinstance(part, slice) for part in index) or any(part != slice(None) for part in index[:-1]):
+        if index[:-1] != (slice(None),) * (len(shape) - 1):
             return []
         placed.append((index[-1].indices(shape[-1]), array))
     placed.sort(key=lambda part: part[0])
-    reached = 0
-    for (start, stop, step), _ in placed:
-        if start != reached or step != 1:
-            return []
-        reached = stop
-    return [array for _, array in placed] if reached == shape[-1] else []
+    starts, stops, steps = zip(*(bounds for bounds, _ in placed))
+    fits = (*starts, shape[-1]) == (0, *stops) and set(steps) == {1}
+    return [array for _, array in placed] if fits else []
 
 
 # -------------------------------------------------------------------- changes in place
@@ -291,8 +246,7 @@ n_changes = 0  # made in place so far; the version of a Tensor is its value when
 def increment_versions(tensors: Iterable[Node]) -> None:
     """Record that the arrays of these inputs or parameters have been changed in place.
 
-    A result that was computed from them before cannot be differentiated any more: its gradient would mix old values and
-    new ones.
+    Results computed from them before can no longer be differentiated: old values and new ones would mix.
     """
     global n_changes
     with _changing:
@@ -318,11 +272,11 @@ def describe(node: Node) -> str:
 
 # -------------------------------------------------------------------- with and without a graph
 class Mode(NamedTuple):
-    """What operations of a block of code leave behind, as `graph_mode` describes it."""
+    """What operations leave behind within a block (a `with` statement) and its thread."""
 
-    builds_graph: bool
-    evaluates: bool
-    on_record: Callable[[Any], None] | None
+    builds_graph: bool = True  # results can be differentiated
+    evaluates: bool = False  # layers act as in evaluation, whatever their `training` is
+    on_record: Callable[[Any], None] | None = None  # called with each result that can be differentiated
 
 
 # Those that this thread is in. Each is taken out by itself: blocks in generators end in any order.
@@ -330,19 +284,9 @@ current_modes: ContextVar[tuple[Mode, ...]] = ContextVar("current_modes", defaul
 
 
 @contextmanager
-def graph_mode(
-    builds_graph: bool = True, evaluates: bool = False, on_record: Callable[[Any], None] | None = None
-) -> Iterator[None]:
-    """Change what operations leave behind within this block (and this thread).
-
-    A generator that yields inside the block is still inside it while it waits, and so is its caller.
-
-    Args:
-        builds_graph: whether results can be differentiated.
-        evaluates: whether layers act as in evaluation, whatever their `training` is.
-        on_record: called with each result that can be differentiated.
-    """
-    mode = Mode(builds_graph, evaluates, on_record)
+def graph_mode(mode: Mode) -> Iterator[None]:
+    """Add a mode within this block, also while a generator that yields inside it waits."""
+    mode = mode._replace()  # an object of this block's own: a decorator enters the same mode again and again
     current_modes.set((*current_modes.get(), mode))
     try:
         yield
@@ -352,17 +296,7 @@ def graph_mode(
 
 def evaluation() -> AbstractContextManager[None]:
     """Build no graph within this block (and this thread), and have layers act as in evaluation."""
-    return graph_mode(builds_graph=False, evaluates=True)
-
-
-@contextmanager
-def enable_grad() -> Iterator[None]:
-    """Build graphs within this block (and this thread), whatever blocks are around it."""
-    token = current_modes.set(())
-    try:
-        yield
-    finally:
-        current_modes.reset(token)
+    return graph_mode(Mode(builds_graph=False, evaluates=True))
 
 
 def is_evaluating() -> bool:

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any
 
 from tricycle import devices
-from tricycle.autograd import describe, graph_mode
+from tricycle.autograd import Mode, describe, graph_mode
 from tricycle.devices import Array
 from tricycle.tensor import Tensor
 
@@ -19,7 +19,7 @@ def watch_arrays() -> AbstractContextManager[None]:
     Slow: it reads every array twice more, for a checksum. Elsewhere `backward` notices only the changes that optimisers
     and `Layer.load_state_dict` make.
     """
-    return graph_mode(on_record=_watch)
+    return graph_mode(Mode(on_record=_watch))
 
 
 def _watch(node: Tensor) -> None:

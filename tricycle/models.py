@@ -175,7 +175,7 @@ class GPT(BlockStack):
         return x
 
     def logits(self, x: Tensor, dtype: Any = None) -> Tensor:
-        """Apply the last norm and the head to hidden states (..., C); return (..., V), in this dtype if one is given."""
+        """Apply the last norm and the head to (..., C); return logits (..., V), in this dtype if one is given."""
         x = x if self.norm is None else self.norm(x)
         if self.head_projection is not None:
             x = self.head_projection(x)

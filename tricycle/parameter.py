@@ -10,15 +10,7 @@ ROLES = ("matrix", "embedding", "position", "gain", "bias", "scale", "head")
 
 
 class Parameter(Tensor):
-    """A Tensor that a model learns, with the role that optimisers choose their rule by.
-
-    Args:
-        values: as `to_tensor` takes them.
-        role: one of ROLES; None leaves the choice to the number of axes.
-
-    Raises:
-        ValueError: an unknown role.
-    """
+    """A Tensor that a model learns, with one of ROLES, by which optimisers choose their rule; None: by its axes."""
 
     __slots__ = ("role",)
     _copied = (*Tensor._copied, "role")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.autograd import NeedsGrad, enable_grad, grad_enabled_for, gradients_of
+from tricycle.autograd import NeedsGrad, current_modes, grad_enabled_for, gradients_of
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer, generators_in
 from tricycle.models import run_block
@@ -104,6 +104,16 @@ def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
         return gradients_of(second, grad, [again, *parameters])
 
     return record(result.array, inputs, backward, "recompute", result.is_batched)
+
+
+@contextmanager
+def enable_grad() -> Iterator[None]:
+    """Build graphs within this block (and this thread), whatever blocks are around it."""
+    token = current_modes.set(())
+    try:
+        yield
+    finally:
+        current_modes.reset(token)
 
 
 class Situation:

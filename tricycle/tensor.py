@@ -2,12 +2,11 @@
 
 A Tensor that an operation returned holds its inputs (`args`) and a backward function, which computes the gradients of
 the inputs from the gradient of the Tensor: `record` puts both there. `Tensor.backward` then has `autograd.py` walk
-through the graph. Nothing here knows what any operation computes: `ops.py` and `einsum.py` add operators and methods.
+through the graph. Operators and further methods come from `ops.py`, `extra_ops.py`, `einsum.py`, `tensor_methods.py`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -19,7 +18,6 @@ from tricycle import autograd, devices
 from tricycle.autograd import Backward, builds_graph
 from tricycle.devices import Array, array_module
 
-BackFn: TypeAlias = Callable[["Tensor"], "Array | Tensor"]
 Operand: TypeAlias = "Tensor | Array | int | float | Sequence[Any]"
 Axis: TypeAlias = int | tuple[int, ...] | None
 
@@ -29,11 +27,11 @@ class Tensor:
 
     Attributes:
         array: the NumPy or CuPy array.
-        grad: after `backward`, the gradient of the result with respect to this Tensor, in its shape and dtype. Only
-            Tensors that no operation made (inputs and parameters) keep one.
+        grad: after `backward`, the gradient of the result with respect to this Tensor, in its shape and dtype; only
+            inputs and parameters keep one.
         args: the Tensors that the operation behind this one took; () for inputs and parameters.
-        back_fns: one function per arg. It gets the gradient of this Tensor (a Tensor) and returns the gradient of that
-            arg (an array or a Tensor). They can be set, too.
+        back_fns: one function per arg, from the gradient of this Tensor (a Tensor) to that of the arg (an array or a
+            Tensor). They can be set, too.
         requires_grad: whether gradients flow to this Tensor.
         is_batched: whether axis 0 is the batch. Only `Einsum` reads it.
         name: what made this Tensor, shown when it is printed.
@@ -97,16 +95,10 @@ class Tensor:
         return devices.to_cpu(self.array)
 
     def item(self) -> Any:
-        """Return the value of a one-element Tensor as a Python number."""
+        """Return the one element as a Python number."""
         if self.size != 1:
             raise ValueError(f"item: expected a Tensor of one element, got shape {self.shape}")
         return self.array.item()
-
-    def close_to(self, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-        """Return whether all values are within `atol + rtol * |other|` of a Tensor's, an array's or a number's."""
-        array = other.array if isinstance(other, Tensor) else other
-        array = devices.to_cpu(array) if devices.is_array(array) else array
-        return bool(np.allclose(self.numpy(), array, rtol=rtol, atol=atol, equal_nan=equal_nan))
 
     def __len__(self) -> int:
         if self.ndim == 0:
@@ -116,41 +108,15 @@ class Tensor:
     def __float__(self) -> float:
         return float(self.item())
 
-    def __int__(self) -> int:
-        return int(self.item())
-
     def __bool__(self) -> bool:
-        if self.size != 1:
-            instead = ".array.any(), .array.all() or close_to"
-            raise ValueError(f"the truth of a Tensor of shape {self.shape} is ambiguous: use {instead}")
-        return bool(self.item())
+        if self.size == 1:
+            return bool(self.item())
+        instead = ".array.any(), .array.all() or close_to"
+        raise ValueError(f"the truth of a Tensor of shape {self.shape} is ambiguous: use {instead}")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if self.on_gpu:
-            raise TypeError("a Tensor on a GPU does not turn into a NumPy array by itself: call .numpy()")
-        return np.array(self.array, dtype=dtype, copy=copy)
-
-    def __str__(self) -> str:
-        array, end = self.numpy(), f", name={self.name})" if self.name else ")"
-        if array.ndim == 0:
-            return f"Tensor({array!s}{end}"  # !s: format() would go through a Python float
-        text = np.array2string(array, prefix="Tensor(")
-        one_line = re.sub(r"\]\s*\n\s*\[", "], [", text)
-        fits = "\n" not in one_line and len(one_line) <= np.get_printoptions()["linewidth"]
-        return f"Tensor({one_line if fits else text}{end}"
-
-    __repr__ = __str__
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if spec else str(self)
-
-    # ---------------------------------------------------------------- devices, flags, copies
+    # ---------------------------------------------------------------- devices, copies
     def to_gpu(self, device: int = 0) -> Tensor:
-        """Move the array (and gradient) to a GPU, in place; return self.
-
-        Raises:
-            RuntimeError: this is the result of an operation, whose inputs would stay where they are.
-        """
+        """Move the array (and gradient) of an input or parameter to a GPU, in place; return self."""
         if self.args:
             came = f"the result of {self.name or 'an operation'}, whose gradient goes back to where its inputs lie"
             raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {came}; move detach() or its inputs")
@@ -166,18 +132,6 @@ class Tensor:
             self.grad.from_gpu()
         return self
 
-    def to_batched(self) -> Tensor:
-        """Declare axis 0 the batch, in place; return self."""
-        if self.ndim == 0:
-            raise ValueError("to_batched: a Tensor without axes has no batch axis")
-        self.is_batched = True
-        return self
-
-    def from_batched(self) -> Tensor:
-        """Declare that no axis is a batch, in place; return self."""
-        self.is_batched = False
-        return self
-
     def detach(self) -> Tensor:
         """Return a Tensor with the same array and without a history: no gradient flows through it."""
         return Tensor(self.array, requires_grad=False, is_batched=self.is_batched, name=self.name)
@@ -186,7 +140,7 @@ class Tensor:
         """Set `grad` to None."""
         self.grad = None
 
-    # Copies and pickles leave the graph behind: it holds closures. Arrays are pickled as NumPy's: they load anywhere.
+    # Copies and pickles leave the graph behind: it holds functions. Arrays are pickled as NumPy's: they load anywhere.
     _copied: ClassVar[tuple[str, ...]] = ("requires_grad", "is_batched", "name")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,35 +157,19 @@ class Tensor:
         return twin
 
     # ---------------------------------------------------------------- differentiation
-    @property
-    def back_fns(self) -> tuple[BackFn, ...]:
-        return tuple(autograd.back_fn_of(self, i) for i in range(len(self.args)))
-
-    @back_fns.setter
-    def back_fns(self, back_fns: tuple[BackFn, ...]) -> None:
-        def call_back_fns(grad: Array, needs_grad: Sequence[bool]) -> list[Any]:
-            incoming = Tensor(grad, False)
-            return [back_fn(incoming) if needs else None for back_fn, needs in zip(back_fns, needs_grad, strict=True)]
-
-        self._backward, self._saved = call_back_fns, ()
-
     def backward(
         self, retain_graph: bool = False, create_graph: bool = False, on_input: Callable[[Tensor], None] | None = None
     ) -> None:
         """Add the gradient of this Tensor (of its sum, if it has many elements) to every input behind it.
 
-        The graph is freed on the way, so that memory falls as the pass goes on. Gradients are constants: nothing can be
-        differentiated through them.
-
         Args:
-            retain_graph: keep the graph, so that `backward` can run over it again.
-            create_graph: refused: there are no gradients of gradients.
+            retain_graph: keep the graph, so that `backward` can run over it again, instead of freeing it on the way.
+            create_graph: refused with a NotImplementedError: gradients are constants.
             on_input: called with each input whose gradient is complete, while the pass goes on.
 
         Raises:
             RuntimeError: nothing behind this Tensor requires a gradient; the graph was freed by an earlier `backward`;
                 or a parameter in it was changed in place since.
-            NotImplementedError: `create_graph`.
         """
         if create_graph:
             raise NotImplementedError("backward: expected create_graph=False: there are no gradients of gradients")
@@ -245,18 +183,18 @@ class Tensor:
         sums = autograd.GradientSums()
         for leaf, grad in autograd.walk_backward(self, ones, sums, retain_graph):
             if grad.shape != leaf.array.shape:
-                raise RuntimeError(
-                    f"backward: a gradient of shape {grad.shape} came for a Tensor of shape {leaf.shape}"
-                )
+                came = f"a gradient of shape {grad.shape}"
+                raise RuntimeError(f"backward: {came} came for a Tensor of shape {leaf.shape}")
             # the gradient becomes the user's, so it shares memory with nothing else
             grad = sums.own(leaf, grad) if leaf.grad is None else leaf.grad.array + grad
             leaf.grad = Tensor(grad, False, leaf.is_batched)
             if on_input is not None:
                 on_input(leaf)
 
-    if TYPE_CHECKING:  # ops.py and einsum.py attach these
+    if TYPE_CHECKING:  # ops.py, extra_ops.py, einsum.py and tensor_methods.py attach these
+        back_fns: tuple[Callable[[Tensor], Array | Tensor], ...]
 
-        def _unary(self) -> Tensor: ...
+        def close_to(self, other: Operand, rtol: float = ..., atol: float = ..., equal_nan: bool = ...) -> bool: ...
         def _binary(self, other: Operand) -> Tensor: ...
         def _reduction(self, axis: Axis = None, keepdims: bool = False) -> Tensor: ...
         def _reordering(self, *sizes: int | Sequence[int]) -> Tensor: ...
@@ -264,10 +202,11 @@ class Tensor:
         __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = _binary
         __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = _binary
         __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _binary  # type: ignore[assignment]
-        __neg__ = exp = log = sqrt = _unary
+        __neg__ = exp = log = sqrt = to_batched = from_batched = detach
         sum = mean = max = min = _reduction
         reshape = transpose = _reordering
 
+        def __int__(self) -> int: ...
         def __getitem__(self, index: Any) -> Tensor: ...
         def __iter__(self) -> Iterator[Tensor]: ...
         def split(self, n_splits: int, axis: int = -1) -> list[Tensor]: ...
@@ -285,14 +224,11 @@ def record(
     """Return the result of an operation as a Tensor, with its history where a gradient can flow.
 
     Args:
-        array: the result.
         args: the Tensors that it was computed from.
-        backward: backward(grad, needs_grad) returns one gradient for each arg (an array, in its shape) from that of the
-            result. `needs_grad` has a boolean for each arg; anything may be returned for an arg that needs no gradient.
-        name: of the operation.
+        backward: backward(grad, needs_grad, *saved) returns the gradient of each arg from that of the result, as
+            `autograd.Backward` says.
         is_batched: as any of the args is, unless given.
-        saved: what `backward` takes after `needs_grad`. All results of an op can then share one function, and each
-            keeps one tuple where a closure would be several objects: Python's garbage collector walks over every one,
+        saved: one tuple where a closure would be several objects: Python's garbage collector walks over every one,
             again and again while a graph grows, which costs more than a small operation itself.
     """
     requires_grad = any_batched = False
@@ -323,8 +259,6 @@ def to_tensor(
         x: the values. An array that has the right dtype is used as it is, not copied.
         dtype: float32 unless given; `int` and other integer dtypes keep labels and indices. Booleans stay booleans.
         requires_grad: whether gradients flow to it; integers and booleans have none.
-        is_batched: whether axis 0 is the batch.
-        name: shown when printed.
 
     Raises:
         TypeError: `x` does not hold numbers.
@@ -347,4 +281,4 @@ def to_tensor(
 
 def no_grad() -> AbstractContextManager[None]:
     """Build no graph within this block (and this thread): its results cannot be differentiated."""
-    return autograd.graph_mode(builds_graph=False)
+    return autograd.graph_mode(autograd.Mode(builds_graph=False))

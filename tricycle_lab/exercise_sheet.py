@@ -15,10 +15,11 @@ import numpy as np
 from tricycle.activation import ReLU
 from tricycle.attention import Attention
 from tricycle.einsum import matmul
+from tricycle.extra_ops import mean
 from tricycle.functions import Sigmoid, Softmax
 from tricycle.layers import LayerNorm, RMSNorm
 from tricycle.loss import CrossEntropy
-from tricycle.ops import mean, multiply
+from tricycle.ops import multiply
 from tricycle.tensor import Tensor
 
 Gradients = tuple[np.ndarray, ...]
@@ -143,7 +144,7 @@ EXERCISES = (
         "x, y",
         "y = x.mean(axis=-1). x: (N, C); y: (N,).\n\nReturn the gradient of x.",
         lambda x: mean(x, -1),
-        "tricycle/ops.py:mean",
+        "tricycle/extra_ops.py:mean",
         lambda r: [[r.normal(size=(3, 4))], [r.normal(size=(2, 7))]],
         (
             (

@@ -11,9 +11,9 @@ import numpy as np
 from tricycle.attention import Attention
 from tricycle.blocks import TransformerBlock
 from tricycle.devices import Array, is_array
+from tricycle.extra_ops import where
 from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
-from tricycle.ops import where
 from tricycle.tensor import Tensor
 
 Undo = Callable[[], None]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tricycle.blocks import MultiHeadSelfAttention
+from tricycle.extra_ops import concatenate
 from tricycle.layers import Dense, Layer
-from tricycle.ops import concatenate
 from tricycle.sequences.attentions import ScaledDotProductAttention
 from tricycle.sequences.convolution import Conv1d
 from tricycle.sequences.recurrent import new_recurrent

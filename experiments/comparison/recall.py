@@ -16,9 +16,9 @@ import numpy as np
 from experiments.comparison.layers import CausalConvolution, Recurrence
 from tricycle.blocks import TransformerBlock
 from tricycle.configs import ModelConfig
+from tricycle.extra_ops import maximum
 from tricycle.initialisers import normal, xavier
 from tricycle.layers import Dense, Embedding, Layer, LayerNorm, Sequential
-from tricycle.ops import maximum
 from tricycle.sequences.seq2seq import SinusoidalPositions
 from tricycle.tensor import Operand, Tensor
 

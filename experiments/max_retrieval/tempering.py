@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import ops
+from tricycle import extra_ops
 from tricycle.attention import Attention
 from tricycle.functions import RowSoftmax
 from tricycle.models import GPT
@@ -43,13 +43,13 @@ class Betas:
 
     def of(self, layer: int, n_queries: int, n_keys: int) -> Tensor:
         """(T or 1, H, 1)."""
-        beta = ops.exp(self.levels[layer])
+        beta = extra_ops.exp(self.levels[layer])
         if self.growth is None:
             return beta[None, :, None]
         visible = np.arange(n_keys - n_queries + 1, n_keys + 1)
         log = Tensor(np.log(visible / MIDDLE).astype(np.float32)[:, None], requires_grad=False)
         beta = beta[None] + log * self.growth[layer][None]
-        return ops.maximum(beta, self.least)[:, :, None]
+        return extra_ops.maximum(beta, self.least)[:, :, None]
 
     def table(self) -> dict[str, list[list[float]]]:
         """As numbers for a file."""

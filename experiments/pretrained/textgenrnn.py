@@ -22,8 +22,9 @@ import numpy as np
 from experiments.pretrained.packages import TEXTGENRNN
 from experiments.settings import at_least
 from tricycle import kernels
+from tricycle.extra_ops import concatenate
 from tricycle.layers import Dense, Embedding, Layer
-from tricycle.ops import as_tensor, concatenate
+from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
 from tricycle.sampling import Sampling
 from tricycle.sequences.attentions import LuongAttention

@@ -12,10 +12,11 @@ import numpy as np
 
 from tricycle.attention import Mask, additive_mask
 from tricycle.devices import Array
+from tricycle.extra_ops import log
 from tricycle.functions import RowSoftmax
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.layers import Dense, Generator, Layer, new_generator
-from tricycle.ops import as_tensor, as_tensors, log, tanh
+from tricycle.ops import as_tensor, as_tensors, tanh
 from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor
 

@@ -13,9 +13,10 @@ from typing import Any, Self
 import numpy as np
 
 from tricycle.activation import ReLU
+from tricycle.extra_ops import exp
 from tricycle.layers import Dense, Generator, Layer, Sequential, new_generator
 from tricycle.loss import MeanSquaredError
-from tricycle.ops import as_tensor, exp
+from tricycle.ops import as_tensor
 from tricycle.sequences.convolution import Conv2d, ConvTranspose2d
 from tricycle.sequences.recurrent import new_recurrent
 from tricycle.tensor import Operand, Tensor

@@ -12,9 +12,10 @@ import numpy as np
 
 from tricycle.attention import length_mask
 from tricycle.devices import Array
+from tricycle.extra_ops import concatenate, maximum, where
 from tricycle.initialisers import normal
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
-from tricycle.ops import as_tensor, concatenate, maximum, where
+from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
 from tricycle.sequences.attentions import AdditiveAttention
 from tricycle.sequences.convolution import Conv1d

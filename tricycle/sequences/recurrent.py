@@ -17,11 +17,12 @@ from tricycle import devices, kernels
 from tricycle.attention import length_mask
 from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
+from tricycle.extra_ops import concatenate, stack, where
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.reference.recurrence import Piece
 from tricycle.layers import Dropout, Layer, new_generator
-from tricycle.ops import as_tensor, check_device, concatenate, floating, positive, register, stack, where
+from tricycle.ops import as_tensor, check_device, floating, positive, register
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record
 

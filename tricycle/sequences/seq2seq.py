@@ -17,10 +17,11 @@ import numpy as np
 from tricycle.attention import KeyValueCache, length_mask
 from tricycle.blocks import TransformerBlock, new_norm
 from tricycle.configs.model import ModelConfig
+from tricycle.extra_ops import concatenate
 from tricycle.functions import linear
 from tricycle.initialisers import normal
 from tricycle.layers import Dense, Dropout, Embedding, Generator, Layer, new_generator
-from tricycle.ops import as_tensor, concatenate, positive, tanh
+from tricycle.ops import as_tensor, positive, tanh
 from tricycle.parameter import Parameter
 from tricycle.sequences.attentions import ScaledDotProductAttention
 from tricycle.sequences.cross_attention import DecoderBlock

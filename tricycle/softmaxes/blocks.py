@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tricycle import kernels, ops
+from tricycle import extra_ops, kernels
 from tricycle.devices import Array, array_module
 from tricycle.functions import AttendBackward, RowSoftmax, Softmax
 from tricycle.kernels import Scoring
@@ -132,7 +132,7 @@ class BlockSoftmax(RowSoftmax):
             elif scales is not None:
                 part = part * (scales[i] if x.ndim == 1 else scales[..., i, :, None])
             parts.append(part)
-        result = ops.concatenate(parts, axis=-1) if parts else whole
+        result = extra_ops.concatenate(parts, axis=-1) if parts else whole
         result.name = self.name
         return result
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import kernels, ops
+from tricycle import extra_ops, kernels, ops
 from tricycle.devices import Array, array_module
 from tricycle.functions import AttendBackward, RowSoftmax, Softmax
 from tricycle.kernels import Scoring
@@ -56,7 +56,7 @@ class SinkSoftmax(RowSoftmax):
             raise ValueError(f"{self}: expected sinks that broadcast to {lead}, got shape {sinks.shape}")
         each_row = x.xp.zeros((*x.shape[:-1], 1), x.dtype)
         column = ops.reshape(sinks, *sinks.shape, *[1] * min(x.ndim, 2)) + each_row
-        result = Softmax()(ops.concatenate([x, column], axis=-1))[..., :-1]
+        result = Softmax()(extra_ops.concatenate([x, column], axis=-1))[..., :-1]
         result.name = self.name
         return result
 

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tricycle import functions, ops
+from tricycle import extra_ops, functions, ops
 from tricycle.loss import MeanSquaredError
 from tricycle_lab.look.examples import EXAMPLES
 from tricycle_lab.look.graph import graph_of
 
 NAMED: dict[str, Callable[..., Any]] = {
-    **{name: getattr(ops, name) for name in "exp log sqrt sin cos tanh sigmoid absolute maximum minimum where".split()},
+    **{name: getattr(ops, name) for name in ("tanh", "sigmoid")},
+    **{name: getattr(extra_ops, name) for name in "exp log sqrt sin cos absolute maximum minimum where".split()},
     "softmax": functions.Softmax(),
     "softmax1": functions.Softmax1(),
     "log_softmax": functions.LogSoftmax(),

@@ -1,0 +1,305 @@
+"""Operations on Tensors that a GPT does not need: as those of `ops.py`, and registered there.
+
+Functions, powers and comparisons of elements, choosing, joining, splitting, and further reductions. The last lines make
+operators and methods of `Tensor` of them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tricycle.autograd import NeedsGrad, SlicedGradient
+from tricycle.devices import Array, array_module, is_array
+from tricycle.ops import (
+    as_tensor,
+    as_tensors,
+    binary,
+    check_device,
+    common_kind,
+    floating,
+    getitem,
+    reflected,
+    refusal,
+    register,
+    unary,
+    unbroadcast,
+    unpacked,
+)
+from tricycle.tensor import Axis, Operand, Tensor, record
+
+# -------------------------------------------------------------------- elementwise
+exp = unary("exp", lambda xp, x: xp.exp(x), lambda xp, g, x, y: g * y)
+log = unary("log", lambda xp, x: xp.log(x), lambda xp, g, x, y: g / x)
+sqrt = unary("sqrt", lambda xp, x: xp.sqrt(x), lambda xp, g, x, y: g / (2 * y))
+sin = unary("sin", lambda xp, x: xp.sin(x), lambda xp, g, x, y: g * xp.cos(x))
+cos = unary("cos", lambda xp, x: xp.cos(x), lambda xp, g, x, y: -g * xp.sin(x))
+absolute = unary("absolute", lambda xp, x: xp.abs(x), lambda xp, g, x, y: g * xp.sign(x))
+
+
+@register
+def negative(x: Operand) -> Tensor:
+    x = as_tensor(x)
+    return record(-x.array, (x,), lambda grad, needs_grad: (-grad,), "negative")
+
+
+def _module(x: Any, y: Any) -> Any:
+    """Return the array module of whichever is an array."""
+    return array_module(x if is_array(x) else y)
+
+
+def _power_right(g: Array, x: Any, y: Any, z: Array) -> Array:
+    """Return g x ** y log x, which goes to 0 with x."""
+    xp = array_module(g)
+    positive = xp.asarray(x) > 0
+    return g * xp.where(positive, z * xp.log(xp.where(positive, x, 1)), 0)
+
+
+def _power_left(g: Array, x: Array, y: Any, z: Array) -> Array:
+    xp = array_module(g)
+    if isinstance(y, (int, float)):
+        return g * (y * x ** (y - 1)) if y else xp.zeros_like(g)
+    return g * y * x ** xp.where(y == 0, 1, y - 1)
+
+
+subtract = binary("sub", "-", operator.sub, lambda g, x, y, z: g, lambda g, x, y, z: -g, saves=False)
+divide = binary(
+    "div",
+    "/",
+    # the quotient of integers is float32, as every other result here
+    lambda x, y: (floating(x) if is_array(x) else x) / (floating(y) if is_array(y) else y),
+    lambda g, x, y, z: g / y,
+    lambda g, x, y, z: -g * z / y,
+)
+power = binary("pow", "**", operator.pow, _power_left, _power_right)
+# equal values share the gradient, as the mean of the one-sided derivatives
+_extremes = (
+    lambda g, x, y, z: g * ((x == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
+    lambda g, x, y, z: g * ((y == z) * (1 - 0.5 * (x == y))).astype(z.dtype),
+)
+maximum = binary("maximum", "max", lambda x, y: _module(x, y).maximum(x, y), *_extremes)
+minimum = binary("minimum", "min", lambda x, y: _module(x, y).minimum(x, y), *_extremes)
+
+
+def comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Operand, Operand], Tensor]:
+    """Make a comparison, which returns a Tensor of booleans: no gradient flows through it."""
+
+    def op(x: Operand, y: Operand) -> Tensor:
+        xp = next((v.xp for v in (x, y) if isinstance(v, Tensor)), np)
+        a, b = (v.array if isinstance(v, Tensor) else xp.asarray(v) if isinstance(v, list) else v for v in (x, y))
+        if is_array(a) and is_array(b) and type(a) is not type(b):
+            check_device(name, a, b)
+        batched = any(v.is_batched for v in (x, y) if isinstance(v, Tensor))
+        try:
+            return Tensor(compare(a, b), False, batched)
+        except ValueError:
+            raise ValueError(f"{name}: shapes {np.shape(a)} and {np.shape(b)} do not broadcast") from None
+
+    op.__name__ = name
+    return op
+
+
+# -------------------------------------------------------------------- choosing, joining
+@register
+def where(condition: Operand, x: Operand, y: Operand) -> Tensor:
+    """Select x where the condition holds, y elsewhere, with broadcasting."""
+    x, y = as_tensors(x, y)
+    chosen = as_tensor(condition, None if is_array(condition) else x).array.astype(bool)
+    xp = x.xp
+    check_device("where", chosen, x.array, y.array)
+    try:
+        z = xp.where(chosen, *common_kind(x.array, y.array))
+    except ValueError as error:
+        raise refusal("where", error, chosen, x.array, y.array) from None
+
+    def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array | None, Array | None]:
+        to_x = unbroadcast(xp.where(chosen, grad, 0), x.shape) if needs_grad[0] else None
+        to_y = unbroadcast(xp.where(chosen, 0, grad), y.shape) if needs_grad[1] else None
+        return to_x, to_y
+
+    return record(z, (x, y), backward, "where")
+
+
+def _joined(op: str, tensors: Sequence[Operand]) -> tuple[tuple[Tensor, ...], tuple[Array, ...], Any]:
+    """Return the inputs of an op that joins them: as Tensors, as arrays of one dtype kind, and their module."""
+    tensors = as_tensors(*tensors)
+    if not tensors:
+        raise ValueError(f"{op}: expected at least one Tensor, got none")
+    check_device(op, *(t.array for t in tensors))
+    return tensors, common_kind(*(t.array for t in tensors)), tensors[0].xp
+
+
+@register
+def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Join Tensors along an axis that they have."""
+    tensors, arrays, xp = _joined("concatenate", tensors)
+    try:
+        z = xp.concatenate(arrays, axis=axis)
+    except ValueError as error:
+        raise refusal("concatenate", error, *arrays) from None
+    indices = []
+    start = 0
+    for t in tensors:
+        stop = start + t.shape[axis]
+        indices.append((slice(None),) * (axis % z.ndim) + (slice(start, stop),))
+        start = stop
+    return record(z, tensors, lambda grad, needs_grad: [grad[index] for index in indices], "concatenate")
+
+
+@register
+def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Join Tensors of one shape along a new axis."""
+    tensors, arrays, xp = _joined("stack", tensors)
+    try:
+        z = xp.stack(arrays, axis=axis)
+    except ValueError as error:
+        raise refusal("stack", error, *arrays) from None
+    batched = any(t.is_batched for t in tensors) and axis % z.ndim != 0
+
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array]:
+        parts = xp.moveaxis(grad, axis, 0)
+        return [parts[i] for i in range(len(tensors))]
+
+    return record(z, tensors, backward, "stack", batched)
+
+
+# -------------------------------------------------------------------- reductions
+def _axes(op: str, x: Tensor, axis: Axis) -> tuple[int, ...]:
+    """Return the axes that `axis` names, counted from the front."""
+    axes = range(x.ndim) if axis is None else axis if isinstance(axis, Sequence) else (axis,)
+    for a in axes:
+        if not -x.ndim <= operator.index(a) < x.ndim:
+            raise ValueError(f"{op}: axis {a} is out of range for a Tensor of shape {x.shape}")
+    axes = tuple(a % x.ndim for a in axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: expected each axis once, got {axis} for a Tensor of shape {x.shape}")
+    return axes
+
+
+def _restored(grad: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    """Return the gradient of a reduction with the reduced axes restored, of length 1."""
+    return grad.reshape(tuple(1 if i in axes else n for i, n in enumerate(shape)))
+
+
+@register
+def sum(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Sum over an axis, several, or all."""
+    x = as_tensor(x)
+    axes, xp, shape = _axes("sum", x, axis), x.xp, x.shape
+    y = x.array.sum(axis=axes, keepdims=keepdims)
+    backward = lambda grad, needs_grad: (xp.broadcast_to(_restored(grad, shape, axes), shape),)
+    return record(y, (x,), backward, "sum", x.is_batched and 0 not in axes)
+
+
+@register
+def mean(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the mean over an axis, several, or all."""
+    x = as_tensor(x)
+    axes, xp, shape = _axes("mean", x, axis), x.xp, x.shape
+    count = math.prod(shape[a] for a in axes)
+    if count == 0:
+        raise ValueError(f"mean: expected at least one element along axes {axes}, got shape {shape}")
+    y = floating(x.array).mean(axis=axes, keepdims=keepdims)
+    backward = lambda grad, needs_grad: (xp.broadcast_to(_restored(grad / count, shape, axes), shape),)
+    return record(y, (x,), backward, "mean", x.is_batched and 0 not in axes)
+
+
+def _extreme(x: Operand, axis: Axis, keepdims: bool, name: str) -> Tensor:
+    """Compute `max` or `min`. Equal extremes share the gradient evenly."""
+    x = as_tensor(x)
+    axes, array = _axes(name, x, axis), x.array
+    if 0 in [array.shape[a] for a in axes]:
+        raise ValueError(f"{name}: expected at least one element along axes {axes}, got shape {x.shape}")
+    y = getattr(array, name)(axis=axes, keepdims=True)
+
+    def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
+        chosen = array == y
+        return (chosen * (_restored(grad, array.shape, axes) / chosen.sum(axis=axes, keepdims=True)),)
+
+    shape = y.shape if keepdims else tuple(n for i, n in enumerate(y.shape) if i not in axes)
+    return record(y.reshape(shape), (x,), backward, name, x.is_batched and 0 not in axes)
+
+
+@register
+def max(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the largest value over an axis, several, or all."""
+    return _extreme(x, axis, keepdims, "max")
+
+
+@register
+def min(x: Operand, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Return the smallest value over an axis, several, or all."""
+    return _extreme(x, axis, keepdims, "min")
+
+
+# -------------------------------------------------------------------- shapes
+@register
+def transpose(x: Operand, *axes: int | Sequence[int]) -> Tensor:
+    """Permute the axes; reverse them if no order is given."""
+    x = as_tensor(x)
+    order = _axes("transpose", x, unpacked(axes)) or tuple(reversed(range(x.ndim)))
+    if len(order) != x.ndim:
+        raise ValueError(f"transpose: expected an order of {x.ndim} axes, got {unpacked(axes)} for shape {x.shape}")
+    back = tuple(order.index(i) for i in range(x.ndim))
+    y, batched = x.array.transpose(order), x.is_batched and order[:1] == (0,)
+    return record(y, (x,), lambda grad, needs_grad: (grad.transpose(back),), "transpose", batched)
+
+
+def split(x: Operand, n_splits: int, axis: int = -1) -> list[Tensor]:
+    """Split into equal parts along an axis."""
+    x = as_tensor(x)
+    (axis,) = _axes("split", x, axis)
+    if n_splits < 1 or x.shape[axis] % n_splits:
+        raise ValueError(f"split: {n_splits} equal parts do not fit axis {axis} of shape {x.shape}")
+    return split_sizes(x, [x.shape[axis] // n_splits] * n_splits, axis)
+
+
+def split_sizes(x: Tensor, sizes: Sequence[int], axis: int = -1) -> list[Tensor]:
+    """Split into parts of these sizes along an axis: views of the same memory."""
+    array, ndim = x.array, x.array.ndim
+    before, after = (slice(None),) * (axis % ndim), (slice(None),) * (ndim - 1 - axis % ndim)
+    batched = x.is_batched and axis % ndim != 0
+    parts = []
+    start = 0
+    for size in sizes:
+        index = (*before, slice(start, start + size), *after)
+        parts.append(record(array[index], (x,), _sliced_gradient, "getitem", batched, (index,)))
+        start += size
+    return parts
+
+
+def _sliced_gradient(grad: Array, needs_grad: NeedsGrad, index: Any) -> tuple[SlicedGradient]:
+    return (SlicedGradient(grad, index, once=True),)
+
+
+# -------------------------------------------------------------------- the operators and methods of Tensor
+for _name, _compare in {
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "greater": operator.gt,
+    "greater_equal": operator.ge,
+    "equal": operator.eq,
+    "not_equal": operator.ne,
+}.items():
+    setattr(Tensor, f"__{_compare.__name__}__", comparison(_name, _compare))
+for _name, _op in {"sub": subtract, "truediv": divide, "pow": power}.items():
+    setattr(Tensor, f"__{_name}__", _op)
+    setattr(Tensor, f"__r{_name}__", reflected(_op))
+for _name, _method in {
+    "__neg__": negative,
+    "__iter__": lambda x: (getitem(x, i) for i in range(len(x))),
+    "exp": exp,
+    "log": log,
+    "sqrt": sqrt,
+    "sum": sum,
+    "mean": mean,
+    "max": max,
+    "min": min,
+    "transpose": transpose,
+    "split": split,
+}.items():
+    setattr(Tensor, _name, _method)

@@ -1,0 +1,101 @@
+"""Methods of `Tensor` that a GPT does not need: printing, NumPy, comparing, the batch, and one gradient alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from tricycle import devices
+from tricycle.autograd import OwnedGradient, SlicedGradient, assemble
+from tricycle.devices import Array
+from tricycle.tensor import Operand, Tensor
+
+BackFn: TypeAlias = Callable[[Tensor], "Array | Tensor"]
+
+
+def as_text(x: Tensor) -> str:
+    """Return the values, on one line where they fit, and the name."""
+    array, end = x.numpy(), f", name={x.name})" if x.name else ")"
+    if array.ndim == 0:
+        return f"Tensor({array!s}{end}"  # !s: format() would go through a Python float
+    text = np.array2string(array, prefix="Tensor(")
+    one_line = re.sub(r"\]\s*\n\s*\[", "], [", text)
+    fits = "\n" not in one_line and len(one_line) <= np.get_printoptions()["linewidth"]
+    return f"Tensor({one_line if fits else text}{end}"
+
+
+def formatted(x: Tensor, spec: str) -> str:
+    """Return a one-element Tensor as Python formats its number; as it is printed, if nothing is specified."""
+    return format(x.item(), spec) if spec else str(x)
+
+
+def as_numpy(x: Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    """Return the values for `numpy.array(x)` and `numpy.asarray(x)`."""
+    if x.on_gpu:
+        raise TypeError("a Tensor on a GPU does not turn into a NumPy array by itself: call .numpy()")
+    return np.array(x.array, dtype=dtype, copy=copy)
+
+
+def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """Return whether all values are within `atol + rtol * |other|` of those of a Tensor, array or number."""
+    array = other.array if isinstance(other, Tensor) else other
+    array = devices.to_cpu(array) if devices.is_array(array) else array
+    return bool(np.allclose(x.numpy(), array, rtol, atol, equal_nan))
+
+
+# -------------------------------------------------------------------- the batch
+def to_batched(x: Tensor) -> Tensor:
+    """Declare axis 0 the batch, in place; return x."""
+    if x.ndim == 0:
+        raise ValueError("to_batched: a Tensor without axes has no batch axis")
+    x.is_batched = True
+    return x
+
+
+def from_batched(x: Tensor) -> Tensor:
+    """Declare that no axis is a batch, in place; return x."""
+    x.is_batched = False
+    return x
+
+
+# -------------------------------------------------------------------- one gradient alone
+def back_fn_of(x: Tensor, i: int) -> BackFn:
+    """Return the function from the gradient of x (a Tensor) to the gradient of its arg `i` alone."""
+    arg, saved = x.args[i], x._saved
+    backward: Any = x._backward  # there is one, as there are args
+    needs_grad = [place == i for place in range(len(x.args))]
+
+    def back_fn(grad: Tensor) -> Array | Tensor:
+        gradient = backward(grad.array, needs_grad, *saved)[i]
+        if type(gradient) is SlicedGradient:
+            return assemble([gradient], arg.array)
+        return gradient.array if type(gradient) is OwnedGradient else gradient
+
+    return back_fn
+
+
+def set_back_fns(x: Tensor, back_fns: tuple[BackFn, ...]) -> None:
+    """Have `backward` call one function per arg, with the gradient of x (a Tensor)."""
+
+    def call_back_fns(grad: Array, needs_grad: Sequence[bool]) -> list[Any]:
+        incoming = Tensor(grad, False)
+        return [back_fn(incoming) if needs else None for back_fn, needs in zip(back_fns, needs_grad, strict=True)]
+
+    x._backward, x._saved = call_back_fns, ()
+
+
+for _name, _method in {
+    "__str__": as_text,
+    "__repr__": as_text,
+    "__format__": formatted,
+    "__int__": lambda x: int(x.item()),
+    "__array__": as_numpy,
+    "close_to": close_to,
+    "to_batched": to_batched,
+    "from_batched": from_batched,
+    "back_fns": property(lambda x: tuple(back_fn_of(x, i) for i in range(len(x.args))), set_back_fns),
+}.items():
+    setattr(Tensor, _name, _method)
