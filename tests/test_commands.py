@@ -22,6 +22,7 @@ from tiny_models import TEXT, tiny_tokeniser, write_folder
 import tricycle
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.evaluation import evaluate
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
@@ -149,7 +150,7 @@ def test_flags_count_more_than_their_settings(tmp_path):
             {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.1, "no_repeat_ngram_size": 2},
         ),
     ):
-        text = loaded.tokeniser.decode([*ids, *generate(loaded.model, ids, 40, Sampling(**chosen, **known))])
+        text = loaded.tokeniser.decode([*ids, *generate(loaded.model, ids, 40, PenalizedSampling(**chosen, **known))])
         out = good(call("generate", folder, "birds", "--seed", "4", "--length", "40", *shlex.split(flags)))
         assert out == text.replace("<|im_end|>", "") + "\n", flags
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import tyro
 
-from tricycle.generate import Reader, generate
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.decoding.speculative import SpeculativeState
 from tricycle.pretrained import Pretrained
 from tricycle.sampling import Sampling
 from tricycle.system.files import atomic_write
@@ -75,8 +76,8 @@ class Conversation:
         system: what the model is told first.
         n_tokens: the most tokens of an answer.
         sampling: how answers are drawn.
-        lookahead: as of `generate`.
-        past_window: "reread" forgets the oldest messages where they no longer fit, "refuse" the latest.
+        n_draft_tokens: as of `generate_prompt_lookup`.
+        overflow: "reread" forgets the oldest messages where they no longer fit, "refuse" the latest.
         cache: the dtype of keys and values.
 
     Raises:
@@ -90,8 +91,8 @@ class Conversation:
         n_tokens: int,
         sampling: Sampling,
         *,
-        lookahead: int = 0,
-        past_window: str = "reread",
+        n_draft_tokens: int = 0,
+        overflow: str = "reread",
         cache: str | None = None,
     ) -> None:
         if not loaded.tokeniser.chat_template:
@@ -102,8 +103,8 @@ class Conversation:
         if n_tokens < 1:
             raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
         self.model, self.tokeniser = loaded.model, loaded.tokeniser
-        self.n_tokens, self.lookahead = n_tokens, lookahead
-        self.forgets, self.cache = past_window == "reread", cache
+        self.n_tokens, self.n_draft_tokens = n_tokens, n_draft_tokens
+        self.forgets, self.cache = overflow == "reread", cache
         self.stops = stop_tokens(loaded)
         self.beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
@@ -117,7 +118,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget what was said."""
         self.messages: list[Message] = [*self.beginning]
-        self.reader = Reader(self.model, self.cache)
+        self.state = SpeculativeState(self.model, self.cache)
 
     def ask(self, said: str) -> tuple[Iterator[str], int]:
         """Take a message; returns the answer as it comes, and how many messages had to be forgotten for it.
@@ -157,7 +158,9 @@ class Conversation:
         answer: Message = {"role": "assistant", "content": ""}
         self.messages.append(answer)
         n_tokens = min(self.n_tokens, self.model.config.context_window - len(ids))
-        tokens = generate(self.model, ids, n_tokens, self.sampling, reader=self.reader, lookahead=self.lookahead)
+        tokens = generate_prompt_lookup(
+            self.model, ids, n_tokens, self.sampling, state=self.state, n_draft_tokens=self.n_draft_tokens
+        )
         for part in text_of(tokens, self.tokeniser, self.stops, ids):
             answer["content"] += part
             yield part
@@ -190,8 +193,8 @@ def main(args: Sequence[str] | None = None) -> None:
         arguments.system,
         arguments.length,
         sampling,
-        lookahead=arguments.lookahead,
-        past_window=arguments.past_window,
+        n_draft_tokens=arguments.lookahead,
+        overflow=arguments.past_window,
         cache=cache_dtype(arguments.cache),
     )
     at_terminal = sys.stdin.isatty()
@@ -262,7 +265,7 @@ def answer(conversation: Conversation, said: str) -> None:
                 if interrupted():
                     break
         except KeyboardInterrupt:
-            conversation.reader.forget()
+            conversation.state.reset()
         print(" (interrupted)" if interrupted() else "", flush=True)
 
 

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import tyro
 
-from tricycle.generate import Reader, generate
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.decoding.speculative import SpeculativeState
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import Cache, Device, PastWindow, SamplingFlags, Weights, cache_dtype, load_model, stop_tokens
@@ -63,10 +64,14 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
     ids = prompt_ids(tokeniser, arguments.prompt)
-    reader = Reader(loaded.model, cache_dtype(arguments.cache))
-    ahead, past_window = arguments.lookahead, arguments.past_window
-    tokens = generate(
-        loaded.model, ids, arguments.length, sampling, reader=reader, lookahead=ahead, past_window=past_window
+    tokens = generate_prompt_lookup(
+        loaded.model,
+        ids,
+        arguments.length,
+        sampling,
+        state=SpeculativeState(loaded.model, cache_dtype(arguments.cache)),
+        overflow=arguments.past_window,
+        n_draft_tokens=arguments.lookahead,
     )
     stops = stop_tokens(loaded)
     write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
