@@ -222,7 +222,7 @@ def test_what_falls_out_of_the_context_is_said(small, capsys):
 def test_a_full_context_may_be_refused(small):
     """What does not fit is not kept; after /reset there is room again."""
     said = "the quick brown fox\n" * 8
-    done = talk(small, f"{said}/reset\nthe quick\n", "--length", "20", "--past-window", "refuse")
+    done = talk(small, f"{said}/reset\nthe quick\n", "--length", "20", "--overflow", "refuse")
     lines = done.stdout.splitlines()
     full = "(the context of 120 tokens is full and nothing is to be forgotten: /reset begins anew)"
     begin = lines.index(full)

@@ -160,7 +160,8 @@ def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
     tokens = [*generate(loaded.model, [1], 10, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     wanted = loaded.tokeniser.decode([token for token in tokens if token != 2])
     assert good(call("generate", theirs, "--length", "10")) == wanted + "\n"
-    assert good(call("generate", theirs, "--length", "10", "--lookahead", "4")) == wanted + "\n"
+    for words in (["--draft-tokens", "4"], ["--lookahead", "4"], ["--lookahead=4"]):  # the others are deprecated
+        assert good(call("generate", theirs, "--length", "10", *words)) == wanted + "\n"
     assert good(call("generate", ours, "--length", "0")) == "\n"
 
 
@@ -168,8 +169,9 @@ def test_past_the_window(theirs):
     """It has a context of 100 tokens."""
     words = ["generate", theirs, "the quick brown", "--length", "130", "--no-stop", "--cache", "float16"]
     assert len(good(call(*words)).encode()) > 130
-    refused(call(*words, "--past-window", "refuse"), "generate: the context window of 100 tokens is full")
-    refused(call(*words, "--past-window", "slide"), "slide")
+    for flag in ("--overflow", "--past-window", "--past_window"):  # the others are deprecated
+        refused(call(*words, flag, "refuse"), "generate: the context window of 100 tokens is full")
+    refused(call(*words, "--overflow", "slide"), "slide")
 
 
 @pytest.mark.parametrize("softmax", ["softmax1", "adaptive", "blocks"])

@@ -23,7 +23,16 @@ from tricycle.sampling import Sampling
 from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import text_of
-from tricycle_cli.models import Cache, Device, PastWindow, SamplingFlags, Weights, cache_dtype, load_model, stop_tokens
+from tricycle_cli.models import (
+    Cache,
+    Device,
+    Overflow,
+    SamplingFlags,
+    Weights,
+    cache_dtype,
+    load_model,
+    stop_tokens,
+)
 
 HELP = """/reset        forget the conversation
 /save FILE    write it down: as JSON where the name ends in .json, else as text
@@ -49,15 +58,15 @@ class Arguments:
     length: int = 1024
     """the most tokens of an answer"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
-    past_window: PastWindow = "reread"
+    overflow: Overflow = "reread"
     """when the conversation no longer fits into the context window: "reread" forgets its oldest messages and reads the
     others anew, "refuse" says so and leaves it to you"""
     cache: Cache = "auto"
     """what keys and values of the conversation are kept in: "float16" and "bfloat16" take half the memory, "auto"
     leaves them as they are computed (float32 on a CPU)"""
-    lookahead: int = 0
-    """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
-    temperature is 0"""
+    draft_tokens: int = 0
+    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
+    edited code at temperature 0"""
     softmax: str | None = None
     """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
     adapter: Path | None = None
@@ -193,8 +202,8 @@ def main(args: Sequence[str] | None = None) -> None:
         arguments.system,
         arguments.length,
         sampling,
-        n_draft_tokens=arguments.lookahead,
-        overflow=arguments.past_window,
+        n_draft_tokens=arguments.draft_tokens,
+        overflow=arguments.overflow,
         cache=cache_dtype(arguments.cache),
     )
     at_terminal = sys.stdin.isatty()

@@ -15,7 +15,16 @@ from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Cache, Device, PastWindow, SamplingFlags, Weights, cache_dtype, load_model, stop_tokens
+from tricycle_cli.models import (
+    Cache,
+    Device,
+    Overflow,
+    SamplingFlags,
+    Weights,
+    cache_dtype,
+    load_model,
+    stop_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -30,10 +39,10 @@ class Arguments:
     length: int = 400
     """the most tokens to draw"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
-    lookahead: int = 0
-    """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
-    temperature is 0"""
-    past_window: PastWindow = "reread"
+    draft_tokens: int = 0
+    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
+    edited code at temperature 0"""
+    overflow: Overflow = "reread"
     """when the context window is full: "reread" reads its later half anew and goes on from there, "refuse" ends with
     an error"""
     cache: Cache = "auto"
@@ -70,8 +79,8 @@ def main(args: Sequence[str] | None = None) -> None:
         arguments.length,
         sampling,
         state=SpeculativeState(loaded.model, cache_dtype(arguments.cache)),
-        overflow=arguments.past_window,
-        n_draft_tokens=arguments.lookahead,
+        overflow=arguments.overflow,
+        n_draft_tokens=arguments.draft_tokens,
     )
     stops = stop_tokens(loaded)
     write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))

@@ -20,7 +20,7 @@ from tricycle_cli.run import SAMPLING
 Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
 Device = Literal["auto", "cpu", "gpu"]
 Cache = Literal["auto", "float32", "float16", "bfloat16"]
-PastWindow = Literal["reread", "refuse"]
+Overflow = Literal["reread", "refuse"]
 PICKLES = (".pkl", ".pickle")
 MODELS = (".safetensors", ".gguf", ".bin")
 # What ends in one of these is meant to be a file, and no name on huggingface.co.

@@ -1,4 +1,4 @@
-"""The search for the likeliest text: against all texts that there are, and against greedy drawing."""
+"""Beam search: against all texts that there are, and against greedy decoding."""
 
 import itertools
 from dataclasses import replace
