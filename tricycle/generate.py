@@ -15,7 +15,7 @@ OVERFLOW = ("reread", "refuse")
 
 
 class DecodingState:
-    """A model with the KV caches of the tokens that it has processed; keys and values are of `dtype` if it is given."""
+    """A model with the KV caches of `tokens`, which it has processed; `dtype` is that of keys and values if given."""
 
     def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:
         self.model, self.dtype = model, dtype
@@ -39,7 +39,8 @@ class DecodingState:
         n_shared = min(n_shared_tokens(self.tokens, text), len(text) - n_last)
         if n_shared == 0 or n_shared < len(self.tokens):
             self.truncate(n_shared)
-        n_cached, self.tokens = len(self.tokens), []  # until all layers' caches have the others too
+        # no tokens are known until all layers have processed the others: an interruption leaves unequal caches
+        n_cached, self.tokens = len(self.tokens), []
         return text[n_cached:]
 
     def logits(self, text: Sequence[int]) -> np.ndarray:
@@ -51,7 +52,7 @@ class DecodingState:
 
 
 class Generation:
-    """The `tokens` of a prompt and their continuation, which iteration generates. Arguments as of `generate`."""
+    """A text (`tokens`) while it is generated: iteration gives its next tokens. Takes the arguments of `generate`."""
 
     new_state = DecodingState
 

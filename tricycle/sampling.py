@@ -68,7 +68,7 @@ class Sampling:
     def draw(
         self, logits: np.ndarray, generator: np.random.Generator, seen: Sequence[int] = (), n_prompt: int = 0
     ) -> int:
-        """Sample a token from finite logits (V,) after the tokens `seen`, the first `n_prompt` of a prompt."""
+        """Sample a token from finite logits (V,); `seen` is the text so far, `n_prompt` the length of its prompt."""
         adjusted = self.adjusted_logits(logits, seen, n_prompt)
         return self.token_at(adjusted, generator.random() if self.temperature else 0.0)
 
