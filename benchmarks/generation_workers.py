@@ -24,21 +24,21 @@ def threads() -> int:
 
 # -------------------------------------------------------------------- sides
 def tricycle_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
-    from tricycle.generate import Reader as Eyes
+    from tricycle.decoding.speculative import SpeculativeState
     from tricycle.pretrained import load
     from tricycle_accelerators.host import tune_host
 
     tune_host()
-    eyes = Eyes(load(folder / "hf", kind).model, cache)
+    state = SpeculativeState(load(folder / "hf", kind).model, cache)
     text: list[int] = []
 
     def read(tokens: list[int]) -> int:
         text.extend(tokens)
-        return int(eyes.logits(text).argmax())
+        return int(state.logits(text).argmax())
 
     def restart() -> None:
         text.clear()
-        eyes.forget()
+        state.reset()
 
     return read, restart
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.generate import generate
 from tricycle.pretrained import load
-from tricycle.sampling import Sampling
 from tricycle_cli.serve import Arguments, address
 from tricycle_cli.serve import load as load_served
 from tricycle_serve.app import new_app
@@ -99,7 +99,7 @@ class Alone:
 
     def tokens(self, ids: list[int], n: int, **settings: Any) -> list[int]:
         way = {"temperature": 0, "stop_tokens": STOP, "n_vocab": self.tokeniser.n_vocab, **settings}
-        return [*generate(self.loaded.model, ids, n, Sampling(**way))]
+        return [*generate(self.loaded.model, ids, n, PenalizedSampling(**way))]
 
     def text(self, ids: list[int], n: int, **settings: Any) -> str:
         tokens = self.tokens(ids, n, **settings)

@@ -22,6 +22,7 @@ from tiny_models import TEXT, tiny_tokeniser, write_folder
 import tricycle
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.evaluation import evaluate
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
@@ -149,7 +150,7 @@ def test_flags_count_more_than_their_settings(tmp_path):
             {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.1, "no_repeat_ngram_size": 2},
         ),
     ):
-        text = loaded.tokeniser.decode([*ids, *generate(loaded.model, ids, 40, Sampling(**chosen, **known))])
+        text = loaded.tokeniser.decode([*ids, *generate(loaded.model, ids, 40, PenalizedSampling(**chosen, **known))])
         out = good(call("generate", folder, "birds", "--seed", "4", "--length", "40", *shlex.split(flags)))
         assert out == text.replace("<|im_end|>", "") + "\n", flags
 
@@ -159,7 +160,8 @@ def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
     tokens = [*generate(loaded.model, [1], 10, Sampling(0, stop_tokens=2, n_vocab=loaded.tokeniser.n_vocab))]
     wanted = loaded.tokeniser.decode([token for token in tokens if token != 2])
     assert good(call("generate", theirs, "--length", "10")) == wanted + "\n"
-    assert good(call("generate", theirs, "--length", "10", "--lookahead", "4")) == wanted + "\n"
+    for words in (["--draft-tokens", "4"], ["--lookahead", "4"], ["--lookahead=4"]):  # the others are deprecated
+        assert good(call("generate", theirs, "--length", "10", *words)) == wanted + "\n"
     assert good(call("generate", ours, "--length", "0")) == "\n"
 
 
@@ -167,8 +169,9 @@ def test_past_the_window(theirs):
     """It has a context of 100 tokens."""
     words = ["generate", theirs, "the quick brown", "--length", "130", "--no-stop", "--cache", "float16"]
     assert len(good(call(*words)).encode()) > 130
-    refused(call(*words, "--past-window", "refuse"), "generate: the context window of 100 tokens is full")
-    refused(call(*words, "--past-window", "slide"), "slide")
+    for flag in ("--overflow", "--past-window", "--past_window"):  # the others are deprecated
+        refused(call(*words, flag, "refuse"), "generate: the context window of 100 tokens is full")
+    refused(call(*words, "--overflow", "slide"), "slide")
 
 
 @pytest.mark.parametrize("softmax", ["softmax1", "adaptive", "blocks"])

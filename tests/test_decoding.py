@@ -10,6 +10,7 @@ from transformers_families import FAMILIES
 from tricycle.attention import KeyValueCache
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.configs import ModelConfig
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.generate import generate
 from tricycle.layers import Dense, Layer
 from tricycle.loss import CrossEntropy
@@ -185,7 +186,7 @@ def test_pairs_of_settings_generate_what_a_full_pass_gives(name):
     np.testing.assert_allclose(np.concatenate(found), expected[:19], atol=1e-5 * np.abs(expected).max())
     prompt = [*tokens[:5], *tokens[:4]]
     greedy = list(generate(model, prompt, 10, temperature=0))
-    assert list(generate(model, prompt, 10, temperature=0, lookahead=4)) == greedy
+    assert list(generate_prompt_lookup(model, prompt, 10, temperature=0)) == greedy
     assert greedy == all_at_once(model, prompt + greedy)[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 

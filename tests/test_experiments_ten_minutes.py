@@ -17,10 +17,10 @@ from experiments.ten_minutes.ablations import PLAIN, RECIPE, VARIANTS, configs
 from experiments.ten_minutes.clock import Budget
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training import new_state, train_step
 from tricycle_datasets.corpus import is_held_out
@@ -460,7 +460,9 @@ def test_functions_go_on_past_the_window_as_all_text_does():
     settings = parses.Settings(Path(), tokens=60, no_repeat_ngram_size=4)
     (text, _), _ = parses.write(model, tokeniser, [b"def", b"def"], settings, 0, np.random.default_rng(0))
     prompt = [tokeniser.end_of_text, *tokeniser.encode("def")]
-    tokens = generate(model, prompt, 60 - len(prompt), Sampling(0, no_repeat_ngram_size=4, n_vocab=tokeniser.n_vocab))
+    tokens = generate(
+        model, prompt, 60 - len(prompt), PenalizedSampling(0, no_repeat_ngram_size=4, n_vocab=tokeniser.n_vocab)
+    )
     whole = [*prompt, *tokens]
     assert text == parses.function_of(tokeniser, whole, tokeniser.end_of_text)
 

@@ -22,8 +22,11 @@ from hypothesis import strategies as st
 
 from tricycle import models
 from tricycle.attention import cache
+from tricycle.decoding.batch import Batch
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.decoding.speculative import SpeculativeState, decode_batch
 from tricycle.finetuning.packing import packs, separate
-from tricycle.generate import Batch, Reader, generate, read_together
+from tricycle.generate import generate
 from tricycle.kernels import use_reference
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
@@ -189,21 +192,21 @@ def check_generation(case: Case, data: Any) -> None:
             assert_close({what: actual}, {what: expected[places]}, tolerance)
 
         check(full_logits(model, tokens), slice(None), "full pass")
-        readers = [Reader(model, cached) for _ in range(2)]
+        states = [SpeculativeState(model, cached) for _ in range(2)]
         stops = sorted(set(data.draw(st.lists(st.integers(1, window), min_size=1, max_size=4))))
         note(f"read up to {stops}, cache of {cached}")
         for stop in stops:
-            check(readers[0].logits(tokens[:stop]), stop - 1, f"read up to {stop}")
+            check(states[0].logits(tokens[:stop]), stop - 1, f"read up to {stop}")
         other = data.draw(st.integers(1, window))
-        for row, stop in zip(read_together(readers, [tokens[:window], tokens[:other]]), (window, other)):
+        for row, stop in zip(decode_batch(states, [tokens[:window], tokens[:other]]), (window, other)):
             check(row[-1], stop - 1, f"{stop} tokens read in a batch")
-        check(readers[0].fork(other).logits(tokens[:other]), other - 1, f"fork at {other}")
-        check(readers[0].logits(tokens[:other]), other - 1, f"back to {other}")
-        caches = model.new_caches(readers[0]._dtype)
+        check(states[0].fork(other).logits(tokens[:other]), other - 1, f"fork at {other}")
+        check(states[0].logits(tokens[:other]), other - 1, f"back to {other}")
+        caches = model.new_caches(states[0].dtype)
         check(next_logits(model, [tokens], [caches], every=True), slice(None), "every")
         prompt, n_new = (tokens[:other] + tokens[:other])[:window], window + 5
         plain = list(generate(model, prompt, n_new, temperature=0))
-        assert list(generate(model, prompt, n_new, temperature=0, lookahead=5)) == plain
+        assert list(generate_prompt_lookup(model, prompt, n_new, temperature=0, n_draft_tokens=5)) == plain
 
 
 def check_packing(case: Case, data: Any) -> None:
@@ -230,7 +233,7 @@ def check_batches(case: Case, data: Any) -> None:
         window = case.config.context_window
         generator = np.random.default_rng(case.seed)
         tolerance = _tolerance(case, tokens_of(generator, window).tolist())
-        batch = Batch(model, lookahead=data.draw(st.sampled_from([0, 4])))
+        batch = Batch(model, n_draft_tokens=data.draw(st.sampled_from([0, 4])))
         for number in range(data.draw(st.integers(1, 3))):
             text, start = tokens_of(generator, data.draw(st.integers(1, window))).tolist(), [0]
 

@@ -7,16 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tricycle import generate as generation
 from tricycle.attention import KeyValueCache
 from tricycle.configs import DebugConfig
-from tricycle.generate import (
-    Batch,
-    Reader,
-    generate,
-    generate_batch,
-)
+from tricycle.decoding import batch as batch_module
+from tricycle.decoding import prompt_lookup, speculative
+from tricycle.decoding.batch import Batch, generate_batch
+from tricycle.decoding.exactness import is_certain
+from tricycle.decoding.penalties import PenalizedSampling, ngram_completions
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.decoding.speculative import SpeculativeState
+from tricycle.generate import DecodingState, generate
 from tricycle.models import GPT, next_logits
-from tricycle.sampling import Sampling, _draw, _likely, repeats
+from tricycle.sampling import Sampling
 from tricycle.tensor import no_grad, to_tensor
 
 CONFIG = DebugConfig(vocab_size=50, context_window=12, embedding_dim=16, n_layers=2, tied=False, bias=False)
@@ -73,17 +76,17 @@ def test_it_goes_on_past_the_context_window(positions, window):
         n_seen += 1
 
 
-@pytest.mark.parametrize("lookahead", [0, 3])
-def test_a_full_window_may_be_refused(model, lookahead):
+@pytest.mark.parametrize("function", [generate, generate_prompt_lookup])
+def test_a_full_window_may_be_refused(model, function):
     plain = list(generate(model, [1, 2], 11, temperature=0))
-    settings = {"temperature": 0, "past_window": "refuse", "lookahead": lookahead}
-    assert list(generate(model, [1, 2], 11, **settings)) == plain  # the last one is not read
-    drawn = generate(model, [1, 2], 12, **settings)
+    settings = {"temperature": 0, "overflow": "refuse"}
+    assert list(function(model, [1, 2], 11, **settings)) == plain  # the last one is not read
+    drawn = function(model, [1, 2], 12, **settings)
     assert [next(drawn) for _ in range(11)] == plain
     with pytest.raises(ValueError, match="the context window of 12 tokens is full"):
         next(drawn)
-    with pytest.raises(ValueError, match="expected past_window to be reread or refuse, got 'slide'"):
-        generate(model, [1], 3, past_window="slide")
+    with pytest.raises(ValueError, match="expected overflow to be reread or refuse, got 'slide'"):
+        function(model, [1], 3, overflow="slide")
 
 
 def test_a_prompt_may_fill_the_window(model):
@@ -176,7 +179,7 @@ def test_no_gradient_is_left_behind(model):
 def test_bad_settings_are_named_before_anything_is_drawn(model, prompt, settings, message):
     n_tokens = settings.pop("n_tokens", 3)
     with pytest.raises(ValueError, match=message):
-        generate(model, prompt, n_tokens, Sampling(**settings))
+        generate(model, prompt, n_tokens, PenalizedSampling(**settings))
 
 
 def test_temperature_is_short_for_a_sampling(model):
@@ -212,7 +215,7 @@ LOGITS = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
 
 
 def draw(logits, generator, never=(), **settings) -> int:
-    return Sampling(**settings).draw(logits, generator, never=never)
+    return PenalizedSampling(**settings, suppress_tokens=never).draw(logits, generator)
 
 
 def frequencies(n: int = 4000, **settings) -> np.ndarray:
@@ -297,18 +300,18 @@ def test_logits_that_are_not_finite_are_refused(bad):
     ],
 )
 def test_tokens_that_would_repeat_a_run(tokens, size, expected):
-    assert repeats(tokens, size) == repeats(tuple(tokens), size) == expected
+    assert ngram_completions(tokens, size) == ngram_completions(tuple(tokens), size) == expected
 
 
 def test_a_prompt_may_hold_what_is_never_drawn(model):
-    tokens = list(generate(model, [45, 1], 30, Sampling(n_vocab=40, no_repeat_ngram_size=1)))
+    tokens = list(generate(model, [45, 1], 30, PenalizedSampling(n_vocab=40, no_repeat_ngram_size=1)))
     assert len(set(tokens)) == 30 and max(tokens) < 40 and 1 not in tokens
 
 
 @pytest.mark.parametrize(("size", "n"), [(1, 40), (2, 200), (4, 200)])
 def test_no_run_is_written_twice(model, size, n):
     def repeated(**settings) -> int:
-        text = [1, 2, 3, *generate(model, [1, 2, 3], n, Sampling(0, **settings))]
+        text = [1, 2, 3, *generate(model, [1, 2, 3], n, PenalizedSampling(0, **settings))]
         runs = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
         return len(runs) - len(set(runs))
 
@@ -338,56 +341,63 @@ def test_the_penalty_is_that_of_transformers(penalty):
     generator = np.random.default_rng(0)
     logits, seen = generator.normal(0, 2, 30), generator.integers(0, 30, 12)
     theirs = processors.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(seen[None]), torch.tensor(logits[None]))
-    sampling = Sampling(0, repetition_penalty=penalty)
-    order = [sampling.draw(logits, generator, seen, never=range(i)) for i in range(30)]
+    sampling = PenalizedSampling(0, repetition_penalty=penalty)
+    order = [replace(sampling, suppress_tokens=range(i)).draw(logits, generator, seen) for i in range(30)]
     assert order == [int(theirs[0, i:].argmax()) + i for i in range(30)]
 
 
 def test_the_penalty_counts_the_prompt_and_what_was_drawn(model):
-    drawn = list(generate(model, [7, 8], 10, Sampling(0, repetition_penalty=1e9)))
+    drawn = list(generate(model, [7, 8], 10, PenalizedSampling(0, repetition_penalty=1e9)))
     assert len({7, 8, *drawn}) == 12
-    assert list(generate(model, [7, 8], 10, Sampling(0, repetition_penalty=1.0))) == list(
+    assert list(generate(model, [7, 8], 10, PenalizedSampling(0, repetition_penalty=1.0))) == list(
         generate(model, [7, 8], 10, temperature=0)
     )
 
 
 # -------------------------------------------------------------------- what has been read already
 def count_reads(monkeypatch) -> list[int]:
-    """How many tokens are read at a time."""
+    """How many tokens of the first text are processed at a time."""
     reads: list[int] = []
 
-    def counted(model, tokens, caches):
+    def counted(model, tokens, caches, every=False):
         reads.append(len(tokens[0]))
-        return next_logits(model, tokens, caches)
+        return next_logits(model, tokens, caches, every)
 
-    monkeypatch.setattr("tricycle.generate.next_logits", counted)
+    set_next_logits(monkeypatch, counted)
     return reads
 
 
+def set_next_logits(monkeypatch, function) -> None:
+    for module in (generation, speculative):
+        monkeypatch.setattr(module, "next_logits", function)
+
+
+@pytest.mark.parametrize("new_state", [DecodingState, SpeculativeState])
 @pytest.mark.parametrize("changes", [{}, {"token_shift": True}, {"key_shift": True}])
-def test_a_reader_reads_only_what_is_new(monkeypatch, changes):
+def test_a_state_processes_only_what_is_new(monkeypatch, changes, new_state):
     model = new_model(**changes)
-    reader, texts = Reader(model), ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 9], [1], [8, 2], [8, 2, *range(10)])
+    state, texts = new_state(model), ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 9], [1, 2, 9], [1], [8, 2], [8, 2, *range(10)])
     wanted = [full_logits(model, text) for text in texts]
     reads = count_reads(monkeypatch)
     for text, logits in zip(texts, wanted):
-        np.testing.assert_allclose(reader.logits(text), logits, rtol=1e-4, atol=1e-4)
-        assert reader.tokens == text
+        np.testing.assert_allclose(state.logits(text), logits, rtol=1e-4, atol=1e-4)
+        assert state.tokens == text
     assert reads == ([3, 2, 3, 3, 1, 2, 10] if changes else [3, 2, 1, 1, 1, 2, 10])
 
 
 def test_a_conversation_is_read_once(model, monkeypatch):
-    reader = Reader(model)
-    first = list(generate(model, [1, 2, 3], 4, temperature=0, reader=reader))
+    state = DecodingState(model)
+    first = list(generate(model, [1, 2, 3], 4, temperature=0, state=state))
     fresh = list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0))
     reads = count_reads(monkeypatch)
-    assert list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0, reader=reader)) == fresh
+    assert list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0, state=state)) == fresh
     assert reads == [2, 1, 1]  # the last token drawn had not been read
 
 
-def test_an_interrupted_reader_begins_anew(model, monkeypatch):
-    reader = Reader(model)
-    reader.logits([1, 2])
+@pytest.mark.parametrize("new_state", [DecodingState, SpeculativeState])
+def test_an_interrupted_state_begins_anew(model, monkeypatch, new_state):
+    state = new_state(model)
+    state.logits([1, 2])
 
     def interrupted(x):
         raise KeyboardInterrupt
@@ -395,8 +405,8 @@ def test_an_interrupted_reader_begins_anew(model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(vars(model.blocks[1].mlp), "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            reader.logits([1, 2, 3])
-    np.testing.assert_allclose(reader.logits([1, 2, 3]), full_logits(model, [1, 2, 3]), rtol=1e-4, atol=1e-4)
+            state.logits([1, 2, 3])
+    np.testing.assert_allclose(state.logits([1, 2, 3]), full_logits(model, [1, 2, 3]), rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_grows_and_forgets():
@@ -466,22 +476,23 @@ def test_a_cache_with_a_window_goes_back_to_what_is_held():
 
 
 @pytest.mark.slow_except(2)
-@pytest.mark.parametrize("lookahead", [0, 5])
+@pytest.mark.parametrize("n_draft_tokens", [0, 5])
 @pytest.mark.parametrize("changes", [{}, {"full_layers": (1,)}, {"softmax": "softmax1"}, {"softmax": "blocks"}])
-def test_a_window_forgets_nothing_that_matters(changes, lookahead):
+def test_a_window_forgets_nothing_that_matters(changes, n_draft_tokens):
     """A text of many windows, against all of it read at once; some of it in a second turn."""
     model = new_model(context_window=900, positions="rotary", window=9, **changes)
-    reader = Reader(model)
+    state = SpeculativeState(model)
     prompt = list(np.random.default_rng(0).integers(0, 50, 300))
     tokens = list(prompt)
     for n in (150, 300):
-        tokens += generate(model, tokens, n, Sampling(seed=n), reader=reader, lookahead=lookahead)
-    np.testing.assert_allclose(reader.logits(tokens), full_logits(model, tokens), rtol=1e-3, atol=1e-3)
-    if not lookahead:  # what was read as a guess may have to be read again
-        are_small = [cache.keys.shape[1] <= 9 - 1 + 256 for cache in reader._caches]
+        sampling = Sampling(seed=n)
+        tokens += generate_prompt_lookup(model, tokens, n, sampling, state=state, n_draft_tokens=n_draft_tokens)
+    np.testing.assert_allclose(state.logits(tokens), full_logits(model, tokens), rtol=1e-3, atol=1e-3)
+    if not n_draft_tokens:  # draft tokens may have to be recomputed
+        are_small = [cache.keys.shape[1] <= 9 - 1 + 256 for cache in state.caches]
         assert are_small == [changes.get("softmax") != "blocks", changes in ({}, {"softmax": "softmax1"})]
     other = [*tokens[:100], 3, 4]  # too far back for what is kept: it is read anew
-    np.testing.assert_allclose(reader.logits(other), full_logits(model, other), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(state.logits(other), full_logits(model, other), rtol=1e-3, atol=1e-3)
 
 
 # -------------------------------------------------------------------- several texts at once
@@ -501,11 +512,11 @@ def test_several_texts_at_once_are_what_each_is_alone(changes, settings):
     model = new_model(**changes)
     prompts = [[1, 2, 3], [4], list(range(12)), np.array([7, 7]), [5] * 9]
     seed = settings.get("seed", 0)
-    samplings = [Sampling(**{**settings, "seed": seed + i}) for i in range(5)]
+    samplings = [PenalizedSampling(**{**settings, "seed": seed + i}) for i in range(5)]
     alone = [list(generate(model, prompt, 20, way)) for prompt, way in zip(prompts, samplings)]
-    assert generate_batch(model, prompts, 20, Sampling(**settings)) == alone
+    assert generate_batch(model, prompts, 20, PenalizedSampling(**settings)) == alone
     assert generate_batch(model, prompts, 20, samplings) == alone
-    assert generate_batch(model, prompts, 20, samplings, lookahead=5) == alone
+    assert generate_batch(model, prompts, 20, samplings, n_draft_tokens=5) == alone
     assert len(set(map(tuple, alone))) == 5
     assert all(1 <= len(drawn) <= 20 for drawn in alone)
 
@@ -522,11 +533,11 @@ def test_a_batch_may_be_empty_and_names_what_is_wrong(model):
 def test_a_batch_reads_each_token_of_all_texts_at_once(model, monkeypatch):
     calls = []
 
-    def counted(model, tokens, caches):
+    def counted(model, tokens, caches, every):
         calls.append([len(new) for new in tokens])
-        return next_logits(model, tokens, caches)
+        return next_logits(model, tokens, caches, every)
 
-    monkeypatch.setattr("tricycle.generate.next_logits", counted)
+    set_next_logits(monkeypatch, counted)
     generate_batch(model, [[1, 2, 3], [4], [5, 6]], 3, temperature=0)
     assert calls == [[1, 2, 3], [1, 1, 1], [1, 1, 1]]
 
@@ -565,7 +576,7 @@ def test_texts_come_and_go(changes):
                 drawn[number].append(token)
 
     for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
-        assert batch.add(prompt, n_tokens, Sampling(**settings, seed=seed)) == number
+        assert batch.add(prompt, n_tokens, PenalizedSampling(**settings, seed=seed)) == number
         steps(number)
     assert len(batch) == 1  # the last had none to write
     batch.remove(1)
@@ -574,7 +585,7 @@ def test_texts_come_and_go(changes):
     while len(batch):
         steps(1)
     for number, (prompt, n_tokens, settings, seed) in enumerate(ways):
-        alone = list(generate(model, prompt, n_tokens, Sampling(**settings, seed=seed)))
+        alone = list(generate(model, prompt, n_tokens, PenalizedSampling(**settings, seed=seed)))
         assert drawn[number] == (alone[:n_of_removed] if number == 1 else alone)
     assert 6 < n_of_removed < 30
     assert batch.step() == []
@@ -583,14 +594,14 @@ def test_texts_come_and_go(changes):
 def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
     calls = []
 
-    def counted(model, tokens, caches):
+    def counted(model, tokens, caches, every):
         calls.append([len(new) for new in tokens])
-        return next_logits(model, tokens, caches)
+        return next_logits(model, tokens, caches, every)
 
     prompts = [[1] * 5, [2], [3] * 9, [4] * 4]
     alone = [list(generate(model, prompt, 2, temperature=0)) for prompt in prompts]
-    monkeypatch.setattr("tricycle.generate.next_logits", counted)
-    monkeypatch.setattr("tricycle.generate.MANY_ROWS", 5)
+    set_next_logits(monkeypatch, counted)
+    monkeypatch.setattr(batch_module, "MANY_ROWS", 5)
     assert generate_batch(model, prompts, 2, temperature=0) == alone
     assert calls == [[1, 4], [5], [9], [1, 1, 1, 1]]
 
@@ -606,7 +617,7 @@ def test_a_listener_gets_the_logits_of_each_token(model):
     assert [token for token, _ in told] == drawn
     text = [1, 2]
     for token, logits in told:
-        np.testing.assert_allclose(logits, Reader(model).logits(text), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(logits, DecodingState(model).logits(text), rtol=1e-5, atol=1e-5)
         text.append(token)
 
 
@@ -615,16 +626,16 @@ def test_a_listener_gets_the_logits_of_each_token(model):
 )
 def test_a_fork_goes_on_by_itself(changes):
     model = new_model(context_window=30, **changes)
-    reader = Reader(model)
-    reader.logits([1, 2, 3, 4, 5, 6])
-    forked = reader.fork(4)
+    state = SpeculativeState(model)
+    state.logits([1, 2, 3, 4, 5, 6])
+    forked = state.fork(4)
     assert forked.tokens in ([1, 2, 3, 4], [])  # a shift cannot be undone
     assert forked.tokens or {"token_shift", "key_shift"} & set(changes)
-    assert reader.fork(6).tokens == reader.fork(99).tokens == reader.tokens
-    np.testing.assert_allclose(forked.logits([1, 2, 3, 4, 9]), Reader(model).logits([1, 2, 3, 4, 9]), atol=1e-5)
-    assert reader.tokens == [1, 2, 3, 4, 5, 6]
-    wanted = Reader(model).logits([1, 2, 3, 4, 5, 6, 7])
-    np.testing.assert_allclose(reader.logits([1, 2, 3, 4, 5, 6, 7]), wanted, atol=1e-5)
+    assert state.fork(6).tokens == state.fork(99).tokens == state.tokens
+    np.testing.assert_allclose(forked.logits([1, 2, 3, 4, 9]), DecodingState(model).logits([1, 2, 3, 4, 9]), atol=1e-5)
+    assert state.tokens == [1, 2, 3, 4, 5, 6]
+    wanted = DecodingState(model).logits([1, 2, 3, 4, 5, 6, 7])
+    np.testing.assert_allclose(state.logits([1, 2, 3, 4, 5, 6, 7]), wanted, atol=1e-5)
 
 
 def test_penalties_and_biases():
@@ -632,8 +643,7 @@ def test_penalties_and_biases():
     seen = [4, 4, 3, 3, 3, 2]  # two of the prompt
 
     def shifted(**settings):
-        way = Sampling(temperature=0, **settings)
-        return way._allowed(logits, seen, (), 2).tolist()
+        return PenalizedSampling(**settings).adjusted_logits(logits, seen, 2).tolist()
 
     assert shifted(presence_penalty=1.5) == [1, 2, 1.5, 2.5, 5]
     assert shifted(frequency_penalty=1) == [1, 2, 2, 1, 5]
@@ -641,31 +651,33 @@ def test_penalties_and_biases():
     assert shifted(logit_bias=((0, 100), (4, -100), (99, 1))) == [101, 2, 3, 4, -95]
     for wrong in ({"presence_penalty": np.nan}, {"logit_bias": ((-1, 1),)}, {"logit_bias": ((1, np.inf),)}):
         with pytest.raises(ValueError, match=f"expected {next(iter(wrong))}"):
-            Sampling(**wrong)
+            PenalizedSampling(**wrong)
 
 
 def test_a_penalty_counts_what_was_drawn_and_not_the_prompt(model):
     prompt = [*generate(model, [1, 2], 10, temperature=0)]
     plain = [*generate(model, prompt, 20, temperature=0)]
-    penalised = [*generate(model, prompt, 20, Sampling(temperature=0, presence_penalty=1e6))]
+    sampling = PenalizedSampling(temperature=0, presence_penalty=1e6)
+    penalised = [*generate(model, prompt, 20, sampling)]
     assert penalised[0] == plain[0]
     assert len(set(penalised)) == min(20, model.config.vocab_size)
-    assert penalised == generate_batch(model, [prompt], 20, Sampling(temperature=0, presence_penalty=1e6))[0]
-    assert penalised == [*generate(model, prompt, 20, Sampling(temperature=0, presence_penalty=1e6), lookahead=4)]
+    assert penalised == generate_batch(model, [prompt], 20, sampling)[0]
+    assert penalised == [*generate_prompt_lookup(model, prompt, 20, sampling)]
 
 
-# -------------------------------------------------------------------- guesses
+# -------------------------------------------------------------------- draft tokens
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("lookahead", [1, 3, 30])
+@pytest.mark.parametrize("n_draft_tokens", [1, 3, 30])
 @pytest.mark.parametrize(
     "changes", [{}, {"positions": "rotary", "window": 4}, {"token_shift": True}, {"key_shift": True}]
 )
-def test_guesses_change_nothing(changes, lookahead, settings):
+def test_draft_tokens_change_nothing(changes, n_draft_tokens, settings):
     model = new_model(context_window=30, **changes)
     for prompt in ([1, 2, 3, 4] * 5, [7], [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]):
-        plain = list(generate(model, prompt, 50, Sampling(**settings)))
-        assert list(generate(model, prompt, 50, Sampling(**settings), lookahead=lookahead)) == plain
+        sampling = PenalizedSampling(**settings)
+        plain = list(generate(model, prompt, 50, sampling))
+        assert list(generate_prompt_lookup(model, prompt, 50, sampling, n_draft_tokens=n_draft_tokens)) == plain
 
 
 def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
@@ -678,8 +690,8 @@ def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
         reads.append(len(tokens[0]))
         return next_logits(model, tokens, caches, every)
 
-    monkeypatch.setattr("tricycle.generate.next_logits", counted)
-    assert list(generate(model, [1], 150, temperature=0, lookahead=5)) == plain
+    set_next_logits(monkeypatch, counted)
+    assert list(generate_prompt_lookup(model, [1], 150, temperature=0, n_draft_tokens=5)) == plain
     assert len(reads) < 80
     assert max(reads) == 6
 
@@ -688,88 +700,89 @@ def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2, "repetition_penalty": 1.1}]
 )
-def test_guesses_change_nothing_though_they_are_rounded_in_another_way(settings, monkeypatch):
+def test_draft_tokens_change_nothing_though_they_are_rounded_in_another_way(settings, monkeypatch):
     """Several rows at once give logits that are off by as much as is thought possible."""
     model = new_model(context_window=60)
     noise = np.random.default_rng(3)
-    n_read_again = []
+    n_recomputed = []
 
     def noisy(model, tokens, caches, every=False):
         logits = next_logits(model, tokens, caches, every)
         return logits + noise.uniform(-0.9, 0.9, logits.shape) * error * np.abs(logits).max(-1, keepdims=True) * every
 
-    class Counting(Reader):
-        def read_again(self, tokens):
-            n_read_again.append(len(tokens))
-            return super().read_again(tokens)
+    class Counting(SpeculativeState):
+        def recompute_logits(self, text):
+            n_recomputed.append(len(text))
+            return super().recompute_logits(text)
 
-    def same(**options) -> bool:
-        ways = [Sampling(**settings, seed=seed) for seed in range(10)]
-        wanted = [list(generate(model, [1, 2, 3, 4] * 5, 60, way)) for way in ways]
+    def same() -> bool:
+        prompt, ways = [1, 2, 3, 4] * 5, [PenalizedSampling(**settings, seed=seed) for seed in range(10)]
+        wanted = [list(generate(model, prompt, 60, way)) for way in ways]
         return wanted == [
-            list(generate(model, [1, 2, 3, 4] * 5, 60, way, **options, reader=Counting(model))) for way in ways
+            list(generate_prompt_lookup(model, prompt, 60, way, state=Counting(model), n_draft_tokens=4))
+            for way in ways
         ]
 
     error = 0.1
-    monkeypatch.setattr("tricycle.generate.next_logits", noisy)
-    monkeypatch.setattr("tricycle.generate.DOUBT", 0.0)
-    assert not same(lookahead=4)
-    assert not n_read_again
-    monkeypatch.setattr("tricycle.generate.DOUBT", error)
-    assert same(lookahead=4)
-    assert n_read_again
+    set_next_logits(monkeypatch, noisy)
+    monkeypatch.setattr(prompt_lookup, "TOLERANCE", 0.0)
+    assert not same()
+    assert not n_recomputed
+    monkeypatch.setattr(prompt_lookup, "TOLERANCE", error)
+    assert same()
+    assert n_recomputed
 
 
 @given(
     st.integers(0, 10**6), st.integers(0, 12), st.floats(0.05, 1), st.floats(0, 1), st.floats(0.05, 3), st.booleans()
 )
-def test_what_is_sure_no_small_change_makes_another_token(seed, top_k, top_p, min_p, temperature, plain):
+def test_no_small_change_gives_another_token_than_a_certain_one(seed, top_k, top_p, min_p, temperature, plain):
     numbers = np.random.default_rng(seed)
     logits = numbers.normal(0, 3, 30)
     settings = (temperature, 0, 1.0, 0.0) if plain else (temperature, top_k, top_p, min_p)
-    token, sure = _draw(logits, np.random.default_rng(seed), Sampling(*settings), doubt=0.01)
-    for _ in range(20 if sure else 0):
+    sampling, number = Sampling(*settings), np.random.default_rng(seed).random()
+    token = sampling.token_at(logits, number)
+    for _ in range(20 if is_certain(sampling, logits, token, number, 0.01) else 0):
         near = logits + numbers.choice([-0.01, 0.01], 30)
-        assert _draw(near, np.random.default_rng(seed), Sampling(*settings))[0] == token
+        assert sampling.token_at(near, number) == token
 
 
 @pytest.mark.slow
-def test_nearly_all_is_sure():
+def test_nearly_all_tokens_are_certain():
     """Else nothing would be won."""
     logits = np.random.default_rng(0).normal(0, 4, (100, 50_000))
     for settings in ((0, 0, 1.0, 0.0), (0.8, 50, 0.95, 0.02)):
-        n_sure = sum(
-            _draw(row, np.random.default_rng(i), Sampling(*settings), doubt=5e-4)[1] for i, row in enumerate(logits)
-        )
-        assert n_sure > 90
+        sampling, numbers = Sampling(*settings), [np.random.default_rng(i).random() for i in range(100)]
+        pairs = list(zip(logits, numbers))
+        assert sum(is_certain(sampling, row, sampling.token_at(row, u), u, 5e-4) for row, u in pairs) > 90
 
 
-def test_nothing_is_guessed_past_the_last_token(model, monkeypatch):
+def test_no_draft_reaches_past_the_last_token(model, monkeypatch):
     reads = []
 
     def counted(model, tokens, caches, every=False):
         reads.append(len(tokens[0]))
         return next_logits(model, tokens, caches, every)
 
-    monkeypatch.setattr("tricycle.generate.next_logits", counted)
-    assert len(list(generate(model, [1, 2, 1, 2, 1, 2], 1, temperature=0, lookahead=4))) == 1
+    set_next_logits(monkeypatch, counted)
+    assert len(list(generate_prompt_lookup(model, [1, 2, 1, 2, 1, 2], 1, temperature=0))) == 1
     assert reads == [6]
 
 
 @pytest.mark.slow_except(6)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("n_texts", [2, 5, 20])
-def test_guesses_in_a_batch_change_nothing(settings, n_texts):
-    """Texts of different lengths, of which some repeat themselves; with 20 of them there is no room for guesses."""
+def test_draft_tokens_in_a_batch_change_nothing(settings, n_texts):
+    """Texts of different lengths, of which some repeat themselves; with 20 there is no room for draft tokens."""
     model = new_model(context_window=30, positions="rotary", window=6)
     prompts = [[*range(i % 7), *[1, 2, 3, 4] * (i % 3), i] for i in range(n_texts)]
-    ways = [Sampling(**{**settings, "seed": i}) for i in range(n_texts)]
+    ways = [PenalizedSampling(**{**settings, "seed": i}) for i in range(n_texts)]
     alone = [list(generate(model, prompt, 50, way)) for prompt, way in zip(prompts, ways)]
-    for lookahead in (1, 4, 30):
-        assert generate_batch(model, prompts, 50, ways, lookahead=lookahead) == alone
+    for n_draft_tokens in (1, 4, 30):
+        assert generate_batch(model, prompts, 50, ways, n_draft_tokens=n_draft_tokens) == alone
 
 
-def test_a_batch_reads_guesses_in_fewer_steps(monkeypatch):
+def test_a_batch_with_draft_tokens_takes_fewer_steps(monkeypatch):
     model = new_model(context_window=200, positions="none", window=1)  # the last token decides the next
     plain = generate_batch(model, [[1], [2], [3]], 150, temperature=0)
     rows = []
@@ -778,30 +791,30 @@ def test_a_batch_reads_guesses_in_fewer_steps(monkeypatch):
         rows.append(sum(map(len, tokens)))
         return next_logits(model, tokens, caches, every)
 
-    monkeypatch.setattr("tricycle.generate.next_logits", counted)
-    assert generate_batch(model, [[1], [2], [3]], 150, temperature=0, lookahead=15) == plain
+    set_next_logits(monkeypatch, counted)
+    assert generate_batch(model, [[1], [2], [3]], 150, temperature=0, n_draft_tokens=15) == plain
     assert len(rows) < 80
     assert 10 < max(rows) <= 16  # as many as are read at the speed of the weights
 
 
-def test_guesses_in_a_batch_that_are_rounded_in_another_way(monkeypatch):
+def test_draft_tokens_in_a_batch_that_are_rounded_in_another_way(monkeypatch):
     model = new_model(context_window=60)
     noise = np.random.default_rng(3)
 
     def noisy(model, tokens, caches, every=False):
         logits = next_logits(model, tokens, caches, every)
         if every:
-            guessed = np.concatenate([[[len(new) > 1]] * len(new) for new in tokens])
-            logits += noise.uniform(-0.09, 0.09, logits.shape) * np.abs(logits).max(-1, keepdims=True) * guessed
+            drafted = np.concatenate([[[len(new) > 1]] * len(new) for new in tokens])
+            logits += noise.uniform(-0.09, 0.09, logits.shape) * np.abs(logits).max(-1, keepdims=True) * drafted
         return logits
 
     prompts, ways = [[1, 2, 3, 4] * 5, [4, 3] * 4], [Sampling(seed=0), Sampling(0)]
     wanted = generate_batch(model, prompts, 60, ways)
-    monkeypatch.setattr("tricycle.generate.next_logits", noisy)
-    monkeypatch.setattr("tricycle.generate.DOUBT", 0.0)
-    assert generate_batch(model, prompts, 60, ways, lookahead=4) != wanted
-    monkeypatch.setattr("tricycle.generate.DOUBT", 0.1)
-    assert generate_batch(model, prompts, 60, ways, lookahead=4) == wanted
+    set_next_logits(monkeypatch, noisy)
+    monkeypatch.setattr(prompt_lookup, "TOLERANCE", 0.0)
+    assert generate_batch(model, prompts, 60, ways, n_draft_tokens=4) != wanted
+    monkeypatch.setattr(prompt_lookup, "TOLERANCE", 0.1)
+    assert generate_batch(model, prompts, 60, ways, n_draft_tokens=4) == wanted
 
 
 # -------------------------------------------------------------------- candidates
@@ -809,7 +822,7 @@ def test_guesses_in_a_batch_that_are_rounded_in_another_way(monkeypatch):
 def test_only_what_cannot_be_drawn_is_left_out(seed, top_k, top_p, min_p, temperature):
     """Against all tokens sorted."""
     logits = np.random.default_rng(seed).normal(0, 2, 40).round(1)
-    order, probabilities = _likely(logits, Sampling(temperature, top_k, top_p, min_p))
+    order, probabilities = Sampling(temperature, top_k, top_p, min_p).candidates(logits)
     expected = np.argsort(-logits, kind="stable")[: top_k or None]
     shares = np.exp((logits[expected] - logits.max()) / temperature)
     shares /= shares.sum()

@@ -8,7 +8,7 @@ import pytest
 
 from tricycle.configs import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense, Adapter, LoRAConfig, LowRank, Part, column_squares
-from tricycle.generate import Reader
+from tricycle.generate import DecodingState
 from tricycle.gradcheck import gradcheck
 from tricycle.kernels import FewBits
 from tricycle.layers import Dense
@@ -173,7 +173,7 @@ def test_generation_drops_nothing_out_while_a_model_is_in_training():
     Adapter(model, {"blocks.0.attention.qkv": low_rank}, LoRAConfig(rank=2)).put_on()
     with model.evaluating():
         expected = model(to_tensor([[1, 2, 3]], dtype=int)).array[0, -1]
-    np.testing.assert_allclose(Reader(model).logits([1, 2, 3]), expected, 1e-5, 1e-6)
+    np.testing.assert_allclose(DecodingState(model).logits([1, 2, 3]), expected, 1e-5, 1e-6)
     assert model.training and low_rank.dropout.training
 
 

@@ -16,12 +16,12 @@ import pytest
 from transformers_families import FAMILIES, difference
 
 from tricycle.configs import PRESETS, EncoderConfig, ModelConfig
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.generate import generate
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder, family_of_config
 from tricycle.pretrained.settings import GenerationSettings
-from tricycle.sampling import Sampling
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tokeniser import BPETokeniser
 
@@ -88,7 +88,7 @@ def compare(model: GPT, folder: Path, agreed: float = AGREED) -> None:
     settings = {"no_repeat_ngram_size": 2, "do_sample": False, "suppress_tokens": None}
     theirs.generation_config.eos_token_id = None
     out = theirs.generate(torch.tensor([prompt]), max_new_tokens=n_new, pad_token_id=0, **settings)
-    assert list(generate(model, prompt, n_new, Sampling(0, no_repeat_ngram_size=2))) == out[0, 3:].tolist()
+    assert list(generate(model, prompt, n_new, PenalizedSampling(0, no_repeat_ngram_size=2))) == out[0, 3:].tolist()
 
 
 # -------------------------------------------------------------------- every config that can be said

@@ -29,10 +29,10 @@ from serving import Alone, Running, serving, until
 from tiny_models import lively_model, tiny_tokeniser, write_folder
 
 from benchmarks import serving as benchmark
-from tricycle import generate as generation
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import DebugConfig, EncoderConfig
-from tricycle.generate import Batch
+from tricycle.decoding import speculative
+from tricycle.decoding.batch import Batch
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained import tokenizer_json as form
@@ -703,13 +703,13 @@ def test_a_request_that_comes_too_slowly(folder, monkeypatch):
 
 def test_texts_of_one_prompt_read_it_once(folder, monkeypatch):
     n_read = []
-    read = generation.next_logits
+    read = speculative.next_logits
 
-    def counted(model, tokens, caches):
+    def counted(model, tokens, caches, every):
         n_read.extend(map(len, tokens))
-        return read(model, tokens, caches)
+        return read(model, tokens, caches, every)
 
-    monkeypatch.setattr(generation, "next_logits", counted)
+    monkeypatch.setattr(speculative, "next_logits", counted)
     with serving(folder) as running:
         body = {"prompt": [*range(5, 205)], "n": 4, "max_tokens": 3, "seed": 1, "logit_bias": {"2": -100}}
         _, answer, _ = running.ask("/v1/completions", body)
@@ -876,9 +876,9 @@ def test_settings_of_the_model(folder, settings):
         assert status == 200 and 0 < answer["usage"]["completion_tokens"] <= 5
         model = running.served.engine.model
         assert model.config.softmax == settings.get("softmax", "softmax")
-        (reader,) = running.served.engine._memory.readers
+        (state,) = running.served.engine._memory.states
         kind = "float16" if "cache" in settings else "float32"
-        assert {cache.keys.dtype.name for cache in reader._caches} == {kind}
+        assert {cache.keys.dtype.name for cache in state.caches} == {kind}
 
 
 def test_a_window_and_a_shift_cannot_go_back_and_need_not(tmp_path):

@@ -17,7 +17,7 @@ from browser import DESKTOP, PHONE, browsing
 from serving import Alone, serving, until
 from tiny_models import smollm2_file, write_folder
 
-from tricycle.generate import Batch
+from tricycle.decoding.batch import Batch
 
 pytestmark = pytest.mark.nightly
 

@@ -16,13 +16,23 @@ from typing import Any
 
 import tyro
 
-from tricycle.generate import Reader, generate
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.decoding.speculative import SpeculativeState
 from tricycle.pretrained import Pretrained
 from tricycle.sampling import Sampling
 from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import text_of
-from tricycle_cli.models import Cache, Device, PastWindow, SamplingFlags, Weights, cache_dtype, load_model, stop_tokens
+from tricycle_cli.models import (
+    Cache,
+    Device,
+    Overflow,
+    SamplingFlags,
+    Weights,
+    cache_dtype,
+    load_model,
+    stop_tokens,
+)
 
 HELP = """/reset        forget the conversation
 /save FILE    write it down: as JSON where the name ends in .json, else as text
@@ -48,15 +58,15 @@ class Arguments:
     length: int = 1024
     """the most tokens of an answer"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
-    past_window: PastWindow = "reread"
+    overflow: Overflow = "reread"
     """when the conversation no longer fits into the context window: "reread" forgets its oldest messages and reads the
     others anew, "refuse" says so and leaves it to you"""
     cache: Cache = "auto"
     """what keys and values of the conversation are kept in: "float16" and "bfloat16" take half the memory, "auto"
     leaves them as they are computed (float32 on a CPU)"""
-    lookahead: int = 0
-    """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
-    temperature is 0"""
+    draft_tokens: int = 0
+    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
+    edited code at temperature 0"""
     softmax: str | None = None
     """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
     adapter: Path | None = None
@@ -75,8 +85,8 @@ class Conversation:
         system: what the model is told first.
         n_tokens: the most tokens of an answer.
         sampling: how answers are drawn.
-        lookahead: as of `generate`.
-        past_window: "reread" forgets the oldest messages where they no longer fit, "refuse" the latest.
+        n_draft_tokens: as of `generate_prompt_lookup`.
+        overflow: "reread" forgets the oldest messages where they no longer fit, "refuse" the latest.
         cache: the dtype of keys and values.
 
     Raises:
@@ -90,8 +100,8 @@ class Conversation:
         n_tokens: int,
         sampling: Sampling,
         *,
-        lookahead: int = 0,
-        past_window: str = "reread",
+        n_draft_tokens: int = 0,
+        overflow: str = "reread",
         cache: str | None = None,
     ) -> None:
         if not loaded.tokeniser.chat_template:
@@ -102,8 +112,8 @@ class Conversation:
         if n_tokens < 1:
             raise ValueError(f"expected --length to be 1 or more, got {n_tokens}")
         self.model, self.tokeniser = loaded.model, loaded.tokeniser
-        self.n_tokens, self.lookahead = n_tokens, lookahead
-        self.forgets, self.cache = past_window == "reread", cache
+        self.n_tokens, self.n_draft_tokens = n_tokens, n_draft_tokens
+        self.forgets, self.cache = overflow == "reread", cache
         self.stops = stop_tokens(loaded)
         self.beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
@@ -117,7 +127,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget what was said."""
         self.messages: list[Message] = [*self.beginning]
-        self.reader = Reader(self.model, self.cache)
+        self.state = SpeculativeState(self.model, self.cache)
 
     def ask(self, said: str) -> tuple[Iterator[str], int]:
         """Take a message; returns the answer as it comes, and how many messages had to be forgotten for it.
@@ -157,7 +167,9 @@ class Conversation:
         answer: Message = {"role": "assistant", "content": ""}
         self.messages.append(answer)
         n_tokens = min(self.n_tokens, self.model.config.context_window - len(ids))
-        tokens = generate(self.model, ids, n_tokens, self.sampling, reader=self.reader, lookahead=self.lookahead)
+        tokens = generate_prompt_lookup(
+            self.model, ids, n_tokens, self.sampling, state=self.state, n_draft_tokens=self.n_draft_tokens
+        )
         for part in text_of(tokens, self.tokeniser, self.stops, ids):
             answer["content"] += part
             yield part
@@ -190,8 +202,8 @@ def main(args: Sequence[str] | None = None) -> None:
         arguments.system,
         arguments.length,
         sampling,
-        lookahead=arguments.lookahead,
-        past_window=arguments.past_window,
+        n_draft_tokens=arguments.draft_tokens,
+        overflow=arguments.overflow,
         cache=cache_dtype(arguments.cache),
     )
     at_terminal = sys.stdin.isatty()
@@ -262,7 +274,7 @@ def answer(conversation: Conversation, said: str) -> None:
                 if interrupted():
                     break
         except KeyboardInterrupt:
-            conversation.reader.forget()
+            conversation.state.reset()
         print(" (interrupted)" if interrupted() else "", flush=True)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 MOST_SAID = 1000  # characters of an error
+DEPRECATED = {"--lookahead": "--draft-tokens", "--past-window": "--overflow"}  # former names of flags
 
 
 def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:
@@ -23,7 +24,7 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
     """
     import tyro
 
-    args = sys.argv[1:] if args is None else args
+    args = [_current_name(word) for word in (sys.argv[1:] if args is None else args)]
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -36,6 +37,12 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
         raise
     except ValueError as error:  # a config refuses its values when it is made
         fail(str(error), status=2)
+
+
+def _current_name(word: str) -> str:
+    """Return a word of a command line with the current name of a flag whose name is deprecated."""
+    name, equals, value = word.partition("=")
+    return DEPRECATED.get(name.replace("_", "-"), name) + equals + value
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

@@ -11,10 +11,20 @@ from typing import Annotated
 
 import tyro
 
-from tricycle.generate import Reader, generate
+from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.decoding.speculative import SpeculativeState
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Cache, Device, PastWindow, SamplingFlags, Weights, cache_dtype, load_model, stop_tokens
+from tricycle_cli.models import (
+    Cache,
+    Device,
+    Overflow,
+    SamplingFlags,
+    Weights,
+    cache_dtype,
+    load_model,
+    stop_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -29,10 +39,10 @@ class Arguments:
     length: int = 400
     """the most tokens to draw"""
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
-    lookahead: int = 0
-    """guess so many tokens where the text repeats itself: the same text, sooner where code is edited and the
-    temperature is 0"""
-    past_window: PastWindow = "reread"
+    draft_tokens: int = 0
+    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
+    edited code at temperature 0"""
+    overflow: Overflow = "reread"
     """when the context window is full: "reread" reads its later half anew and goes on from there, "refuse" ends with
     an error"""
     cache: Cache = "auto"
@@ -63,10 +73,14 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
     ids = prompt_ids(tokeniser, arguments.prompt)
-    reader = Reader(loaded.model, cache_dtype(arguments.cache))
-    ahead, past_window = arguments.lookahead, arguments.past_window
-    tokens = generate(
-        loaded.model, ids, arguments.length, sampling, reader=reader, lookahead=ahead, past_window=past_window
+    tokens = generate_prompt_lookup(
+        loaded.model,
+        ids,
+        arguments.length,
+        sampling,
+        state=SpeculativeState(loaded.model, cache_dtype(arguments.cache)),
+        overflow=arguments.overflow,
+        n_draft_tokens=arguments.draft_tokens,
     )
     stops = stop_tokens(loaded)
     write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tricycle import devices
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.models import GPT
 from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
-from tricycle.sampling import Sampling
 from tricycle_cli.pickles import load_pickled_model
 from tricycle_cli.run import SAMPLING
 
 Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
 Device = Literal["auto", "cpu", "gpu"]
 Cache = Literal["auto", "float32", "float16", "bfloat16"]
-PastWindow = Literal["reread", "refuse"]
+Overflow = Literal["reread", "refuse"]
 PICKLES = (".pkl", ".pickle")
 MODELS = (".safetensors", ".gguf", ".bin")
 # What ends in one of these is meant to be a file, and no name on huggingface.co.
@@ -28,7 +28,7 @@ FILES = (*MODELS, *PICKLES, ".pt", ".pth", ".json", ".txt", ".npz")
 
 
 def cache_dtype(cache: str) -> str | None:
-    """As `Reader` takes it."""
+    """Return the dtype of keys and values, as `SpeculativeState` takes it."""
     return None if cache == "auto" else cache
 
 
@@ -153,7 +153,7 @@ class SamplingFlags:
     seed: int | None = None
     """makes the text repeatable"""
 
-    def of(self, loaded: Pretrained, otherwise: dict[str, Any] | None = None) -> Sampling:
+    def of(self, loaded: Pretrained, otherwise: dict[str, Any] | None = None) -> PenalizedSampling:
         """How this model writes, with the tokens that end its texts.
 
         Args:
@@ -169,14 +169,14 @@ class SamplingFlags:
         return replace(sampling, **{"seed": None, **stated})
 
 
-def default_sampling(loaded: Pretrained) -> Sampling:
+def default_sampling(loaded: Pretrained) -> PenalizedSampling:
     """How a model writes if nobody says otherwise: Tricycle's way for its own, their makers' way for others."""
     known: dict[str, Any] = {"stop_tokens": stop_tokens(loaded), "n_vocab": loaded.tokeniser.n_vocab}
     if loaded.source is None:
         return replace(SAMPLING, **known)
     makers = loaded.generation
     names = ("top_k", "top_p", "min_p", "repetition_penalty")
-    return Sampling(
+    return PenalizedSampling(
         temperature=makers.temperature if makers.do_sample else 0.0,
         **{name: getattr(makers, name) for name in names},
         **known,

@@ -22,10 +22,10 @@ from tricycle import devices
 from tricycle.checkpoint import NotFiniteError
 from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.distributed.processes import ALONE, Processes
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.generate import generate
-from tricycle.sampling import Sampling
 from tricycle.system.files import append, atomic_write, expect_plain, read_file
 from tricycle.system.memory import check_memory, gigabytes
 from tricycle.tokeniser import Tokeniser
@@ -45,7 +45,7 @@ UNTIMED_STEPS = 4  # the first few are slow
 UNREAD_STEPS = 50  # on a GPU so many updates are started before their losses are read, which waits for all of them
 SAMPLE_TOKENS = 160
 # What suits small models: those that copy well fall into circles.
-SAMPLING = Sampling(temperature=0.9, min_p=0.1, repetition_penalty=1.15, no_repeat_ngram_size=6)
+SAMPLING = PenalizedSampling(temperature=0.9, min_p=0.1, repetition_penalty=1.15, no_repeat_ngram_size=6)
 LINES_GATHERED = 50
 LONGEST_LINE = 10_000  # characters of metrics: no run writes a tenth of it
 MOST_METRICS = 2**28  # bytes: a million updates have half of it

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.sentences import sentences_of
-from tricycle.sampling import Sampling
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.memory import free_memory
 from tricycle_cli.flags import parse
@@ -189,7 +189,7 @@ def load(arguments: Arguments) -> Served:
     return Writer(name, loaded, ways, limits, created, cache)
 
 
-def sampling_of(flags: SamplingFlags, loaded: Pretrained) -> Sampling:
+def sampling_of(flags: SamplingFlags, loaded: Pretrained) -> PenalizedSampling:
     """Return how answers are drawn where a request does not say: without penalties that neither a flag nor the model's
     own generation settings ask for, so that `temperature` 0 is greedy decoding.
     """

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from tricycle.generate import Batch, Reader
+from tricycle.decoding.batch import Batch
+from tricycle.decoding.speculative import SpeculativeState
+from tricycle.generate import n_shared_tokens
 from tricycle.models import GPT
 from tricycle_serve.errors import ApiError
 from tricycle_serve.orders import Order
@@ -22,7 +22,7 @@ from tricycle_serve.writing import Writing
 
 # Tokens of prompts that are read between two tokens of those who are being answered.
 READ_AT_ONCE = 256
-LEAST_SHARED = 16  # tokens: a beginning that two prompts share is read again if it is shorter
+LEAST_SHARED = 16  # tokens: a shorter prefix that two prompts share is processed again
 MOST_WAIT = 30  # seconds that a client is told to wait
 
 
@@ -120,7 +120,7 @@ class _Text:
     Attributes:
         room: tokens that it may come to.
         is_first: of those with its prompt.
-        reader: what has read the prompt so far; another one once it is at work.
+        state: has processed the prompt so far; another one once the text is at work.
         number: in the batch, once its prompt is short enough to be read there.
     """
 
@@ -128,7 +128,7 @@ class _Text:
     writing: Writing
     room: int
     is_first: bool
-    reader: Reader
+    state: SpeculativeState
     number: int | None = None
 
     @property
@@ -137,7 +137,7 @@ class _Text:
 
     @property
     def n_unread(self) -> int:
-        return len(self.order.prompt) - len(self.reader.tokens)
+        return len(self.order.prompt) - len(self.state.tokens)
 
 
 @dataclass
@@ -159,18 +159,18 @@ class Limits:
 
 @dataclass
 class _Memory:
-    """Readers that nobody uses, the latest last."""
+    """The decoding states that no text uses, the latest last (prefix cache)."""
 
     most: int
-    readers: list[Reader] = field(default_factory=list)
+    states: list[SpeculativeState] = field(default_factory=list)
 
     def n_tokens(self) -> int:
-        return sum(len(reader.tokens) for reader in self.readers)
+        return sum(len(state.tokens) for state in self.states)
 
-    def keep(self, reader: Reader) -> None:
-        if reader.tokens:
-            self.readers.append(reader)
-        del self.readers[: max(0, len(self.readers) - self.most)]
+    def keep(self, state: SpeculativeState) -> None:
+        if state.tokens:
+            self.states.append(state)
+        del self.states[: max(0, len(self.states) - self.most)]
 
 
 class TextEngine(Engine):
@@ -181,7 +181,7 @@ class TextEngine(Engine):
 
     Args:
         tokeniser: of the model.
-        dtype: of keys and values, as of `Reader`.
+        dtype: of keys and values, as of `SpeculativeState`.
     """
 
     def __init__(self, model: GPT, tokeniser: Any, limits: Limits, dtype: str | None = None) -> None:
@@ -207,7 +207,7 @@ class TextEngine(Engine):
         for i, order in enumerate(orders):
             is_first = i == 0 or orders[i - 1].prompt is not order.prompt
             writing = Writing(order, self.tokeniser, i)
-            texts.append(_Text(work, writing, self._room(order), is_first, Reader(self.model, self._dtype)))
+            texts.append(_Text(work, writing, self._room(order), is_first, SpeculativeState(self.model, self._dtype)))
         with self._condition:
             self._expect_room(len(texts))
             self._queue += texts
@@ -259,7 +259,7 @@ class TextEngine(Engine):
         else:
             self._batch.remove(text.number)
             del self._writing[text.number]
-        self._memory.keep(text.reader)
+        self._memory.keep(text.state)
 
     def _admit(self) -> None:
         """Begin with texts of the queue."""
@@ -272,9 +272,9 @@ class TextEngine(Engine):
                 continue  # until that prompt has been read
             if not self._has_room(text):
                 return
-            text.reader = self._reader_for(text.order.prompt)
+            text.state = self._state_for(text.order.prompt)
             if text.is_first:
-                text.work.n_cached += min(len(text.reader.tokens), len(text.order.prompt) - 1)
+                text.work.n_cached += min(len(text.state.tokens), len(text.order.prompt) - 1)
             with self._condition:
                 self._queue.remove(text)
             self._reading.append(text)
@@ -283,20 +283,20 @@ class TextEngine(Engine):
         """Whether memory is left, if need be by forgetting conversations."""
         most = self._limits.n_tokens
         used = sum(other.room for other in (*self._reading, *self._writing.values()))
-        while self._memory.readers and used + text.room + self._memory.n_tokens() > most:
-            del self._memory.readers[0]
+        while self._memory.states and used + text.room + self._memory.n_tokens() > most:
+            del self._memory.states[0]
         return used + text.room <= most
 
-    def _reader_for(self, prompt: list[int]) -> Reader:
-        """One that has read as much of it as any, which nobody else uses."""
-        idle = self._memory.readers
-        busy = [text.reader for text in (*self._writing.values(), *self._reading)]
-        shared = [(_n_shared(reader.tokens, prompt), reader) for reader in (*busy, *idle)]
+    def _state_for(self, prompt: list[int]) -> SpeculativeState:
+        """Return a state, used by no other text, that has processed as much of the prompt as any."""
+        idle = self._memory.states
+        busy = [text.state for text in (*self._writing.values(), *self._reading)]
+        shared = [(n_shared_tokens(state.tokens, prompt), state) for state in (*busy, *idle)]
         n, best = max(shared, key=lambda pair: pair[0], default=(0, None))
         if best is None or n < min(LEAST_SHARED, len(prompt)):
-            return Reader(self.model, self._dtype)
-        if any(best is reader for reader in idle) and 2 * n >= len(best.tokens):
-            idle[:] = [reader for reader in idle if reader is not best]
+            return SpeculativeState(self.model, self._dtype)
+        if any(best is state for state in idle) and 2 * n >= len(best.tokens):
+            idle[:] = [state for state in idle if state is not best]
             if n < len(best.tokens):
                 best = best.fork(n)  # without what it must forget, so that its length says what it knows
             return best
@@ -318,7 +318,7 @@ class TextEngine(Engine):
 
     def _read_part(self, text: _Text, n: int) -> None:
         try:
-            text.reader.logits(text.order.prompt[: len(text.reader.tokens) + n])
+            text.state.logits(text.order.prompt[: len(text.state.tokens) + n])
         except (ValueError, MemoryError) as error:  # nobody else need suffer from it
             self._explain(error)
             self._release(text)
@@ -334,8 +334,8 @@ class TextEngine(Engine):
             order.prompt,
             order.n_tokens,
             order.sampling,
-            reader=text.reader,
-            past_window="refuse",
+            state=text.state,
+            overflow="refuse",
             listener=listener,
         )
         self._writing[text.number] = text
@@ -368,7 +368,7 @@ class TextEngine(Engine):
         self._reading.clear()
         self._writing.clear()
         self._batch = Batch(self.model)
-        self._memory.readers.clear()
+        self._memory.states.clear()
         for text in texts:
             text.work.fail(error)
 
@@ -376,12 +376,3 @@ class TextEngine(Engine):
 def no_time() -> ApiError:
     """For requests that had to wait too long."""
     return ApiError("there was no time to answer", status=503, code="timeout", wait=MOST_WAIT)
-
-
-def _n_shared(left: list[int], right: list[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
-    n = min(len(left), len(right))
-    if left[:n] == right[:n]:
-        return n
-    different = np.flatnonzero(np.array(left[:n]) != np.array(right[:n]))
-    return int(different[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tricycle.sampling import Sampling
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle_serve.errors import ApiError
 from tricycle_serve.fields import Fields, clean, shown
 
@@ -37,7 +37,7 @@ class Order:
 
     prompt: list[int]
     n_tokens: int
-    sampling: Sampling
+    sampling: PenalizedSampling
     stops: tuple[str, ...] = ()
     n_rivals: int | None = None
 
@@ -54,7 +54,7 @@ class Wish:
     """
 
     n_tokens: int | None
-    sampling: Sampling
+    sampling: PenalizedSampling
     stops: tuple[str, ...]
     n_rivals: int | None
     n: int
@@ -89,7 +89,7 @@ class Wish:
         return every
 
 
-def wish_of(fields: Fields, sampling: Sampling, chat: bool) -> Wish:
+def wish_of(fields: Fields, sampling: PenalizedSampling, chat: bool) -> Wish:
     """The fields that both kinds of requests have; all others must have been taken before.
 
     Args:
@@ -154,7 +154,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(clean, stops)))
 
 
-def _sampling(fields: Fields, sampling: Sampling) -> Sampling:
+def _sampling(fields: Fields, sampling: PenalizedSampling) -> PenalizedSampling:
     changes: dict[str, Any] = {
         "temperature": fields.number("temperature", None, 0, 2),
         "top_p": fields.number("top_p", None, 0, 1),

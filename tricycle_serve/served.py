@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.pretrained import Pretrained
 from tricycle.pretrained.sentences import SentenceEncoder
-from tricycle.sampling import Sampling
 from tricycle_serve.answers import Answer, ChatAnswer, TextAnswer
 from tricycle_serve.engine import Engine, Limits, TextEngine
 from tricycle_serve.errors import ApiError
@@ -35,8 +35,8 @@ class Ways:
         seconds: the most that a request may take.
     """
 
-    chat: Sampling
-    text: Sampling
+    chat: PenalizedSampling
+    text: PenalizedSampling
     length: int = 1024
     seconds: float = 600.0
 
@@ -126,7 +126,7 @@ class Writer(Served):
         if self._talks:
             self._ways = replace(ways, chat=self._ending(ways.chat))
 
-    def _ending(self, way: Sampling) -> Sampling:
+    def _ending(self, way: PenalizedSampling) -> PenalizedSampling:
         """Files may name the end of texts alone; the template says what ends an answer."""
         with contextlib.suppress(ValueError):  # a template may refuse such a short conversation
             end = self.tokeniser.end_of_answer()

@@ -15,8 +15,8 @@ from experiments.finetuning import voice
 from experiments.finetuning.tasks import TASKS, Question, Task, write_records
 from experiments.settings import save
 from tricycle.checkpoint import load_checkpoint
+from tricycle.decoding.batch import generate_batch
 from tricycle.finetuning.packing import Example, PackedDataset, packs
-from tricycle.generate import generate_batch
 from tricycle.pretrained import Pretrained
 from tricycle.sampling import Sampling
 from tricycle_cli import clock

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from experiments.learned_statistics.study import block_starts, equal_shares
 from experiments.real_model import ROWS_OF_LOGITS, TEXTS, load_model, text_of, windows
+from tricycle.decoding.batch import generate_batch
 from tricycle.functions import LogSoftmax
-from tricycle.generate import generate_batch
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.scheduler import WarmupCosine

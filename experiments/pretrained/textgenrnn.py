@@ -22,11 +22,11 @@ import numpy as np
 from experiments.pretrained.packages import TEXTGENRNN
 from experiments.settings import at_least
 from tricycle import kernels
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.extra_ops import concatenate
 from tricycle.layers import Dense, Embedding, Layer
 from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
-from tricycle.sampling import Sampling
 from tricycle.sequences.attentions import LuongAttention
 from tricycle.sequences.recurrent import LSTM
 from tricycle.tensor import Operand, Tensor
@@ -166,7 +166,7 @@ def write(
     while len(text) < longest:
         with model.evaluating():
             logits = model(windows(vocabulary, text)[-1:]).numpy()[0]
-        character = characters[Sampling(temperature).draw(logits, generator, never=[0])]
+        character = characters[PenalizedSampling(temperature, suppress_tokens=[0]).draw(logits, generator)]
         if character == MARK:
             break
         text.append(character)

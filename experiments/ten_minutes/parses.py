@@ -26,6 +26,7 @@ from experiments.settings import at_least, save
 from experiments.ten_minutes.data import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
+from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.models import GPT
 from tricycle.sampling import Sampling
 from tricycle.sequences.beam_search import select
@@ -103,7 +104,7 @@ def sampling_of(settings: Settings, temperature: float) -> Sampling:
         ValueError: a setting out of range.
     """
     n_gram = settings.no_repeat_ngram_size
-    return Sampling(temperature, top_p=settings.top_p, min_p=settings.min_p, no_repeat_ngram_size=n_gram)
+    return PenalizedSampling(temperature, top_p=settings.top_p, min_p=settings.min_p, no_repeat_ngram_size=n_gram)
 
 
 def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dict[str, Any]]:

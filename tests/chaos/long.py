@@ -131,7 +131,10 @@ def train_long(case: Case, n_steps: int) -> tuple[Measures, float]:
 def generate_long(case: Case, n: int) -> Measures:
     """Measure this process while it writes so many texts, one by one, many at once and the likeliest."""
     from tricycle.checkpoint import load_checkpoint
-    from tricycle.generate import Sampling, generate, generate_batch
+    from tricycle.decoding.batch import generate_batch
+    from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+    from tricycle.generate import generate
+    from tricycle.sampling import Sampling
 
     checkpoint = load_checkpoint(case.run / "best.safetensors")
     model = checkpoint.model()
@@ -139,7 +142,7 @@ def generate_long(case: Case, n: int) -> Measures:
     generator = np.random.default_rng(0)
     writers: list[Callable[[list[int], int], object]] = [
         lambda prompt, seed: list(generate(model, prompt, 40, temperature=0)),
-        lambda prompt, seed: list(generate(model, prompt, 40, Sampling(temperature=0.8, seed=seed), lookahead=4)),
+        lambda prompt, seed: list(generate_prompt_lookup(model, prompt, 40, Sampling(temperature=0.8, seed=seed))),
         lambda prompt, seed: generate_batch(model, [prompt, prompt[:1]], 20, Sampling(temperature=1.0, seed=seed)),
     ]
     for i in range(n):

@@ -1,4 +1,4 @@
-"""The search for the likeliest text: against all texts that there are, and against greedy drawing."""
+"""Beam search: against all texts that there are, and against greedy decoding."""
 
 import itertools
 from dataclasses import replace
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tricycle.configs import DebugConfig
+from tricycle.decoding.beam_search import generate_beam_search
 from tricycle.generate import generate
-from tricycle.likeliest import generate_likeliest
 from tricycle.models import GPT, next_logits
 from tricycle.sampling import Sampling
 
@@ -46,7 +46,7 @@ def test_a_wide_beam_finds_the_best_of_all(changes, length_penalty):
     texts = [(*t, stop) for n in range(3) for t in itertools.product(going_on, repeat=n) for stop in stops]
     texts += list(itertools.product(going_on, repeat=3))
     best = [max(texts, key=lambda t: score(model, p, t, n_vocab) / len(t) ** length_penalty) for p in PROMPTS]
-    ours = generate_likeliest(model, PROMPTS, 3, 200, length_penalty, stops, n_vocab)
+    ours = generate_beam_search(model, PROMPTS, 3, 200, length_penalty, stops, n_vocab)
     assert ours == [list(text) for text in best]
 
 
@@ -55,14 +55,14 @@ def test_a_wide_beam_finds_the_best_of_all(changes, length_penalty):
 def test_a_beam_of_one_takes_the_likeliest_token(changes, stop):
     model = new_model(**changes)
     greedy = [list(generate(model, prompt, 9, Sampling(0, stop_tokens=stop))) for prompt in PROMPTS]
-    assert generate_likeliest(model, PROMPTS, 9, 1, stop_tokens=stop) == greedy
+    assert generate_beam_search(model, PROMPTS, 9, 1, stop_tokens=stop) == greedy
 
 
 @pytest.mark.parametrize("changes", CHANGES)
 def test_together_as_alone_and_never_worse_than_greedy(changes):
     model = new_model(**changes)
-    together = generate_likeliest(model, PROMPTS, 8, 3)
-    assert together == [generate_likeliest(model, [prompt], 8, 3)[0] for prompt in PROMPTS]
+    together = generate_beam_search(model, PROMPTS, 8, 3)
+    assert together == [generate_beam_search(model, [prompt], 8, 3)[0] for prompt in PROMPTS]
     for prompt, tokens in zip(PROMPTS, together):
         greedy = tuple(generate(model, prompt, 8, temperature=0))
         assert score(model, prompt, tuple(tokens), 6) >= score(model, prompt, greedy, 6) - 1e-4
@@ -70,9 +70,9 @@ def test_together_as_alone_and_never_worse_than_greedy(changes):
 
 def test_bad_settings_and_nothing_to_do():
     model = new_model()
-    assert generate_likeliest(model, [], 3) == []
-    assert generate_likeliest(model, [[1], [2]], 0) == [[], []]
-    assert len(generate_likeliest(model, [[1]], 20)[0]) == 20
+    assert generate_beam_search(model, [], 3) == []
+    assert generate_beam_search(model, [[1], [2]], 0) == [[], []]
+    assert len(generate_beam_search(model, [[1]], 20)[0]) == 20
     for arguments, message in [
         (([[1]], 21), "expected at most 21 tokens with the prompt, got 22"),
         (([[1]], 3, 0), "expected beam_size above 0, got 0"),
@@ -80,4 +80,4 @@ def test_bad_settings_and_nothing_to_do():
         (([[6]], 3), "expected ids from 0 to 5, got 6"),
     ]:
         with pytest.raises(ValueError, match=message):
-            generate_likeliest(model, *arguments)
+            generate_beam_search(model, *arguments)

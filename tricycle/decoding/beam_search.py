@@ -1,4 +1,4 @@
-"""The likeliest continuations of texts, by a search in some width."""
+"""Beam search: the most probable continuations of prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tricycle.models import GPT, next_logits
 from tricycle.sequences.beam_search import search
 
 
-def generate_likeliest(
+def generate_beam_search(
     model: GPT,
     prompts: Sequence[Sequence[int] | np.ndarray],
     n_tokens: int,
@@ -21,31 +21,32 @@ def generate_likeliest(
     stop_tokens: int | Sequence[int] = (),
     n_vocab: int | None = None,
 ) -> list[list[int]]:
-    """The likeliest continuation of each prompt that a search in some width finds; with a beam of 1 what `generate`
-    writes at temperature 0.
+    """Return the most probable continuation of each prompt that beam search finds.
 
-    All beams of all prompts are rows of the same matrix products, whatever their lengths.
+    With a beam of 1 it is what `generate` gives at temperature 0. All beams of all prompts are rows of the same matrix
+    products, whatever their lengths.
 
     Args:
         n_tokens: the most tokens of a continuation; with the prompt at most the context window.
-        beam_size: how many beginnings are kept for each prompt.
+        beam_size: how many hypotheses are kept for each prompt.
         length_penalty: continuations are compared by log probability / length^penalty; 0 favours short ones
             (Wu et al. 2016, section 7, without their constant).
         stop_tokens: one of these, or the only one, ends a continuation, as its last token.
-        n_vocab: write only ids below this.
+        n_vocab: generate only ids below this.
 
     Raises:
         ValueError: an empty or too long prompt, ids outside the vocabulary, settings out of range.
     """
     texts = [[int(token) for token in prompt] for prompt in prompts]
     if beam_size < 1:
-        raise ValueError(f"generate_likeliest: expected beam_size above 0, got {beam_size}")
+        raise ValueError(f"generate_beam_search: expected beam_size above 0, got {beam_size}")
     window = model.config.context_window
     for text in texts:
         check_prompt(text, n_tokens, n_vocab, model)
         if len(text) - 1 + n_tokens > window:
+            n_given = len(text) + n_tokens
             raise ValueError(
-                f"generate_likeliest: expected at most {window + 1} tokens with the prompt, got {len(text) + n_tokens}"
+                f"generate_beam_search: expected at most {window + 1} tokens with the prompt, got {n_given}"
             )
     if not texts or not n_tokens:
         return [[] for _ in texts]
@@ -55,7 +56,7 @@ def generate_likeliest(
 
 
 class _Texts:
-    """Texts with all but their last tokens read."""
+    """The KV caches of texts, which have all tokens but the last."""
 
     def __init__(self, model: GPT, texts: list[list[int]], n_vocab: int | None) -> None:
         self.model = model
@@ -69,7 +70,7 @@ class _Texts:
         return next_logits(self.model, tokens[:, None].tolist(), self.caches)[:, : self.n_vocab]
 
     def select(self, rows: np.ndarray) -> None:
-        """A text that goes on in several ways is copied, all but one time."""
+        """Keep these texts; the caches of one that is chosen several times are copied, all but one time."""
         chosen: list[list[KeyValueCache]] = []
         moved: set[int] = set()
         for row in rows.tolist():

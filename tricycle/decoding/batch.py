@@ -1,0 +1,166 @@
+"""Batches of texts that are generated together: each step reads the weights once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tricycle.decoding.prompt_lookup import Listener, PromptLookupGeneration
+from tricycle.decoding.speculative import SpeculativeState, decode_batch
+from tricycle.generate import sampling_of
+from tricycle.kernels import FEW_ROWS
+from tricycle.models import GPT
+from tricycle.sampling import Sampling
+
+MANY_ROWS = 1024  # tokens that are processed at once: more would be no faster, and take memory
+
+
+def generate_batch(
+    model: GPT,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    n_tokens: int,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    temperature: float | None = None,
+    n_draft_tokens: int = 0,
+) -> list[list[int]]:
+    """Continue several prompts of any lengths at once.
+
+    Args:
+        sampling: one for each prompt; or one for all, whose seed, if it is an integer, increases by 1 from prompt to
+            prompt.
+        temperature: short for `Sampling(temperature=...)`.
+        n_draft_tokens: as of `Batch`.
+
+    Returns:
+        what `generate` gives for each prompt with its sampling.
+
+    Raises:
+        ValueError: as of `generate`, or another number of samplings than of prompts.
+    """
+    if isinstance(sampling, Sequence) and temperature is None:
+        if len(sampling) != len(prompts):
+            raise ValueError(
+                f"generate_batch: expected a Sampling for each of {len(prompts)} prompts, got {len(sampling)}"
+            )
+        samplings = [sampling_of(each, None) for each in sampling]
+    else:
+        shared = sampling_of(sampling, temperature)  # type: ignore[arg-type]
+        samplings = [shared.of_text(i) for i in range(len(prompts))]
+    batch = Batch(model, n_draft_tokens)
+    for prompt, each in zip(prompts, samplings):
+        batch.add(prompt, n_tokens, each)
+    generated: list[list[int]] = [[] for _ in prompts]
+    while len(batch):
+        for number, token in batch.step():
+            generated[number].append(token)
+    return generated
+
+
+class Batch:
+    """Texts that are generated at the same time (continuous batching): each step gives each text a token.
+
+    Texts join and leave at any time, and each has its own sampling parameters. Nothing is padded: new tokens of all
+    texts are rows of the same matrix products, and attention processes each text alone. So every text becomes what
+    `generate` makes of it, up to rounding: a product of several rows may add in another order than one of a single row.
+
+    Args:
+        n_draft_tokens: as of `generate_prompt_lookup`, for each text; fewer where there are many texts, for draft
+            tokens are rows too.
+    """
+
+    def __init__(self, model: GPT, n_draft_tokens: int = 0) -> None:
+        self.model = model
+        self.n_draft_tokens = n_draft_tokens
+        self._texts: dict[int, PromptLookupGeneration] = {}
+        self._n_added = 0
+        self._n_rows = MANY_ROWS if _is_float32(model) else FEW_ROWS
+
+    def __len__(self) -> int:
+        """Return how many texts are not complete."""
+        return len(self._texts)
+
+    def add(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        n_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        state: SpeculativeState | None = None,
+        overflow: str = "reread",
+        listener: Listener | None = None,
+    ) -> int:
+        """Add a text at the next step; returns its number, 0 for the first that was ever added.
+
+        Args:
+            prompt, n_tokens, sampling, overflow: as of `generate`.
+            state: of this text alone; a new one unless given.
+            listener: is called with each token of this text and the logits (V,) that it was sampled from, as the model
+                gave them.
+
+        Raises:
+            ValueError: as of `generate`.
+        """
+        text = PromptLookupGeneration(self.model, prompt, n_tokens, sampling or Sampling(), state, overflow)
+        text.listener = listener
+        number = self._n_added
+        self._n_added += 1
+        if not text.done:
+            self._texts[number] = text
+        return number
+
+    def remove(self, number: int) -> None:
+        """Remove a text; nothing happens if it is complete or was removed before."""
+        self._texts.pop(number, None)
+
+    def step(self) -> list[tuple[int, int]]:
+        """Generate a token of each text, or several where draft tokens are accepted; texts that are complete leave.
+
+        Returns:
+            pairs of a text's number and a token, sorted by number, and those of one text in their order.
+
+        Raises:
+            ValueError: logits that are not finite: the model's weights are broken.
+        """
+        generated = []
+        drafts = self._drafts()
+        for numbers in self._groups(drafts):
+            texts = [self._texts[number] for number in numbers]
+            contexts = [text.context() + drafts[number] for number, text in zip(numbers, texts)]
+            n_drafts = [len(drafts[number]) for number in numbers]
+            every = decode_batch([text.state for text in texts], contexts, n_drafts)
+            for number, text, logits in zip(numbers, texts, every):
+                generated += [(number, token) for token in text.verify(logits, drafts[number])]
+        for number in [number for number, text in self._texts.items() if text.done]:
+            self.remove(number)
+        return sorted(generated, key=lambda pair: pair[0])
+
+    def _drafts(self) -> dict[int, list[int]]:
+        """Return the draft tokens of each text, so few that all rows are processed at the speed of reading weights."""
+        drafts = {number: text.draft(self.n_draft_tokens) for number, text in self._texts.items()}
+        n_drafting = sum(map(bool, drafts.values()))
+        room = max(0, FEW_ROWS - len(drafts)) // max(1, n_drafting)
+        return {number: draft[:room] for number, draft in drafts.items()}
+
+    def _groups(self, drafts: dict[int, list[int]]) -> Iterator[list[int]]:
+        """Yield the numbers of texts that are processed together.
+
+        Their new tokens fit into memory, and into products of few rows where weights are of few bits, for these are
+        more exact; a long prompt is processed alone.
+        """
+        group: list[int] = []
+        n_rows = 0
+        sizes = {number: text.n_pending() + len(drafts[number]) for number, text in self._texts.items()}
+        for number in sorted(sizes, key=lambda number: sizes[number]):
+            if group and n_rows + sizes[number] > self._n_rows:
+                yield group
+                group, n_rows = [], 0
+            group.append(number)
+            n_rows += sizes[number]
+        if group:
+            yield group
+
+
+def _is_float32(model: GPT) -> bool:
+    return model.precision == "float32" and all(p.array.dtype == np.float32 for p in model.parameters())

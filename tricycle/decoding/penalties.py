@@ -1,0 +1,79 @@
+"""Sampling with logits processors: penalties on tokens of the text so far, biases and excluded tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tricycle.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class PenalizedSampling(Sampling):
+    """Sampling parameters with more that change the logits, in this order, before the temperature does.
+
+    Args:
+        repetition_penalty: divides positive logits of tokens of the prompt and the text, and multiplies negative ones
+            (Keskar et al. 2019, section 4.1); 1 for none.
+        presence_penalty: is subtracted from the logits of tokens that were generated before, not of the prompt's; a
+            negative one is a reward.
+        frequency_penalty: the same, once for each time that a token was generated.
+        logit_bias: pairs of a token and what is added to its logit.
+        no_repeat_ngram_size: never generate an n-gram of this size a second time (Paulus et al. 2017); 0 allows all.
+            Small models repeat themselves without it.
+        suppress_tokens: tokens that are not sampled, unless there is no other.
+
+    Raises:
+        ValueError: a parameter out of range, which is named.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    no_repeat_ngram_size: int = 0
+    suppress_tokens: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._expect("no_repeat_ngram_size", _is_count(self.no_repeat_ngram_size), "a whole number, 0 or more")
+        self._expect("repetition_penalty", 0 < self.repetition_penalty < np.inf, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._expect(name, bool(np.isfinite(getattr(self, name))), "a finite number")
+        for token, bias in self.logit_bias:
+            if not _is_count(token) or not np.isfinite(bias):
+                raise ValueError(f"expected logit_bias to be of tokens and finite numbers, got {token!r}: {bias!r}")
+
+    def adjusted_logits(self, logits: np.ndarray, seen: Sequence[int], n_prompt: int) -> np.ndarray:
+        """Return logits in float64 with penalties and biases; -infinity for excluded tokens."""
+        logits = super().adjusted_logits(logits, seen, n_prompt)
+        if self.repetition_penalty != 1 and len(seen):
+            known = np.unique(np.asarray(seen, np.int64))
+            known = known[known < len(logits)]
+            larger, smaller = logits[known] * self.repetition_penalty, logits[known] / self.repetition_penalty
+            logits[known] = np.where(logits[known] < 0, larger, smaller)
+        if len(seen) > n_prompt and (self.presence_penalty or self.frequency_penalty):
+            tokens, counts = np.unique(np.asarray(seen[n_prompt:], np.int64), return_counts=True)
+            among = tokens < len(logits)
+            logits[tokens[among]] -= self.presence_penalty + self.frequency_penalty * counts[among]
+        for token, bias in self.logit_bias:
+            if token < len(logits):
+                logits[token] += bias
+        repeated = ngram_completions(seen, self.no_repeat_ngram_size)
+        excluded = {token for token in (*self.suppress_tokens, *repeated) if token < len(logits)}
+        if 0 < len(excluded) < len(logits):
+            logits[list(excluded)] = -np.inf
+        return logits
+
+
+def ngram_completions(tokens: Sequence[int], size: int) -> list[int]:
+    """Return the tokens that would complete an n-gram of this size that the text already has; none for size 0."""
+    tail = tokens[len(tokens) - size + 1 :]
+    starts = range(len(tokens) - size + 1) if size else ()
+    return [tokens[i + size - 1] for i in starts if tokens[i : i + size - 1] == tail]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and bool(value >= 0)

@@ -1,0 +1,124 @@
+"""KV caches for speculative decoding: several draft tokens are processed at once, and can be recomputed exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from tricycle.generate import DecodingState
+from tricycle.kernels.reference.few_bits import dtype_of
+from tricycle.models import GPT, next_logits
+
+
+class SpeculativeState(DecodingState):
+    """A decoding state that may have processed draft tokens, and that can be forked for texts with a shared prefix.
+
+    Draft tokens are processed several at once, and sums in another order are rounded differently. So the state knows
+    from where on its keys and values may differ from those of decoding one by one, and can recompute that part.
+
+    Args:
+        dtype: of keys and values: "float16" or "bfloat16" for half the memory; as they are computed, which is float32
+            on a CPU, unless given.
+    """
+
+    def __init__(self, model: GPT, dtype: DTypeLike | None = None) -> None:
+        super().__init__(model, dtype_of("bfloat16") if dtype == "bfloat16" else dtype)
+
+    def reset(self) -> None:
+        """Empty the caches."""
+        super().reset()
+        # the numbers of tokens that decoding without drafts would have processed at a time, from the first inexact one
+        self._inexact: list[int] = []
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether draft tokens were processed, so that logits may be rounded differently."""
+        return bool(self._inexact)
+
+    @property
+    def can_truncate(self) -> bool:
+        """Whether it can remove the last tokens, and keep those before."""
+        return not any(cache.mixes for cache in self.caches)
+
+    def truncate(self, length: int) -> None:
+        """Remove all but the first tokens from the caches, or all tokens where the caches cannot be cut there."""
+        n_removed = len(self.tokens) - length
+        super().truncate(length)
+        while self._inexact and n_removed > 0:
+            last = self._inexact.pop()
+            if last > n_removed:
+                self._inexact.append(last - n_removed)
+            n_removed -= last
+        if not self._inexact:
+            self._pin(None)
+
+    def _pin(self, position: int | None) -> None:
+        """Keep what is needed to truncate the caches to this position."""
+        for cache in self.caches:
+            cache.hold(position)
+
+    def fork(self, length: int) -> SpeculativeState:
+        """Return a state that has processed the first tokens; this one stays as it is.
+
+        The new one is empty where the caches cannot be cut there, or are inexact.
+        """
+        other = SpeculativeState(self.model, self.dtype)
+        length = min(length, len(self.tokens))
+        if length and not self.is_inexact and all(cache.can_crop(length) for cache in self.caches):
+            other.caches = [cache.select(np.array([0])) for cache in self.caches]
+            other.tokens = self.tokens
+            other.truncate(length)
+        return other
+
+    def logits(self, text: Sequence[int]) -> np.ndarray:
+        """Return the exact logits (V,) after a text of one token or more."""
+        logits: np.ndarray = decode_batch([self], [text])[0][-1]
+        return self.recompute_logits(text) if self.is_inexact else logits
+
+    def recompute_logits(self, text: Sequence[int]) -> np.ndarray:
+        """Return the logits (V,) after a text that was processed, bit-equal to those without draft tokens."""
+        text = list(text)
+        self.truncate(len(text))
+        sizes, self._inexact, self.tokens = self._inexact, [], []
+        self._pin(None)
+        start = len(text) - sum(sizes)
+        for cache in self.caches:
+            cache.crop(start)
+        for size in sizes:
+            logits = next_logits(self.model, [text[start : start + size]], [self.caches])[0]
+            start += size
+        self.tokens = text
+        return logits
+
+
+def decode_batch(
+    states: Sequence[SpeculativeState], texts: Sequence[Sequence[int]], n_draft_tokens: Sequence[int] | None = None
+) -> list[np.ndarray]:
+    """Return the logits after texts, each with a state, all computed in the same matrix products.
+
+    Args:
+        states: of one model.
+        n_draft_tokens: how many of each text's last tokens are draft tokens; none unless given.
+
+    Returns:
+        for each text (D + 1, V): after each of its D draft tokens, and before the first.
+    """
+    n_drafts = [0] * len(texts) if n_draft_tokens is None else list(n_draft_tokens)
+    whole = [list(text) for text in texts]
+    pending = [state.pending(text, n + 1) for state, text, n in zip(states, whole, n_drafts)]
+    for state, text, new, n in zip(states, whole, pending, n_drafts):
+        if n and not state.is_inexact:
+            state._pin(len(text) - len(new))
+    every = any(n_drafts)
+    rows = next_logits(states[0].model, pending, [state.caches for state in states], every)
+    ends = accumulate(len(new) if every else 1 for new in pending)
+    for state, text, new, n in zip(states, whole, pending, n_drafts):
+        if n:
+            state._inexact += [1] * len(new)
+        elif state.is_inexact:
+            state._inexact.append(len(new))
+        state.tokens = text
+    return [rows[end - 1 - n : end] for end, n in zip(ends, n_drafts)]
