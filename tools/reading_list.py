@@ -24,7 +24,7 @@ kernels/reference/attention kernels/reference/optimisers kernels/reference/__ini
 autograd tensor parameter ops __init__ functions activation loss initialisers layers
 attention/masks attention/attend attention/cache attention/rotary attention/__init__
 configs/checked configs/model configs/training configs/__init__
-blocks models tokeniser dataset optimisers scheduler training sampling generate
+blocks models bpe batches optimisers scheduler training sampling generate
 """.split()
 
 
