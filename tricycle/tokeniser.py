@@ -191,11 +191,13 @@ class BPETokeniser(ByteLevelBPE):
             allowed_special: read the name of a special token as that token. Leave it False for text that you did not
                 write yourself.
         """
-        special = self.special_tokens if allowed_special else {}
+        special, runs = self.special_tokens if allowed_special else {}, _runs(text)
+        if not special and len(runs) == 1 and len(runs[0]) <= _CHUNK:
+            return super().encode(runs[0])
         # longest first, should one name begin with another
         names = "|".join(sorted(map(re.escape, special), key=len, reverse=True))
         encode, parts = super().encode, [np.empty(0, self.dtype)]
-        for i, run in enumerate(_runs(text)):
+        for i, run in enumerate(runs):
             if i % 2:
                 parts.append(self._byte_ids[np.frombuffer(run.encode("utf-8", "surrogateescape"), np.uint8)])
                 continue
@@ -216,9 +218,11 @@ class BPETokeniser(ByteLevelBPE):
         flat = np.asarray(ids).ravel()
         if flat.size == 0:
             return b""
-        _expect(flat.dtype.kind in "iu", "integer ids", flat[:4].tolist())
+        if flat.dtype.kind not in "iu":
+            raise _unexpected("integer ids", flat[:4].tolist())
         wrong = flat[(flat < 0) | (flat >= self.n_vocab)]
-        _expect(wrong.size == 0, f"ids from 0 to {self.n_vocab - 1}", wrong[:1].tolist())
+        if wrong.size:
+            raise _unexpected(f"ids from 0 to {self.n_vocab - 1}", wrong[:1].tolist())
         return super().decode_bytes(flat)
 
     def stream(self, seen: ArrayLike = ()) -> StreamDecoder:
@@ -353,7 +357,11 @@ def _characters(kind: str) -> str:
 
 def _expect(ok: bool, what: str, got: object) -> None:
     if not ok:
-        raise ValueError(f"BPETokeniser: expected {what}, got {reprlib.repr(got)}")
+        raise _unexpected(what, got)
+
+
+def _unexpected(what: str, got: object) -> ValueError:
+    return ValueError(f"BPETokeniser: expected {what}, got {reprlib.repr(got)}")
 
 
 def _runs(text: str | bytes) -> list[str]:
