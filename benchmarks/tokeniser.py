@@ -21,7 +21,8 @@ from typing import Any
 
 import tiktoken
 
-from tricycle.tokeniser import END_OF_TEXT, PIECE, BPETokeniser
+from tricycle.bpe import END_OF_TEXT, PIECE
+from tricycle.tokeniser import BPETokeniser
 from tricycle_datasets.download import DownloadError, fetch
 from tricycle_datasets.python_code import SKIPPED_FOLDERS
 from tricycle_datasets.shakespeare import SHA256, URL

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tricycle import tokeniser as module
-from tricycle.tokeniser import END_OF_TEXT, BPETokeniser, StreamDecoder, gpt2_piece
+from tricycle.bpe import END_OF_TEXT, PIECE, ByteLevelBPE
+from tricycle.tokeniser import BPETokeniser, StreamDecoder, gpt2_piece
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 TEXT = """def greet(name, times=3):
@@ -66,7 +67,7 @@ def merge(ids: list[int], pair: tuple[int, int], new: int) -> list[int]:
 
 def slow_merges(text: str, n_merges: int) -> list[tuple[int, int]]:
     """Count every pair anew before each merge."""
-    pieces = [list(piece.encode()) for piece in re.findall(module.PIECE, text)]
+    pieces = [list(piece.encode()) for piece in re.findall(PIECE, text)]
     merges: list[tuple[int, int]] = []
     while len(merges) < n_merges:
         counts = Counter(pair for piece in pieces for pair in pairwise(piece))
@@ -81,7 +82,7 @@ def slow_merges(text: str, n_merges: int) -> list[tuple[int, int]]:
 
 def slow_encode(text: str, merges: list[tuple[int, int]]) -> list[int]:
     ids = []
-    for piece in re.findall(module.PIECE, text):
+    for piece in re.findall(PIECE, text):
         tokens = list(piece.encode())
         for i, pair in enumerate(merges):
             tokens = merge(tokens, pair, 256 + i)
@@ -108,14 +109,23 @@ def test_training_and_encoding_follow_the_definition(train_on, text):
     assert tokeniser.encode(text).tolist() == slow_encode(text, merges)
 
 
-@settings(max_examples=150, deadline=None)
-@given(train_on=st.one_of(LIKELY, st.text(alphabet="ab ", max_size=60)).filter(bool), few=st.sampled_from([0, 3]))
-def test_merging_many_places_at_once_follows_the_definition(train_on, few):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_FEW", few)
-        tokeniser = BPETokeniser(256 + 30, special_tokens=()).train(train_on, progress=False)
-    merges = slow_merges(train_on, 30)
+@settings(max_examples=300, deadline=None)
+@given(train_on=st.text(alphabet="ab ", max_size=60).filter(bool), n_merges=st.sampled_from([0, 3, 30, 2**32 - 256]))
+def test_rows_of_few_symbols_merge_as_defined(train_on, n_merges):
+    tokeniser = BPETokeniser(256 + n_merges, special_tokens=()).train(train_on, progress=False)
+    merges = slow_merges(train_on, n_merges)
     assert [tokeniser.token_bytes(i) for i in range(len(tokeniser))] == tokens_of(merges)
+
+
+def test_the_plain_class_does_the_same_with_texts(trained):
+    """`BPETokeniser` adds bytes, checks and files to it."""
+    plain = ByteLevelBPE(290).train([TEXT], progress=False)
+    assert plain.n_vocab == trained.n_vocab and plain.dtype == trained.dtype
+    ids = plain.encode(TEXT)
+    assert ids.dtype == np.uint16 and ids.tolist() == trained.encode(TEXT).tolist()
+    assert plain.decode(ids) == TEXT and plain.decode_bytes(ids) == TEXT.encode()
+    with pytest.raises(ValueError, match="ByteLevelBPE: expected UTF-8 text to train on"):
+        plain.train([], progress=False)
 
 
 def test_training_follows_the_definition_on_real_text(trained):
@@ -126,7 +136,7 @@ def test_training_follows_the_definition_on_real_text(trained):
 
 def test_pieces_cover_the_text():
     everything = "".join(chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
-    assert "".join(re.findall(module.PIECE, everything)) == everything
+    assert "".join(re.findall(PIECE, everything)) == everything
 
 
 def test_equal_texts_give_equal_tokenisers(trained):

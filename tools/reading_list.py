@@ -24,7 +24,7 @@ kernels/reference/attention kernels/reference/optimisers kernels/reference/__ini
 autograd tensor parameter ops functions activation loss initialisers layers
 configs/checked configs/model
 attention/attend attention/cache attention/rotary
-blocks models tokeniser dataset optimisers scheduler training sampling generate
+blocks models bpe batches optimisers scheduler training sampling generate
 """.split()
 
 

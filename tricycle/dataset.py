@@ -1,4 +1,4 @@
-"""Datasets: pairs of inputs and outputs, in batches, in an order that a seed decides.
+"""Datasets: pairs of inputs and outputs, sequences of any lengths, and the windows of `tricycle.batches`.
 
 Shapes: N items, B batch, T tokens.
 """
@@ -10,12 +10,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from tricycle.ops import check_range, positive
-from tricycle.tensor import Tensor, to_tensor
+from tricycle.batches import CausalLMDataset, EndlessDataset
+
+__all__ = ["Buckets", "CausalLMDataset", "Dataset", "InfiniteBatchDataset", "pad"]
 
 
-class Dataset:
-    """Inputs and outputs, all of them once in each pass; the last batch of a pass may be smaller.
+class Dataset(EndlessDataset):
+    """Inputs and outputs; `iter()` gives all of them once, and the last batch of such a pass may be smaller.
 
     Args:
         inputs, outputs: arrays or lists of N items each.
@@ -31,71 +32,22 @@ class Dataset:
         if n_inputs != n_outputs or not n_inputs:
             got = f"{n_inputs} inputs and {n_outputs} outputs"
             raise ValueError(f"{type(self).__name__}: expected as many outputs as inputs, at least one, got {got}")
-        self._begin(n_inputs, None, seed)
-
-    def _begin(self, n_items: int, batch_size: int | None, seed: int) -> None:
-        self.n_items, self.batch_size, self.seed = n_items, batch_size, seed
-        self.position = 0  # items given so far, in all passes
-        self._is_batched = self._is_shuffled = self._as_tensors = False
-        self._latest_order: tuple[int, Sequence[int]] = (-1, ())
+        self._begin(n_inputs, 0, seed)  # no batch size yet
 
     def batch(self, batch_size: int | None = None) -> Self:
-        """Give batches of this many items (or as many as said before) instead of single items; returns self."""
-        size = self.batch_size if batch_size is None else batch_size
-        if size is None:
+        """Give batches of this many items (or as many as said before) instead of single items; return self."""
+        if batch_size is None and not self.batch_size:
             raise ValueError(f"{type(self).__name__}.batch: expected a batch size, got none")
-        positive(type(self).__name__, batch_size=size)
-        self.batch_size, self._is_batched = size, True
-        return self
+        return super().batch(batch_size)
 
-    def shuffle(self, seed: int | None = None) -> Self:
-        """Give each pass an order of its own, which the seed decides; returns self."""
-        self.seed = self.seed if seed is None else seed
-        self._is_shuffled, self._latest_order = True, (-1, ())
-        return self
-
-    def to_tensor(self) -> Self:
-        """Give Tensors instead of NumPy arrays; whole numbers stay whole; returns self."""
-        self._as_tensors = True
-        return self
-
-    def __len__(self) -> int:
-        """How many batches (or items) a pass has."""
-        return -(-self.n_items // self._step)
+    def _items(self, indices: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return self.inputs[indices], self.outputs[indices]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         start = self.position
         self.position = stop = start + self.n_items  # the next pass is another one, even if this one is left early
         for first in range(start, stop, self._step):
             yield self._give(first, min(first + self._step, stop))
-
-    @property
-    def _step(self) -> int:
-        return self.batch_size if self._is_batched and self.batch_size else 1
-
-    def _order(self, epoch: int) -> Sequence[int]:
-        if self._latest_order[0] != epoch:
-            order: Any = range(self.n_items)
-            if self._is_shuffled:
-                order = np.random.default_rng((self.seed, epoch)).permutation(self.n_items)
-            self._latest_order = epoch, order
-        return self._latest_order[1]
-
-    def _give(self, start: int, stop: int) -> tuple[Any, Any]:
-        """Items number start..stop-1 of an endless run."""
-        places = [divmod(number, self.n_items) for number in range(start, stop)]
-        arrays = self._items([(epoch, int(self._order(epoch)[place])) for epoch, place in places])
-        inputs, outputs = arrays if self._is_batched else (arrays[0][0], arrays[1][0])
-        return (self._tensor(inputs), self._tensor(outputs)) if self._as_tensors else (inputs, outputs)
-
-    def _items(self, chosen: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and outputs of some items, each named by its pass and its index."""
-        indices = [index for _, index in chosen]
-        return self.inputs[indices], self.outputs[indices]
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        dtype = int if array.dtype.kind in "iu" else None
-        return to_tensor(array, dtype=dtype, requires_grad=False, is_batched=self._is_batched)
 
 
 class InfiniteBatchDataset(Dataset):
@@ -110,30 +62,8 @@ class InfiniteBatchDataset(Dataset):
         super().__init__(inputs, outputs, seed)
         self.batch(batch_size)
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         return self
-
-    def __next__(self) -> tuple[Any, Any]:
-        batch = self._give(self.position, self.position + self._step)
-        self.position += self._step
-        return batch
-
-    def state(self) -> dict[str, int]:
-        """Where the dataset stands: enough to go on with exactly the batches that would have come."""
-        return {"position": self.position, "seed": self.seed, "n_items": self.n_items}
-
-    def load_state(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken.
-
-        Raises:
-            ValueError: it is no state, or that of a dataset of another size: other batches would come.
-        """
-        for name in self.state():
-            value = state.get(name)
-            if not isinstance(value, int) or value < 0 or (name == "n_items" and value != self.n_items):
-                wanted = self.n_items if name == "n_items" else "a whole number"
-                raise ValueError(f"{type(self).__name__}: expected {name} of the state to be {wanted}, got {value!r}")
-        self.position, self.seed, self._latest_order = state["position"], state["seed"], (-1, ())
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -198,53 +128,3 @@ class Buckets:
         """Go on where `state` was taken, from the same lengths and seed."""
         self.epoch, self.position = state["epoch"], state["position"]
         self._batches = self.batches(self.epoch)
-
-
-class CausalLMDataset(InfiniteBatchDataset):
-    """Windows of a long run of tokens; the output is the input moved on by one token. Endless under `next()`.
-
-    A pass visits neighbouring windows that do not overlap, each once. When shuffled, every pass has another
-    order and starts at another place, so that windows are cut elsewhere each time.
-
-    Args:
-        tokens: a run of token ids: an array, a memory map, or a corpus of `tricycle_datasets`.
-        vocab_size: ids are below this.
-        batch_size: windows a batch, once `batch` is called.
-        context_window: T, tokens a window.
-        seed: decides order and places once `shuffle` is called.
-
-    Raises:
-        ValueError: fewer than T + 1 tokens, or no run of whole numbers; on `next()`, an id outside the vocabulary.
-    """
-
-    def __init__(self, tokens: Any, vocab_size: int, batch_size: int, context_window: int, seed: int = 0) -> None:
-        positive("CausalLMDataset", vocab_size=vocab_size, batch_size=batch_size, context_window=context_window)
-        self.tokens = np.asarray(tokens) if isinstance(tokens, (list, tuple)) else tokens
-        self.vocab_size, self.context_window = vocab_size, context_window
-        first = np.asarray(self.tokens[:1])
-        if first.ndim != 1 or (first.size and first.dtype.kind not in "iu"):
-            got = f"items of type {first.dtype} and shape {first.shape[1:]}"
-            raise ValueError(f"CausalLMDataset: expected a run of whole numbers, got {got}")
-        n_pairs = len(self.tokens) - 1
-        if n_pairs < context_window:
-            title = f"CausalLMDataset(context_window={context_window})"
-            raise ValueError(f"{title}: expected at least {context_window + 1} tokens, got {len(self.tokens)}")
-        n_windows, self._spare = divmod(n_pairs, context_window)
-        if n_windows > 1:  # one window fewer leaves room to start anywhere
-            n_windows, self._spare = n_windows - 1, self._spare + context_window
-        self._begin(n_windows, batch_size, seed)
-
-    def _items(self, chosen: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        length = self.context_window
-        windows = np.empty((len(chosen), length + 1), np.int64)
-        for row, (epoch, index) in zip(windows, chosen):
-            start = index * length + self._place(epoch)
-            row[:] = self.tokens[start : start + length + 1]
-        check_range("CausalLMDataset: tokens", windows, self.vocab_size)
-        return windows[:, :-1], windows[:, 1:]
-
-    def _place(self, epoch: int) -> int:
-        """Where the first window of a pass starts. Its own stream, so that it does not repeat the order's draws."""
-        if not self._is_shuffled:
-            return 0
-        return int(np.random.default_rng((self.seed, epoch, 1)).integers(self._spare + 1))

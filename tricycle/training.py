@@ -23,10 +23,10 @@ import numpy as np
 
 from tricycle import devices
 from tricycle.autograd import topological_order
+from tricycle.batches import CausalLMDataset
 from tricycle.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
-from tricycle.dataset import CausalLMDataset
 from tricycle.devices import Array, array_module
 from tricycle.distributed.processes import ALONE, Draws, GradientSum, Processes
 from tricycle.distributed.shards import Shards

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle.attention.attend import Attention
-from tricycle.dataset import InfiniteBatchDataset
+from tricycle.batches import EndlessDataset
 from tricycle.devices import Array, array_module
 from tricycle.models import GPT
 
@@ -120,7 +120,7 @@ def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
     return rows
 
 
-class PackedDataset(InfiniteBatchDataset):
+class PackedDataset(EndlessDataset):
     """Batches of packed rows without end, under `next()`, in another order each pass; its position is a number.
 
     Args:
@@ -164,9 +164,9 @@ class PackedDataset(InfiniteBatchDataset):
         return sum(example.n_labels for example in self.examples)
 
     def __next__(self) -> Any:
-        places = [divmod(number, self.n_items) for number in range(self.position, self.position + self._step)]
+        rows = self._indices(self.position, self.position + self._step)
         self.position += self._step
-        return self.together([int(self._order(epoch)[place]) for epoch, place in places])
+        return self.together(rows)
 
     def together(self, rows: Sequence[int]) -> Batch:
         """A batch of rows, by their numbers, as long as the longest of them."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.bpe import END_OF_TEXT
 from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
 from tricycle.models import GPT, BlockStack
@@ -30,7 +31,7 @@ from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.files import atomic_write
-from tricycle.tokeniser import END_OF_TEXT, BPETokeniser
+from tricycle.tokeniser import BPETokeniser
 
 KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # A family that always has these is told that they do nothing: biases of 0, gains of 1.

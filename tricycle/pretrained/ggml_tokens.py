@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from tricycle.bpe import END_OF_TEXT
 from tricycle.pretrained.ggml_vocabulary import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
-from tricycle.tokeniser import END_OF_TEXT, BPETokeniser
+from tricycle.tokeniser import BPETokeniser
 
 Keys = dict[str, Any]
 

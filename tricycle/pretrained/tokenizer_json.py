@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tricycle.tokeniser import PIECE, BPETokeniser
+from tricycle.bpe import PIECE
+from tricycle.tokeniser import BPETokeniser
 
 Fields = dict[str, Any]
 

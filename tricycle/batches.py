@@ -1,0 +1,139 @@
+"""Batches to train on, endless, in an order that a seed decides; and windows of a long run of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from tricycle.ops import check_range, positive
+from tricycle.tensor import Tensor, to_tensor
+
+
+class EndlessDataset:
+    """Inputs and outputs without end, under `next()`, pass after pass; its position is a number."""
+
+    _items: Callable[[list[int]], tuple[np.ndarray, np.ndarray]]  # of a subclass: inputs and outputs by their indices
+
+    def _begin(self, n_items: int, batch_size: int, seed: int) -> None:
+        self.n_items, self.batch_size, self.seed = n_items, batch_size, seed
+        self.position = 0  # items given so far, in all passes
+        self._step, self._is_batched, self._is_shuffled, self._as_tensors = 1, False, False, False
+        self._latest_order: tuple[int, Sequence[int]] = (-1, ())
+
+    def batch(self, batch_size: int | None = None) -> Self:
+        """Give batches of this many items (or as many as said before) instead of single items; return self."""
+        size = self.batch_size if batch_size is None else batch_size
+        positive(type(self).__name__, batch_size=size)
+        self.batch_size, self._step, self._is_batched = size, size, True
+        return self
+
+    def shuffle(self, seed: int | None = None) -> Self:
+        """Give each pass an order of its own, which the seed decides; return self."""
+        self.seed = self.seed if seed is None else seed
+        self._is_shuffled, self._latest_order = True, (-1, ())
+        return self
+
+    def to_tensor(self) -> Self:
+        """Give Tensors instead of NumPy arrays; integers stay integers; return self."""
+        self._as_tensors = True
+        return self
+
+    def __len__(self) -> int:
+        """How many batches (or items) a pass has."""
+        return -(-self.n_items // self._step)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self
+
+    def __next__(self) -> tuple[Any, Any]:
+        batch = self._give(self.position, self.position + self._step)
+        self.position += self._step
+        return batch
+
+    def _give(self, start: int, stop: int) -> tuple[Any, Any]:
+        arrays = self._items(self._indices(start, stop))
+        x, y = arrays if self._is_batched else (arrays[0][0], arrays[1][0])
+        return (self._tensor(x), self._tensor(y)) if self._as_tensors else (x, y)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        dtype = int if array.dtype.kind in "iu" else None
+        return to_tensor(array, dtype=dtype, requires_grad=False, is_batched=self._is_batched)
+
+    def _indices(self, start: int, stop: int) -> list[int]:
+        """Return which items are number start..stop-1 of an endless run of passes."""
+        return [int(self._order(number // self.n_items)[number % self.n_items]) for number in range(start, stop)]
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if self._latest_order[0] != epoch:
+            self._latest_order = epoch, self._new_order(epoch)
+        return self._latest_order[1]
+
+    def _new_order(self, epoch: int) -> Any:
+        if not self._is_shuffled:
+            return range(self.n_items)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.n_items)
+
+    def state(self) -> dict[str, int]:
+        """Return the position: enough to go on with exactly the batches that would have come."""
+        return {"position": self.position, "seed": self.seed, "n_items": self.n_items}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken; raise ValueError for no state, or that of a dataset of another size."""
+        for name in self.state():
+            value = state.get(name)
+            if not isinstance(value, int) or value < 0 or (name == "n_items" and value != self.n_items):
+                wanted = self.n_items if name == "n_items" else "a whole number"
+                raise ValueError(f"{type(self).__name__}: expected {name} of the state to be {wanted}, got {value!r}")
+        self.position, self.seed, self._latest_order = state["position"], state["seed"], (-1, ())
+
+
+class CausalLMDataset(EndlessDataset):
+    """Windows of a long run of tokens; the output is the input moved on by one token.
+
+    A pass visits neighbouring windows that do not overlap, each once. When shuffled, every pass has another order and
+    starts at another place, so that windows are cut elsewhere each time.
+
+    Args:
+        tokens: a run of token ids below `vocab_size`: an array, a memory map, or a corpus of `tricycle_datasets`.
+        batch_size: windows a batch, once `batch` is called.
+        context_window: T, tokens a window.
+        seed: decides order and places once `shuffle` is called.
+
+    Raises:
+        ValueError: fewer than T + 1 tokens, or no run of whole numbers; on `next()`, an id outside the vocabulary.
+    """
+
+    def __init__(self, tokens: Any, vocab_size: int, batch_size: int, context_window: int, seed: int = 0) -> None:
+        positive("CausalLMDataset", vocab_size=vocab_size, batch_size=batch_size, context_window=context_window)
+        self.tokens = np.asarray(tokens) if isinstance(tokens, (list, tuple)) else tokens
+        self.vocab_size, self.context_window = vocab_size, context_window
+        first = np.asarray(self.tokens[:1])
+        if first.ndim != 1 or (first.size and first.dtype.kind not in "iu"):
+            got = f"items of type {first.dtype} and shape {first.shape[1:]}"
+            raise ValueError(f"CausalLMDataset: expected a run of whole numbers, got {got}")
+        n_pairs = len(self.tokens) - 1
+        if n_pairs < context_window:
+            title = f"CausalLMDataset(context_window={context_window})"
+            raise ValueError(f"{title}: expected at least {context_window + 1} tokens, got {len(self.tokens)}")
+        n_windows, self._spare = divmod(n_pairs, context_window)
+        if n_windows > 1:  # one window fewer leaves room to start anywhere
+            n_windows, self._spare = n_windows - 1, self._spare + context_window
+        self._begin(n_windows, batch_size, seed)
+
+    def _new_order(self, epoch: int) -> Any:
+        """Return where each window of a pass starts."""
+        length = self.context_window
+        if not self._is_shuffled:
+            return range(0, self.n_items * length, length)
+        # A stream of its own, so that it does not repeat the order's draws.
+        start = np.random.default_rng((self.seed, epoch, 1)).integers(self._spare + 1)
+        return super()._new_order(epoch) * length + start
+
+    def _items(self, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        windows = np.empty((len(starts), self.context_window + 1), np.int64)
+        for window, start in zip(windows, starts):
+            window[:] = self.tokens[start : start + self.context_window + 1]
+        check_range("CausalLMDataset: tokens", windows, self.vocab_size)
+        return windows[:, :-1], windows[:, 1:]
