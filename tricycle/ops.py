@@ -269,20 +269,19 @@ def getitem(x: Operand, index: Any) -> Tensor:
 
 def split_heads(x: Tensor, n_heads: Sequence[int], head_size: int) -> list[Tensor]:
     """Split the channels of x (B, T, C) into heads: for each number n in `n_heads` a view (B, T, n, head_size)."""
-    array = x.array
-    parts = []
-    start = 0
+    n_items, n_tokens, n_channels = x.array.shape
+    heads = x.array.reshape(n_items, n_tokens, n_channels // head_size, head_size)
+    args, parts, start = (x,), [], 0
     for n in n_heads:
-        index = (slice(None), slice(None), slice(start, start + n * head_size))
-        part = array[index]
-        heads = part.reshape(*array.shape[:2], n, head_size)
-        parts.append(record(heads, (x,), _heads_gradient, "heads", None, (index, part.shape)))
-        start += n * head_size
+        parts.append(record(heads[:, :, start : start + n], args, _heads_gradient, "heads", None, (start * head_size,)))
+        start += n
     return parts
 
 
-def _heads_gradient(grad: Array, needs_grad: NeedsGrad, index: Any, shape: tuple[int, ...]) -> tuple[SlicedGradient]:
-    return (SlicedGradient(grad.reshape(shape), index, once=True),)
+def _heads_gradient(grad: Array, needs_grad: NeedsGrad, start: int) -> tuple[SlicedGradient]:
+    channels = grad.reshape(*grad.shape[:2], grad.shape[2] * grad.shape[3])
+    index = (slice(None), slice(None), slice(start, start + channels.shape[2]))
+    return (SlicedGradient(channels, index, once=True),)
 
 
 def reflected(op: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:

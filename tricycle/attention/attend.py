@@ -73,14 +73,15 @@ class Attention(Op):
             precision: of the products, for a softmax that the kernels know.
         """
         tensors = as_tensors(query, key, value)
-        originals = [floating(tensor.array) for tensor in tensors]
-        _check_shapes(*originals)
-        fused = self.softmax.fused
-        q, k, v = _operands(originals, precision) if fused and precision != "float32" else originals
+        q, k, v = originals = [floating(tensor.array) for tensor in tensors]
+        _check_shapes(q, k, v)
+        softmax = self.softmax
+        if precision != "float32" and softmax.fused:
+            q, k, v = _operands(originals, precision)
         hidden = None if mask is None else additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
         parameters = () if scales is None else (scales.array,)
-        like_queries = {"dtype": originals[0].dtype} if fused else {}  # for their operands may be narrower
-        out, attend_backward = self.softmax.attend(q, k, v, self.scoring(q, k), hidden, *parameters, **like_queries)
+        like_queries = {"dtype": originals[0].dtype} if softmax.fused else {}  # for their operands may be narrower
+        out, attend_backward = softmax.attend(q, k, v, self.scoring(q, k), hidden, *parameters, **like_queries)
         args = tensors if scales is None else (*tensors, scales)
         if not grad_enabled_for(*args):
             return record(out, args, None, "attention")
@@ -102,8 +103,7 @@ class Attention(Op):
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
     check_device("Attention", q, k, v)
-    fits = q.ndim == k.ndim == v.ndim == 4
-    fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
+    fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]
     if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         wanted = "query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K"
         raise ValueError(f"Attention: expected {wanted}, got shapes {q.shape}, {k.shape} and {v.shape}")

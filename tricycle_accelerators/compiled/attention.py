@@ -44,12 +44,12 @@ def _are_few_queries(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scori
     """Return whether these are the queries of the last tokens, and the keys and values of a cache, each contiguous."""
     n_items, n_queries, n_heads, size = q.shape
     n_keys = k.shape[1]
-    if n_items != 1 or not 0 < n_queries <= FEW_ROWS or n_heads * n_keys >= MANY_SCORES or not v.size:
+    if n_items != 1 or not 0 < n_queries <= FEW_ROWS or n_heads * n_keys >= MANY_SCORES or v.shape != k.shape:
         return False
     if scoring.cap is not None or (scoring.offset is not None and scoring.offset + n_queries != n_keys):
         return False
     dtype = k.dtype
-    if q.dtype != FLOAT32 or v.dtype != dtype or v.shape[3] != size or not (dtype == FLOAT32 or is_narrow(k)):
+    if q.dtype != FLOAT32 or v.dtype != dtype or not (dtype == FLOAT32 or is_narrow(k)) or not k.size:
         return False
     return q[0, 0].flags.carray and k[0].flags.carray and v[0].flags.carray
 
@@ -66,10 +66,11 @@ def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, n
         narrow = (keys.dtype != np.float16,)
         attend = loops().attend_16
         keys, values = keys.view(np.uint16), values.view(np.uint16)
+    scale, offset, window, _ = scoring
     for t in range(n_queries):
-        stop = n_keys if scoring.offset is None else scoring.offset + t + 1
-        seen = slice(0 if scoring.window is None else max(0, stop - scoring.window), stop)
-        attend(q[0, t], keys[seen], values[seen], *narrow, scoring.scale, nothing, out[0, t], log_total[0, :, t])
+        stop = n_keys if offset is None else offset + t + 1
+        seen = slice(0 if window is None else max(0, stop - window), stop)
+        attend(q[0, t], keys[seen], values[seen], *narrow, scale, nothing, out[0, t], log_total[0, :, t])
     return out, log_total
 
 
