@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import FEW_ROWS, Scoring
+from tricycle.kernels.ranges import queries_seeing
 from tricycle.kernels.reference.widening import is_narrow, wide
 from tricycle_accelerators import threads
 from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
@@ -37,7 +38,7 @@ def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: 
         return False
     if not q.dtype == k.dtype == v.dtype or not (q.dtype == np.float32 or is_narrow(q)):
         return False
-    return scoring.queries_seeing(n_queries, n_keys) == slice(0, n_queries)
+    return queries_seeing(scoring, n_queries, n_keys) == slice(0, n_queries)
 
 
 def _are_few_queries(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring) -> bool:
