@@ -41,8 +41,6 @@ def use_reference() -> Iterator[None]:
 class Kernel(Generic[P, R]):
     """Call the first faster version for the first array's type that does not return NotImplemented, else `plain`."""
 
-    __name__: str
-
     def __init__(self, plain: Callable[P, R]) -> None:
         self.plain = plain  # right on every array library: what faster versions are tested against
         self.registered: dict[type, list[Version[P, R]]] = {}
@@ -85,7 +83,7 @@ class Kernel(Generic[P, R]):
             return self.versions[array_type]
 
     def __repr__(self) -> str:
-        return f"<kernel {self.__name__}>"
+        return f"<kernel {self.plain.__name__}>"
 
 
 def kernel(plain: Callable[P, R]) -> Kernel[P, R]:

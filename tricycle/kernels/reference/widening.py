@@ -31,14 +31,12 @@ def widening(n_narrow: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     The other results (statistics, losses, sums, gradients of parameters) stay float32.
     """
 
-    def decorate(kernel: Callable[P, R]) -> Callable[P, R]:
-        call: Callable[..., Any] = kernel
-
+    def decorate(kernel: Callable[..., Any]) -> Any:
         @wraps(kernel)
         def run(*args: Any, **options: Any) -> Any:
             if not is_narrow(args[0]):
-                return call(*args, **options)
-            results = call(*map(wide, args), **{name: wide(option) for name, option in options.items()})
+                return kernel(*args, **options)
+            results = kernel(*map(wide, args), **{name: wide(option) for name, option in options.items()})
             if not n_narrow or results is NotImplemented:
                 return results
             if not isinstance(results, tuple):
