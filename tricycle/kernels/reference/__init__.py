@@ -1,1 +1,1 @@
-"""Plain kernels of attention and of quantized matrices, and what all plain kernels make of floats of 16 bits."""
+"""The plain kernels of attention and of quantized matrices, and the widening of 16-bit floats to 32."""

@@ -22,7 +22,7 @@ class Scoring(NamedTuple):
 
     scale: float  # a score is scale * q . k
     offset: int | None = None  # query t sees the keys up to t + offset; None: all of them
-    window: int | None = None  # and of these the latest so many; None: all of these. It needs an offset
+    window: int | None = None  # only the latest `window` of these are seen; None: all of these. It needs an offset
     cap: float | None = None  # scores become cap * tanh(score / cap) before the mask (Gemma Team 2024, "Gemma 2")
 
 
@@ -82,7 +82,7 @@ def attention_backward(
 
 @wide_kernel(1)
 def row_attention(q: Array, k: Array, v: Array, scoring: Scoring, rows: Rows, mask: Array | None = None) -> Array:
-    """rows(scores) v for every item and head; `rows` may not get keys that no query sees, and queries that see none."""
+    """rows(scores) v for every item and head; a faster version may call `rows` without what is hidden everywhere."""
     return _mix(rows(attention_scores.plain(q, k, scoring, mask)), v)
 
 

@@ -1,4 +1,4 @@
-"""Kernels for floats of 16 bits: taken and given, computed with in 32."""
+"""Kernels on 16-bit floats: they take and return 16 bits, and compute in 32."""
 
 from __future__ import annotations
 
