@@ -172,17 +172,18 @@ class Tricycle(Side):
 
             return run
 
-        plain: dict[str, Callable] = dict(kernels.KERNELS)
+        plain: dict[str, Any] = dict(kernels.KERNELS)
+        homes = {name: kernels if hasattr(kernels, name) else sys.modules[plain[name].__module__] for name in plain}
         self.steps(2)
         try:
             for name, kernel in plain.items():
-                setattr(kernels, name, timed(name, kernel))
+                setattr(homes[name], name, timed(name, kernel))
             start = mark()
             self.steps(1)
             end = mark()
         finally:
             for name, kernel in plain.items():
-                setattr(kernels, name, kernel)
+                setattr(homes[name], name, kernel)
         self.wait()
         by_name: dict[str, list[float]] = defaultdict(list)
         for name, first, last in events:

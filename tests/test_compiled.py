@@ -10,7 +10,7 @@ from test_onednn import distance
 from versions import registered_by
 
 from tricycle import kernels
-from tricycle.kernels import Scoring
+from tricycle.kernels import Scoring, recurrent
 from tricycle_accelerators import compiled, cpu, threads
 from tricycle_accelerators.compiled import (
     attention,
@@ -280,7 +280,7 @@ def test_recurrent_layers_are_asked():
     """With weights laid out before, and without; not for a few steps, nor where an array is not in one piece."""
     gates, states, weights = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
     strided = np.empty((4, 12, 20), np.float32)[:, ::2]
-    for matrix in (weights, kernels.repeated(weights)):
+    for matrix in (weights, recurrent.repeated(weights)):
         assert recurrence.lstm(gates, states, matrix, None, None) is None
         assert recurrence.lstm(gates[:1], states[:, :2], matrix, None, None) is NotImplemented
         assert recurrence.lstm(strided, states, matrix, None, None) is NotImplemented

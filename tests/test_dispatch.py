@@ -178,6 +178,26 @@ def test_what_is_installed_names_who_is_faster():
     }
 
 
+@pytest.mark.parametrize(
+    "name", ["kernels.sum_squares", "batched.for_items", "muon.orthogonalise", "recurrent.repeated"]
+)
+def test_the_first_call_may_be_of_a_kernel_of_any_module(name):
+    """All modules' versions are registered then."""
+    code = f"""
+import numpy as np
+from tricycle import kernels
+from tricycle.kernels import {name.split(".")[0]}
+{name}(np.ones((1, 2, 2), np.float32), {"lambda items: None" if "for_items" in name else ""})
+assert {name}.versions[np.ndarray]
+from tricycle.kernels import batched, muon, recurrent
+for other in (kernels.sum_squares, batched.for_items, muon.orthogonalise, recurrent.repeated):
+    assert other.registered[np.ndarray]
+"""
+    code = code.replace("from tricycle.kernels import kernels\n", "")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # -------------------------------------------------------------------- all kernels
 VERSIONS = [
     (name, version)

@@ -22,7 +22,7 @@ from attention_cases import (
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
-from tricycle.kernels.reference.attention import hidden
+from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.cpu import attention as cpu_attention
 
@@ -105,29 +105,34 @@ def test_gradients_of_the_reference_are_slopes(sizes, axes, rng):
         np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(slopes, directions)), expected, 1e-6, 1e-7)
 
 
+def hidden(n_queries: int, n_keys: int, scoring: Scoring) -> np.ndarray:
+    """(T, S) booleans: True where a query does not see a key."""
+    q, k = np.zeros((1, n_queries, 1, 1)), np.zeros((1, n_keys, 1, 1))
+    return np.isneginf(reference.attention_scores(q, k, scoring)[0, 0])
+
+
 def test_hidden_keys():
     last = [[False, False, True], [False, False, False]]
-    assert hidden(np, 2, 3, Scoring(1.0, 1)).tolist() == last
+    assert hidden(2, 3, Scoring(1.0, 1)).tolist() == last
     window = [[True, False, True], [True, True, False]]
-    assert hidden(np, 2, 3, Scoring(1.0, 1, 1)).tolist() == window
-    assert hidden(np, 2, 3, Scoring(1.0)) is None
+    assert hidden(2, 3, Scoring(1.0, 1, 1)).tolist() == window
+    assert not hidden(2, 3, Scoring(1.0)).any()
 
 
 def test_which_keys_and_queries_see_each_other():
     """What a scoring says of ranges is what it hides."""
     for n_queries, n_keys, offset, window in product((0, 1, 3, 5), (0, 1, 4, 6), (None, -7, -2, 0, 3, 9), (None, 1, 3)):
         scoring = Scoring(1.0, offset, None if offset is None else window)
-        unseen = hidden(np, n_queries, n_keys, scoring)
-        seen = np.ones((n_queries, n_keys), bool) if unseen is None else ~unseen
-        queries = scoring.queries_seeing(n_queries, n_keys)
+        unseen = hidden(n_queries, n_keys, scoring)
+        seen = ~unseen
+        queries = queries_seeing(scoring, n_queries, n_keys)
         assert list(range(n_queries)[queries]) == np.flatnonzero(seen.any(axis=1)).tolist()
         if queries.start < queries.stop:
-            keys = scoring.keys_seen(queries, n_keys)
+            keys = keys_seen(scoring, queries, n_keys)
             assert list(range(n_keys)[keys]) == np.flatnonzero(seen.any(axis=0)).tolist()
-            part = hidden(
-                np, n_queries - queries.start, n_keys - keys.start, scoring.of_part(queries.start, keys.start)
-            )
-            assert part is None or (part == unseen[queries.start :, keys.start :]).all()
+            scoring_of_these = scoring_of_part(scoring, queries.start, keys.start)
+            part = hidden(n_queries - queries.start, n_keys - keys.start, scoring_of_these)
+            assert (part == unseen[queries.start :, keys.start :]).all()
 
 
 # -------------------------------------------------------------------- the CPU's kernels

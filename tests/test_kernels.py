@@ -3,6 +3,8 @@
 import itertools
 import math
 from contextlib import nullcontext
+from importlib import import_module
+from pkgutil import iter_modules
 
 import attention_cases
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 from versions import offer, registered_by
 
 from tricycle import kernels
-from tricycle.kernels import KERNELS, FewBits, use_reference
+from tricycle.kernels import KERNELS, FewBits, recurrent, use_reference
+from tricycle.kernels.dispatch import Kernel
 from tricycle_accelerators import attention_blocks, cpu, pieces, threads
 
 FASTER = registered_by(cpu.register)  # oneDNN's where it can be used, and the threads'
@@ -276,16 +279,15 @@ def assert_close(name: str, actual: list, expected: list, dtype: type) -> None:
 # -------------------------------------------------------------------- tests
 def test_every_kernel_is_tested_and_offered():
     assert set(KERNELS) - NOT_OPS == set(CASES)
-    assert set(kernels.__all__) == {"FEW_ROWS", "KERNELS", "FewBits", "Kernel", "Scoring", "use_reference", *KERNELS}
-    for name, kernel in KERNELS.items():
-        assert getattr(kernels, name) is kernel
+    homes = [kernels, *(import_module(f"tricycle.kernels.{file.name}") for file in iter_modules(kernels.__path__))]
+    assert {name: x for home in homes for name, x in vars(home).items() if isinstance(x, Kernel)} == KERNELS
 
 
 @all_cases
 def test_agrees_with_the_reference_in_float64(name, size):
     expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
     for layout, dtype in ((contiguous, np.float32), (contiguous, np.float64), (strided, np.float32)):
-        actual = outputs(name, getattr(kernels, name), draw(name, size, dtype, layout))
+        actual = outputs(name, KERNELS[name], draw(name, size, dtype, layout))
         assert_close(name, actual, expected, dtype)
 
 
@@ -293,7 +295,7 @@ def test_agrees_with_the_reference_in_float64(name, size):
 @all_cases
 def test_strided_arrays_of_float64(name, size):
     expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
-    actual = outputs(name, getattr(kernels, name), draw(name, size, np.float64, strided))
+    actual = outputs(name, KERNELS[name], draw(name, size, np.float64, strided))
     assert_close(name, actual, expected, np.float64)
 
 
@@ -308,7 +310,7 @@ def test_threads_do_not_change_results(name, monkeypatch):
     for size in CASES[name][1]:
         expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
         for _ in range(2):
-            actual = outputs(name, getattr(kernels, name), draw(name, size, np.float64))
+            actual = outputs(name, KERNELS[name], draw(name, size, np.float64))
             assert_close(name, actual, expected, np.float64)
 
 
@@ -316,7 +318,7 @@ def test_threads_do_not_change_results(name, monkeypatch):
 def test_the_reference_keeps_float32_and_layout(name, size):
     expected = outputs(name, KERNELS[name].plain, draw(name, size, np.float64))
     with use_reference():
-        actual = outputs(name, getattr(kernels, name), draw(name, size, np.float32, strided))
+        actual = outputs(name, KERNELS[name], draw(name, size, np.float32, strided))
     assert_close(name, actual, expected, np.float32)
 
 
@@ -341,16 +343,16 @@ def test_use_reference_forces_the_plain_version(name, monkeypatch):
     version = FASTER[name][-1]
     offer(monkeypatch, np.ndarray, {name: [lambda *args: calls.append(name) or version(*args)]})
     size = CASES[name][1][0]
-    getattr(kernels, name)(*draw(name, size, np.float64))
+    KERNELS[name](*draw(name, size, np.float64))
     assert calls == [name]
     with use_reference():
         with use_reference():
             pass
-        getattr(kernels, name)(*draw(name, size, np.float64))
+        KERNELS[name](*draw(name, size, np.float64))
     assert calls == [name]
     with pytest.raises(KeyError), use_reference():
         raise KeyError
-    getattr(kernels, name)(*draw(name, size, np.float64))
+    KERNELS[name](*draw(name, size, np.float64))
     assert calls == [name, name]
 
 
@@ -413,7 +415,7 @@ def two_threads(monkeypatch):
 def test_a_repeated_matrix_multiplies_as_the_plain_one(shape, rng):
     n_rows, n_inner, n_columns = shape
     left, matrix = rng.standard_normal((n_rows, n_inner)), rng.standard_normal((n_inner, n_columns))
-    right, repeated = rng.standard_normal((n_rows, n_columns)), kernels.repeated(matrix)
+    right, repeated = rng.standard_normal((n_rows, n_columns)), recurrent.repeated(matrix)
     for _ in range(2):
         np.testing.assert_allclose(left @ repeated, left @ matrix, 1e-10, 1e-10)
         np.testing.assert_allclose(right @ repeated.T, right @ matrix.T, 1e-10, 1e-10)
@@ -429,7 +431,9 @@ def test_a_pipeline_keeps_its_order(two_threads, n_items, plain):
         done.append(("then", piece[0].start))
 
     with use_reference() if plain else nullcontext():
-        kernels.pipeline(np.ones((20, n_items, 1)), pieces, lambda piece: done.append(("first", piece[0].start)), then)
+        recurrent.pipeline(
+            np.ones((20, n_items, 1)), pieces, lambda piece: done.append(("first", piece[0].start)), then
+        )
     for name in ("first", "then"):
         assert [number for what, number in done if what == name] == list(range(20))
 
@@ -441,7 +445,7 @@ def test_an_error_in_a_pipeline_ends_it(two_threads, which):
 
     functions = [dies, lambda piece: None][:: 1 if which == 0 else -1]
     with pytest.raises(ArithmeticError, match="broken"):
-        kernels.pipeline(np.ones((9, 1, 1)), [(slice(i, i + 1), slice(0, 1)) for i in range(9)], *functions)
+        recurrent.pipeline(np.ones((9, 1, 1)), [(slice(i, i + 1), slice(0, 1)) for i in range(9)], *functions)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (600, 70, 90), (90, 70, 600), (5, 300, 5)])

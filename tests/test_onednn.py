@@ -12,6 +12,7 @@ from versions import offer, registered_by
 from tricycle import kernels
 from tricycle.blocks import MLPBlock
 from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.kernels import muon
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -208,12 +209,12 @@ def test_errors_of_the_library_are_named():
 def test_orthogonal_matrices(many_threads, shape):
     """Near the exact iteration, nowhere above it, and float32 is left to NumPy."""
     x = np.random.default_rng(11).standard_normal(shape)
-    small, expected = x.astype(np.float32), kernels.orthogonalise.plain(x)
-    actual = kernels.orthogonalise(small, "bfloat16")
+    small, expected = x.astype(np.float32), muon.orthogonalise.plain(x)
+    actual = muon.orthogonalise(small, "bfloat16")
     assert actual.dtype == np.float32
     assert (actual * expected).sum() > 0.99 * np.linalg.norm(actual) * np.linalg.norm(expected)
     assert np.linalg.norm(actual, 2, axis=(1, 2)).max() < 1.14
-    np.testing.assert_allclose(kernels.orthogonalise(small, "float32"), expected, 1e-3, 1e-3)
+    np.testing.assert_allclose(muon.orthogonalise(small, "float32"), expected, 1e-3, 1e-3)
 
 
 # -------------------------------------------------------------------- models

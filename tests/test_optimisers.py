@@ -16,6 +16,7 @@ from tables import bad_input
 
 from tricycle import kernels, optimisers
 from tricycle.configs import DebugConfig
+from tricycle.kernels import muon
 from tricycle.layers import Dense, Layer, LayerNorm, Sequential
 from tricycle.models import GPT
 from tricycle.optimisers import (
@@ -639,7 +640,7 @@ def test_muon_looks_ahead_along_a_mean_of_gradients(rng: np.random.Generator) ->
     mean = 0.2 * 0.8 * grad + 0.2 * other
     np.testing.assert_allclose(optimiser.memory_of(layer.weights)[1]["first"], mean, 1e-5, 1e-6)
     moved = between * (1 - 0.1 * 0.5) - layer.weights.array
-    expected = kernels.orthogonalise.plain((0.2 * other + 0.8 * mean)[None])[0] * 0.1
+    expected = muon.orthogonalise.plain((0.2 * other + 0.8 * mean)[None])[0] * 0.1
     np.testing.assert_allclose(moved, expected, 1e-3, 1e-5)
 
 

@@ -225,7 +225,7 @@ def test_xp_is_cupy_after_a_move() -> None:
     assert tensor.xp == np and tensor.array.tolist() == [1, 2, 3]
 
 
-@pytest.mark.skipif(devices.gpu_available(), reason="a GPU is there")
+@pytest.mark.skipif(devices.gpu_problem() is None, reason="a GPU is there")
 def test_without_a_gpu_the_move_says_why_and_all_stays_as_it_was() -> None:
     tensor = to_tensor([1, 2, 3])
     with pytest.warns(UserWarning, match=r"^to_gpu: no GPU can be used, so this stays on the CPU: \S+"):

@@ -519,7 +519,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
     ],
 )
 def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, precision, there, besides):
-    monkeypatch.setattr(running.devices, "gpu_memory", lambda: (1.5e9, 80e9))
+    monkeypatch.setattr(running, "gpu_memory", lambda: (1.5e9, 80e9))
     config, asked = replace(CONFIG, precision=precision), "Unable to allocate 3.00 TiB"
     with pytest.raises(MemoryError) as caught, running.naming_what_to_lower(config, on_gpu):
         raise MemoryError(f"{asked}.")

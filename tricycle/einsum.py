@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from tricycle import kernels
 from tricycle.devices import Array, array_module
+from tricycle.kernels.batched import batched_matmul
 from tricycle.ops import Op, as_tensors, check_device, common_kind, register
 from tricycle.tensor import Operand, Tensor, record
 
@@ -242,7 +242,7 @@ def _multiply(first: tuple[Array, str], second: tuple[Array, str], kept: set[str
     lengths = dict(zip(left, a.shape)) | dict(zip(right, b.shape))
     matrix_a = _as_matrix(a, left, batch, rows, inner)
     matrix_b = _as_matrix(b, right, batch, inner, columns)
-    product = kernels.batched_matmul(matrix_a, matrix_b)
+    product = batched_matmul(matrix_a, matrix_b)
     return product.reshape([lengths[c] for c in out]), out
 
 

@@ -21,6 +21,7 @@ from tricycle import devices, kernels
 from tricycle.autograd import increment_versions
 from tricycle.devices import Array, array_module
 from tricycle.distributed.shards import Load, Shards
+from tricycle.kernels import muon
 from tricycle.layers import Layer
 from tricycle.tensor import Tensor
 
@@ -189,7 +190,7 @@ class MuonRule(Rule):
     the queries, keys and values of attention are.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; its weights of the iteration
-    are those of `kernels.reference.optimisers.POLAR`.
+    are those of `kernels.muon.POLAR`.
 
     Args:
         rate: the learning rate is multiplied by it.
@@ -222,7 +223,7 @@ class MuonRule(Rule):
         if step.weight_decay:
             weights *= step.kept
         blocks = _blocks(ahead)
-        blocks[...] = kernels.orthogonalise(blocks, self.precision)
+        blocks[...] = muon.orthogonalise(blocks, self.precision)
         n_rows, n_columns = weights.shape
         ahead *= step.learning_rate * self.rate * math.sqrt(max(1, n_columns / n_rows) / len(blocks))
         weights -= ahead

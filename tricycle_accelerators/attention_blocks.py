@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tricycle.kernels import Scoring
+from tricycle.kernels.ranges import keys_seen
 from tricycle_accelerators import pieces, threads
 
 QUERY_BLOCK, KEY_BLOCK = 128, 1024  # queries of a head, and keys
@@ -38,7 +39,7 @@ def _blocks(n_queries: int, n_keys: int, scoring: Scoring, step: int) -> list[Bl
     blocks = []
     for start in range(0, n_queries, step):
         queries = slice(start, min(start + step, n_queries))
-        seen = scoring.keys_seen(queries, n_keys)
+        seen = keys_seen(scoring, queries, n_keys)
         diagonal = None if scoring.offset is None else start + scoring.offset
         edge = None if diagonal is None or scoring.window is None else diagonal - scoring.window
         n_diagonal = 0 if diagonal is None else max(0, seen.stop - diagonal)

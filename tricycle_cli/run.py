@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from tricycle import devices
 from tricycle.checkpoint import NotFiniteError
 from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
@@ -27,7 +26,7 @@ from tricycle.distributed.processes import ALONE, Processes
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.generate import generate
 from tricycle.system.files import append, atomic_write, expect_plain, read_file
-from tricycle.system.memory import check_memory, gigabytes
+from tricycle.system.memory import check_memory, gigabytes, gpu_memory
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LEAST_STEPS, NonFiniteError, TrainingState, look_at_steps, train_step
 from tricycle_cli import clock
@@ -279,7 +278,7 @@ def naming_what_to_lower(config: GPTConfig, on_gpu: bool, advice: str = "") -> I
     except MemoryError as error:
         there = ""
         if on_gpu:
-            free, total = devices.gpu_memory()
+            free, total = gpu_memory()
             there = f"; {free / 1e9:.1f} GB of the GPU's {total / 1e9:.1f} GB are free"
         advice = advice or _what_to_lower(config, on_gpu)
         raise MemoryError(f"{str(error).rstrip('.') or 'out of memory'}{there}: {advice}") from None
@@ -301,7 +300,7 @@ def check_room(needed: int, on_gpu: bool) -> None:
     """
     if not on_gpu:
         check_memory(needed, "training")
-    elif needed > devices.gpu_memory()[0]:
+    elif needed > gpu_memory()[0]:
         raise MemoryError(f"training needs at least {gigabytes(needed)} of the GPU's memory")
 
 

@@ -331,7 +331,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
         return arguments_from_a_model(known, args)
     preset = known.preset
     if preset not in PRESETS:  # not there; or wrong, which parse below says
-        preset = "smol" if known.device != "cpu" and devices.gpu_available() else "laptop"
+        preset = "smol" if known.device != "cpu" and devices.gpu_problem() is None else "laptop"
     config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # its fields carry the help
     data: Data = "shakespeare" if preset == "shakespeare" else "python"
     tokeniser: Tokenisers = "portable" if preset == "portable" else "own"

@@ -98,7 +98,7 @@ def new_subject(settings: Settings, seed: int) -> Subject:
     Raises:
         ValueError: a model that learned with another softmax, or a tokeniser that does not fit.
     """
-    on_gpu = settings.device != "cpu" and devices.gpu_available()
+    on_gpu = settings.device != "cpu" and devices.gpu_problem() is None
     checkpoint = load_checkpoint(find_checkpoint(settings.model)) if settings.model else None
     tokeniser = checkpoint.tokeniser() if checkpoint else None
     words = (None if tokeniser else BYTES, tokeniser)

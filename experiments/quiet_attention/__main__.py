@@ -63,7 +63,7 @@ def main() -> None:
     if arguments.model:
         ask_model(arguments)
         return
-    on_gpu = arguments.device != "cpu" and devices.gpu_available()
+    on_gpu = arguments.device != "cpu" and devices.gpu_problem() is None
     corpus = Shakespeare(BYTES)
     tokens = np.concatenate([[corpus.tokeniser.end_of_text], corpus.validation])
     held_out = HeldOut(tokens, len(corpus.validation_bytes))

@@ -1,12 +1,7 @@
-"""Kernels that may have faster versions, and how the one that runs is chosen.
+"""Kernels: functions of arrays that may have faster versions, and the choice of the one that runs.
 
-`@kernel` makes a `Kernel` of a plain function. It is called as that function is, with its signature and docstring, and
-asks the faster versions registered for the type of its first array, in the order in which they registered; one that
-answers NotImplemented has declined, and when all have, the plain function runs.
-
-Nothing here knows who has faster versions. An installed package says so itself, by an entry point of the group
-`tricycle.kernels`: its name is that of an array library ("numpy", "cupy"), and it points to a function `register`,
-which is called with the array type when the first array of that library comes.
+An installed package offers faster versions by an entry point of the group `tricycle.kernels`, named after an array
+library ("numpy", "cupy"). It points to a function that is called with the array type when the first such array comes.
 """
 
 from __future__ import annotations
@@ -16,20 +11,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property, update_wrapper
+from functools import update_wrapper
 from types import NotImplementedType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
+Version: TypeAlias = Callable[P, R | NotImplementedType]
 GROUP = "tricycle.kernels"
+KERNELS: dict[str, Kernel[..., Any]] = {}  # all of them, by name
 
 # The blocks of `use_reference` that this thread is in. Each is taken out by itself: generators end them in any order.
 _reference_only: ContextVar[tuple[object, ...]] = ContextVar("reference_only", default=())
 _loading = threading.RLock()
-# Cache: valid for the life of the process: packages that are installed later are found after a restart.
-_loaded: set[type] = set()
+_loaded: set[type] = set()  # packages that are installed later are found after a restart
 
 
 @contextmanager
@@ -44,30 +39,17 @@ def use_reference() -> Iterator[None]:
 
 
 class Kernel(Generic[P, R]):
-    """A function of arrays with faster versions for some types of arrays.
-
-    Attributes:
-        plain: the function itself, right on every array library: what the faster versions are tested against.
-        versions: those that are asked, in this order, by the type of the first array. Cache: filled when such an array
-            comes, cleared for its type by `on`.
-    """
-
-    __name__: str
+    """Call the first faster version for the first array's type that does not return NotImplemented, else `plain`."""
 
     def __init__(self, plain: Callable[P, R]) -> None:
-        self.plain = plain
-        self.registered: dict[type, list[Callable[P, R | NotImplementedType]]] = {}
-        self.versions: dict[type, tuple[Callable[P, R | NotImplementedType], ...]] = {}
+        self.plain = plain  # right on every array library: what faster versions are tested against
+        self.registered: dict[type, list[Version[P, R]]] = {}
+        self.versions: dict[type, tuple[Version[P, R], ...]] = {}  # those asked, in order; filled when an array comes
         update_wrapper(self, plain)
-
-    # Cache: valid as long as the kernel, whose plain function never changes.
-    @cached_property
-    def signature(self) -> inspect.Signature:
-        return inspect.signature(self.plain)
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         if not args:  # even the first array came by its name
-            bound = self.signature.bind(*args, **options)
+            bound = inspect.signature(self.plain).bind(*args, **options)
             return self(*bound.args, **bound.kwargs)
         if not _reference_only.get():
             array_type = type(args[0])
@@ -81,15 +63,10 @@ class Kernel(Generic[P, R]):
                     return result
         return self.plain(*args, **options)
 
-    def on(
-        self, array_type: type
-    ) -> Callable[[Callable[P, R | NotImplementedType]], Callable[P, R | NotImplementedType]]:
-        """Register a version for arrays of this type, to be asked after those that registered before.
+    def on(self, array_type: type) -> Callable[[Version[P, R]], Version[P, R]]:
+        """Register a version, with the signature of the plain one, for arrays of this type, after those before."""
 
-        It has the signature of the plain function, and returns NotImplemented for what it does not take.
-        """
-
-        def register(version: Callable[P, R | NotImplementedType]) -> Callable[P, R | NotImplementedType]:
+        def register(version: Version[P, R]) -> Version[P, R]:
             with _loading:  # or another thread could look up the versions of before, and keep them
                 self.registered.setdefault(array_type, []).append(version)
                 self.versions.pop(array_type, None)
@@ -97,38 +74,33 @@ class Kernel(Generic[P, R]):
 
         return register
 
-    def _look_up(self, array_type: type) -> tuple[Callable[P, R | NotImplementedType], ...]:
-        with _loading:  # nobody may see half of what is being registered: results would depend on who came first
+    def _look_up(self, array_type: type) -> tuple[Version[P, R], ...]:
+        with _loading:  # no other thread may see half of what is being registered
             if array_type not in _loaded:
                 _load(array_type)
                 _loaded.add(array_type)
             self.versions[array_type] = tuple(self.registered.get(array_type, ()))
-        return self.versions[array_type]
+            return self.versions[array_type]
 
     def __repr__(self) -> str:
-        return f"<kernel {self.__name__}>"
-
-
-KERNELS: dict[str, Kernel[..., Any]] = {}  # all of them, by name
+        return f"<kernel {self.plain.__name__}>"
 
 
 def kernel(plain: Callable[P, R]) -> Kernel[P, R]:
-    """The kernel whose plain version this function is."""
-    made = Kernel(plain)
-    KERNELS[made.__name__] = made
+    """Make a kernel of its plain version, and list it in `KERNELS`."""
+    KERNELS[plain.__name__] = made = Kernel(plain)
     return made
 
 
 def _load(array_type: type) -> None:
-    """Have everybody register who has kernels for the library that the type comes from."""
+    """Call the `register` functions of the packages that have kernels for the library of an array type."""
     from importlib.metadata import entry_points  # takes longer to import than all of this package
 
-    library = array_type.__module__.split(".")[0]
-    for entry in entry_points(group=GROUP, name=library):
+    for entry in entry_points(group=GROUP, name=array_type.__module__.split(".")[0]):
         try:
             register = entry.load()
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] != entry.module.split(".")[0]:
                 raise
-            continue  # it has been installed, and is not there: it has nothing to offer
+            continue  # the package was installed and has been removed
         register(array_type)

@@ -19,8 +19,8 @@ from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
 from tricycle.extra_ops import concatenate, stack, where
 from tricycle.initialisers import Initialiser, xavier
+from tricycle.kernels import recurrent as cells
 from tricycle.kernels.dispatch import Kernel
-from tricycle.kernels.reference.recurrence import Piece
 from tricycle.layers import Dropout, Layer, new_generator
 from tricycle.ops import as_tensor, check_device, floating, positive, register
 from tricycle.parameter import Parameter
@@ -54,10 +54,10 @@ class Cell(NamedTuple):
 PIECE_STEPS = 8  # products of several steps at once are as fast as of all, and threads can share them with the steps
 
 CELLS = {
-    "tanh": Cell("rnn", kernels.rnn, kernels.rnn_backward, 1, options=(False,)),
-    "relu": Cell("rnn", kernels.rnn, kernels.rnn_backward, 1, options=(True,)),
-    "gru": Cell("gru", kernels.gru, kernels.gru_backward, 3, n_kept=2, n_grads=2),
-    "lstm": Cell("lstm", kernels.lstm, kernels.lstm_backward, 4, n_states=2, n_kept=3),
+    "tanh": Cell("rnn", cells.rnn, cells.rnn_backward, 1, options=(False,)),
+    "relu": Cell("rnn", cells.rnn, cells.rnn_backward, 1, options=(True,)),
+    "gru": Cell("gru", cells.gru, cells.gru_backward, 3, n_kept=2, n_grads=2),
+    "lstm": Cell("lstm", cells.lstm, cells.lstm_backward, 4, n_states=2, n_kept=3),
 }
 
 
@@ -116,8 +116,8 @@ class _Run:
         xp = array_module(rows)
         self.kind = kind
         self.rows = rows
-        self.matrix = kernels.repeated(matrix)
-        self.hidden = kernels.repeated(hidden)
+        self.matrix = cells.repeated(matrix)
+        self.hidden = cells.repeated(hidden)
         self.active = active
         self.gates = xp.empty((n_steps, n_items, n_columns), rows.dtype)
         self.states = xp.empty((kind.n_kept, n_steps + 1, n_items, size), self.gates.dtype)
@@ -137,14 +137,14 @@ class _Run:
             later_bias = None
         step = self.kind.step
 
-        def project(piece: Piece) -> None:
-            kernels.project(self.rows[piece], self.matrix, bias, self.gates[piece])
+        def project(piece: cells.Piece) -> None:
+            cells.project(self.rows[piece], self.matrix, bias, self.gates[piece])
 
-        def advance(piece: Piece) -> None:
+        def advance(piece: cells.Piece) -> None:
             states = _around(self.states, piece)
             step(self.gates[piece], states, self.hidden, later_bias, self._active(piece), *self.kind.options)
 
-        kernels.pipeline(self.gates, self.pieces, project, advance)
+        cells.pipeline(self.gates, self.pieces, project, advance)
 
     def backward(self, grad: Array, has_biases: bool) -> list[Array]:
         """The gradients of inputs, first states, both matrices, and both biases if there are any."""
@@ -154,16 +154,16 @@ class _Run:
         dx = xp.empty(self.rows.shape, self.gates.dtype)
         step_back = self.kind.step_back
 
-        def go_back(piece: Piece) -> None:
+        def go_back(piece: cells.Piece) -> None:
             steps, items = piece
             known = (self.gates[piece], _around(self.states, piece), self.hidden, self._active(piece))
             d_states = d_initial[:, items]
             step_back(_around(grad, piece), *known, d_gates[:, steps, items], d_states, *self.kind.options)
 
-        def multiply(piece: Piece) -> None:
-            kernels.project(d_gates[0][piece], self.matrix.T, None, dx[piece])
+        def multiply(piece: cells.Piece) -> None:
+            cells.project(d_gates[0][piece], self.matrix.T, None, dx[piece])
 
-        kernels.pipeline(self.gates, self.pieces[::-1], go_back, multiply)
+        cells.pipeline(self.gates, self.pieces[::-1], go_back, multiply)
         d_matrix = kernels.matmul(_flat(self.rows).T, _flat(d_gates[0]))
         d_hidden = kernels.matmul(_flat(self.states[0, :-1]).T, _flat(d_gates[-1]))
         gradients = [dx, d_initial, d_matrix, d_hidden]
@@ -174,11 +174,11 @@ class _Run:
             gradients += [into_gates, recurrent]
         return gradients
 
-    def _active(self, piece: Piece) -> Array | None:
+    def _active(self, piece: cells.Piece) -> Array | None:
         return None if self.active is None else self.active[piece]
 
 
-def _around(array: Array, piece: Piece) -> Array:
+def _around(array: Array, piece: cells.Piece) -> Array:
     """States or their gradients, from before these steps to after them."""
     steps, items = piece
     return array[:, steps.start : steps.stop + 1, items]

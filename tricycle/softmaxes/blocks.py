@@ -9,7 +9,8 @@ import numpy as np
 from tricycle import extra_ops, kernels
 from tricycle.devices import Array, array_module
 from tricycle.functions import AttendBackward, RowSoftmax, Softmax
-from tricycle.kernels import Scoring
+from tricycle.kernels import Scoring, batched
+from tricycle.kernels.ranges import queries_seeing, scoring_of_part
 from tricycle.ops import positive
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, no_grad
@@ -176,7 +177,7 @@ class BlockSoftmax(RowSoftmax):
                 out[items, part.queries] += part.out * factor
             kept[items.start] = _Kept(parts, factors, log_total, here)
 
-        kernels.for_items(q, forward)
+        batched.for_items(q, forward)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> Array | None:
             by_start: dict[int, Array | None] = {}
@@ -191,7 +192,7 @@ class BlockSoftmax(RowSoftmax):
                     whole = (out[items], of_these.log_total, scoring, *grads, of_these.mask)
                     kernels.attention_backward(grad[items], *mine, *whole)
 
-            kernels.for_items(q, work)
+            batched.for_items(q, work)
             if scales is None:
                 return None
             return self._of_parameter(xp.stack([by_start[start] for start in sorted(by_start)]).sum(axis=0))
@@ -218,10 +219,10 @@ class BlockSoftmax(RowSoftmax):
     def _attend_blocks(self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None) -> list[_Part]:
         n_queries, parts = q.shape[1], []
         for i, keys in enumerate(self._blocks(k.shape[1])):
-            queries = scoring.of_part(0, keys.start).queries_seeing(n_queries, keys.stop - keys.start)
+            queries = queries_seeing(scoring_of_part(scoring, 0, keys.start), n_queries, keys.stop - keys.start)
             if queries.start == queries.stop:
                 continue
-            part_scoring = scoring.of_part(queries.start, keys.start)
+            part_scoring = scoring_of_part(scoring, queries.start, keys.start)
             here = None if mask is None else mask[:, :, queries if mask.shape[2] > 1 else slice(None), keys]
             results = kernels.attention(q[:, queries], k[:, keys], v[:, keys], part_scoring, False, here)
             parts.append(_Part(i, queries, keys, part_scoring, here, *results))

@@ -32,6 +32,14 @@ def free_memory() -> int | None:
     return min((n for n in left if n is not None), default=None)
 
 
+def gpu_memory() -> tuple[int, int]:
+    """Bytes of the current GPU that a new array could have, and all of them."""
+    import cupy
+
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return free + cupy.get_default_memory_pool().free_bytes(), total
+
+
 def check_memory(needed: int, what: str, advice: str = "") -> None:
     """Refuse what needs more memory than there is.
 

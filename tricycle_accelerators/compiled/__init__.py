@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tricycle import kernels
+from tricycle.kernels import recurrent
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
@@ -60,15 +61,15 @@ def register(array: type) -> None:
     kernels.rotate.on(array)(elementwise.rotate)
     kernels.layer_norm.on(array)(normalisation.layer_norm)
     kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
-    kernels.repeated.on(array)(recurrence.repeated)
-    kernels.pipeline.on(array)(recurrence.pipeline)
-    kernels.project.on(array)(recurrence.project)
-    kernels.rnn.on(array)(recurrence.rnn)
-    kernels.rnn_backward.on(array)(recurrence.rnn_backward)
-    kernels.lstm.on(array)(recurrence.lstm)
-    kernels.lstm_backward.on(array)(recurrence.lstm_backward)
-    kernels.gru.on(array)(recurrence.gru)
-    kernels.gru_backward.on(array)(recurrence.gru_backward)
+    recurrent.repeated.on(array)(recurrence.repeated)
+    recurrent.pipeline.on(array)(recurrence.pipeline)
+    recurrent.project.on(array)(recurrence.project)
+    recurrent.rnn.on(array)(recurrence.rnn)
+    recurrent.rnn_backward.on(array)(recurrence.rnn_backward)
+    recurrent.lstm.on(array)(recurrence.lstm)
+    recurrent.lstm_backward.on(array)(recurrence.lstm_backward)
+    recurrent.gru.on(array)(recurrence.gru)
+    recurrent.gru_backward.on(array)(recurrence.gru_backward)
     kernels.cross_entropy.on(array)(losses.cross_entropy)
     kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
     kernels.embedding_backward.on(array)(tables.embedding_backward)

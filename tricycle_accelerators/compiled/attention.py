@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import FEW_ROWS, Scoring
+from tricycle.kernels.ranges import queries_seeing
 from tricycle.kernels.reference.widening import is_narrow, wide
 from tricycle_accelerators import threads
 from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
@@ -37,12 +38,12 @@ def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: 
         return False
     if not q.dtype == k.dtype == v.dtype or not (q.dtype == np.float32 or is_narrow(q)):
         return False
-    return scoring.queries_seeing(n_queries, n_keys) == slice(0, n_queries)
+    return queries_seeing(scoring, n_queries, n_keys) == slice(0, n_queries)
 
 
 def _are_few_queries(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring) -> bool:
     """Return whether these are the queries of the last tokens, and the keys and values of a cache, each contiguous."""
-    n_items, n_queries, n_heads, size = q.shape
+    n_items, n_queries, n_heads, _ = q.shape
     n_keys = k.shape[1]
     if n_items != 1 or not 0 < n_queries <= FEW_ROWS or n_heads * n_keys >= MANY_SCORES or v.shape != k.shape:
         return False

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels.reference.recurrence import Piece
+from tricycle.kernels.recurrent import Piece
 from tricycle_accelerators import threads
 from tricycle_accelerators.cpu.recurrence import Blocks
 

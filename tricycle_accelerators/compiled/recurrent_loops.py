@@ -1,7 +1,7 @@
 """The steps of recurrent layers that Numba compiles: a whole sequence in a call, so that nothing is done between steps
 but products and what follows them. Importing this compiles them, or loads what was compiled before.
 
-Shapes as in `tricycle/kernels/reference/recurrence.py`. `cut` is the matrix of weights, or its transpose on the way
+Shapes as in `tricycle/kernels/recurrent.py`. `cut` is the matrix of weights, or its transpose on the way
 back, in panels (`products.py`), and a bias as long as they are wide. `active` (T, B) has no rows where all items are
 active in all steps. What a step has of each other array is in one piece.
 """

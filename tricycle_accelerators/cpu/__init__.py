@@ -1,4 +1,4 @@
-"""Faster versions for NumPy arrays: the same names and results as in `tricycle/kernels/reference`.
+"""Faster versions for NumPy arrays: the same names and results as in `tricycle/kernels`.
 
 Four ideas do the work. Elementwise chains go through memory in pieces that stay in a core's cache, with results
 written into place. Threads share the pieces, the heads and the rows of matrix products; sums over pieces are added
@@ -10,6 +10,7 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 from tricycle import kernels
+from tricycle.kernels import batched, muon, recurrent
 from tricycle_accelerators import compiled, onednn
 from tricycle_accelerators.cpu import (
     attention,
@@ -35,7 +36,7 @@ def register(array: type) -> None:
     kernels.operand.on(array)(matrices.operand)
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)
-    kernels.batched_matmul.on(array)(matrices.batched_matmul)
+    batched.batched_matmul.on(array)(matrices.batched_matmul)
     kernels.few_bits_matmul.on(array)(few_bits.few_bits_matmul)
     kernels.sum_rows.on(array)(matrices.sum_rows)
     kernels.sum_squares.on(array)(matrices.sum_squares)
@@ -56,22 +57,22 @@ def register(array: type) -> None:
     kernels.cross_entropy.on(array)(losses.cross_entropy)
     kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
 
-    kernels.for_items.on(array)(attention.for_items)
+    batched.for_items.on(array)(attention.for_items)
     kernels.attention.on(array)(attention.attention)
     kernels.attention_backward.on(array)(attention.attention_backward)
     kernels.row_attention.on(array)(attention.row_attention)
     kernels.row_attention_backward.on(array)(attention.row_attention_backward)
 
     kernels.adamw.on(array)(optimisers.adamw)
-    kernels.orthogonalise.on(array)(optimisers.orthogonalise)
+    muon.orthogonalise.on(array)(optimisers.orthogonalise)
     kernels.each.on(array)(optimisers.each)
 
-    kernels.repeated.on(array)(recurrence.repeated)
-    kernels.pipeline.on(array)(recurrence.pipeline)
-    kernels.project.on(array)(recurrence.project)
-    kernels.rnn.on(array)(recurrence.rnn)
-    kernels.rnn_backward.on(array)(recurrence.rnn_backward)
-    kernels.gru.on(array)(recurrence.gru)
-    kernels.gru_backward.on(array)(recurrence.gru_backward)
-    kernels.lstm.on(array)(recurrence.lstm)
-    kernels.lstm_backward.on(array)(recurrence.lstm_backward)
+    recurrent.repeated.on(array)(recurrence.repeated)
+    recurrent.pipeline.on(array)(recurrence.pipeline)
+    recurrent.project.on(array)(recurrence.project)
+    recurrent.rnn.on(array)(recurrence.rnn)
+    recurrent.rnn_backward.on(array)(recurrence.rnn_backward)
+    recurrent.gru.on(array)(recurrence.gru)
+    recurrent.gru_backward.on(array)(recurrence.gru_backward)
+    recurrent.lstm.on(array)(recurrence.lstm)
+    recurrent.lstm_backward.on(array)(recurrence.lstm_backward)

@@ -17,8 +17,10 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
+from tricycle.kernels.in_place import widening_in_place
+from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
 from tricycle.kernels.reference.attention import Rows, RowsBackward
-from tricycle.kernels.reference.widening import wide, widening, widening_in_place
+from tricycle.kernels.reference.widening import wide, widening
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
 
@@ -63,7 +65,7 @@ class _Seen(NamedTuple):
     def inputs(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> _Inputs:
         if mask is not None:
             mask = mask[:, :, self.queries if mask.shape[2] > 1 else slice(None), self.keys]
-        moved = scoring.of_part(self.queries.start, self.keys.start)
+        moved = scoring_of_part(scoring, self.queries.start, self.keys.start)
         return _Inputs(q[:, self.queries], k[:, self.keys], v[:, self.keys], moved, mask)
 
     def is_empty(self, q: np.ndarray, k: np.ndarray) -> bool:
@@ -71,8 +73,8 @@ class _Seen(NamedTuple):
 
 
 def _seen(q: np.ndarray, k: np.ndarray, scoring: Scoring) -> _Seen:
-    queries = scoring.queries_seeing(q.shape[1], k.shape[1])
-    return _Seen(queries, scoring.keys_seen(queries, k.shape[1]))
+    queries = queries_seeing(scoring, q.shape[1], k.shape[1])
+    return _Seen(queries, keys_seen(scoring, queries, k.shape[1]))
 
 
 def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tricycle import kernels
-from tricycle.kernels.reference.elementwise import SQRT_2_OVER_PI
+from tricycle.kernels import SQRT_2_OVER_PI
 from tricycle.kernels.reference.widening import is_narrow, wide, widening
 from tricycle_accelerators import pieces, threads
 

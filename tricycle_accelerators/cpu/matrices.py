@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tricycle import kernels
+from tricycle.kernels import batched
 from tricycle.kernels.reference.widening import is_narrow, widening
 from tricycle_accelerators import blas, pieces, spinning, threads
 from tricycle_accelerators.onednn import library
@@ -170,7 +171,7 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedT
         return matmul(a, b)
     if a.size * n_columns < 2 * SMALL_PRODUCT or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
-            return kernels.batched_matmul.plain(a, b)
+            return batched.batched_matmul.plain(a, b)
     out = np.empty((*a.shape[:-1], n_columns), np.result_type(a, b))
     items_a, items_b, items_out = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, out))
 

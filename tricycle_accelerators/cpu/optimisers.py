@@ -8,7 +8,7 @@ from types import NotImplementedType
 
 import numpy as np
 
-from tricycle import kernels
+from tricycle.kernels import muon
 from tricycle.kernels.reference.widening import is_narrow, widening
 from tricycle_accelerators import pieces, threads
 
@@ -19,7 +19,7 @@ def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     polar = np.empty_like(x)
 
     def work(i: int) -> None:
-        polar[i] = kernels.orthogonalise.plain(x[i : i + 1])[0]
+        polar[i] = muon.orthogonalise.plain(x[i : i + 1])[0]
 
     threads.parallel(work, range(len(x)))
     return polar

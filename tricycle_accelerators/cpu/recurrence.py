@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import kernels
-from tricycle.kernels.reference.recurrence import Piece
+from tricycle.kernels import recurrent
+from tricycle.kernels.recurrent import Piece
 from tricycle.kernels.reference.widening import is_narrow
 from tricycle_accelerators import threads
 
@@ -94,7 +94,7 @@ def project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray
     """Of so many rows BLAS makes a product best by itself."""
     if not isinstance(matrix, Blocks):
         return NotImplemented
-    kernels.project.plain(x, matrix.matrix, bias, out)
+    recurrent.project.plain(x, matrix.matrix, bias, out)
     return None
 
 
@@ -118,19 +118,19 @@ def by_items(plain: Callable[..., None], *arguments: Any) -> None:
 def rnn(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None, relu: bool
 ) -> None:
-    by_items(kernels.rnn.plain, gates, states, weights, bias, active, relu)
+    by_items(recurrent.rnn.plain, gates, states, weights, bias, active, relu)
 
 
 def gru(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
 ) -> None:
-    by_items(kernels.gru.plain, gates, states, weights, bias, active)
+    by_items(recurrent.gru.plain, gates, states, weights, bias, active)
 
 
 def lstm(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
 ) -> None:
-    by_items(kernels.lstm.plain, gates, states, weights, bias, active)
+    by_items(recurrent.lstm.plain, gates, states, weights, bias, active)
 
 
 def rnn_backward(
@@ -143,7 +143,7 @@ def rnn_backward(
     d_states: np.ndarray,
     relu: bool,
 ) -> None:
-    by_items(kernels.rnn_backward.plain, grad, gates, states, weights, active, d_gates, d_states, relu)
+    by_items(recurrent.rnn_backward.plain, grad, gates, states, weights, active, d_gates, d_states, relu)
 
 
 def gru_backward(
@@ -155,7 +155,7 @@ def gru_backward(
     d_gates: np.ndarray,
     d_states: np.ndarray,
 ) -> None:
-    by_items(kernels.gru_backward.plain, grad, gates, states, weights, active, d_gates, d_states)
+    by_items(recurrent.gru_backward.plain, grad, gates, states, weights, active, d_gates, d_states)
 
 
 def lstm_backward(
@@ -167,4 +167,4 @@ def lstm_backward(
     d_gates: np.ndarray,
     d_states: np.ndarray,
 ) -> None:
-    by_items(kernels.lstm_backward.plain, grad, gates, states, weights, active, d_gates, d_states)
+    by_items(recurrent.lstm_backward.plain, grad, gates, states, weights, active, d_gates, d_states)

@@ -1,4 +1,4 @@
-"""CUDA kernels for CuPy arrays: the same names and results as in `tricycle/kernels/reference`.
+"""CUDA kernels for CuPy arrays: the same names and results as in `tricycle/kernels`.
 
 Each looks at its arrays and launches. What it does not take (float64, rows that are too long, head sizes above 128) it
 declines. Arrays that are not contiguous are copied first. Nothing here waits for the device or reads from it.
@@ -8,6 +8,7 @@ Importing compiles nothing and does not need CuPy.
 from __future__ import annotations
 
 from tricycle import kernels
+from tricycle.kernels import recurrent
 from tricycle_accelerators.cuda import (
     attention,
     elementwise,
@@ -58,9 +59,9 @@ def register(array: type) -> None:
 
     kernels.adamw.on(array)(optimisers.adamw)
 
-    kernels.rnn.on(array)(recurrence.rnn)
-    kernels.rnn_backward.on(array)(recurrence.rnn_backward)
-    kernels.gru.on(array)(recurrence.gru)
-    kernels.gru_backward.on(array)(recurrence.gru_backward)
-    kernels.lstm.on(array)(recurrence.lstm)
-    kernels.lstm_backward.on(array)(recurrence.lstm_backward)
+    recurrent.rnn.on(array)(recurrence.rnn)
+    recurrent.rnn_backward.on(array)(recurrence.rnn_backward)
+    recurrent.gru.on(array)(recurrence.gru)
+    recurrent.gru_backward.on(array)(recurrence.gru_backward)
+    recurrent.lstm.on(array)(recurrence.lstm)
+    recurrent.lstm_backward.on(array)(recurrence.lstm_backward)

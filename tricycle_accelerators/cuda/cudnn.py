@@ -225,7 +225,7 @@ def _run(ready: Graph, arrays: tuple[Array, ...]) -> None:
 def forward(
     q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None
 ) -> tuple[Array, Array] | None:
-    """As `tricycle.kernels.reference.attention`; None where cuDNN does not take it."""
+    """As `tricycle.kernels.attention`; None where cuDNN does not take it."""
     import cupy
 
     shape = None if mask is not None or problem() else shape_of(q, scoring, k, v)
@@ -255,7 +255,7 @@ def backward(
     dv: Array,
     mask: Array | None,
 ) -> bool:
-    """As `tricycle.kernels.reference.attention_backward`; whether cuDNN took it: if not, nothing is written.
+    """As `tricycle.kernels.attention_backward`; whether cuDNN took it: if not, nothing is written.
 
     The gradient is right for softmax1 too, whose weights are e^(score - log_total) as well.
     """

@@ -96,7 +96,7 @@ def alignment(address: int) -> int:
 
 
 def result_type(operands: Any, dtype: Any, out: Array | None) -> np.dtype:
-    """As `tricycle.kernels.reference.matmul` has it: float32 for operands of 16 bits, unless something else is said."""
+    """As `tricycle.kernels.matmul` has it: float32 for operands of 16 bits, unless something else is said."""
     if out is not None:
         return out.dtype
     return np.dtype(dtype if dtype is not None else np.float32 if operands.itemsize == 2 else operands)
@@ -307,7 +307,7 @@ def matmul(
     dtype: Any = None,
     precision: str = "float32",
 ) -> Array:
-    """As `tricycle.kernels.reference.matmul`, for CuPy arrays."""
+    """As `tricycle.kernels.matmul`, for CuPy arrays."""
     import cupy
 
     if a.dtype != b.dtype:

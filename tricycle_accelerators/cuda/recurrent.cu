@@ -1,5 +1,5 @@
 // What one step of a recurrent layer does beside its matrix products; one thread for each item and unit of the state.
-// The roles of the arrays are those of kernels/reference.py: gates (B, n H) of this step, states before and after it
+// The roles of the arrays are those of kernels/recurrent.py: gates (B, n H) of this step, states before and after it
 // (S, B, H) with `state_step` elements from one to the next, active (B,) or null.
 #include "common.cuh"
 

@@ -1,4 +1,4 @@
-"""Versions for NumPy arrays that oneDNN makes faster: the same names and results as in `tricycle/kernels/reference`.
+"""Versions for NumPy arrays that oneDNN makes faster: the same names and results as in `tricycle/kernels`.
 
 Each answers NotImplemented for what it leaves to NumPy. Products take operands of bfloat16 or int8; all else, and
 every result, is float32. The threads are ours: each calls oneDNN for its piece of the arrays.
@@ -7,6 +7,7 @@ every result, is float32. The threads are ours: each calls oneDNN for its piece 
 from __future__ import annotations
 
 from tricycle import kernels
+from tricycle.kernels import muon
 from tricycle_accelerators.onednn import few_bits, library, matrices, optimisers
 
 
@@ -18,4 +19,4 @@ def register(array: type) -> None:
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)
     kernels.few_bits_matmul.on(array)(few_bits.few_bits_matmul)
-    kernels.orthogonalise.on(array)(optimisers.orthogonalise)
+    muon.orthogonalise.on(array)(optimisers.orthogonalise)

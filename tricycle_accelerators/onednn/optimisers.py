@@ -6,7 +6,7 @@ from types import NotImplementedType
 
 import numpy as np
 
-from tricycle.kernels.reference.optimisers import POLAR
+from tricycle.kernels.muon import POLAR
 from tricycle_accelerators import threads
 from tricycle_accelerators.onednn import library
 

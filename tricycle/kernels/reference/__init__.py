@@ -1,4 +1,1 @@
-"""The plain versions: short, right, the same on NumPy and CuPy. Every faster kernel is tested against these.
-
-Shapes: B batch, T queries, S keys, H heads, D head size, C channels, N rows (all leading axes), V vocabulary.
-"""
+"""The plain kernels of attention and of quantized matrices, and the widening of 16-bit floats to 32."""

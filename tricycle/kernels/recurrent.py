@@ -21,9 +21,9 @@ import math
 from collections.abc import Callable
 
 from tricycle.devices import Array, array_module
+from tricycle.kernels import matmul
 from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.reference.matrices import matmul
-from tricycle.kernels.reference.widening import widening_in_place
+from tricycle.kernels.in_place import widening_in_place
 
 
 @kernel

@@ -1,0 +1,37 @@
+"""Kernels that write into their arguments, for floats of 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec
+
+from tricycle.kernels.reference.widening import is_narrow, wide
+
+P = ParamSpec("P")
+
+
+def widening_in_place(*written: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Compute a kernel in float32 where an argument has 16 bits, and round what it writes once.
+
+    Args:
+        written: the positions of the arguments into which it writes, which are given by position.
+    """
+
+    def decorate(kernel: Callable[P, None]) -> Callable[P, None]:
+        @wraps(kernel)
+        def run(*args: P.args, **options: P.kwargs) -> None:
+            if not any(map(is_narrow, args)):
+                kernel(*args, **options)
+                return
+            widened: list[Any] = [wide(argument) for argument in args]
+            call: Callable[..., None] = kernel
+            call(*widened, **{name: wide(option) for name, option in options.items()})
+            for place in written:
+                target: Any = args[place]
+                if widened[place] is not target:
+                    target[...] = widened[place]
+
+        return run
+
+    return decorate
