@@ -44,7 +44,8 @@ from tricycle.sequences.attentions import HardAttention, ScaledDotProductAttenti
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.tensor import Tensor, to_tensor
-from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_on_batch, train_step
+from tricycle.training import NonFiniteError, train_on_batch
+from tricycle.training_state import new_state, read_steps, resume_state, train_step
 from tricycle_cli import run as running
 
 CONFIG = replace(DebugConfig(), vocab_size=64, dropout=0.1, accumulation_steps=2)

@@ -28,7 +28,8 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
 from tricycle.tensor import to_tensor
-from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_step
+from tricycle.training import NonFiniteError
+from tricycle.training_state import new_state, read_steps, resume_state, train_step
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[1]

@@ -29,7 +29,7 @@ from tricycle.configs import PRESETS, GPTConfig
 from tricycle.evaluation import evaluate
 from tricycle.optimisers import decays, is_hidden_matrix
 from tricycle.tensor import Tensor, no_grad, to_tensor
-from tricycle.training import TrainingState, new_state
+from tricycle.training_state import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.run import FINAL_OVERLAP
 from tricycle_cli.train import compressed_bits
