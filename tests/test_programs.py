@@ -172,6 +172,32 @@ def test_the_printed_command_generates(finished):
     assert len(good(call(*words[1:], "--no-stop", "--seed", "0"))) > 20
 
 
+# Prints the functions on the stack where the first update calls `loss.backward()`, from the script on.
+STACK = """
+import runpy, sys
+from tricycle.tensor import Tensor
+backward = Tensor.backward
+def watched(self, *args, **kwargs):
+    frame, names = sys._getframe(1), []
+    while frame.f_code.co_filename != sys.argv[0]:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    print("STACK", *reversed(names))
+    Tensor.backward = backward
+    return backward(self, *args, **kwargs)
+Tensor.backward = watched
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_four_calls_lead_from_the_script_to_the_backward_pass(tmp_path, cache, text):
+    """The fourth is `loss.backward()`."""
+    words = [*QUICK, "--steps", "1", "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
+    said = good(call("-c", STACK, ROOT / TRAIN, *words))
+    assert re.findall("STACK (.*)", said) == ["main train gradients"]
+
+
 # -------------------------------------------------------------------- interrupted runs
 def call_with(snippet: str, *words) -> subprocess.CompletedProcess:
     """Run train_smol_gpt.py after a few lines that change what it uses."""

@@ -1,10 +1,12 @@
 """The training loop: resumed runs equal uninterrupted ones, losses are counted right, accidents change nothing."""
 
+import ast
 import errno
 import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,7 +306,7 @@ def test_time_spent_before_counts(tmp_path, monkeypatch):
     assert n_steps[0] - n_steps[1] == pytest.approx(120, abs=3)
 
 
-# -------------------------------------------------------------------- the three verbs
+# -------------------------------------------------------------------- gradients and updates
 PADDING = 0
 
 
@@ -346,7 +348,7 @@ def test_uneven_batches_count_as_one_big_batch(rng):
         np.testing.assert_allclose(mine.grad.array, theirs.grad.array, rtol=1e-12, atol=1e-14)
 
 
-def test_the_verbs_take_any_model_and_loss(rng):
+def test_gradients_and_apply_take_any_model_and_loss(rng):
     """Here by hand what gradient descent with clipping does."""
     model = Dense(3, 2, generator=0)
     x, y = rng.standard_normal((5, 3)), rng.standard_normal((5, 2))
@@ -409,6 +411,76 @@ def test_batches_without_their_numbers_of_labels_are_refused(batches, n_labels, 
     with pytest.raises(ValueError) as caught:
         gradients(model, labelled(model, CrossEntropy()), batches, n_labels)
     assert str(caught.value) == f"gradients: {got}"
+
+
+# -------------------------------------------------------------------- the loop by itself
+def test_a_model_of_any_kind_is_trained_by_three_lines(rng):
+    batches = [uneven_batches(rng)[0]] * 30
+    model, other = small_model(), small_model()
+    assert training.train(model, AdamW(0.05), iter(batches), n_steps=30) is True
+    optimiser = AdamW(0.05)
+    losses = [train_on_batch(other, optimiser, labelled(other, CrossEntropy()), batch) for batch in batches]
+    assert losses[-1] < 0.5 * losses[0]
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(mine.array, theirs.array)
+
+
+class Noted(training.Session):
+    """Writes down what the loop asks and tells; evaluates after 2 updates, and stops after 3."""
+
+    def __init__(self) -> None:
+        super().__init__(n_steps=10)
+        self.calls: list = []
+
+    def log(self, loss, norm):
+        self.calls.append(("log", self.step))
+
+    def evaluation_is_due(self):
+        return self.step == 2
+
+    def must_stop(self):
+        return self.step == 3
+
+    def evaluate(self):
+        self.calls.append(("evaluate", self.step))
+
+    def save(self):
+        self.calls.append(("save", self.step))
+
+    def recover(self, error):
+        self.calls.append(("recover", str(error)[:15]))
+
+
+def test_what_a_session_is_told(rng):
+    session, rates = Noted(), []
+    batches = iter([uneven_batches(rng)[0]] * 3)
+    schedule = lambda step: rates.append(step) or 0.1
+    assert training.train(small_model(), AdamW(), batches, schedule=schedule, session=session) is False
+    paused = [("save", 2), ("evaluate", 2)]
+    assert session.calls == [("log", 1), ("log", 2), *paused, ("log", 3), ("save", 3)]
+    assert rates == [1, 2, 3]
+
+
+def test_a_session_may_leave_out_an_update(rng):
+    session, model = Noted(), Dense(1, 1, generator=0)
+    batches = iter([np.full((1, 1), value) for value in (1.0, np.nan, 1.0, 1.0)])
+    loss_of = lambda batch, factor: model(batch).sum() * factor
+    training.train(model, StochasticGradientDescent(0.1), batches, loss_of=loss_of, session=session)
+    assert session.calls.index(("recover", "the loss is nan")) == 1
+    assert [call for call in session.calls if call[0] == "log"] == [("log", 1), ("log", 2), ("log", 3)]
+    with pytest.raises(NonFiniteError):
+        training.train(model, AdamW(), iter([np.full((1, 1), np.nan)]), 1, loss_of)
+
+
+def test_the_loop_is_read_in_one_place():
+    """A function of at most 60 lines, and with all that it calls in its file at most 150."""
+    source = Path(training.__file__).read_text(encoding="utf-8")
+    lengths = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            lengths[node.name] = node.end_lineno - node.lineno + 1
+    assert lengths["train"] <= 60
+    assert lengths["train"] + lengths["gradients"] + lengths["apply"] <= 150
 
 
 # -------------------------------------------------------------------- one update

@@ -164,7 +164,7 @@ class Trainer:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), torch.from_numpy(outputs).flatten())
 
     def step(self) -> float:
-        """One update, as `tricycle.training.train_step` makes it; returns the loss."""
+        """One update, as `tricycle.training_state.train_step` makes it; returns the loss."""
         import torch
 
         config, total = self.config, 0.0
