@@ -332,16 +332,16 @@ class RunSession(StateSession):
 
     # -------------------------------------------------------------------- between two updates
     def evaluation_is_due(self) -> bool:
-        """Not at the last step, and not where the latest update was left out: the weights may be about to be given up.
+        """Return whether an estimate or a sample is due, also where a run is resumed that was left before it.
 
-        At the first, where the run was left before what was due.
+        Not at the last step, and not where the latest update was left out: the weights may be about to be given up.
         """
         state = self.state
         is_due = state.step not in (0, state.total_steps) and _is_due(state) and not state.n_skips
         return is_due and not self.must_stop()
 
     def evaluate(self) -> None:
-        """Make the held-out estimate and the sample that are due; a signal ends this, and training."""
+        """Make the held-out estimate and the sample that are due; a signal interrupts them and ends training."""
         state, run = self.state, self.run
         try:
             with run.interruptible():
@@ -353,7 +353,7 @@ class RunSession(StateSession):
             self._is_interrupted = True
 
     def must_stop(self) -> bool:
-        """An update is made before anybody is asked, and those are read that are waiting."""
+        """Return whether training is to end now: not before a first update, nor while some have not been read."""
         if self._is_interrupted:
             return True
         return not (self._is_new or self.waiting) and (self._is_stopping or self.run.must_stop())
