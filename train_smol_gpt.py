@@ -6,8 +6,11 @@ network, and ends with the command that generates from the result. --help lists 
 
 from __future__ import annotations
 
-from tricycle_cli.flags import run_main
+import sys
+
+from tricycle_cli.flags import one_line_errors
 from tricycle_cli.train import main
 
 if __name__ == "__main__":
-    run_main(main)
+    with one_line_errors():
+        sys.exit(main())

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.ranks import SETTINGS, mpiexec
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.distributed.processes import ALONE, Processes
-from tricycle.training import TrainingState, new_state, resume_state, train_step
+from tricycle.training_state import TrainingState, new_state, resume_state, train_step
 from tricycle_mpi.launch import launched
 
 PRECISIONS = ("float64", "float32", "bfloat16")

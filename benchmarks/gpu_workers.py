@@ -111,7 +111,7 @@ class Side:
 
 class Tricycle(Side):
     def __init__(self, config: GPTConfig, on_gpu: bool) -> None:
-        from tricycle.training import new_state
+        from tricycle.training_state import new_state
 
         super().__init__(config, on_gpu)
         self.state = new_state(config, random_tokens(config), on_gpu)
@@ -123,7 +123,7 @@ class Tricycle(Side):
             cupy.cuda.runtime.deviceSynchronize()
 
     def steps(self, n: int) -> list[float]:
-        from tricycle.training import read_steps, train_step
+        from tricycle.training_state import read_steps, train_step
 
         return [loss for loss, _ in read_steps(self.state, [train_step(self.state) for _ in range(n)])]
 

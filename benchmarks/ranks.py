@@ -137,7 +137,7 @@ class Watched(Processes):
 class Steps:
     """Training steps of one rank, each on as many batches of a shape as it is asked for.
 
-    The three verbs and AdamW, on random tokens.
+    Gradients and AdamW, on random tokens.
     """
 
     def __init__(self, config: GPTConfig, processes: Processes) -> None:
@@ -169,7 +169,7 @@ class Steps:
             a dictionary: the whole step's `seconds`, those `waited` for sums, those `backward` took to end, and `sent`,
             [seconds from the start, bytes] of each bucket.
         """
-        from tricycle.training import apply, count_labels, gradients, mean_over_processes
+        from tricycle.training import apply, count_labels, gradients
 
         watched = self.watched
         watched.overlap, watched.link, watched.sent = overlap, tuple(link), []
@@ -178,11 +178,9 @@ class Steps:
         n_labels = [count_labels(labels) for _, labels in own]
         watched.inner.sum([0.0])  # all begin together
         waited, start = watched.waited, time.perf_counter()
-        grads = gradients(
-            self.model, self.loss_of, own, n_labels, processes=ALONE if plain and self.inner.size == 1 else watched
-        )
-        backward = time.perf_counter() - start
-        grads = mean_over_processes(grads)
+        processes = ALONE if plain and self.inner.size == 1 else watched
+        grads = gradients(self.model, self.loss_of, own, n_labels, processes.reducer)
+        backward = time.perf_counter() - start - (watched.waited - waited)
         apply(self.model, self.optimiser, grads)
         seconds = time.perf_counter() - start
         sent = [[moment - start, n_bytes] for moment, n_bytes in watched.sent]

@@ -20,7 +20,7 @@ from tricycle.distributed.shards import Shards
 from tricycle.models import GPT
 from tricycle.optimisers import Optimiser
 from tricycle.tensor import Tensor
-from tricycle.training import new_optimiser
+from tricycle.training_state import new_optimiser
 
 
 class OneOf(Processes):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from test_training import CONFIG, TOKENS, new_run
 
-from tricycle.training import new_state
+from tricycle.training_state import new_state
 from tricycle_cli import clock
 from tricycle_cli import run as running
 from tricycle_cli.run import train

@@ -313,16 +313,15 @@ def test_the_first_loss_is_that_of_the_model(tuned, theirs, texts):
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    train_step = run.train_step
+    log = run.RunSession.log
 
-    def stopped(state):
-        result = train_step(state)
-        if state.step == 2:
+    def stopped(session, loss, norm):
+        if session.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        return result
+        log(session, loss, norm)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "train_step", stopped)
+        patch.setattr(run.RunSession, "log", stopped)
         out = good(call(*start(theirs, texts, folder)))
     assert f"tricycle train --resume {folder}" in out
     good(call("train", "--resume", folder))

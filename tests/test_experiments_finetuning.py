@@ -18,7 +18,7 @@ from tiny_models import tiny_tokeniser, write_folder
 from experiments.finetuning import docstrings, page, report, study, sums, tasks, voice
 from experiments.finetuning.__main__ import main
 from experiments.finetuning.sums import Sum, in_words, last_number
-from tricycle_cli import finetune
+from tricycle import training
 from tricycle_datasets.examples import Reader, read_records
 
 PLAYS = "\n\n".join(
@@ -217,19 +217,19 @@ def finished(model, tmp_path_factory):
         patch.setattr(study, "ANSWER_TOKENS", 4)
         for name, task in tasks.TASKS.items():
             patch.setitem(tasks.TASKS, name, quicker(task))
-        step, n_calls = finetune.tune_step, []
+        step, n_calls = training.gradients, []
 
-        def breaking(state):
+        def breaking(*args):
             n_calls.append(1)
             if len(n_calls) == 7:
                 raise OSError("the power is gone")
-            return step(state)
+            return step(*args)
 
-        patch.setattr(finetune, "tune_step", breaking)
+        patch.setattr(training, "gradients", breaking)
         with pytest.raises(OSError, match="the power is gone"):
             main()
         before = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        patch.setattr(finetune, "tune_step", step)
+        patch.setattr(training, "gradients", step)
         assert main() == 0
         yield folder, before, words
 

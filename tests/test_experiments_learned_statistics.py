@@ -36,7 +36,7 @@ from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import new_state, train_step
+from tricycle.training_state import new_state, train_step
 
 TINY = "--blocks 2 3 --width 8 --layers 2 --heads 2 --context-window 13 --batch-size 3 --steps 4"
 TINY += " --scale-steps 2 --windows 6"

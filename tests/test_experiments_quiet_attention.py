@@ -12,7 +12,7 @@ from experiments.tables import cell, markdown
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.system.files import atomic_write
-from tricycle.training import new_state, train_step
+from tricycle.training_state import new_state, train_step
 from tricycle_lab.probe import excess_kurtosis
 
 TINY = ["--quick", "--seeds", "2", "--steps", "3", "--batch-size", "2", "--measurements", "1", "--device", "cpu"]

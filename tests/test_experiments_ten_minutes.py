@@ -22,7 +22,7 @@ from tricycle.generate import generate
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import new_state, train_step
+from tricycle.training_state import new_state, train_step
 from tricycle_datasets.corpus import is_held_out
 from tricycle_datasets.text import TextFiles
 

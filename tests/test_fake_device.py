@@ -16,7 +16,7 @@ from fake_device import FakeArray, fake_module, to_device, to_host
 from test_registry import assert_same, every_sample, gradients
 from versions import offer
 
-from tricycle import devices, kernels, no_grad, training
+from tricycle import devices, kernels, no_grad, training, training_state
 from tricycle.autograd import topological_order
 from tricycle.configs import DebugConfig
 from tricycle.evaluation import evaluate
@@ -44,7 +44,8 @@ from tricycle.sequences.attentions import HardAttention, ScaledDotProductAttenti
 from tricycle.sequences.beam_search import beam_search
 from tricycle.sequences.text_encoder import SentencePooling, TextEncoder
 from tricycle.tensor import Tensor, to_tensor
-from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_on_batch, train_step
+from tricycle.training import NonFiniteError, train_on_batch
+from tricycle.training_state import new_state, read_steps, resume_state, train_step
 from tricycle_cli import run as running
 
 CONFIG = replace(DebugConfig(), vocab_size=64, dropout=0.1, accumulation_steps=2)
@@ -366,7 +367,7 @@ def test_the_scale_finds_its_size_and_falls_no_lower_than_1(device):
 
 
 def test_the_scale_doubles_after_updates_that_went_well(device, monkeypatch):
-    monkeypatch.setattr(training, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(training_state, "GROWTH_STEPS", 3)
     state, scales = new_state(HALF, TOKENS, True), []
     state.loss_scaling[0] = 4.0
     for _ in range(7):
@@ -438,16 +439,17 @@ def test_labels_on_the_device_are_counted_there(device):
     rng = np.random.default_rng(0)
     labels, inputs = rng.integers(1, 64, (2, 3, 5)), rng.integers(0, 64, (2, 3, 5))
     labels[1, :, 1:] = 0
-    found = []
+    found, models = [], []
     for batches in (zip(inputs, labels), [(inputs.reshape(6, 5), labels.reshape(6, 5))]):
         model = GPT(replace(STEADY, n_layers=1)).to_gpu()
         placed = [tuple(model.place(ids) for ids in pair) for pair in batches]
         counts = [training.count_labels(pair[1], 0) for pair in placed]
         found.append(training.gradients(model, training.labelled(model, CrossEntropy(0)), placed, counts))
+        models.append(model)
     assert fake_device.reads == []
     assert found[0].n_labels.item() == found[1].n_labels.item() == 18
     assert found[0].loss.item() == pytest.approx(found[1].loss.item(), rel=1e-5)
-    for mine, theirs in zip(found[0].parameters, found[1].parameters, strict=True):
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
         np.testing.assert_allclose(mine.grad.numpy(), theirs.grad.numpy(), rtol=1e-3, atol=1e-6)
 
 

@@ -16,12 +16,13 @@ pytest.importorskip("jinja2")
 
 from tiny_models import tiny_tokeniser, write_folder
 
+from tricycle import training
 from tricycle.checkpoint import load_checkpoint
 from tricycle.generate import generate
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle_cli import run, tuning
+from tricycle_cli import run
 from tricycle_cli.evaluate import main as evaluate
 from tricycle_cli.export import main as export
 from tricycle_cli.finetune import main as finetune
@@ -129,19 +130,19 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(method, loss, theirs, data, 
     if loss == "dpo":
         lines(data, preferences())
     tune(theirs, data, tmp_path / "whole", *words)
-    step = tuning.tune_step
+    step = training.gradients
     n_calls = []
 
-    def breaking(state):
+    def breaking(*args):
         n_calls.append(1)
         if len(n_calls) == 7:
             raise OSError("the power is gone")
-        return step(state)
+        return step(*args)
 
-    monkeypatch.setattr("tricycle_cli.finetune.tune_step", breaking)
+    monkeypatch.setattr(training, "gradients", breaking)
     with pytest.raises(OSError, match=r"the power is gone.*continue with"):
         tune(theirs, data, tmp_path / "cut", *words)
-    monkeypatch.setattr("tricycle_cli.finetune.tune_step", step)
+    monkeypatch.setattr(training, "gradients", step)
     (tmp_path / "cut" / ".best.safetensors.1-1.part").touch()  # as a kill leaves it
     finetune(["--resume", str(tmp_path / "cut")])
     assert list((tmp_path / "cut").rglob("*.part")) == []

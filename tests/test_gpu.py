@@ -29,7 +29,8 @@ from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search
 from tricycle.system.memory import gpu_memory
 from tricycle.tensor import to_tensor
-from tricycle.training import NonFiniteError, new_state, read_steps, resume_state, train_step
+from tricycle.training import NonFiniteError
+from tricycle.training_state import new_state, read_steps, resume_state, train_step
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[1]

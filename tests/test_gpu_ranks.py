@@ -18,7 +18,7 @@ from test_fake_device import device  # noqa: F401 (a fixture)
 from test_processes import CONFIG, TOKENS, Player, play
 
 from tricycle.distributed.processes import Processes
-from tricycle.training import new_state, train_step
+from tricycle.training_state import new_state, train_step
 from tricycle_cli.together import VISIBLE, share_gpus
 from tricycle_mpi.ranks import Ranks
 from tricycle_mpi.ways import NCCL, WAY, DeviceBuffers, Host, way_of_gpus

@@ -11,7 +11,7 @@ import pytest
 from test_training import CONFIG, TOKENISER, TOKENS, new_run, stop_at
 
 from tricycle.configs import DebugConfig
-from tricycle.training import new_state
+from tricycle.training_state import new_state
 from tricycle_cli import compare, look
 from tricycle_cli.compare import Runs, are_runs, names_of, read_run
 from tricycle_cli.run import train

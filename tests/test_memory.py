@@ -22,7 +22,7 @@ from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import memory_for
 from tricycle.system import memory
 from tricycle.system.memory import check_memory, free_memory, gigabytes
-from tricycle.training import TrainingState, least_memory, new_optimiser, train_step
+from tricycle.training_state import TrainingState, least_memory, new_optimiser, train_step
 from tricycle_cli.main import MODULE, main
 
 ROOT = Path(__file__).resolve().parents[1]

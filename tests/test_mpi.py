@@ -75,7 +75,7 @@ TRAINING = """
 import sys
 import numpy as np
 from tricycle.configs import DebugConfig, GPTConfig
-from tricycle.training import new_state, train_step
+from tricycle.training_state import new_state, train_step
 from tricycle.distributed.processes import ALONE
 from tricycle_mpi.launch import launched
 def train(path, optimiser, wide):
@@ -259,8 +259,9 @@ def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
 def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
     """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
     assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
-    step = "from tricycle_cli import run\nusual = run.train_step\ndef step(state):\n    run.Run.must_stop = "
-    step += "lambda self: state.step == %d\n    return usual(state)\nrun.train_step = step"
+    step = "from tricycle_cli import run\nusual = run.RunSession.batches\ndef batches(session, source):\n"
+    step += "    run.Run.must_stop = lambda self: session.step == %d\n    return usual(session, source)\n"
+    step += "run.RunSession.batches = batches"
     status, said = train(bench, 3, "parts", "--steps", "12", "--shard-optimiser", prelude=step % 3)
     assert status == 0 and "stopped after step 3; everything is saved" in said, said
     status, said = train(bench, 0, "", "--resume", str(bench / "parts"), prelude=step % 6)
@@ -276,13 +277,13 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
 
 AT_STEP_6 = """
 from tricycle_cli import run
-usual = run.train_step
-def step(state):
-    if state.step == 5 and rank == 1:
+usual = run.RunSession.batches
+def batches(session, source):
+    if session.step == 5 and rank == 1:
         import os, signal, time
         {act}
-    return usual(state)
-run.train_step = step
+    return usual(session, source)
+run.RunSession.batches = batches
 """
 
 
@@ -318,14 +319,17 @@ def test_when_one_rank_fails_all_end_and_the_run_goes_on(bench, act, words, requ
 
 NAN = """
 from tricycle import training
-usual = training.labelled
+from tricycle_cli import run
+usual, usual_batches = training.labelled, run.RunSession.batches
 n = [0]
-def labelled(model, loss_fn):
+def batches(session, source):
     n[0] += 1
+    return usual_batches(session, source)
+def labelled(model, loss_fn):
     loss_of = usual(model, loss_fn)
-    bad = rank == 1 and n[0] in (6, 7)
-    return lambda batch, factor: loss_of(batch, factor * float("nan")) if bad else loss_of(batch, factor)
-training.labelled = labelled
+    bad = lambda: rank == 1 and n[0] in (6, 7)
+    return lambda batch, factor: loss_of(batch, factor * float("nan")) if bad() else loss_of(batch, factor)
+training.labelled, run.RunSession.batches = labelled, batches
 """
 
 
@@ -362,16 +366,16 @@ from tricycle_cli import full_disk, run
 from tricycle.system import files
 import errno, time
 full_disk.LONGEST_SECONDS = 0.3
-usual_step, usual_sync, full_until = run.train_step, files._sync, [0.0]
-def step(state):
-    if state.step == 3 and rank == 0:
+usual, usual_sync, full_until = run.RunSession.batches, files._sync, [0.0]
+def batches(session, source):
+    if session.step == 3 and rank == 0:
         full_until[0] = time.monotonic() + 4
-    return usual_step(state)
+    return usual(session, source)
 def sync(handle):
     if time.monotonic() < full_until[0]:
         raise OSError(errno.ENOSPC, "No space left on device")
     usual_sync(handle)
-run.train_step, files._sync = step, sync
+run.RunSession.batches, files._sync = batches, sync
 """
 
 

@@ -172,6 +172,32 @@ def test_the_printed_command_generates(finished):
     assert len(good(call(*words[1:], "--no-stop", "--seed", "0"))) > 20
 
 
+# Prints the functions on the stack where the first update calls `loss.backward()`, from the script on.
+STACK = """
+import runpy, sys
+from tricycle.tensor import Tensor
+backward = Tensor.backward
+def watched(self, *args, **kwargs):
+    frame, names = sys._getframe(1), []
+    while frame.f_code.co_filename != sys.argv[0]:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    print("STACK", *reversed(names))
+    Tensor.backward = backward
+    return backward(self, *args, **kwargs)
+Tensor.backward = watched
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_four_calls_lead_from_the_script_to_the_backward_pass(tmp_path, cache, text):
+    """The fourth is `loss.backward()`."""
+    words = [*QUICK, "--steps", "1", "--data", "text", "--files", text, "--run-folder", tmp_path / "run"]
+    said = good(call("-c", STACK, ROOT / TRAIN, *words))
+    assert re.findall("STACK (.*)", said) == ["main train gradients"]
+
+
 # -------------------------------------------------------------------- interrupted runs
 def call_with(snippet: str, *words) -> subprocess.CompletedProcess:
     """Run train_smol_gpt.py after a few lines that change what it uses."""
@@ -180,18 +206,17 @@ import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 sys.argv[0] = "train_smol_gpt.py"
 import tricycle_cli.train as program
-from tricycle import training
+from tricycle import training_state
 from tricycle_cli import run
 from tricycle_cli.flags import run_main
 
 def after(step, action):
-    train_step = run.train_step
-    def patched(state):
-        result = train_step(state)
-        if state.step == step:
+    log = run.RunSession.log
+    def patched(session, loss, norm):
+        if session.step == step:
             action()
-        return result
-    run.train_step = patched
+        log(session, loss, norm)
+    run.RunSession.log = patched
 
 {snippet}
 run_main(program.main)
@@ -295,14 +320,14 @@ def test_a_full_disk(tmp_path, finished, text, policy):
     folder = tmp_path / "run"
     full = """
 import errno
-usual = training.save_checkpoint
+usual = training_state.save_checkpoint
 left = [3]
 def save(path, *args):
     if str(path).endswith("last.safetensors") and args[4]["step"] == 6 and left[0]:
         left[0] -= 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     usual(path, *args)
-training.save_checkpoint = save
+training_state.save_checkpoint = save
 """
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder, "--on-full-disk", policy]
     done = call_with(full, *words)
@@ -331,7 +356,7 @@ def test_a_second_interrupt_leaves_at_once(tmp_path, cache, text):
 def test_a_loss_that_is_not_finite_ends_the_run_and_not_its_checkpoints(tmp_path, cache, text):
     folder = tmp_path / "run"
     spoil = """
-init = training.new_state
+init = training_state.new_state
 def new_state(*args):
     global state
     state = init(*args)

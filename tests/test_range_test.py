@@ -125,7 +125,7 @@ def test_odd_ranges_are_refused(settings: dict) -> None:
 @pytest.mark.slow
 def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A small training with it learns more than one with a tenth, or with ten times of it."""
-    from tricycle.training import new_state, train_step
+    from tricycle.training_state import new_state, train_step
 
     config = replace(CONFIG, embedding_dim=16, accumulation_steps=1, batch_size=8, dropout=0.0)
     rate = range_test(config, TOKENS).suggestion

@@ -24,7 +24,8 @@ from tricycle.models import GPT
 from tricycle.recompute import free_activations, free_activations_inside, recompute
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import record
-from tricycle.training import gradients, labelled, least_memory, new_state, resume_state, train_step
+from tricycle.training import gradients, labelled
+from tricycle.training_state import least_memory, new_state, resume_state, train_step
 
 CONFIG = DebugConfig(vocab_size=97, n_layers=3, dropout=0.3, seed=5)
 RNG = np.random.default_rng(0)

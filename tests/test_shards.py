@@ -11,7 +11,7 @@ from tricycle.distributed.shards import Load, Shards
 from tricycle.models import GPT
 from tricycle.optimisers import role_of
 from tricycle.tensor import Tensor
-from tricycle.training import new_optimiser, new_state, train_step
+from tricycle.training_state import new_optimiser, new_state, train_step
 
 
 def act(processes, config, shard_optimiser):

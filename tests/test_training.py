@@ -1,16 +1,18 @@
 """The training loop: resumed runs equal uninterrupted ones, losses are counted right, accidents change nothing."""
 
+import ast
 import errno
 import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tricycle import training
+from tricycle import training, training_state
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig
 from tricycle.configs.size import least_numbers
@@ -20,19 +22,8 @@ from tricycle.loss import CrossEntropy, MeanSquaredError
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import (
-    NonFiniteError,
-    apply,
-    count_labels,
-    gradients,
-    labelled,
-    mean_over_processes,
-    new_state,
-    read_steps,
-    resume_state,
-    train_on_batch,
-    train_step,
-)
+from tricycle.training import NonFiniteError, apply, count_labels, gradients, labelled, train_on_batch
+from tricycle.training_state import new_state, read_steps, resume_state, train_step
 from tricycle_cli import full_disk
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, estimate, read_metrics, show_sample, train
@@ -232,11 +223,11 @@ def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch)
 
 
 def test_a_checkpoint_stands_before_the_first_update(tmp_path, monkeypatch):
-    def fail(state):
+    def fail(*args):
         raise OSError("out of luck")
 
     run = new_run(tmp_path)
-    monkeypatch.setattr(running, "train_step", fail)
+    monkeypatch.setattr(training, "gradients", fail)
     with pytest.raises(OSError, match="out of luck"):
         train(new_state(CONFIG, TOKENS), run)
     assert load_checkpoint(run.last).about["progress"]["step"] == 0
@@ -316,7 +307,7 @@ def test_time_spent_before_counts(tmp_path, monkeypatch):
     assert n_steps[0] - n_steps[1] == pytest.approx(120, abs=3)
 
 
-# -------------------------------------------------------------------- the three verbs
+# -------------------------------------------------------------------- gradients and updates
 PADDING = 0
 
 
@@ -354,12 +345,11 @@ def test_uneven_batches_count_as_one_big_batch(rng):
     expected = gradients(whole, labelled(whole, loss_fn), [as_one(batches)])
     assert grads.n_labels == 10
     assert grads.loss == pytest.approx(expected.loss, rel=1e-12)
-    assert grads.loss_sum == pytest.approx(10 * expected.loss, rel=1e-12)
-    for mine, theirs in zip(grads.parameters, expected.parameters, strict=True):
+    for mine, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
         np.testing.assert_allclose(mine.grad.array, theirs.grad.array, rtol=1e-12, atol=1e-14)
 
 
-def test_the_verbs_take_any_model_and_loss(rng):
+def test_gradients_and_apply_take_any_model_and_loss(rng):
     """Here by hand what gradient descent with clipping does."""
     model = Dense(3, 2, generator=0)
     x, y = rng.standard_normal((5, 3)), rng.standard_normal((5, 2))
@@ -369,7 +359,6 @@ def test_the_verbs_take_any_model_and_loss(rng):
     norm = math.sqrt(sum(float((g**2).sum()) for g in by_hand))
 
     grads = gradients(model, lambda batch, factor: MeanSquaredError()(y, model(batch)) * factor, [x])
-    assert mean_over_processes(grads) == grads
     assert grads.loss == pytest.approx(float((error**2).mean()), rel=1e-5)
     assert apply(model, StochasticGradientDescent(0.1), grads, max_norm=norm / 4) == pytest.approx(norm, rel=1e-5)
     np.testing.assert_allclose(model.weights.array, before - 0.1 * by_hand[0] / 4, rtol=1e-4, atol=1e-6)
@@ -385,7 +374,7 @@ def test_an_update_is_the_three_verbs(rng):
         loss_of = labelled(models[0], CrossEntropy(PADDING))
         losses.append(train_on_batch(models[0], optimisers[0], loss_of, batch, max_norm=0.1))
         grads = gradients(models[1], labelled(models[1], CrossEntropy(PADDING)), [batch])
-        apply(models[1], optimisers[1], mean_over_processes(grads), 0.1)
+        apply(models[1], optimisers[1], grads, 0.1)
         assert grads.loss == losses[-1]
     assert losses == sorted(losses, reverse=True)
     for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -423,6 +412,76 @@ def test_batches_without_their_numbers_of_labels_are_refused(batches, n_labels, 
     with pytest.raises(ValueError) as caught:
         gradients(model, labelled(model, CrossEntropy()), batches, n_labels)
     assert str(caught.value) == f"gradients: {got}"
+
+
+# -------------------------------------------------------------------- the loop by itself
+def test_a_model_of_any_kind_is_trained_by_three_lines(rng):
+    batches = [uneven_batches(rng)[0]] * 30
+    model, other = small_model(), small_model()
+    assert training.train(model, AdamW(0.05), iter(batches), n_steps=30) is True
+    optimiser = AdamW(0.05)
+    losses = [train_on_batch(other, optimiser, labelled(other, CrossEntropy()), batch) for batch in batches]
+    assert losses[-1] < 0.5 * losses[0]
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(mine.array, theirs.array)
+
+
+class Noted(training.Session):
+    """Writes down what the loop asks and tells; evaluates after 2 updates, and stops after 3."""
+
+    def __init__(self) -> None:
+        super().__init__(n_steps=10)
+        self.calls: list = []
+
+    def log(self, loss, norm):
+        self.calls.append(("log", self.step))
+
+    def evaluation_is_due(self):
+        return self.step == 2
+
+    def must_stop(self):
+        return self.step == 3
+
+    def evaluate(self):
+        self.calls.append(("evaluate", self.step))
+
+    def save(self):
+        self.calls.append(("save", self.step))
+
+    def recover(self, error):
+        self.calls.append(("recover", str(error)[:15]))
+
+
+def test_what_a_session_is_told(rng):
+    session, rates = Noted(), []
+    batches = iter([uneven_batches(rng)[0]] * 3)
+    schedule = lambda step: rates.append(step) or 0.1
+    assert training.train(small_model(), AdamW(), batches, schedule=schedule, session=session) is False
+    paused = [("save", 2), ("evaluate", 2)]
+    assert session.calls == [("log", 1), ("log", 2), *paused, ("log", 3), ("save", 3)]
+    assert rates == [1, 2, 3]
+
+
+def test_a_session_may_leave_out_an_update(rng):
+    session, model = Noted(), Dense(1, 1, generator=0)
+    batches = iter([np.full((1, 1), value) for value in (1.0, np.nan, 1.0, 1.0)])
+    loss_of = lambda batch, factor: model(batch).sum() * factor
+    training.train(model, StochasticGradientDescent(0.1), batches, loss_of=loss_of, session=session)
+    assert session.calls.index(("recover", "the loss is nan")) == 1
+    assert [call for call in session.calls if call[0] == "log"] == [("log", 1), ("log", 2), ("log", 3)]
+    with pytest.raises(NonFiniteError):
+        training.train(model, AdamW(), iter([np.full((1, 1), np.nan)]), 1, loss_of)
+
+
+def test_the_loop_is_read_in_one_place():
+    """A function of at most 60 lines, and with all that it calls in its file at most 150."""
+    source = Path(training.__file__).read_text(encoding="utf-8")
+    lengths = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            lengths[node.name] = node.end_lineno - node.lineno + 1
+    assert lengths["train"] <= 60
+    assert lengths["train"] + lengths["gradients"] + lengths["apply"] <= 150
 
 
 # -------------------------------------------------------------------- one update
@@ -529,10 +588,10 @@ def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, preci
 
 
 def test_a_run_without_memory_says_so(tmp_path, monkeypatch):
-    def fail(state):
+    def fail(*args):
         raise MemoryError
 
-    monkeypatch.setattr(running, "train_step", fail)
+    monkeypatch.setattr(training, "gradients", fail)
     with pytest.raises(MemoryError, match=r"^out of memory: lower --batch-size \(now 2; "):
         train(new_state(CONFIG, TOKENS), new_run(tmp_path))
 
@@ -637,7 +696,7 @@ class FullDisk:
 
     def __init__(self, monkeypatch, n_refusals: int, number: int = errno.ENOSPC) -> None:
         self.left = n_refusals
-        usual = training.save_checkpoint
+        usual = training_state.save_checkpoint
 
         def save(path, *args):
             if self.left:
@@ -645,7 +704,7 @@ class FullDisk:
                 raise OSError(number, os.strerror(number), str(path))
             usual(path, *args)
 
-        monkeypatch.setattr(training, "save_checkpoint", save)
+        monkeypatch.setattr(training_state, "save_checkpoint", save)
         monkeypatch.setattr(full_disk, "LONGEST_SECONDS", 0.01)
 
 

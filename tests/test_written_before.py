@@ -9,7 +9,7 @@ import pytest
 from tricycle.checkpoint import load_checkpoint
 from tricycle.optimisers import is_hidden_matrix
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import read_steps, resume_state, train_step
+from tricycle.training_state import read_steps, resume_state, train_step
 from tricycle_cli.pickles import load_pickled_model
 
 FOLDER = Path(__file__).parent / "written_before"

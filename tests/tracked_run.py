@@ -19,7 +19,7 @@ from typing import Any
 
 from test_training import CONFIG, TOKENS, new_run
 
-from tricycle.training import new_state, resume_state
+from tricycle.training_state import new_state, resume_state
 from tricycle_cli.run import estimate, train
 from tricycle_cli.trackers import expect_trackers
 from tricycle_cli.tracking import Tracking

@@ -36,8 +36,14 @@ LOGITS_AT_ONCE = 7 * 2**22
 DRAWN = ("matrix", "embedding", "position", "head")  # roles of parameters that do not start at 0 or 1
 
 
-# Calls each block of a stack; `tricycle.recompute` has others, which need less memory for activations.
-run_block: ContextVar[Callable[..., Tensor]] = ContextVar("run_block", default=lambda block, x, *args: block(x, *args))
+def call_block(block: Layer, x: Tensor, *args: Any) -> Tensor:
+    """Return `block(x, *args)`."""
+    result: Tensor = block(x, *args)
+    return result
+
+
+# How a model calls each of its blocks; `tricycle.recompute` has others, which need less memory for activations.
+run_block: ContextVar[Callable[..., Tensor]] = ContextVar("run_block", default=call_block)
 
 
 class BlockStack(Layer):

@@ -6,20 +6,14 @@ import math
 
 
 class WarmupCosine:
-    """A linear rise from 0, then half a cosine down (Loshchilov and Hutter 2017).
-
-    Args:
-        max_rate: reached at step `warmup_steps`.
-        min_rate: reached at step `total_steps`, and kept afterwards.
-    """
+    """A linear rise to `max_rate`, then half a cosine down to `min_rate` (Loshchilov and Hutter 2017)."""
 
     def __init__(self, max_rate: float, min_rate: float, warmup_steps: int, total_steps: int) -> None:
         kind = type(self).__name__
         if not 0 <= min_rate <= max_rate < math.inf:
             raise ValueError(f"{kind}: expected 0 <= min_rate <= max_rate, got {min_rate!r} and {max_rate!r}")
         if not 0 <= warmup_steps <= total_steps:
-            got = f"{warmup_steps!r} and {total_steps!r}"
-            raise ValueError(f"{kind}: expected 0 <= warmup_steps <= total_steps, got {got}")
+            raise ValueError(f"{kind}: expected 0 <= warmup_steps <= total_steps, got {warmup_steps} and {total_steps}")
         self.max_rate, self.min_rate = max_rate, min_rate
         self.warmup_steps, self.total_steps = warmup_steps, total_steps
 
@@ -32,7 +26,7 @@ class WarmupCosine:
         return self.min_rate + (self.max_rate - self.min_rate) * self.left(progress)
 
     def left(self, progress: float) -> float:
-        """The share of the way down that is still to go, when so much of the time after the warm-up is over."""
+        """Return the share of the way down that is left after a share of the time behind the warm-up."""
         return 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -40,7 +40,7 @@ from tricycle.pretrained.adapters import new_adapter
 from tricycle.recompute import recompute
 from tricycle.system.files import read_json_object
 from tricycle.system.locks import FolderLock
-from tricycle.training import memory_of_pass, new_optimiser
+from tricycle.training_state import memory_of_pass, new_optimiser
 from tricycle_cli import clock
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
@@ -59,7 +59,6 @@ from tricycle_cli.tuning import (
     HeldOutRows,
     TuningState,
     measurer,
-    tune_step,
     write_samples,
 )
 from tricycle_datasets.examples import PREFERENCES, Examples, Reader, Record, load_examples, read_records
@@ -340,7 +339,6 @@ def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[Tunin
         interruptible=signals.interruptible,
         on_nan=arguments.on_nan,
         on_full_disk=arguments.on_full_disk,
-        update=tune_step,
         measure=measurer(held),
         spent=clock.awake_seconds() - started,
         advice=advice,

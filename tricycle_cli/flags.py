@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -64,16 +64,23 @@ def on_one_line(message: str) -> str:
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a program, in a process that `tune_host` made fit for it.
+    """Run a program, as in a block of `one_line_errors`, and leave with its status."""
+    with one_line_errors():
+        sys.exit(main())
 
-    Errors become one line, or a trace where TRICYCLE_TRACEBACK is set.
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Within this block, in a process that `tune_host` made fit for it, errors become one line and end the program.
+
+    They are a trace where TRICYCLE_TRACEBACK is set.
     """
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # some terminals cannot show all that a model may say
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         _tune_host()
-        raise SystemExit(main())
+        yield
     except BrokenPipeError:  # whoever read along, as `head` does, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

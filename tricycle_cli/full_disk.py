@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from tricycle.system.files import is_full
 from tricycle.tokeniser import Tokeniser
-from tricycle.training import TrainingState
+from tricycle.training_state import TrainingState
 
 T = TypeVar("T")
 OnFullDisk = Literal["wait", "stop"]

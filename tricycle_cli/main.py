@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import tricycle
-from tricycle_cli.flags import fail, run_main
+from tricycle_cli.flags import fail, one_line_errors, run_main
 
 COMMANDS = {
     "train": "train a GPT on text, from the first token to samples",
@@ -45,7 +45,8 @@ def main(program: str = PROGRAM) -> None:
     if words[0] not in COMMANDS:
         fail(f"expected a command, one of {', '.join(COMMANDS)}, got {words[0]!r}", status=2)
     sys.argv[0] = f"{program} {words[0]}"
-    run_main(_function_of(words[0]))
+    with one_line_errors():
+        sys.exit(_function_of(words[0])())
 
 
 def print_completion() -> None:

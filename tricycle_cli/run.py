@@ -28,7 +28,9 @@ from tricycle.generate import generate
 from tricycle.system.files import append, atomic_write, expect_plain, read_file
 from tricycle.system.memory import check_memory, gigabytes, gpu_memory
 from tricycle.tokeniser import Tokeniser
-from tricycle.training import LEAST_STEPS, NonFiniteError, TrainingState, look_at_steps, train_step
+from tricycle.training import NonFiniteError
+from tricycle.training import train as train_model
+from tricycle.training_state import LEAST_STEPS, StateSession, TrainingState, look_at_steps
 from tricycle_cli import clock
 from tricycle_cli.full_disk import OnFullDisk, write_with_room
 from tricycle_cli.signals import Interrupted
@@ -73,7 +75,6 @@ class Run:
         spent: seconds that preparing took; they count towards `minutes`.
         on_full_disk: "wait" until there is room, or "stop" with an error; what was saved is whole either way.
         held_out_bytes: the held-out text itself.
-        update: makes one update, in place of `train_step`.
         measure: estimates the held-out loss and keeps the best checkpoint, in place of `estimate`.
         processes: those that train together. All make a run alike; rank 0 alone speaks and writes.
         advice: what needs less memory, where it is not what `naming_what_to_lower` says.
@@ -91,7 +92,6 @@ class Run:
     held_out_bytes: bytes = b""
     show_progress: bool = True
     on_full_disk: OnFullDisk = "stop"
-    update: Callable[[Any], tuple[Any, Any]] | None = None
     measure: Callable[[Any, Any], float] | None = None
     processes: Processes = ALONE
     advice: str = ""
@@ -238,36 +238,20 @@ def train(state: TrainingState, run: Run) -> bool:
             they were.
         MemoryError: too little of it; says what is free and what to lower.
     """
-    visits: dict[int, int] = {}  # by step, how often training went back to it
+    with updates(state, run) as session:
+        return train_model(**state.arguments(), session=session)
+
+
+@contextlib.contextmanager
+def updates(state: TrainingState, run: Run) -> Iterator[RunSession]:
+    """Yield what `training.train` takes as its session, within a progress bar; raises as `train` does."""
     with naming_what_to_lower(state.config, next(state.model.parameters()).on_gpu, run.advice):
-        while True:
-            try:
-                return _train(state, run)
-            except NonFiniteError as error:
-                if run.on_nan == "rollback" and run.has(run.last):
-                    _go_back(state, run, error)
-                    visits[state.step] = visits.get(state.step, 0) + 1
-                    if visits[state.step] <= MOST_ROLLBACKS:
-                        continue
-                    error.args = (f"{error} (and {MOST_ROLLBACKS} times before)",)
-                run.record_bad_step(state.step + 1, str(error), "stop")
-                raise
-
-
-def _go_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
-    """Return to the last checkpoint, but with the batches that come after those that were used.
-
-    It is saved at once, so that a run that is killed goes on from here too. Chowdhery et al. 2022, "PaLM", section 5.1,
-    did so by hand.
-    """
-    bad_step, total_steps, position, seconds = state.step + 1, state.total_steps, state.dataset.position, state.seconds
-    state.go_back(run.last)
-    state.dataset.position, state.total_steps, state.seconds = position, total_steps, seconds
-    state.n_rollbacks += 1
-    run.forget_after(state)
-    reason = str(error).removeprefix(f"step {bad_step}: ")
-    run.record_bad_step(state.step, reason, "rollback", bad_step=bad_step, rollback=state.n_rollbacks)
-    run.save(state, run.last)
+        session = RunSession(state, run)
+        try:
+            session.begin()
+            yield session
+        finally:
+            session.close()
 
 
 @contextlib.contextmanager
@@ -304,45 +288,8 @@ def check_room(needed: int, on_gpu: bool) -> None:
         raise MemoryError(f"training needs at least {gigabytes(needed)} of the GPU's memory")
 
 
-def _train(state: TrainingState, run: Run) -> bool:
-    from tqdm import tqdm
-
-    run.forget_after(state)
-    if not run.has(run.last):
-        run.save(state, run.last)  # a folder that cannot be written says so now, not after hours
-    if not _pause(state, run):  # where the run was left before what was due
-        return False
-    updates = _Updates(state, run)
-    with tqdm(
-        total=state.total_steps or None,
-        initial=state.step,
-        unit="step",
-        disable=not run.show_progress,
-        dynamic_ncols=True,
-        mininterval=0.5,
-        smoothing=0.05,
-    ) as bar:
-        while not state.total_steps or state.step < state.total_steps:
-            updates.make()
-            stopping = updates.limit > 1 and run.must_stop()
-            if stopping or updates.must_be_read():
-                said = updates.read()
-                bar.total = state.total_steps or None
-                bar.set_postfix_str(said, refresh=False)
-            bar.update()
-            if updates.waiting:
-                continue
-            if (stopping or run.must_stop()) and state.step != state.total_steps:
-                run.save(state, run.last)
-                return False
-            if not _pause(state, run):
-                return False
-    run.save(state, run.last)
-    return True
-
-
-class _Updates:
-    """Makes updates, and reads, times and records what they gave: each by itself on a CPU, many at once on a GPU.
+class RunSession(StateSession):
+    """The updates of a run: read, timed and recorded each by itself on a CPU, many at once on a GPU.
 
     Attributes:
         limit: the most updates that are made before they are read.
@@ -350,36 +297,125 @@ class _Updates:
     """
 
     def __init__(self, state: TrainingState, run: Run) -> None:
-        self.state, self.run = state, run
+        super().__init__(state)
+        self.run = run
         self.limit = UNREAD_STEPS if next(state.model.parameters()).on_gpu else 1
+        self._visits: dict[int, int] = {}  # by step, how often training went back to it
+        self._bar: Any = None
+
+    def begin(self) -> None:
+        """Begin, or begin again after training went back to a checkpoint.
+
+        A first checkpoint is saved: a folder that cannot be written says so now, not after hours.
+        """
         self.waiting: list[tuple[Any, Any]] = []
         self._rates: list[float] = []
         self._figures: list[dict[str, float]] = []
         self._times: list[float] = []  # of all updates that have been read
-        self._started = 0.0
         self._bad: dict[int, str] = {}  # of those that are waiting, what was not finite
+        self._started = 0.0
+        self._is_updating = False
+        self._is_new, self._is_stopping, self._is_interrupted = True, False, False
+        self.run.forget_after(self.state)
+        if not self.run.has(self.run.last):
+            try:
+                self.run.save(self.state, self.run.last)
+            except NonFiniteError as error:
+                self.recover(error)
+        self._bar = _progress_bar(self.state, self.run)
 
-    def make(self) -> None:
-        """One more."""
+    def close(self) -> None:
+        """Leave the progress bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+    # -------------------------------------------------------------------- between two updates
+    def evaluation_is_due(self) -> bool:
+        """Return whether an estimate or a sample is due, also where a run is resumed that was left before it.
+
+        Not at the last step, and not where the latest update was left out: the weights may be about to be given up.
+        """
+        state = self.state
+        is_due = state.step not in (0, state.total_steps) and _is_due(state) and not state.n_skips
+        return is_due and not self.must_stop()
+
+    def evaluate(self) -> None:
+        """Make the held-out estimate and the sample that are due; a signal interrupts them and ends training."""
+        state, run = self.state, self.run
+        try:
+            with run.interruptible():
+                if _evaluation_is_due(state):
+                    (run.measure or estimate)(state, run)
+                if _sample_is_due(state):
+                    show_sample(state, run)
+        except Interrupted:
+            self._is_interrupted = True
+
+    def must_stop(self) -> bool:
+        """Return whether training is to end now: not before a first update, nor while some have not been read."""
+        if self._is_interrupted:
+            return True
+        return not (self._is_new or self.waiting) and (self._is_stopping or self.run.must_stop())
+
+    def save(self) -> None:
+        if not self._is_interrupted:  # it was saved before it was evaluated
+            self.run.save(self.state, self.run.last)
+
+    # -------------------------------------------------------------------- updates
+    @contextlib.contextmanager
+    def batches(self, source: Any) -> Iterator[tuple[list[Any], list[Any]]]:
         if not self.waiting:
             self._started = clock.awake_seconds()
-        try:
-            self.waiting.append((self.run.update or train_step)(self.state))
-        except NonFiniteError as error:
-            self.state.step += 1
-            self._bad[self.state.step] = str(error).removeprefix(f"step {self.state.step}: ")
-            self.waiting.append((math.nan, math.nan))
-        self._rates.append(self.state.optimiser.learning_rate)
-        self._figures.append(self.state.figures)
+        self._is_updating = True
+        with super().batches(source) as batches:
+            yield batches
 
-    def must_be_read(self) -> bool:
+    def log(self, loss: Any, norm: Any) -> None:
+        self._is_updating = self._is_new = False
+        self.waiting.append((loss, norm))
+        self._rates.append(self.state.optimiser.learning_rate)
+        self._figures.append(self.state.figures())
+        self._is_stopping = self.limit > 1 and self.run.must_stop()
+        if self._is_stopping or self._must_be_read():
+            said = self._read()
+            self._bar.total = self.state.total_steps or None
+            self._bar.set_postfix_str(said, refresh=False)
+        self._bar.update()
+
+    def recover(self, error: NonFiniteError) -> None:
+        """Do what `run.on_nan` says.
+
+        Raises:
+            NonFiniteError: it is to stop, or does not help.
+        """
+        try:
+            if self._is_updating:
+                self.step += 1
+                self._bad[self.step] = str(error)
+                self.log(math.nan, math.nan)
+                return
+        except NonFiniteError as serious:
+            error = serious
+        self.close()
+        state, run = self.state, self.run
+        if run.on_nan == "rollback" and run.has(run.last):
+            _go_back(state, run, error)
+            self._visits[state.step] = self._visits.get(state.step, 0) + 1
+            if self._visits[state.step] <= MOST_ROLLBACKS:
+                self.begin()
+                return
+            error.args = (f"{error} (and {MOST_ROLLBACKS} times before)",)
+        run.record_bad_step(state.step + 1, str(error), "stop")
+        raise error
+
+    def _must_be_read(self) -> bool:
         """Whether there are enough of them, or something hangs on them."""
         state = self.state
         slow_ones_are_over = len(self._times) + len(self.waiting) == UNTIMED_STEPS
         estimates_hang_on_them = state.step in (*ESTIMATE_STEPS, state.total_steps)
         return len(self.waiting) >= self.limit or slow_ones_are_over or estimates_hang_on_them or _is_due(state)
 
-    def read(self) -> str:
+    def _read(self) -> str:
         """Record those that were waiting; returns a line about the last."""
         state, config = self.state, self.state.config
         results, bad = look_at_steps(state, self.waiting)
@@ -433,26 +469,34 @@ class _Updates:
             state.total_steps = _affordable_steps(state, self.run, seconds)
 
 
-def _pause(state: TrainingState, run: Run) -> bool:
-    """A checkpoint, then the held-out estimate and the sample that are due at this step, but not at the last.
+def _go_back(state: TrainingState, run: Run, error: NonFiniteError) -> None:
+    """Return to the last checkpoint, but with the batches that come after those that were used.
 
-    Nothing of it is done where the latest update was left out: the weights may be about to be given up.
-
-    Returns:
-        False where a signal ended this; all is saved then.
+    It is saved at once, so that a run that is killed goes on from here too. Chowdhery et al. 2022, "PaLM", section 5.1,
+    did so by hand.
     """
-    if state.step in (0, state.total_steps) or not _is_due(state) or state.n_skips:
-        return True
+    bad_step, total_steps, position, seconds = state.step + 1, state.total_steps, state.dataset.position, state.seconds
+    state.go_back(run.last)
+    state.dataset.position, state.total_steps, state.seconds = position, total_steps, seconds
+    state.n_rollbacks += 1
+    run.forget_after(state)
+    reason = str(error).removeprefix(f"step {bad_step}: ")
+    run.record_bad_step(state.step, reason, "rollback", bad_step=bad_step, rollback=state.n_rollbacks)
     run.save(state, run.last)
-    try:
-        with run.interruptible():
-            if _evaluation_is_due(state):
-                (run.measure or estimate)(state, run)
-            if _sample_is_due(state):
-                show_sample(state, run)
-    except Interrupted:
-        return False
-    return True
+
+
+def _progress_bar(state: TrainingState, run: Run) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=state.total_steps or None,
+        initial=state.step,
+        unit="step",
+        disable=not run.show_progress,
+        dynamic_ncols=True,
+        mininterval=0.5,
+        smoothing=0.05,
+    )
 
 
 def _evaluation_is_due(state: TrainingState) -> bool:

@@ -28,12 +28,13 @@ import numpy as np
 from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
-from tricycle.distributed.processes import ALONE, Processes
+from tricycle.distributed.processes import Processes
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.pretrained import Pretrained
 from tricycle.system.files import atomic_write, read_json_object
 from tricycle.system.locks import FolderLock
-from tricycle.training import NonFiniteError, TrainingState, least_memory, new_state, resume_state
+from tricycle.training import NonFiniteError, train
+from tricycle.training_state import TrainingState, least_memory, new_state, resume_state
 from tricycle_cli import clock
 from tricycle_cli.find_rate import find_rate
 from tricycle_cli.flags import parse
@@ -44,13 +45,14 @@ from tricycle_cli.run import (
     FINAL_OVERLAP,
     OnNaN,
     Run,
+    RunSession,
     check_room,
     contexts,
     estimate,
     naming_what_to_lower,
     read_metrics,
     show_sample,
-    train,
+    updates,
 )
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
@@ -128,10 +130,32 @@ class ResumeArguments:
 
 
 def main(args: Sequence[str] | None = None) -> int:
+    with open_program(sys.argv[1:] if args is None else args) as program:
+        if program is not None:
+            with program.updates() as session:
+                program.finished = train(**program.state.arguments(), session=session)
+            if program.finished:
+                program.report()
+    return 0
+
+
+@contextlib.contextmanager
+def open_program(args: Sequence[str]) -> Iterator[Program | None]:
+    """Do what the command line says, but for the training itself; None where there is nothing to train.
+
+    Raises:
+        Interrupted: a signal came before training, or after it; what there was to save is saved.
+        ValueError: processes that are not alike.
+    """
     with patient_streams(), Signals() as signals, together() as processes:
         signals.says_so = processes.size == 1
         try:
-            return start_or_resume(sys.argv[1:] if args is None else args, signals, processes)
+            with open_run(args, Context(signals, processes, clock.awake_seconds())) as run:
+                if run is None:
+                    yield None
+                else:
+                    with open_session(run) as program:
+                        yield program
         except Interrupted as error:
             if error.number != signal.SIGINT and processes.size == 1:
                 sys.stdout.flush()
@@ -139,26 +163,58 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
 
 
-def start_or_resume(args: Sequence[str], signals: Signals, processes: Processes = ALONE) -> int:
-    """Do what the command line says.
-
-    Raises:
-        Interrupted: a signal came where nothing had to be saved first.
-        ValueError: processes that are not alike.
-    """
-    started = clock.awake_seconds()
+@contextlib.contextmanager
+def open_run(args: Sequence[str], context: Context) -> Iterator[RunFolder | None]:
+    """Yield the run folder that the command line begins or resumes, locked; None where it asks for a range test."""
+    processes = context.processes
     check_same(processes, {"command line": list(args), **common_facts()} if processes.size > 1 else {})
     if any(word.split("=")[0] == "--resume" for word in args):
         resumed = parsed(processes, lambda: parse(ResumeArguments, args=args, description="Resume a run."))
-        return resume(resumed, Setting(signals, processes, started))
+        by_the_first(processes, lambda: read_run(resumed.resume))  # says what is wrong before anything is written
+        with lock_of(resumed.resume, processes):
+            yield resume(resumed, context)
+        return
     arguments, start = parsed(processes, lambda: parse_arguments(args))
     if not arguments.files and any(word.split("=")[0] == "--files" for word in args):
         raise ValueError("expected files or folders after --files, got none")
-    return begin(arguments, start, Setting(signals, processes, started))
+    by_the_first(processes, lambda: expect_trackers(arguments.track))
+    on_gpu = use_gpu(arguments.device)
+    description = description_of(arguments)
+    if arguments.find_learning_rate:
+        find(arguments, start, on_gpu, processes)
+        yield None
+        return
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = arguments.preset if start is None else Path(arguments.init_from or "").stem
+    folder = arguments.run_folder or Path("runs") / f"{name}-{arguments.data}-{stamp}"
+    folder = processes.agree(folder)
+    # an update has the batches of all processes
+    config = replace(arguments.config, accumulation_steps=processes.size * arguments.config.accumulation_steps)
+    choices = Choices(on_gpu, arguments.on_full_disk, arguments.shard_optimiser)
+    with lock_of(folder, processes):
+        by_the_first(processes, lambda: clear_folder(folder))
+        yield RunFolder(folder, config, description, choices, context, start)
+
+
+def resume(resumed: ResumeArguments, context: Context) -> RunFolder:
+    """Return the run that is resumed, with what the command line changes."""
+    folder, processes = resumed.resume, context.processes
+    config, description = by_the_first(processes, lambda: read_run(folder))
+    check_batches(processes, config.accumulation_steps, config.batch_size)
+    start = None
+    has_last = by_the_first(processes, (folder / "last.safetensors").exists)
+    if description.get("init_from") and not has_last:
+        start = load_start(description["init_from"])
+    description["on_nan"] = resumed.on_nan or description.get("on_nan", "skip")
+    if resumed.track is not None:
+        description["track"] = list(resumed.track)
+    by_the_first(processes, lambda: expect_trackers(description.get("track", [])))
+    choices = Choices(use_gpu(resumed.device), resumed.on_full_disk, resumed.shard_optimiser)
+    return RunFolder(folder, config, description, choices, context, start)
 
 
 @dataclass(frozen=True)
-class Setting:
+class Context:
     """What a start of the program has around it.
 
     Attributes:
@@ -168,44 +224,6 @@ class Setting:
     signals: Signals
     processes: Processes
     started: float
-
-
-def resume(resumed: ResumeArguments, setting: Setting) -> int:
-    """Go on with a run."""
-    folder, processes = resumed.resume, setting.processes
-    by_the_first(processes, lambda: read_run(folder))  # says what is wrong with it before anything is written
-    with lock_of(folder, processes):
-        config, description = by_the_first(processes, lambda: read_run(folder))
-        check_batches(processes, config.accumulation_steps, config.batch_size)
-        start = None
-        has_last = by_the_first(processes, (folder / "last.safetensors").exists)
-        if description.get("init_from") and not has_last:
-            start = load_start(description["init_from"])
-        description["on_nan"] = resumed.on_nan or description.get("on_nan", "skip")
-        if resumed.track is not None:
-            description["track"] = list(resumed.track)
-        by_the_first(processes, lambda: expect_trackers(description.get("track", [])))
-        choices = Choices(use_gpu(resumed.device), resumed.on_full_disk, resumed.shard_optimiser)
-        return train_and_report(Sitting(folder, config, description, choices, setting), start)
-
-
-def begin(arguments: Arguments, start: Pretrained | None, setting: Setting) -> int:
-    """Begin a run. An update has the batches of all processes."""
-    processes = setting.processes
-    by_the_first(processes, lambda: expect_trackers(arguments.track))
-    on_gpu = use_gpu(arguments.device)
-    description = description_of(arguments)
-    if arguments.find_learning_rate:
-        return find(arguments, start, on_gpu, processes)
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = arguments.preset if start is None else Path(arguments.init_from or "").stem
-    folder = arguments.run_folder or Path("runs") / f"{name}-{arguments.data}-{stamp}"
-    folder = processes.agree(folder)
-    config = replace(arguments.config, accumulation_steps=processes.size * arguments.config.accumulation_steps)
-    with lock_of(folder, processes):
-        by_the_first(processes, lambda: clear_folder(folder))
-        choices = Choices(on_gpu, arguments.on_full_disk, arguments.shard_optimiser)
-        return train_and_report(Sitting(folder, config, description, choices, setting), start)
 
 
 def find(arguments: Arguments, start: Pretrained | None, on_gpu: bool, processes: Processes) -> int:
@@ -258,19 +276,21 @@ class Choices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sitting:
-    """One start of the program with a run.
+class RunFolder:
+    """A run that is begun or resumed.
 
     Attributes:
         folder: the run folder.
         description: what data.json says.
+        start: the model that a new run starts from.
     """
 
     folder: Path
     config: GPTConfig
     description: dict[str, Any]
     choices: Choices
-    setting: Setting
+    context: Context
+    start: Pretrained | None
 
     @property
     def last(self) -> Path:
@@ -279,11 +299,11 @@ class Sitting:
 
     @property
     def signals(self) -> Signals:
-        return self.setting.signals
+        return self.context.signals
 
     @property
     def processes(self) -> Processes:
-        return self.setting.processes
+        return self.context.processes
 
     @property
     def on_gpu(self) -> bool:
@@ -376,30 +396,51 @@ def load_corpus(description: dict[str, Any], vocab_size: int, tokeniser: Any = N
     return corpus
 
 
-def train_and_report(sitting: Sitting, start: Pretrained | None = None) -> int:
-    """Train in a folder, from its last checkpoint if it has one.
+@dataclass
+class Program:
+    """A run that is ready to train.
+
+    Attributes:
+        finished: whether training came to its end.
+    """
+
+    state: TrainingState
+    run: Run
+    opened: RunFolder
+    finished: bool = False
+
+    @contextlib.contextmanager
+    def updates(self) -> Iterator[RunSession]:
+        """Yield the session of the training loop; an update is finished before a signal is answered."""
+        with self.opened.signals.finishing(), updates(self.state, self.run) as session:
+            yield session
+
+    def report(self) -> None:
+        """Print the final figures."""
+        self.opened.signals.check()
+        report(self.state, self.run, self.opened.on_gpu, self.opened.description["data"])
+
+
+@contextlib.contextmanager
+def open_session(opened: RunFolder) -> Iterator[Program]:
+    """Prepare a run, from its last checkpoint if it has one; print how to go on with one that did not finish.
 
     Raises:
         Interrupted: a signal came before training, or after it; what there was to save is saved.
     """
-    folder = sitting.folder
+    folder = opened.folder
     try:
-        with sitting.signals.heard():
-            state, run = prepare(sitting, start)
+        with opened.signals.heard():
+            state, run = prepare(opened)
+            program = Program(state, run, opened)
             with saying_what_is_saved(run), tracked(run):
-                with sitting.signals.finishing():
-                    finished = train(state, run)
-                if finished:
-                    sitting.signals.check()
-                    report(state, run, sitting.on_gpu, sitting.description["data"])
-                    return 0
-        print(f"stopped after step {state.step}; everything is saved. Continue with")
+                yield program
+        if not program.finished:
+            print(f"stopped after step {state.step}; everything is saved. Continue with\n  {resuming(folder)}")
     except Interrupted:
-        if sitting.processes.is_first and (folder / "config.json").exists():
+        if opened.processes.is_first and (folder / "config.json").exists():
             print(f"interrupted. Continue with\n  {resuming(folder)}", flush=True)
         raise
-    print(f"  {resuming(folder)}")
-    return 0
 
 
 @contextlib.contextmanager
@@ -417,7 +458,7 @@ def saying_what_is_saved(run: Run) -> Iterator[None]:
 
 
 def tracked(run: Run) -> contextlib.AbstractContextManager[None]:
-    """Around all of a sitting: trackers end with it."""
+    """Return the block at whose end the trackers of a run end."""
     return contextlib.nullcontext() if run.tracking is None else run.tracking.finishing()
 
 
@@ -426,21 +467,21 @@ def resuming(folder: Path) -> str:
     return f"{command('train')} --resume {shlex.quote(folder.as_posix())}"
 
 
-def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, Run]:
+def prepare(opened: RunFolder) -> tuple[TrainingState, Run]:
     """Everything before the first update: the text in tokens, the model, and the first files of the folder.
 
     Raises:
         ValueError: the folder's files contradict each other or the text.
     """
-    with naming_what_to_lower(sitting.config, sitting.on_gpu):
-        check_room(least_memory(sitting.config), sitting.on_gpu)  # before anything is prepared
-    folder, config, description = sitting.folder, sitting.config, sitting.description
-    processes, last = sitting.processes, sitting.last
+    with naming_what_to_lower(opened.config, opened.on_gpu):
+        check_room(least_memory(opened.config), opened.on_gpu)  # before anything is prepared
+    folder, config, description = opened.folder, opened.config, opened.description
+    processes, last = opened.processes, opened.last
     print(f"data: {description['data']} (text is tokenised once and cached)")
     has_last = by_the_first(processes, last.exists)
-    corpus = load_corpus(description, config.vocab_size, first_tokeniser(sitting, start, has_last))
+    corpus = load_corpus(description, config.vocab_size, first_tokeniser(opened, has_last))
     tokeniser = corpus.tokeniser
-    device = "a GPU" if sitting.on_gpu else "the CPU"
+    device = "a GPU" if opened.on_gpu else "the CPU"
     check_same(processes, {"text": corpus.digest, "config": config.to_dict(), "device": device})
     if has_last and description.get("corpus", corpus.digest) != corpus.digest:
         advice = f"--init-from {shlex.quote(last.as_posix())} begins a new run with its weights"
@@ -451,68 +492,68 @@ def prepare(sitting: Sitting, start: Pretrained | None) -> tuple[TrainingState, 
     held_out_bytes = corpus.validation_bytes
     # the end of some other text stands before the first token, so that it too is predicted
     held_out = HeldOut(np.concatenate([[tokeniser.end_of_text], corpus.validation]), len(held_out_bytes))
-    shard = sitting.choices.shard_optimiser
+    shard = opened.choices.shard_optimiser
     if has_last:
-        state = resume_state(last, corpus.train, sitting.on_gpu, processes, shard)
+        state = resume_state(last, corpus.train, opened.on_gpu, processes, shard)
     else:
-        model = None if start is None else started_from(start.model, config)
-        state = new_state(config, corpus.train, sitting.on_gpu, model, processes, shard)
+        model = None if opened.start is None else started_from(opened.start.model, config)
+        state = new_state(config, corpus.train, opened.on_gpu, model, processes, shard)
     if processes.is_first:
-        introduce(state, held_out, sitting, tokeniser)
-    tracking = tracking_of(sitting, state)
+        introduce(state, held_out, opened, tokeniser)
+    tracking = tracking_of(opened, state)
     run = Run(
         folder,
         tokeniser,
         held_out,
         say=say,
-        stop=sitting.signals,
+        stop=opened.signals,
         # several processes leave together, between two updates
-        interruptible=sitting.signals.interruptible if processes.size == 1 else contextlib.nullcontext,
+        interruptible=opened.signals.interruptible if processes.size == 1 else contextlib.nullcontext,
         on_nan=description["on_nan"],
-        spent=clock.awake_seconds() - sitting.setting.started,
+        spent=clock.awake_seconds() - opened.context.started,
         held_out_bytes=held_out_bytes,
         show_progress=processes.is_first,
-        on_full_disk=sitting.choices.on_full_disk,
+        on_full_disk=opened.choices.on_full_disk,
         processes=processes,
         tracking=tracking,
     )
     return state, run
 
 
-def tracking_of(sitting: Sitting, state: TrainingState) -> Tracking | None:
+def tracking_of(opened: RunFolder, state: TrainingState) -> Tracking | None:
     """The trackers of a run: rank 0 alone speaks to them."""
-    names = sitting.description.get("track", ())
-    if not names or not sitting.processes.is_first:
+    names = opened.description.get("track", ())
+    if not names or not opened.processes.is_first:
         return None
-    facts = {"data": sitting.description["data"], "n_parameters": state.model.n_parameters, **state.config.to_dict()}
-    return Tracking(names, sitting.folder, facts, say).start()
+    facts = {"data": opened.description["data"], "n_parameters": state.model.n_parameters, **state.config.to_dict()}
+    return Tracking(names, opened.folder, facts, say).start()
 
 
-def first_tokeniser(sitting: Sitting, start: Pretrained | None, has_last: bool) -> Any:
+def first_tokeniser(opened: RunFolder, has_last: bool) -> Any:
     """The tokeniser of a run that has one before its text is read; else None.
 
     Raises:
         ValueError: the last checkpoint contradicts the folder.
     """
     if has_last:
-        checkpoint = by_the_first(sitting.processes, lambda: load_checkpoint(sitting.last))
+        checkpoint = by_the_first(opened.processes, lambda: load_checkpoint(opened.last))
         tokeniser = checkpoint.tokeniser()
         if tokeniser is None:
-            raise ValueError(f"{sitting.last}: expected a checkpoint with its tokeniser, it has none")
-        if checkpoint.config != sitting.config:
-            path = sitting.folder / "config.json"
+            raise ValueError(f"{opened.last}: expected a checkpoint with its tokeniser, it has none")
+        if checkpoint.config != opened.config:
+            path = opened.folder / "config.json"
             raise ValueError(f"{path}: expected the config of its checkpoint, got another")
         return tokeniser
-    if start is not None:
-        return start.tokeniser
-    return gpt2_tokeniser() if sitting.description.get("tokeniser") == "gpt2" else None
+    if opened.start is not None:
+        return opened.start.tokeniser
+    return gpt2_tokeniser() if opened.description.get("tokeniser") == "gpt2" else None
 
 
-def introduce(state: TrainingState, held_out: HeldOut, sitting: Sitting, tokeniser: Any) -> None:
+def introduce(state: TrainingState, held_out: HeldOut, opened: RunFolder, tokeniser: Any) -> None:
     """Say what is going to be trained, on what, and where it is left."""
-    folder, processes = sitting.folder, sitting.processes
+    folder, processes = opened.folder, opened.processes
     print(
-        f"model: {state.model.n_parameters:,} parameters on the {'GPU' if sitting.on_gpu else 'CPU'}; "
+        f"model: {state.model.n_parameters:,} parameters on the {'GPU' if opened.on_gpu else 'CPU'}; "
         f"{len(state.dataset.tokens):,} training tokens, {len(held_out.tokens) - 1:,} held out "
         f"({held_out.n_bytes:,} bytes)"
     )
@@ -521,7 +562,7 @@ def introduce(state: TrainingState, held_out: HeldOut, sitting: Sitting, tokenis
         print(f"{processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
     print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
     print(f"disk: the run folder may take {room_said(state, tokeniser, folder)}")
-    if not sitting.on_gpu and _is_yet_to_compile():
+    if not opened.on_gpu and _is_yet_to_compile():
         print("the first step takes some seconds more than the others: Numba compiles its loops, once")
 
 

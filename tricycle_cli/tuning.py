@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,8 @@ from tricycle.pretrained.adapters import save_adapter
 from tricycle.sampling import Sampling
 from tricycle.system.files import append
 from tricycle.tensor import Tensor
-from tricycle.training import (
-    LossOf,
-    NonFiniteError,
-    TrainingState,
-    apply,
-    gradients,
-    mean_over_processes,
-)
+from tricycle.training import LossOf
+from tricycle.training_state import TrainingState
 from tricycle_cli.models import stop_tokens
 from tricycle_cli.run import Run
 
@@ -59,6 +53,7 @@ class TuningState(TrainingState):
         beta: of DPO, which it learns by; 0 where every token that counts is to become likelier.
         n_worse: estimates since the best.
         patience: after so many it ends; 0 for never.
+        margins: of the batches of an update, by DPO.
     """
 
     adapter: Adapter | None = None
@@ -67,6 +62,7 @@ class TuningState(TrainingState):
     beta: float = 0.0
     n_worse: int = 0
     patience: int = 0
+    margins: list[Any] = field(default_factory=list)
 
     LATER = (*TrainingState.LATER, "n_worse")  # type: ignore[assignment]
 
@@ -74,6 +70,18 @@ class TuningState(TrainingState):
         if self.adapter is None:
             return self.model
         return _Learning(self.adapter, self.config, self.model.generator)
+
+    @property
+    def loss_of(self) -> LossOf:
+        return dpo_loss(self.model, self.beta, self.margins.append) if self.beta else loss_of_batches(self.model)
+
+    def count_labels(self, batch: Any) -> Any:
+        return batch.n_labels
+
+    def figures(self) -> dict[str, float]:
+        margins = [to_cpu(some) for some in self.margins]
+        self.margins.clear()
+        return figures_of(np.concatenate(margins)) if margins else {}
 
     @property
     def n_tokens(self) -> int:
@@ -107,7 +115,6 @@ class TuningState(TrainingState):
         self.take_up(checkpoint)
 
 
-# -------------------------------------------------------------------- an update
 def loss_of_batches(model: GPT) -> LossOf:
     """The mean loss over what counts in a batch."""
     loss_fn = CrossEntropy(ignore_index=IGNORED)
@@ -117,27 +124,6 @@ def loss_of_batches(model: GPT) -> LossOf:
         return model.loss(model.place(batch.tokens), model.place(batch.labels), loss_fn, factor, **options)
 
     return loss_of
-
-
-def tune_step(state: TuningState) -> tuple[Any, Any]:
-    """One update: the three verbs. Every token that counts, or every pair, weighs as much as any other of all batches.
-
-    Returns, raises: as of `training.train_step`.
-    """
-    config, model = state.config, state.model
-    batches: list[Any] = [next(state.dataset) for _ in range(config.accumulation_steps)]
-    margins: list[Any] = []
-    loss_of = dpo_loss(model, state.beta, margins.append) if state.beta else loss_of_batches(model)
-    try:
-        grads = gradients(model, loss_of, batches, [batch.n_labels for batch in batches])
-        grads = mean_over_processes(grads)
-        state.optimiser.learning_rate = state.learning_rate(state.step + 1)
-        norm = apply(model, state.optimiser, grads, config.max_gradient_norm)
-    except NonFiniteError as error:
-        raise NonFiniteError(f"step {state.step + 1}: {error}") from None
-    state.step += 1
-    state.figures = figures_of(np.concatenate([to_cpu(some) for some in margins])) if margins else {}
-    return grads.loss, norm
 
 
 def figures_of(margins: np.ndarray) -> dict[str, float]:

@@ -16,7 +16,8 @@ import numpy as np
 
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
-from tricycle.training import NonFiniteError, TrainingState, new_state, train_step
+from tricycle.training import NonFiniteError
+from tricycle.training_state import TrainingState, new_state, train_step
 from tricycle_lab.plot import COLOURS, save_figure
 from tricycle_lab.sweep_plot import logarithmic
 

@@ -21,7 +21,7 @@ from tricycle.evaluation import HeldOut, evaluate
 from tricycle.models import GPT
 from tricycle.softmaxes import BlockSoftmax
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import new_state, resume_state, train_step
+from tricycle.training_state import new_state, resume_state, train_step
 from tricycle_datasets.corpus import Corpus
 from tricycle_datasets.shakespeare import Shakespeare
 from tricycle_datasets.text import TextFiles

@@ -26,7 +26,7 @@ from tricycle import devices
 from tricycle.configs import GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.system.files import atomic_write
-from tricycle.training import TrainingState, new_state, resume_state, train_step
+from tricycle.training_state import TrainingState, new_state, resume_state, train_step
 from tricycle_cli.flags import parse, run_main
 from tricycle_datasets.shakespeare import Shakespeare
 from tricycle_lab.probe import Probe, excess_kurtosis, nothing, weight_kurtosis

@@ -29,7 +29,7 @@ from tricycle.configs import PRESETS, GPTConfig
 from tricycle.evaluation import evaluate
 from tricycle.optimisers import decays, is_hidden_matrix
 from tricycle.tensor import Tensor, no_grad, to_tensor
-from tricycle.training import TrainingState, new_state
+from tricycle.training_state import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.run import FINAL_OVERLAP
 from tricycle_cli.train import compressed_bits
@@ -164,7 +164,7 @@ class Trainer:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), torch.from_numpy(outputs).flatten())
 
     def step(self) -> float:
-        """One update, as `tricycle.training.train_step` makes it; returns the loss."""
+        """One update, as `tricycle.training_state.train_step` makes it; returns the loss."""
         import torch
 
         config, total = self.config, 0.0

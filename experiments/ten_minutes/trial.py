@@ -44,7 +44,7 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     from experiments.ten_minutes.data import held_out, load
     from tricycle.configs import GPTConfig
     from tricycle.evaluation import evaluate
-    from tricycle.training import new_state, train_step
+    from tricycle.training_state import new_state, train_step
     from tricycle_cli.run import FINAL_OVERLAP
     from tricycle_cli.train import compressed_bits
 

@@ -569,7 +569,7 @@ def program(case: Case, words: Sequence[str], disk: Disk | None = None, keep: Pa
 
 
 def _run(case: Case, words: Sequence[str], disk: Disk | None) -> int:
-    from tricycle.training import TrainingState
+    from tricycle.training_state import TrainingState
     from tricycle_cli import full_disk, run
     from tricycle_cli.flags import run_main
     from tricycle_cli.train import main
@@ -659,12 +659,12 @@ KILLED = """
 import signal
 from tricycle_cli import run
 run.LINES_GATHERED = 1
-usual = run.train_step
-def step(state):
-    if state.step == 7:
+usual = run.RunSession.batches
+def batches(session, source):
+    if session.step == 7:
         os.kill(os.getpid(), signal.SIGKILL)
-    return usual(state)
-run.train_step = step
+    return usual(session, source)
+run.RunSession.batches = batches
 """
 
 

@@ -82,20 +82,19 @@ def size_of(folder: Path) -> int:
 
 def watch_training(path: str, every: int) -> None:
     """Measure this process every so many steps of its training, and write the measures to a file."""
-    from tricycle.training import TrainingState
+    from tricycle.training_state import TrainingState
     from tricycle_cli import run
 
     measures = Measures()
-    usual, usual_save = run.train_step, TrainingState.save
+    usual, usual_save = run.RunSession.log, TrainingState.save
     largest = [0]
     folder: list[Path] = []
 
-    def train_step(state: TrainingState) -> object:
-        result = usual(state)
-        if state.step % every == 0 and folder:
-            measures.take(state.step, folder[0])
+    def log(session: run.RunSession, loss: object, norm: object) -> None:
+        usual(session, loss, norm)
+        if session.step % every == 0 and folder:
+            measures.take(session.step, folder[0])
             Path(path).write_text(json.dumps([vars(measures), largest[0]]), encoding="utf-8")
-        return result
 
     def save(state: TrainingState, place: Path, tokeniser: object, *memory: object) -> None:
         folder[:] = [place.parent]
@@ -105,7 +104,7 @@ def watch_training(path: str, every: int) -> None:
         finally:
             os.fsync = sync
 
-    run.train_step, TrainingState.save = train_step, save  # type: ignore[assignment, method-assign]
+    run.RunSession.log, TrainingState.save = log, save  # type: ignore[assignment, method-assign]
 
 
 def _larger(size: int, folder: Path) -> int:

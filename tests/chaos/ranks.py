@@ -263,19 +263,19 @@ def profile_of(case: Case, n: int = 2) -> Profile:
 FAILING = """
 from tricycle import training
 from tricycle_cli import run
-usual_step, usual_labelled = run.train_step, training.labelled
+usual_batches, usual_labelled = run.RunSession.batches, training.labelled
 is_bad = [False]
-def step(state):
-    is_bad[0] = state.step + 1 == {step} and rank == {rank}
+def batches(session, source):
+    is_bad[0] = session.step + 1 == {step} and rank == {rank}
     if is_bad[0]:
         import time
         os.write(handle, b"failing\\n")
         {act}
-    return usual_step(state)
+    return usual_batches(session, source)
 def labelled(model, loss_fn):
-    loss_of, bad = usual_labelled(model, loss_fn), {is_nan} and is_bad[0]
-    return lambda batch, factor: loss_of(batch, factor * float("nan") if bad else factor)
-run.train_step, training.labelled = step, labelled
+    loss_of = usual_labelled(model, loss_fn)
+    return lambda batch, factor: loss_of(batch, factor * float("nan") if {is_nan} and is_bad[0] else factor)
+run.RunSession.batches, training.labelled = batches, labelled
 """
 SILENT_SECONDS = 2.0  # after which others ask, in what follows
 # By what happens: what is done, and a pattern of the one line that says so; {rank} and {other} are numbers.

@@ -44,13 +44,13 @@ PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
 
 # The function that a phase of training is.
 PHASES = {
-    "run": "tricycle_cli.train:start_or_resume",
+    "run": "tricycle_cli.train:main",
     "tokeniser training": "tricycle.tokeniser:BPETokeniser.train",
     "dataset building": "tricycle_datasets.corpus:Corpus._write",
-    "update": "tricycle_cli.run:train_step",
+    "update": "tricycle.training:gradients",
     "evaluation": "tricycle_cli.run:evaluate",
     "sampling": "tricycle_cli.run:show_sample",
-    "checkpoint": "tricycle.training:save_checkpoint",
+    "checkpoint": "tricycle.training_state:save_checkpoint",
     "final report": "tricycle_cli.train:report",
     "final evaluation": "tricycle_cli.train:evaluate",
     "compression": "tricycle_cli.train:compressed_bits",

@@ -8,10 +8,11 @@ import pytest
 import test_training
 from test_training import TOKENISER, TOKENS
 
-from tricycle import training
+from tricycle import training, training_state
 from tricycle.checkpoint import NotFiniteError, load_checkpoint
 from tricycle.evaluation import HeldOut
-from tricycle.training import NonFiniteError, new_state, resume_state
+from tricycle.training import NonFiniteError
+from tricycle.training_state import new_state, resume_state
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, read_metrics, train
 
@@ -27,16 +28,17 @@ class Poison:
     def __init__(self, kind: str, monkeypatch) -> None:
         self.kind, self.count = kind, 0
         self.left = {"always": 10**9}.get(kind, 1)
-        usual_step, usual_loss, usual_norm = running.train_step, training.labelled, training.gradient_norm
+        usual_batches, usual_loss, usual_norm = running.RunSession.batches, training.labelled, training.gradient_norm
 
-        def train_step(state):
+        def batches(session, source):
+            state = session.state
             self.state, self.counted = state, False
             if kind in ("weight", "moment") and state.step == BAD_STEP - 1 and self.left:
                 self.take()
                 parameter = dict(state.model.named_parameters())[WEIGHT]
                 arrays = {"weight": parameter.array, "moment": state.optimiser.memory_of(parameter)[1]["first"]}
                 arrays[kind][0, 0] = np.nan
-            return usual_step(state)
+            return usual_batches(session, source)
 
         def labelled(model, loss_fn):
             usual = usual_loss(model, loss_fn)
@@ -58,7 +60,7 @@ class Poison:
                 dict(model.named_parameters())[WEIGHT].grad.array[0, 0] = np.inf
             return usual_norm(model)
 
-        monkeypatch.setattr(running, "train_step", train_step)
+        monkeypatch.setattr(running.RunSession, "batches", batches)
         monkeypatch.setattr(training, "labelled", labelled)
         monkeypatch.setattr(training, "gradient_norm", gradient_norm)
 
@@ -73,7 +75,7 @@ class Poison:
 def saved(monkeypatch) -> list:
     """All that is written as a checkpoint is finite."""
     files = []
-    usual = training.save_checkpoint
+    usual = training_state.save_checkpoint
 
     def save(path, model, tokeniser, optimiser, *args):
         usual(path, model, tokeniser, optimiser, *args)
@@ -81,7 +83,7 @@ def saved(monkeypatch) -> list:
         assert all(np.isfinite(array).all() for array in checkpoint.tensors.values())
         files.append((path.name, checkpoint.about["progress"]["step"]))
 
-    monkeypatch.setattr(training, "save_checkpoint", save)
+    monkeypatch.setattr(training_state, "save_checkpoint", save)
     return files
 
 
@@ -277,7 +279,7 @@ def test_a_kill_between_what_is_said_and_what_is_saved(tmp_path, monkeypatch, sa
 def test_neither_saved_nor_loaded(tmp_path, monkeypatch, part, value):
     state = new_state(replace(CONFIG, steps=3), TOKENS)
     for _ in range(2):
-        training.train_step(state)
+        training_state.train_step(state)
     state.save(tmp_path / "c", None)
     content = (tmp_path / "c").read_bytes()
     parameter = dict(state.model.named_parameters())[WEIGHT]

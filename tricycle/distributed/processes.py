@@ -14,7 +14,7 @@ complete first, and their sum over processes goes on while the rest is computed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -75,8 +75,13 @@ class Processes:
         """Whether it is so in any of the processes."""
         return self.sum([float(bool(flag))])[0] > 0
 
+    @property
+    def reducer(self) -> Callable[[Layer], GradientSum] | None:
+        """What `training.gradients` sums gradients with; None for one process."""
+        return None if self.size == 1 else self.gradient_sum
+
     def gradient_sum(self, model: Layer) -> GradientSum:
-        """Where the gradients of a model are summed in the next update."""
+        """Return what sums the gradients of a model in the next update."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         known = self._sums.get(model)
         if known is None or not known.fits(parameters):
@@ -143,9 +148,6 @@ class GradientSum:
     """The sum of a model's gradients over all processes, once an update.
 
     The gradients that it leaves are parts of its buckets: they hold until the next update begins.
-
-    Attributes:
-        problem: what was not finite in this process; its gradients then count for nothing.
     """
 
     def __init__(self, processes: Processes, parameters: list[Tensor]) -> None:
@@ -153,7 +155,6 @@ class GradientSum:
         self.parameters = parameters
         self.buckets = [Bucket(group) for group in _grouped(parameters[::-1], processes.bucket_bytes)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parts}
-        self.problem = ""
 
     def fits(self, parameters: list[Tensor]) -> bool:
         """Whether these are the parameters that it was made for, and lie where they lay."""
@@ -162,12 +163,20 @@ class GradientSum:
 
     def begin(self) -> None:
         """Before the first forward pass of an update."""
-        self.problem, self._n_started = "", 0
+        self._n_started = 0
         for bucket in self.buckets:
             bucket.missing, bucket.pending = set(bucket.parts), None
         for parameter in self.parameters:
             if parameter.grad is not None and not self.processes.is_first:
                 parameter.grad = None  # all have the same, and it is to count once
+
+    def total(self, n_labels: Any) -> int:
+        """Sum a number of labels over processes."""
+        return int(self.processes.sum([float(n_labels)])[0])
+
+    def next_batch(self) -> None:
+        """Let the others know that this process is at work."""
+        self.processes.answer()
 
     def is_complete(self, parameter: Tensor) -> None:
         """The gradient of a parameter is, in this process. A bucket that is full is sent off."""
@@ -196,14 +205,15 @@ class GradientSum:
             if bucket.pending is not None:
                 bucket.pending.poke()
 
-    def finish(self, loss: Any) -> tuple[Any, dict[int, str]]:
+    def finish(self, loss: Any, problem: str) -> tuple[Any, str]:
         """Wait for all sums, and give every parameter its gradient that has one in any process.
 
         Args:
             loss: this process's share of the mean.
+            problem: what was not finite in this process, whose gradients then count for nothing; "" for nothing.
 
         Returns:
-            the sum of all processes' shares, and by their ranks what was not finite; where something was, there are no
+            the sum of all processes' shares, and what was not finite in any; where something was, there are no
             gradients.
         """
         for parameter in self.parameters:
@@ -215,18 +225,18 @@ class GradientSum:
         for bucket in self.buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
-        loss, n_problems, *n_grads = self._sum_up(loss, has_grad)
+        loss, n_problems, *n_grads = self._sum_up(loss, [float(bool(problem)), *has_grad])
         self.processes.waited += perf_counter() - started
         for parameter, n in zip(self.parameters, n_grads):
             part = self.bucket_of[parameter].parts[parameter]
             parameter.grad = Tensor(part, False, parameter.is_batched) if n and not n_problems else None
-        problems = self.processes.gather(self.problem) if n_problems else []
-        return loss, {rank: problem for rank, problem in enumerate(problems) if problem}
+        problems = self.processes.gather(problem) if n_problems else []
+        return loss, "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
-    def _sum_up(self, loss: Any, has_grad: list[float]) -> list[Any]:
-        """The sums of the loss, of how many processes met a problem, and of how many have each gradient."""
+    def _sum_up(self, loss: Any, flags: list[float]) -> list[Any]:
+        """The sums of the loss, and of how many processes have each flag."""
         on_gpu = devices.is_array(loss) and devices.on_gpu(loss)
-        total, *others = self.processes.sum([0.0 if on_gpu else float(loss), float(bool(self.problem)), *has_grad])
+        total, *others = self.processes.sum([0.0 if on_gpu else float(loss), *flags])
         if not on_gpu:
             return [total, *others]
         box = loss.reshape(1).copy()
