@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import kernel
@@ -58,14 +59,14 @@ POLAR = [
 
 
 @kernel
-def each(like: Array, calls: Sequence[Callable[[], None]]) -> None:
-    """Make some calls that do not depend on each other, long ones first.
+def each(like: Array, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
+    """Call functions that do not depend on each other, which compute with arrays like `like`; return their results.
 
     Args:
-        like: an array of the kind that they compute with.
+        jobs: of each the function, the number of elements that it computes with, whether it may run in any thread, at
+            the same time as others, and whether it uses one thread only, however many elements there are.
     """
-    for call in calls:
-        call()
+    return [function() for function, *_ in jobs]
 
 
 @kernel
