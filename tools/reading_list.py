@@ -23,7 +23,7 @@ kernels/reference/normalisation kernels/reference/matrices kernels/reference/los
 kernels/reference/attention kernels/reference/optimisers kernels/reference/__init__ kernels/__init__
 autograd tensor parameter ops __init__ functions activation loss initialisers layers
 attention/masks attention/attend attention/cache attention/rotary attention/__init__
-configs/checked configs/model configs/training configs/__init__
+configs/checked configs/model configs/training
 blocks models tokeniser dataset optimisers scheduler training sampling generate
 """.split()
 

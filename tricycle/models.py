@@ -18,7 +18,7 @@ from tricycle.attention import Attention, Cache, KeyValueCache, RaggedCache, cal
 from tricycle.attention.cache import Segments
 from tricycle.autograd import grad_enabled_for
 from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock, call, dtype_between, new_norm, takes
-from tricycle.configs.model import EncoderConfig, ModelConfig
+from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array, array_module
 from tricycle.functions import linear, soft_cap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
@@ -85,7 +85,7 @@ class GPT(BlockStack):
     def __init__(self, config: ModelConfig, draw_weights: bool = True) -> None:
         if not isinstance(config, ModelConfig):
             raise TypeError(f"GPT: expected a ModelConfig, got {config!r}")
-        if isinstance(config, EncoderConfig):
+        if not config.is_decoder:
             raise TypeError("GPT: expected the config of a decoder, got an EncoderConfig: that is for TextEncoder")
         self.config = config
         # one generator draws the weights and then every dropout mask, so a checkpoint has one to save
@@ -369,6 +369,5 @@ def least_numbers(config: ModelConfig) -> int:
     attention = width * (2 * heads + 2 * key_heads)
     mlp = width * config.mlp_width * (3 if config.is_gated else 2)
     positions = (config.context_window + config.position_offset) * width if config.positions == "learned" else 0
-    types = config.token_types * width if isinstance(config, EncoderConfig) else 0
     tokens = config.vocab_size * (config.embedding_size or width)
-    return tokens + positions + types + config.n_layers * (attention + mlp)
+    return tokens + positions + config.token_types * width + config.n_layers * (attention + mlp)

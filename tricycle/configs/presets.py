@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tricycle.configs.model import Activation, ModelConfig, Norm, Positions
 from tricycle.configs.training import OptimiserName, Schedule, TrainingConfig
@@ -139,3 +140,8 @@ PRESETS: dict[str, type[GPTConfig]] = {
     "smol": SmolGPTConfig,
     "gpt2": GPT2Config,
 }
+
+
+def model_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a config's values that are fields of `ModelConfig`."""
+    return {name: value for name, value in values.items() if name in ModelConfig.__dataclass_fields__}
