@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 from tricycle import devices, kernels
 from tricycle.autograd import increment_versions
@@ -16,6 +16,7 @@ from tricycle.tensor import Tensor
 Rate = float | Callable[[int], float]  # a number, or a schedule: a function of the number of the step (1, 2, ...)
 Filter = Callable[[Tensor], bool]
 State = dict[str, Array]
+Rules = Union["Rule", Sequence[tuple[Filter, "Rule"]]]
 
 
 def role_of(parameter: Tensor) -> str:
@@ -98,17 +99,13 @@ class AdamWRule(Rule):
             raise ValueError(f"AdamW: expected two betas from 0 to below 1, got {betas!r}")
         if not eps > 0:
             raise ValueError(f"AdamW: expected an eps above 0, got {eps!r}")
-        self.betas, self.eps = betas, eps
+        self.betas, self.eps = tuple(betas), eps
 
     def update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any = None) -> None:
-        first, second = state["first"], state["second"]
         number, rate, decay = step
-        kernels.adamw(weights, grad, first, second, number, rate, self.betas, self.eps, decay, factor)
+        kernels.adamw(weights, grad, state["first"], state["second"], number, rate, self.betas, self.eps, decay, factor)
 
     scaled_update = update
-
-
-Rules = Rule | Sequence[tuple[Filter, Rule]]
 
 
 class Optimiser:
@@ -138,10 +135,9 @@ class Optimiser:
             self.learning_rate = self.schedule(self.n_steps)
 
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
-        """Change every parameter that has a gradient; `Layer.update` calls this.
+        """Change every parameter by `factor` times its gradient, if it has one; nothing where that is not above 0.
 
-        `factor` multiplies the gradients, and nothing changes where it is not above 0; a 0-d array on a GPU stays
-        unread. `n_skipped` is the number of updates so far that such an array turned into none, itself 0-d there.
+        A 0-d factor on a GPU stays unread; `n_skipped` counts the updates so far that it turned into none.
         """
         if not self._step_is_open:
             self.step()
