@@ -31,8 +31,8 @@ def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
 
 def each(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
     """Run functions on one thread each, large ones first; those that use all threads one after another."""
-    if sum(size for _, size, _, _ in jobs) < SMALL:
-        return [function() for function, *_ in jobs]
+    if sum([job[1] for job in jobs]) < SMALL:
+        return [job[0]() for job in jobs]
     results: list[Any] = [None] * len(jobs)
 
     def run(index: int) -> None:

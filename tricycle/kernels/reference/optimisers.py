@@ -66,7 +66,7 @@ def each(like: Array, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]])
         jobs: of each the function, the number of elements that it computes with, whether it may run in any thread, at
             the same time as others, and whether it uses one thread only, however many elements there are.
     """
-    return [function() for function, *_ in jobs]
+    return [job[0]() for job in jobs]
 
 
 @kernel
