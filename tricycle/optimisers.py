@@ -29,11 +29,6 @@ def decays(parameter: Tensor) -> bool:
     return role_of(parameter) in ("matrix", "embedding", "head")
 
 
-def anything(parameter: Tensor) -> bool:
-    """Accept every parameter: the predicate of a last group."""
-    return True
-
-
 class Step(NamedTuple):
     """The numbers of one update of one parameter."""
 
@@ -61,9 +56,9 @@ class Rule:
     def scaled_update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any) -> None:
         """Update with a multiple of the gradient; change nothing where the factor, a 0-d array, is not above 0."""
         changed = () if isinstance(factor, float) else (weights, *state.values())
-        before = [array.copy() for array in changed]
+        before = [(array, array.copy()) for array in changed]
         self.update(weights, grad * factor, state, step)
-        for array, old in zip(changed, before):
+        for array, old in before:
             array[...] = array_module(array).where(factor > 0, array, old)
 
 
@@ -75,8 +70,7 @@ class GradientRule(Rule):
     def __init__(self, momentum: float = 0.0) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"StochasticGradientDescent: expected a momentum from 0 to below 1, got {momentum!r}")
-        self.momentum = momentum
-        self.state_names = ("velocity",) if momentum else ()
+        self.momentum, self.state_names = momentum, ("velocity",) if momentum else ()
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
         if step.weight_decay:
@@ -99,7 +93,7 @@ class AdamWRule(Rule):
             raise ValueError(f"AdamW: expected two betas from 0 to below 1, got {betas!r}")
         if not eps > 0:
             raise ValueError(f"AdamW: expected an eps above 0, got {eps!r}")
-        self.betas, self.eps = tuple(betas), eps
+        self.betas, self.eps = (betas[0], betas[1]), eps
 
     def update(self, weights: Array, grad: Array, state: State, step: Step, factor: Any = None) -> None:
         number, rate, decay = step
@@ -117,11 +111,12 @@ class Optimiser:
             raise ValueError(f"{title}: expected a learning_rate of 0 or more, got {learning_rate!r}")
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"{title}: expected a weight_decay of 0 or more, got {weight_decay!r}")
-        groups = rules if isinstance(rules, (list, tuple)) else [(anything, rules)]
-        valid = [isinstance(g, tuple) and len(g) == 2 and callable(g[0]) and isinstance(g[1], Rule) for g in groups]
-        if not valid or not all(valid):
+        pairs = rules if isinstance(rules, (list, tuple)) else ()
+        valid = [isinstance(p, tuple) and len(p) == 2 and callable(p[0]) and isinstance(p[1], Rule) for p in pairs]
+        if not isinstance(rules, Rule) and not (valid and all(valid)):
             raise TypeError(f"{title}: expected a Rule, or pairs of a predicate and a Rule, got {rules!r}")
-        self.groups, self.weight_decay, self.decays = list(groups), weight_decay, decays
+        self.rules = rules if isinstance(rules, Rule) else tuple(rules)
+        self.weight_decay, self.decays = weight_decay, decays
         self.schedule = learning_rate if callable(learning_rate) else None
         self.learning_rate = learning_rate(1) if callable(learning_rate) else learning_rate
         self.n_steps, self._step_is_open = 0, False
@@ -160,8 +155,10 @@ class Optimiser:
         self._step_is_open = False
 
     def rule_of(self, parameter: Tensor, name: str = "a parameter") -> Rule:
-        """Return the rule of the first group that accepts a parameter; raise a ValueError if none does."""
-        for accepts, rule in self.groups:
+        """Return the rule of a parameter; raise a ValueError if no predicate accepts it."""
+        if isinstance(self.rules, Rule):
+            return self.rules
+        for accepts, rule in self.rules:
             if accepts(parameter):
                 return rule
         what = f"{name}, a {role_of(parameter)} of shape {parameter.shape}"
@@ -230,7 +227,6 @@ def clip_gradients(model: Layer, max_norm: float) -> Any:
     is_long = (max_norm < norm) & (norm < math.inf)
     if is_long is not False:
         factor = max_norm / norm if is_long is True else array_module(norm).where(is_long, max_norm / norm, 1)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.array *= factor
+        for grad in [p.grad for p in model.parameters() if p.grad is not None]:
+            grad.array *= factor
     return norm

@@ -84,7 +84,7 @@ class ShardedOptimiser(Optimiser):
 
     def __init__(self, optimiser: Optimiser, shards: Shards) -> None:
         rate = optimiser.schedule or optimiser.learning_rate
-        super().__init__(rate, optimiser.groups, optimiser.weight_decay, optimiser.decays)
+        super().__init__(rate, optimiser.rules, optimiser.weight_decay, optimiser.decays)
         self.shards = shards
         self.n_steps, self.learning_rate = optimiser.n_steps, optimiser.learning_rate
         self.states = {p: (n, state if shards.is_own(p) else {}) for p, (n, state) in optimiser.states.items()}

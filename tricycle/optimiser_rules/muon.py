@@ -6,13 +6,18 @@ import math
 
 from tricycle import kernels
 from tricycle.devices import Array, array_module
-from tricycle.optimisers import AdamWRule, Filter, Optimiser, Rate, Rule, State, Step, anything, decays, role_of
+from tricycle.optimisers import AdamWRule, Filter, Optimiser, Rate, Rule, State, Step, decays, role_of
 from tricycle.tensor import Tensor
 
 
 def is_hidden_matrix(parameter: Tensor) -> bool:
     """Return whether a parameter is a matrix between hidden layers, which Muon takes."""
     return role_of(parameter) == "matrix" and parameter.ndim == 2
+
+
+def anything(parameter: Tensor) -> bool:
+    """Accept every parameter: the predicate of a last rule, for the rest."""
+    return True
 
 
 class MuonRule(Rule):
