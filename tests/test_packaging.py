@@ -176,7 +176,8 @@ def test_cupy_is_imported_in_devices_and_accelerators_alone():
 # -------------------------------------------------------------------- every file
 # The tests of files and folders that have none of their own name.
 ELSEWHERE = {"precision": "functions", "softmaxes": "functions", "attentions": "seq2seq", "beam_search": "seq2seq"}
-ELSEWHERE |= {"sampling": "generate", "parameter": "optimisers", "optimiser_rules": "optimisers", "debug": "silent_mistakes"}
+ELSEWHERE |= {"sampling": "generate", "parameter": "optimisers", "debug": "silent_mistakes"}
+ELSEWHERE |= {"optimiser_rules": "optimisers"}
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if path.stem != "__init__"], ids=name_of)
