@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.ranks import SETTINGS, mpiexec
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.distributed.processes import ALONE, Processes
+from tricycle.distributed.shards import gather_state, n_state_bytes
 from tricycle.training_state import TrainingState, new_state, resume_state, train_step
 from tricycle_mpi.launch import launched
 
@@ -75,13 +76,13 @@ def do(job: Job, folder: Path, processes: Processes) -> None:
     losses = [train_step(state)[0] for _ in range(state.step, job.until)]
     weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
     n_copies = len({each.tobytes() for each in processes.gather(weights)})
-    n_bytes = processes.gather(state.optimiser.n_bytes)
-    memory = state.optimiser.whole_memory(state.model)
+    n_bytes = processes.gather(n_state_bytes(state.optimiser))
+    states = gather_state(state.optimiser, state.model)
     if not processes.is_first:
         return
     np.savez(folder / f"{job.name}.npz", losses=losses, weights=weights, n_bytes=n_bytes, n_copies=n_copies)
     if job.saved:
-        state.save(folder / job.saved, None, memory)
+        state.save(folder / job.saved, None, states)
 
 
 def begun(job: Job, folder: Path, processes: Processes) -> TrainingState:

@@ -11,12 +11,13 @@ import statistics
 import time
 from dataclasses import replace
 from datetime import date
+from functools import partial
 
 import numpy as np
 
 from benchmarks.shapes import SHAPES
 from tricycle.distributed.processes import Processes
-from tricycle.distributed.shards import Shards
+from tricycle.distributed.shards import ShardedOptimiser, Shards, load_of, n_state_bytes
 from tricycle.models import GPT
 from tricycle.optimisers import Optimiser
 from tricycle.tensor import Tensor
@@ -34,7 +35,7 @@ class OneOf(Processes):
 class Silent(Shards):
     """Nothing is sent."""
 
-    def spread(self, arrays: object, owners: object) -> None:
+    def broadcast(self, arrays: object, owners: object) -> None:
         pass
 
 
@@ -67,11 +68,11 @@ def main() -> None:
             for size in arguments.ranks:
                 times, n_bytes = [], []
                 for rank in range(size):
-                    optimiser = new_optimiser(config)
-                    optimiser.shards = Silent(OneOf(rank, size), model, optimiser.load_of)
+                    shards = Silent(OneOf(rank, size), model, partial(load_of, alone))
+                    optimiser = ShardedOptimiser(new_optimiser(config), shards)
                     times.append(seconds(model, optimiser, arguments.times))
-                    n_bytes.append(optimiser.n_bytes)
-                cells = [", ".join(f"{1e3 * each:.0f}" for each in times), f"{alone.n_bytes / 1e6:.0f}"]
+                    n_bytes.append(n_state_bytes(optimiser))
+                cells = [", ".join(f"{1e3 * each:.0f}" for each in times), f"{n_state_bytes(alone) / 1e6:.0f}"]
                 cells += [", ".join(f"{each / 1e6:.0f}" for each in n_bytes)]
                 print(f"| {shape}, {name}, {size} ranks | {1e3 * whole:.0f} | {' | '.join(cells)} |", flush=True)
 

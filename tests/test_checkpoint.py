@@ -118,7 +118,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, changes, optimiser, tokeniser):
     assert train(again, second_optimiser, dataset, 4) == expected
     for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert a.array.tobytes() == b.array.tobytes(), name
-        (n_first, first), (n_second, second) = first_optimiser.memory_of(a), second_optimiser.memory_of(b)
+        (n_first, first), (n_second, second) = first_optimiser.state_of(a), second_optimiser.state_of(b)
         assert n_first == n_second == 7
         assert first.keys() == second.keys()
         assert all(first[key].tobytes() == second[key].tobytes() for key in first), name
@@ -222,7 +222,7 @@ def test_weights_that_are_not_finite_are_never_written(saved, bad, name):
 def test_moments_that_are_not_finite_are_never_written(saved, trained, bad, moment):
     before = saved.read_bytes()
     model, optimiser, dataset = copy.deepcopy(trained)
-    optimiser.memory_of(model.norm.bias)[1][moment][0] = bad
+    optimiser.state_of(model.norm.bias)[1][moment][0] = bad
     message = rf"^save_checkpoint: expected finite moments, optimiser\.{moment}\.norm\.bias has NaN or infinity$"
     with pytest.raises(ValueError, match=message):
         save_checkpoint(saved, model, None, optimiser, dataset, PROGRESS)

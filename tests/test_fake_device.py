@@ -27,10 +27,9 @@ from tricycle.generate import generate
 from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
+from tricycle.optimiser_rules import Lion, Muon
 from tricycle.optimisers import (
     AdamW,
-    Lion,
-    Muon,
     Optimiser,
     Rule,
     StochasticGradientDescent,
@@ -171,7 +170,7 @@ def test_each_precision_trains_and_talks(device, changes, precision):
     np.testing.assert_allclose(losses[0], losses[1], rtol=0.02)
     model, optimiser = states[0].model, states[0].optimiser
     for name, parameter in model.named_parameters():
-        n_updates, moments = optimiser.memory_of(parameter)
+        n_updates, moments = optimiser.state_of(parameter)
         assert n_updates == 3
         assert all(array.dtype == np.float32 for array in (parameter.array, *moments.values())), name
     means = [evaluate(state.model, TOKENS[:200], 2)[0] for state in states]
@@ -251,7 +250,7 @@ def snapshot(state) -> dict[str, np.ndarray]:
     """Copies of all weights and moments."""
     found = {}
     for name, parameter in state.model.named_parameters():
-        arrays = {"weights": parameter.array, **state.optimiser.memory_of(parameter)[1]}
+        arrays = {"weights": parameter.array, **state.optimiser.state_of(parameter)[1]}
         found.update({f"{name} {kind}": array.held.copy() for kind, array in arrays.items()})
     return found
 
@@ -471,10 +470,10 @@ def test_updates_with_a_factor_from_anywhere(device, make, where):
             grad = np.ones((4, 4)) if factor == 0 or factor != factor else rng.standard_normal((4, 4))
             weights.grad = to_tensor(grad if factor is not None else grad / 2).to_gpu()
             given = [] if factor is None else [where(factor)]
-            n_before = optimiser.memory_of(weights)[0]
+            n_before = optimiser.state_of(weights)[0]
             optimiser.update([("weights", weights)], *given)
             if factor == 0 or (factor is not None and factor != factor):  # the caller says which were left out
-                optimiser.remember(weights, n_before, optimiser.memory_of(weights)[1])
+                optimiser.set_state(weights, n_before, optimiser.state_of(weights)[1])
         found.append(weights.array.held)
     np.testing.assert_allclose(*found, rtol=1e-6)
 

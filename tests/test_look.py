@@ -21,7 +21,7 @@ from tables import bad_input
 from test_models import TINY, lively
 
 from tricycle.checkpoint import save_checkpoint
-from tricycle.configs.model import EncoderConfig
+from tricycle.configs.encoder import EncoderConfig
 from tricycle.models import GPT
 from tricycle.sequences.attentions import AdditiveAttention
 from tricycle.sequences.seq2seq import Seq2Seq, Seq2SeqAttention, Transformer

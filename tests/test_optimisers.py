@@ -14,26 +14,22 @@ import numpy as np
 import pytest
 from tables import bad_input
 
-from tricycle import kernels, optimisers
 from tricycle.configs import DebugConfig
 from tricycle.kernels import muon
 from tricycle.layers import Dense, Layer, LayerNorm, Sequential
 from tricycle.models import GPT
+from tricycle.optimiser_rules import Lion, Muon, anything, is_hidden_matrix
 from tricycle.optimisers import (
     AdamW,
     AdamWRule,
-    Lion,
-    Muon,
     Optimiser,
     Rule,
     State,
     Step,
     StochasticGradientDescent,
-    anything,
     clip_gradients,
     decays,
     gradient_norm,
-    is_hidden_matrix,
     role_of,
 )
 from tricycle.parameter import ROLES, Parameter
@@ -41,6 +37,8 @@ from tricycle.scheduler import WarmupCosine
 from tricycle.sequences.classifiers import AttentionPooling
 from tricycle.sequences.seq2seq import LearnedPositions
 from tricycle.tensor import Tensor, to_tensor
+from tricycle_accelerators import threads
+from tricycle_accelerators.cpu import optimisers as cpu_optimisers
 
 OPTIMISERS: dict[str, Callable[..., Optimiser]] = {
     "sgd": StochasticGradientDescent,
@@ -285,18 +283,18 @@ def test_a_rule_of_a_user() -> None:
 def test_groups_choose_rules() -> None:
     optimiser = Optimiser(0.5, [(is_hidden_matrix, Trace()), (anything, AdamWRule())])
     matrix, vector = Weights().parameters()
-    assert list(optimiser.memory_of(matrix)[1]) == ["sum"]
-    assert list(optimiser.memory_of(vector)[1]) == ["first", "second"]
+    assert list(optimiser.state_of(matrix)[1]) == ["sum"]
+    assert list(optimiser.state_of(vector)[1]) == ["first", "second"]
 
 
 def test_muon_holds_one_moment_of_a_matrix_and_ignores_another() -> None:
     optimiser = Muon()
     matrix, vector = Weights().parameters()
-    assert list(optimiser.memory_of(matrix)[1]) == ["first"]
-    assert list(optimiser.memory_of(vector)[1]) == ["first", "second"]
+    assert list(optimiser.state_of(matrix)[1]) == ["first"]
+    assert list(optimiser.state_of(vector)[1]) == ["first", "second"]
     both = {"first": np.ones((2, 2)), "second": np.zeros((2, 2))}
-    optimiser.remember(matrix, 3, both)
-    assert list(optimiser.memory_of(matrix)[1]) == ["first"]
+    optimiser.set_state(matrix, 3, both)
+    assert list(optimiser.state_of(matrix)[1]) == ["first"]
 
 
 WITH_A_FACTOR: dict[str, Callable[..., Optimiser]] = {**OPTIMISERS, "own": lambda rate: Optimiser(rate, Trace())}
@@ -323,15 +321,13 @@ def test_with_a_factor_not_above_0_nothing_changes(make: Callable, factor: Any) 
     model, optimiser = Weights(), make(0.1)
     model.receive(1.0, 1.0).update(optimiser)
     weights = [p.array.copy() for p in model.parameters()]
-    memories = [copy.deepcopy(optimiser.memory_of(p)) for p in model.parameters()]
+    memories = [copy.deepcopy(optimiser.state_of(p)) for p in model.parameters()]
     model.receive(math.nan, 1.0)
     optimiser.update(model.named_parameters(), factor)
     for parameter, before, (n_updates, state) in zip(model.parameters(), weights, memories):
         assert parameter.array.tobytes() == before.tobytes()
-        assert optimiser.memory_of(parameter)[0] == n_updates == 1
-        assert all(
-            array.tobytes() == state[name].tobytes() for name, array in optimiser.memory_of(parameter)[1].items()
-        )
+        assert optimiser.state_of(parameter)[0] == n_updates == 1
+        assert all(array.tobytes() == state[name].tobytes() for name, array in optimiser.state_of(parameter)[1].items())
 
 
 # -------------------------------------------------------------------- what is left alone
@@ -340,7 +336,7 @@ def test_a_parameter_without_gradient_keeps_weights_and_memory(make: Callable) -
     model, optimiser = Weights(), make(0.1, weight_decay=0.1)
     model.receive(1.0).update(optimiser)  # none for the vector
     assert np.array_equal(model.vector.array, Weights().vector.array)
-    assert optimiser.memory_of(model.matrix)[0] == 1 and optimiser.memory_of(model.vector)[0] == 0
+    assert optimiser.state_of(model.matrix)[0] == 1 and optimiser.state_of(model.vector)[0] == 0
     # its own count of updates starts when its first gradient comes
     late, fresh = model.receive(1.0, 1.0), Weights().receive(1.0, 1.0)
     late.update(optimiser)
@@ -361,10 +357,10 @@ def test_a_frozen_parameter_keeps_every_byte(make: Callable) -> None:
 # -------------------------------------------------------------------- memory
 def test_memory_can_be_read_and_set() -> None:
     model, optimiser = Weights(), AdamW(0.1)
-    assert optimiser.memory_of(model.matrix)[0] == 0
-    assert all(not moment.any() for moment in optimiser.memory_of(model.matrix)[1].values())
+    assert optimiser.state_of(model.matrix)[0] == 0
+    assert all(not moment.any() for moment in optimiser.state_of(model.matrix)[1].values())
     model.receive(2.0, 1.0).update(optimiser)
-    n_updates, moments = optimiser.memory_of(model.matrix)
+    n_updates, moments = optimiser.state_of(model.matrix)
     assert n_updates == 1 and sorted(moments) == ["first", "second"]
     np.testing.assert_allclose(moments["first"], 0.1 * 2.0, rtol=1e-6)
     np.testing.assert_allclose(moments["second"], 0.001 * 4.0, rtol=1e-6)
@@ -380,8 +376,8 @@ def test_what_is_remembered_continues_bit_for_bit(make: Callable, rng: np.random
     other, resumed = Weights(), make(0.1)
     other.load_state_dict(model.state_dict())
     for theirs, ours in zip(model.parameters(), other.parameters()):
-        n_updates, moments = optimiser.memory_of(theirs)
-        resumed.remember(ours, n_updates, {name: moment.copy() for name, moment in moments.items()})
+        n_updates, moments = optimiser.state_of(theirs)
+        resumed.set_state(ours, n_updates, {name: moment.copy() for name, moment in moments.items()})
     for grad in grads[4:]:
         model.receive(grad, -grad).update(optimiser)
         other.receive(grad, -grad).update(resumed)
@@ -401,7 +397,7 @@ def test_a_copy_of_model_and_optimiser_together_continues_bit_for_bit(make: Call
     for weights, memory in ((model, optimiser), (twin, twin_optimiser)):
         weights.receive(0.5, 0.5).update(memory)
     assert twin.matrix.array.tobytes() == model.matrix.array.tobytes()
-    assert twin_optimiser.memory_of(twin.matrix)[0] == 3
+    assert twin_optimiser.state_of(twin.matrix)[0] == 3
 
 
 def test_two_parameters_of_one_shape_have_memories_of_their_own() -> None:
@@ -410,8 +406,8 @@ def test_two_parameters_of_one_shape_have_memories_of_their_own() -> None:
     optimiser = AdamW(0.1)
     first.grad, second.grad = to_tensor(np.ones((2, 2))), to_tensor(np.full((2, 2), -3.0))
     model.update(optimiser)
-    assert optimiser.memory_of(first)[1]["first"][0, 0] == pytest.approx(0.1)
-    assert optimiser.memory_of(second)[1]["first"][0, 0] == pytest.approx(-0.3)
+    assert optimiser.state_of(first)[1]["first"][0, 0] == pytest.approx(0.1)
+    assert optimiser.state_of(second)[1]["first"][0, 0] == pytest.approx(-0.3)
 
 
 @pytest.mark.parametrize(
@@ -425,9 +421,9 @@ def test_two_parameters_of_one_shape_have_memories_of_their_own() -> None:
 def test_memory_that_does_not_fit_is_refused(moments: dict, got: str) -> None:
     model, optimiser = Weights(), AdamW(0.1)
     with pytest.raises(ValueError) as caught:
-        optimiser.remember(model.matrix, 3, moments)
+        optimiser.set_state(model.matrix, 3, moments)
     assert str(caught.value) == f"AdamW: expected {got}"
-    assert optimiser.memory_of(model.matrix)[0] == 0
+    assert optimiser.state_of(model.matrix)[0] == 0
 
 
 # -------------------------------------------------------------------- clipping
@@ -456,20 +452,21 @@ def test_parameters_are_updated_at_once_to_the_same_bits(
     make: Callable, twins: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one after the other, whichever are worth all threads."""
-    monkeypatch.setattr(optimisers, "LARGE", 200_000)
+    monkeypatch.setattr(cpu_optimisers, "LARGE", 200_000)
     together, alone = twins
     shared: list[int] = []
-    each = kernels.each
+    parallel = threads.parallel
 
-    def seen(like: np.ndarray, calls: list[Callable[[], None]]) -> None:
-        shared.append(len(calls))
-        each(like, calls)
+    def seen(work: Callable[[Any], None], items: Any) -> None:
+        if work.__qualname__.startswith("each."):
+            shared.append(len(items))
+        parallel(work, items)
 
-    monkeypatch.setattr(kernels, "each", seen)
+    monkeypatch.setattr(threads, "parallel", seen)
     norm = gradient_norm(together)
     together.update(make(0.1, weight_decay=0.1))
     assert shared == [7, 8 if make is Muon else 7]  # all but the first matrix, unless it keeps one thread busy anyway
-    monkeypatch.setattr(optimisers, "FEW", math.inf)
+    monkeypatch.setattr(cpu_optimisers, "SMALL", math.inf)
     assert gradient_norm(alone) == norm
     alone.update(make(0.1, weight_decay=0.1))
     assert len(shared) == 2
@@ -485,7 +482,7 @@ def test_a_rule_that_does_not_say_so_is_called_in_one_thread(
             callers.append(threading.current_thread())
 
     callers: list[threading.Thread] = []
-    monkeypatch.setattr(kernels, "each", None)
+    monkeypatch.setattr(threads, "parallel", None)
     twins[0].update(Optimiser(0.1, Counting()))
     assert callers == [threading.current_thread()] * 8
 
@@ -638,7 +635,7 @@ def test_muon_looks_ahead_along_a_mean_of_gradients(rng: np.random.Generator) ->
     layer.weights.grad = to_tensor(other)
     layer.update(optimiser)
     mean = 0.2 * 0.8 * grad + 0.2 * other
-    np.testing.assert_allclose(optimiser.memory_of(layer.weights)[1]["first"], mean, 1e-5, 1e-6)
+    np.testing.assert_allclose(optimiser.state_of(layer.weights)[1]["first"], mean, 1e-5, 1e-6)
     moved = between * (1 - 0.1 * 0.5) - layer.weights.array
     expected = muon.orthogonalise.plain((0.2 * other + 0.8 * mean)[None])[0] * 0.1
     np.testing.assert_allclose(moved, expected, 1e-3, 1e-5)

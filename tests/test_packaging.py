@@ -188,6 +188,7 @@ ELSEWHERE |= {
     "extra_ops": "ops",
     "tensor_methods": "tensor",
 }
+ELSEWHERE |= {"optimiser_rules": "optimisers"}
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if path.stem != "__init__"], ids=name_of)

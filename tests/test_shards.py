@@ -1,13 +1,14 @@
 """Moments that several processes share out: the same training, in less memory."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from test_processes import CONFIG, TOKENS, play
 
 from tricycle.distributed.processes import Processes
-from tricycle.distributed.shards import Load, Shards
+from tricycle.distributed.shards import Load, Shards, gather_state, load_of, n_state_bytes
 from tricycle.models import GPT
 from tricycle.optimisers import role_of
 from tricycle.tensor import Tensor
@@ -18,8 +19,8 @@ def act(processes, config, shard_optimiser):
     state = new_state(config, TOKENS, processes=processes, shard_optimiser=shard_optimiser)
     results = [train_step(state) for _ in range(3)]
     weights = np.concatenate([parameter.array.ravel() for parameter in state.model.parameters()])
-    memory = state.optimiser.whole_memory(state.model)
-    return results, weights.tobytes(), state.optimiser.n_bytes, memory and list(memory.values())
+    states = gather_state(state.optimiser, state.model)
+    return results, weights.tobytes(), n_state_bytes(state.optimiser), states and list(states.values())
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
@@ -58,8 +59,8 @@ def test_muons_work_is_shared_out_evenly(size):
     """The embedding, which is large and soon updated, does not count as work."""
     config = replace(CONFIG, optimiser="muon", n_layers=6, vocab_size=4000)
     model, optimiser = GPT(config), new_optimiser(config)
-    shards = Shards(Several(size), model, optimiser.load_of)
-    loads = {parameter: optimiser.load_of(parameter) for parameter in model.parameters()}
+    shards = Shards(Several(size), model, partial(load_of, optimiser))
+    loads = {parameter: load_of(optimiser, parameter) for parameter in model.parameters()}
     work = [work for work, _ in sums(shards, loads)]
     assert sum(work) == 6 * 12 * config.embedding_dim**3 and max(work) <= 1.1 * sum(work) / size
     assert all(bool(load.work) == (role_of(parameter) == "matrix") for parameter, load in loads.items())
@@ -68,8 +69,8 @@ def test_muons_work_is_shared_out_evenly(size):
 def test_without_work_what_is_remembered_is_shared_out_evenly():
     config = replace(CONFIG, n_layers=6)
     model, optimiser = GPT(config), new_optimiser(config)
-    shards = Shards(Several(3), model, optimiser.load_of)
-    loads = {parameter: optimiser.load_of(parameter) for parameter in model.parameters()}
+    shards = Shards(Several(3), model, partial(load_of, optimiser))
+    loads = {parameter: load_of(optimiser, parameter) for parameter in model.parameters()}
     n_numbers = [n for _, n in sums(shards, loads)]
     assert sum(n_numbers) == 2 * model.n_parameters and max(n_numbers) < 1.05 * sum(n_numbers) / 3
 

@@ -15,7 +15,8 @@ from tricycle.einsum import Einsum
 from tricycle.extra_ops import exp
 from tricycle.kernels import use_reference
 from tricycle.layers import Dense
-from tricycle.optimisers import AdamW, Lion, Muon, StochasticGradientDescent
+from tricycle.optimiser_rules import Lion, Muon
+from tricycle.optimisers import AdamW, StochasticGradientDescent
 
 
 # -------------------------------------------------------------------- changed between forward and backward

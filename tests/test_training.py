@@ -503,7 +503,7 @@ def test_gradients_are_clipped_by_the_update(limit, clipped):
     state = new_state(replace(CONFIG, max_gradient_norm=limit), TOKENS)
     _, norm = train_step(state)
     assert norm > 0.01
-    moments = [state.optimiser.memory_of(parameter)[1]["first"] for parameter in state.model.parameters()]
+    moments = [state.optimiser.state_of(parameter)[1]["first"] for parameter in state.model.parameters()]
     taken = math.sqrt(sum(float((moment**2).sum()) for moment in moments)) / (1 - CONFIG.beta1)
     assert taken == pytest.approx(limit if clipped else norm, rel=1e-4)
     assert all(parameter.grad is None for parameter in state.model.parameters())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tricycle.checkpoint import load_checkpoint
-from tricycle.optimisers import is_hidden_matrix
+from tricycle.optimiser_rules.muon import is_hidden_matrix
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training_state import read_steps, resume_state, train_step
 from tricycle_cli.pickles import load_pickled_model
@@ -53,6 +53,6 @@ def test_training_goes_on(name, tokens):
 def test_a_second_moment_that_muon_does_not_need_is_left_behind(tokens):
     state = resume_state(FOLDER / "recipe.safetensors", tokens)
     for parameter in state.model.parameters():
-        n_updates, moments = state.optimiser.memory_of(parameter)
+        n_updates, moments = state.optimiser.state_of(parameter)
         assert n_updates == 5
         assert list(moments) == (["first"] if is_hidden_matrix(parameter) else ["first", "second"])

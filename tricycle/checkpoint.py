@@ -22,10 +22,11 @@ from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
 from tricycle.dataset import CausalLMDataset
 from tricycle.models import GPT
-from tricycle.optimisers import Memory, Optimiser
+from tricycle.optimisers import Optimiser, State
 from tricycle.system.files import atomic_write, naming
 from tricycle.system.memory import check_memory
 from tricycle.system.safetensors_file import Place, read_places, write_header
+from tricycle.tensor import Tensor
 from tricycle.tokeniser import Tokeniser
 
 FORMAT = 1
@@ -59,14 +60,14 @@ def save_checkpoint(
     optimiser: Optimiser | None = None,
     dataset: CausalLMDataset | None = None,
     progress: dict[str, Any] | None = None,
-    memory: Memory | None = None,
+    states: dict[Tensor, tuple[int, State]] | None = None,
 ) -> None:
     """Write a checkpoint. A file of that name is replaced only by a whole one.
 
     Args:
         tokeniser: goes along, so that the model can be used without its run.
         optimiser, dataset, progress: what training needs to go on as if it had not stopped.
-        memory: what the optimiser remembers, where several processes share it out.
+        states: of the optimiser, gathered, where they are sharded over several processes.
 
     Raises:
         NotFiniteError: a weight or a moment is not finite; nothing is written then.
@@ -84,7 +85,7 @@ def save_checkpoint(
     if optimiser is not None:
         n_updates: dict[str, int] = {}
         for name, parameter in model.named_parameters():
-            n_updates[name], moments = optimiser.memory_of(parameter) if memory is None else memory[parameter]
+            n_updates[name], moments = optimiser.state_of(parameter) if states is None else states[parameter]
             for moment, array in moments.items():
                 key = f"optimiser.{moment}.{name}"
                 tensors[key] = devices.to_cpu(array)
@@ -212,7 +213,7 @@ class Checkpoint:
                     array = self.tensors[key]
                     _check_finite("expected finite moments", key, array)
                     moments[moment] = parameter.xp.asarray(array, dtype=parameter.dtype)
-                optimiser.remember(parameter, int(about["n_updates"][name]), moments)
+                optimiser.set_state(parameter, int(about["n_updates"][name]), moments)
             dataset.load_state(self.about["dataset"])
             return dict(self.about["progress"])
 

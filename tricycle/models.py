@@ -19,7 +19,7 @@ from tricycle.attention.attend import Attention, Mask
 from tricycle.attention.cache import Cache, KeyValueCache, RaggedCache, call_with_cache, takes_ragged
 from tricycle.autograd import grad_enabled_for
 from tricycle.blocks import TransformerBlock, call, dtype_between, new_norm, takes
-from tricycle.configs.model import EncoderConfig, ModelConfig
+from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array
 from tricycle.functions import linear, soft_cap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
@@ -94,7 +94,7 @@ class GPT(BlockStack):
     def __init__(self, config: ModelConfig, draw_weights: bool = True) -> None:
         if not isinstance(config, ModelConfig):
             raise TypeError(f"GPT: expected a ModelConfig, got {config!r}")
-        if isinstance(config, EncoderConfig):
+        if not config.is_decoder:
             raise TypeError("GPT: expected the config of a decoder, got an EncoderConfig: that is for TextEncoder")
         self.config = config
         # one generator draws the weights and then every dropout mask, so a checkpoint has one to save

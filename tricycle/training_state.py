@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
 from tricycle.devices import Array, array_module
 from tricycle.distributed.processes import ALONE, Draws, Processes
-from tricycle.distributed.shards import Shards
+from tricycle.distributed.shards import ShardedOptimiser, Shards, load_of
 from tricycle.models import GPT, LOGITS_AT_ONCE
-from tricycle.optimisers import AdamW, Memory, Muon, Optimiser
+from tricycle.optimiser_rules.muon import Muon
+from tricycle.optimisers import AdamW, Optimiser, State
 from tricycle.recompute import free_activations, recompute
 from tricycle.scheduler import SCHEDULES
-from tricycle.tensor import no_grad
+from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LossOf, NonFiniteError, Session, count_labels, train
 
@@ -106,17 +108,19 @@ class TrainingState:
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
     LATER = ("samples_size", "n_skips", "n_rollbacks")  # the same, which older checkpoints lack
 
-    def save(self, path: Path, tokeniser: Tokeniser | None, memory: Memory | None = None) -> None:
+    def save(
+        self, path: Path, tokeniser: Tokeniser | None, states: dict[Tensor, tuple[int, State]] | None = None
+    ) -> None:
         """
         Args:
-            memory: what the optimiser remembers, where its state is shared out.
+            states: of the optimiser, gathered, where they are sharded.
 
         Raises:
             NotFiniteError: a weight or a moment is not finite; nothing is written then.
         """
         progress = {name: getattr(self, name) for name in (*self.PROGRESS, *self.LATER)}
         progress["loss_scaling"] = devices.to_cpu(self.loss_scaling).tolist()
-        save_checkpoint(path, self.kept(), tokeniser, self.optimiser, self.dataset, progress, memory)
+        save_checkpoint(path, self.kept(), tokeniser, self.optimiser, self.dataset, progress, states)
 
     def kept(self) -> Any:
         """What a checkpoint holds the parameters of: the model, or that part of it which learns."""
@@ -155,8 +159,7 @@ class TrainingState:
         """The name of the first weight or moment that is not finite; "" where all are."""
         for name, parameter in self.kept().named_parameters():
             arrays = {"parameter": parameter.array}
-            if self.optimiser.owns(parameter):
-                arrays |= self.optimiser.memory_of(parameter)[1]
+            arrays |= self.optimiser.state_of(parameter)[1]
             for kind, array in arrays.items():
                 if not np.isfinite(devices.to_cpu(array)).all():
                     return f"the {kind} {name}" if kind == "parameter" else f"the {kind} of {name}"
@@ -269,7 +272,8 @@ def new_state(
     state = TrainingState(config, model, new_optimiser(config), dataset.batch().shuffle().to_tensor())
     state.processes = processes
     if shard_optimiser and processes.size > 1:
-        state.optimiser.shards = Shards(processes, model, state.optimiser.load_of)
+        shards = Shards(processes, model, partial(load_of, state.optimiser))
+        state.optimiser = ShardedOptimiser(state.optimiser, shards)
     if not config.minutes or 0 < config.steps <= LEAST_STEPS:
         state.total_steps = config.steps
     return state
@@ -333,7 +337,8 @@ class StateSession(Session):
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
         """Draw the batches of an update that are this process's own, with the dropout masks that belong to them.
 
-        Meanwhile models free the activations that no gradient needs. Afterwards the dataset and the model's generator stand where they would if all had been computed here.
+        Meanwhile models free the activations that no gradient needs. Afterwards the dataset and the model's generator
+        stand where they would if all had been computed here.
         """
         state, config = self.state, self.state.config
         processes, n_batches = state.processes, config.accumulation_steps

@@ -41,7 +41,10 @@ _FORMER_NAMES = set(
     """.split()
 )
 # Classes that are in another module now, by the names that they have in such files.
-_MOVED = {"tricycle.tensor.Parameter": "tricycle.parameter.Parameter"}
+_MOVED = {
+    "tricycle.tensor.Parameter": "tricycle.parameter.Parameter",
+    "tricycle.configs.model.EncoderConfig": "tricycle.configs.encoder.EncoderConfig",
+}
 _MOVED_MODULES = {"tricycle.lora": "tricycle.finetuning.lora"}
 _ADMITTED = (Layer, Op, Tensor, ModelConfig, RotaryScaling)
 

@@ -23,6 +23,7 @@ from tricycle.configs import GPTConfig
 from tricycle.configs.size import least_numbers
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.distributed.processes import ALONE, Processes
+from tricycle.distributed.shards import gather_state
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.generate import generate
 from tricycle.system.files import append, atomic_write, expect_plain, read_file
@@ -163,11 +164,11 @@ class Run:
         self.processes.at("a checkpoint")
         self.flush()
         problem = ""
-        memory = state.optimiser.whole_memory(state.model)
+        states = gather_state(state.optimiser, state.model)
         if self.processes.is_first:
             state.samples_size = self.samples.stat().st_size if self.samples.exists() else 0
             try:
-                self.write(lambda: state.save(path, self.tokeniser, memory))
+                self.write(lambda: state.save(path, self.tokeniser, states))
             except NotFiniteError as error:
                 problem = str(error)
         problem = self.processes.agree(problem)

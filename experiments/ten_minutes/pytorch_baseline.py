@@ -27,7 +27,8 @@ from experiments.ten_minutes.clock import Budget
 from experiments.ten_minutes.data import held_out, load
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.evaluation import evaluate
-from tricycle.optimisers import decays, is_hidden_matrix
+from tricycle.optimiser_rules.muon import is_hidden_matrix
+from tricycle.optimisers import decays
 from tricycle.tensor import Tensor, no_grad, to_tensor
 from tricycle.training_state import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main

@@ -164,7 +164,7 @@ class Training:
         n_updates = {}
         for name, parameter in self.model.named_parameters():
             tensors[f"model.{name}"] = parameter.numpy()
-            n_updates[name], moments = self.optimiser.memory_of(parameter)
+            n_updates[name], moments = self.optimiser.state_of(parameter)
             tensors |= {f"{moment}.{name}": array for moment, array in moments.items()}
         about = {
             "name": self.name,
@@ -199,7 +199,7 @@ class Training:
         self.mean = part(tensors, "mean")
         for name, parameter in self.model.named_parameters():
             moments = {moment: tensors[f"{moment}.{name}"] for moment in self.optimiser.rule_of(parameter).state_names}
-            self.optimiser.remember(parameter, about["n_updates"][name], moments)
+            self.optimiser.set_state(parameter, about["n_updates"][name], moments)
         self.optimiser.n_steps = self.step = about["step"]
         self.generator.bit_generator.state = about["generator"]
         self.buckets.load_state(about["buckets"])

@@ -36,7 +36,7 @@ class Poison:
             if kind in ("weight", "moment") and state.step == BAD_STEP - 1 and self.left:
                 self.take()
                 parameter = dict(state.model.named_parameters())[WEIGHT]
-                arrays = {"weight": parameter.array, "moment": state.optimiser.memory_of(parameter)[1]["first"]}
+                arrays = {"weight": parameter.array, "moment": state.optimiser.state_of(parameter)[1]["first"]}
                 arrays[kind][0, 0] = np.nan
             return usual_batches(session, source)
 
@@ -283,7 +283,7 @@ def test_neither_saved_nor_loaded(tmp_path, monkeypatch, part, value):
     state.save(tmp_path / "c", None)
     content = (tmp_path / "c").read_bytes()
     parameter = dict(state.model.named_parameters())[WEIGHT]
-    array = parameter.array if part == "weight" else state.optimiser.memory_of(parameter)[1]["first"]
+    array = parameter.array if part == "weight" else state.optimiser.state_of(parameter)[1]["first"]
     array[0, 0] = value
     assert WEIGHT in state.first_bad()
     with pytest.raises(NotFiniteError, match=f"{WEIGHT} has NaN or infinity"):

@@ -284,7 +284,7 @@ def make_others(root: Path) -> None:
 
 
 def make_sentences(root: Path) -> None:
-    from tricycle.configs.model import EncoderConfig
+    from tricycle.configs.encoder import EncoderConfig
     from tricycle.pretrained.export import export_folder
     from tricycle.sequences.text_encoder import TextEncoder
 

@@ -1,6 +1,7 @@
 """Configurations: the shape of a model, how it is trained, and both together, checked when they are made."""
 
-from tricycle.configs.model import EncoderConfig, ModelConfig
+from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.model import ModelConfig
 from tricycle.configs.presets import (
     PRESETS,
     DebugConfig,

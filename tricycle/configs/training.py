@@ -1,7 +1,4 @@
-"""How a model is trained.
-
-Every field is a flag of `train_smol_gpt.py`; the comment behind a field is the flag's help.
-"""
+"""How a model is trained. Each field is a flag of `train_smol_gpt.py`, the comment behind it the flag's help."""
 
 from __future__ import annotations
 

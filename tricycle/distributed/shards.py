@@ -1,44 +1,55 @@
-"""State of an optimiser that several processes share out: each parameter has an owner, who alone remembers its moments.
+"""Optimizer state sharded over processes: each parameter has one owner, which alone holds its state.
 
-The owner makes the update, and sends the new weights to all others; so the moments, two thirds of what AdamW works on,
-exist once and not once in every process (Rajbhandari et al. 2020, "ZeRO", stage 1). Parameters stay whole, for some
-rules need a whole matrix.
+The owner makes the update and broadcasts the new weights; so the state, two thirds of what AdamW works on, exists once
+and not once in every process (Rajbhandari et al. 2020, "ZeRO", stage 1). Parameters are not split, because some rules
+need a whole matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+from tricycle import devices
+from tricycle.autograd import increment_versions
 from tricycle.devices import Array
 from tricycle.distributed.processes import Processes
 from tricycle.layers import Layer
+from tricycle.optimisers import Optimiser, Rule, State
 from tricycle.tensor import Tensor
 
 
 class Load(NamedTuple):
-    """What a parameter asks of its owner.
+    """What a parameter costs its owner.
 
     Attributes:
         work: of its update, in any unit; 0 where it takes no more than a few operations a weight.
-        n_numbers: that are remembered of it.
+        n_numbers: in its state.
     """
 
     work: int
     n_numbers: int
 
 
-class Shards:
-    """Who owns which parameter of a model.
+def load_of(optimiser: Optimiser, parameter: Tensor) -> Load:
+    """Return the load of a parameter; a rule whose updates are costly has a method `work(shape)`."""
+    rule = optimiser.rule_of(parameter)
+    work: Callable[[tuple[int, ...]], int] | None = getattr(rule, "work", None)
+    return Load(work(parameter.shape) if work is not None else 0, len(rule.state_names) * parameter.size)
 
-    First those whose updates are work, the most of it first, each by who has least to do so far: all wait for the last.
-    Then the rest, the largest first, each by who remembers least so far.
+
+class Shards:
+    """The owner of each parameter of a model.
+
+    Parameters with costly updates are assigned first, in descending order of work, each to the process with the least
+    work so far, because all processes wait for the slowest. Then the rest, the largest first, each to the process with
+    the least state so far.
 
     Args:
-        load_of: what a parameter asks of its owner.
+        load_of: what a parameter costs its owner.
 
     Attributes:
-        owner_of: by parameter, a rank.
+        owner_of: the rank, by parameter.
     """
 
     def __init__(self, processes: Processes, model: Layer, load_of: Callable[[Tensor], Load]) -> None:
@@ -54,11 +65,77 @@ class Shards:
             n_numbers[owner] += load.n_numbers
 
     def is_own(self, parameter: Tensor) -> bool:
-        """Whether this process owns a parameter."""
+        """Return whether this process owns a parameter."""
         return self.owner_of[parameter] == self.processes.rank
 
-    def spread(self, arrays: list[Array], owners: list[int]) -> None:
-        """Give all processes what the owners' arrays hold, in place."""
+    def broadcast(self, arrays: list[Array], owners: list[int]) -> None:
+        """Give all processes the contents of the owners' arrays, in place."""
         pending = [self.processes.start_broadcast(array, owner) for array, owner in zip(arrays, owners)]
         for one in pending:
             one.wait()
+
+
+class ShardedOptimiser(Optimiser):
+    """An optimiser of which this process holds the state of the parameters that it owns.
+
+    Args:
+        optimiser: its rules, rates, decay and state are taken over.
+    """
+
+    def __init__(self, optimiser: Optimiser, shards: Shards) -> None:
+        rate = optimiser.schedule or optimiser.learning_rate
+        super().__init__(rate, optimiser.rules, optimiser.weight_decay, optimiser.decays)
+        self.shards = shards
+        self.n_steps, self.learning_rate = optimiser.n_steps, optimiser.learning_rate
+        self.states = {p: (n, state if shards.is_own(p) else {}) for p, (n, state) in optimiser.states.items()}
+
+    def update(self, named_parameters: Iterable[tuple[str, Tensor]], factor: Any = None, n_skipped: Any = 0) -> None:
+        """Update the parameters that this process owns, and receive the weights that others have updated."""
+        chosen = [(name, p) for name, p in named_parameters if p.grad is not None and p.requires_grad]
+        super().update([(name, p) for name, p in chosen if self.shards.is_own(p)], factor, n_skipped)
+        if factor is not None and not (devices.is_array(factor) and devices.on_gpu(factor)) and not factor > 0:
+            return  # no process has changed anything
+        parameters = [p for _, p in chosen]
+        received = [p for p in parameters if not self.shards.is_own(p)]
+        for parameter in received:
+            self.states[parameter] = self.state_of(parameter)[0] + 1, {}
+        self.shards.broadcast([p.array for p in parameters], [self.shards.owner_of[p] for p in parameters])
+        increment_versions(received)
+
+    def state_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
+        """Return the number of updates and the state of a parameter; no arrays for one that another process owns."""
+        if self.shards.is_own(parameter):
+            return super().state_of(parameter, rule)
+        return self.states.get(parameter, (0, {}))
+
+    def set_state(self, parameter: Tensor, n_updates: int, state: State) -> None:
+        super().set_state(parameter, n_updates, state)
+        if not self.shards.is_own(parameter):
+            self.states[parameter] = n_updates, {}
+
+
+def gather_state(optimiser: Optimiser, model: Layer) -> dict[Tensor, tuple[int, State]] | None:
+    """Collect a sharded state on rank 0; all processes call this together.
+
+    Returns:
+        on rank 0 the number of updates and the state of each parameter of the model, elsewhere an empty dict; None
+        where the state is not sharded.
+    """
+    if not isinstance(optimiser, ShardedOptimiser):
+        return None
+    shards = optimiser.shards
+    gathered = {}
+    for parameter in model.parameters():
+        n_updates, state = optimiser.state_of(parameter)
+        if not state:
+            names = optimiser.rule_of(parameter).state_names
+            state = {name: parameter.xp.zeros_like(parameter.array) for name in names}
+        shards.broadcast(list(state.values()), [shards.owner_of[parameter]] * len(state))
+        if shards.processes.is_first:
+            gathered[parameter] = n_updates, state
+    return gathered
+
+
+def n_state_bytes(optimiser: Optimiser) -> int:
+    """Return the size of the optimizer state in this process."""
+    return sum(array.nbytes for _, state in optimiser.states.values() for array in state.values())

@@ -319,7 +319,11 @@ def adamw(
 
 
 @kernel
-def each(like: Array, calls: Sequence[Callable[[], None]]) -> None:
-    """Make calls that do not depend on each other, long ones first, which compute with arrays like `like`."""
-    for call in calls:
-        call()
+def each(like: Array, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
+    """Call functions that do not depend on each other, which compute with arrays like `like`; return their results.
+
+    Args:
+        jobs: of each the function, the number of elements that it computes with, whether it may run in any thread, at
+            the same time as others, and whether it uses one thread only, however many elements there are.
+    """
+    return [job[0]() for job in jobs]

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from tricycle.bpe import END_OF_TEXT
-from tricycle.configs.model import EncoderConfig, ModelConfig
+from tricycle.configs.encoder import EncoderConfig
+from tricycle.configs.model import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense
 from tricycle.models import GPT, BlockStack
 from tricycle.pretrained.families import ALL

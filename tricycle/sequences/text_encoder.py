@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.blocks import TransformerBlock, new_norm
-from tricycle.configs.model import EncoderConfig
+from tricycle.configs.encoder import EncoderConfig
 from tricycle.devices import Array
 from tricycle.functions import to_compute_dtype
 from tricycle.initialisers import zeros

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
 from tricycle.kernels import muon
 from tricycle.kernels.reference.widening import is_narrow, widening
 from tricycle_accelerators import pieces, threads
+
+SMALL = 2**18  # elements in all of functions that end before a second thread would wake up
+LARGE = 2**22  # elements of a function that is worth all threads
 
 
 @widening(1)
@@ -25,8 +29,24 @@ def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     return polar
 
 
-def each(like: np.ndarray, calls: Sequence[Callable[[], None]]) -> None:
-    threads.parallel(lambda call: call(), calls)
+def each(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
+    """Run functions on one thread each, large ones first; those that use all threads one after another."""
+    if sum([job[1] for job in jobs]) < SMALL:
+        return [job[0]() for job in jobs]
+    results: list[Any] = [None] * len(jobs)
+
+    def run(index: int) -> None:
+        results[index] = jobs[index][0]()
+
+    together = []
+    for index, (_, size, at_once, on_one_thread) in enumerate(jobs):
+        if at_once and (on_one_thread or size < LARGE):
+            together.append(index)
+        else:
+            run(index)
+    if together:
+        threads.parallel(run, sorted(together, key=lambda index: -jobs[index][1]))
+    return results
 
 
 def adamw(

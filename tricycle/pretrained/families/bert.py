@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tricycle.configs.model import EncoderConfig
+from tricycle.configs.encoder import EncoderConfig
 from tricycle.layers import Layer
 from tricycle.pretrained.families.family import Family, Names
 from tricycle.pretrained.fields import ACTIVATION_WORDS, Fields

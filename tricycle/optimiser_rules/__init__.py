@@ -1,0 +1,6 @@
+"""Optimisers besides SGD and AdamW."""
+
+from tricycle.optimiser_rules.lion import Lion, LionRule
+from tricycle.optimiser_rules.muon import Muon, MuonRule, anything, is_hidden_matrix
+
+__all__ = ["Lion", "LionRule", "Muon", "MuonRule", "anything", "is_hidden_matrix"]

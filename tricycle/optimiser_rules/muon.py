@@ -1,0 +1,104 @@
+"""Muon: momentum whose singular values are all brought to 1, for the matrices between hidden layers."""
+
+from __future__ import annotations
+
+import math
+
+from tricycle.devices import Array, array_module
+from tricycle.kernels import muon
+from tricycle.optimisers import AdamWRule, Filter, Optimiser, Rate, Rule, State, Step, decays, role_of
+from tricycle.tensor import Tensor
+
+
+def is_hidden_matrix(parameter: Tensor) -> bool:
+    """Return whether a parameter is a matrix between hidden layers, which Muon takes."""
+    return role_of(parameter) == "matrix" and parameter.ndim == 2
+
+
+def anything(parameter: Tensor) -> bool:
+    """Accept every parameter: the predicate of a last rule, for the rest."""
+    return True
+
+
+class MuonRule(Rule):
+    """Momentum whose singular values are all brought to 1. For matrices.
+
+    A matrix that is a whole number of times wider than tall, or taller than wide, is processed as that number of square
+    ones: the queries, keys and values of attention are.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the coefficients of the
+    iteration are those of `kernels.muon.POLAR`.
+
+    Args:
+        rate: multiplies the learning rate.
+        momentum: how much of the mean gradient a step keeps.
+        precision: of the matrix products of the iteration, in `precision.PRECISIONS`.
+    """
+
+    state_names = ("first",)
+    at_once = True
+    on_one_thread = True
+
+    def __init__(self, rate: float = 5.0, momentum: float = 0.95, precision: str = "float32") -> None:
+        if not 0 <= rate < math.inf or not 0 <= momentum < 1:
+            got = f"{rate!r} and {momentum!r}"
+            raise ValueError(f"Muon: expected a matrix_rate of 0 or more and a momentum from 0 to below 1, got {got}")
+        self.rate = rate
+        self.momentum = momentum
+        self.precision = precision
+
+    def work(self, shape: tuple[int, ...]) -> int:
+        """Return the operations of the matrix products, up to a factor (`distributed.shards.load_of` reads it)."""
+        return math.prod(shape) * min(shape)
+
+    def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        mean = state["first"]
+        mean *= self.momentum
+        mean += (1 - self.momentum) * grad
+        ahead = (1 - self.momentum) * grad + self.momentum * mean  # as Nesterov does
+        ahead = array_module(ahead).ascontiguousarray(ahead)  # so that its blocks are views
+        if step.weight_decay:
+            weights *= step.kept
+        blocks = _square_blocks(ahead)
+        blocks[...] = muon.orthogonalise(blocks, self.precision)
+        n_rows, n_columns = weights.shape
+        ahead *= step.learning_rate * self.rate * math.sqrt(max(1, n_columns / n_rows) / len(blocks))
+        weights -= ahead
+
+
+def _square_blocks(matrix: Array) -> Array:
+    """Return a view of the square parts of a matrix, (N, R, R); of the matrix itself, (1, R, C), if it has none."""
+    n_rows, n_columns = matrix.shape
+    if n_columns % n_rows == 0:
+        return matrix.reshape(n_rows, -1, n_rows).swapaxes(0, 1)
+    if n_rows % n_columns == 0:
+        return matrix.reshape(-1, n_columns, n_columns)
+    return matrix[None]
+
+
+class Muon(Optimiser):
+    """`MuonRule` for matrices between hidden layers, `AdamWRule` for the rest.
+
+    Args:
+        learning_rate, betas, eps, weight_decay: of AdamW.
+        matrix_rate: the learning rate of the matrices, as a multiple of `learning_rate`.
+        momentum: how much of the mean gradient a step keeps, of the matrices.
+        takes: a predicate: which parameters are such matrices.
+        precision: of the matrix products of the iteration, in `precision.PRECISIONS`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Rate = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        decays: Filter = decays,
+        matrix_rate: float = 5.0,
+        momentum: float = 0.95,
+        takes: Filter = is_hidden_matrix,
+        precision: str = "float32",
+    ) -> None:
+        matrices = takes, MuonRule(matrix_rate, momentum, precision)
+        others = anything, AdamWRule(betas, eps)
+        super().__init__(learning_rate, [matrices, others], weight_decay, decays)
