@@ -27,12 +27,11 @@ from tricycle.attention import (
 from tricycle.attention.cache import Segments
 from tricycle.autograd import is_evaluating
 from tricycle.configs.model import ModelConfig, hidden_width
-from tricycle.functions import RowSoftmax, residual
+from tricycle.functions import RowSoftmax, new_softmax, residual
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import FEW_ROWS
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
 from tricycle.ops import as_tensor, as_tensors, positive, reshape, split_heads
-from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor
 
 
@@ -115,7 +114,7 @@ class AttentionConfig:
         qk_norm: scale the queries and keys of each head to one length first: what makes the norm of D channels, or
             True for an RMS norm without a gain.
         qk_norm_per_head: normalize each head by itself; False for all heads of queries, and of keys, together.
-        softmax: what turns scores into weights: a name in `softmaxes.SOFTMAXES`, or an object.
+        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
         causal: a token sees itself and those before it, and not those after.
         window, scale, cap: as of `Attention`.
         token_shift: mix each token with the one before it first (`TokenShift`).
@@ -289,7 +288,7 @@ class MultiHeadAttention(_MultiHead):
         n_heads: H.
         key_size, value_size: channels of keys and values; C unless given.
         bias: the projections add a bias.
-        softmax: what turns scores into weights: a name in `softmaxes.SOFTMAXES`, or an object.
+        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
         context_window: the most queries and keys it takes, which "blocks" needs to know.
         dropout: probability of dropping an element of the result.
     """

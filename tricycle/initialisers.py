@@ -1,7 +1,5 @@
 """First values of weights: functions from a shape and a generator to a float32 array."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -15,11 +13,10 @@ def zeros(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
 
 
 def normal(std: float) -> Initialiser:
-    """Normal with mean 0."""
     return lambda shape, generator: generator.standard_normal(shape, dtype=np.float32) * np.float32(std)
 
 
 def xavier(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Uniform in +-sqrt(6 / (inputs + outputs)) (Glorot and Bengio 2010), for (from_size, to_size)."""
+    """Uniform in +-sqrt(6 / (from_size + to_size)) for a shape (from_size, to_size) (Glorot and Bengio 2010)."""
     limit = math.sqrt(6 / (shape[0] + shape[-1]))
     return generator.uniform(-limit, limit, shape).astype(np.float32)

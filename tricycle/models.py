@@ -20,14 +20,13 @@ from tricycle.autograd import grad_enabled_for
 from tricycle.blocks import MultiHeadSelfAttention, TransformerBlock, call, dtype_between, new_norm, takes
 from tricycle.configs.model import EncoderConfig, ModelConfig
 from tricycle.devices import Array, array_module
-from tricycle.functions import linear, soft_cap, to_compute_dtype
+from tricycle.functions import linear, new_softmax, soft_cap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
 from tricycle.recompute import recompute, run_and_free
-from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor
 
 # The most logits that a loss holds at a time in host memory: 112 MB of them, and as much of their gradients.
@@ -63,7 +62,7 @@ class BlockStack(Layer):
         """Let attention weigh keys in another way from now on, in every block and in the config.
 
         Args:
-            name: in `softmaxes.SOFTMAXES`.
+            name: in `functions.SOFTMAXES`.
             n_blocks: for "blocks", whose scales begin at 1.
         """
         self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)

@@ -13,10 +13,9 @@ from tricycle import kernels
 from tricycle.attention.masks import Mask, additive_mask
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module, side_by_side
-from tricycle.functions import RowSoftmax
+from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.kernels import Scoring
 from tricycle.ops import Op, as_tensors, check_device, floating
-from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor, record
 
 
@@ -29,7 +28,7 @@ class Attention(Op):
     caps: Gemma Team 2024, section 2.
 
     Args:
-        softmax: what turns scores into weights: a name in `softmaxes.SOFTMAXES`, or an object.
+        softmax: what turns scores into weights: a name in `functions.SOFTMAXES`, or an object.
         causal: a query sees the keys up to its own place, the last query being at the last key.
         window: of these it sees the last so many, its own included; None for all. Needs `causal`.
         scale: scores are products of queries and keys times this; 1 / sqrt(D) unless given.

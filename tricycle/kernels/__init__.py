@@ -27,9 +27,9 @@ from tricycle.kernels.reference.elementwise import (
     swiglu,
     swiglu_backward,
 )
-from tricycle.kernels.reference.few_bits import FEW_ROWS, FewBits, few_bits_matmul
 from tricycle.kernels.reference.losses import cross_entropy, cross_entropy_with_slope
 from tricycle.kernels.reference.matrices import (
+    FEW_ROWS,
     batched_matmul,
     matmul,
     operand,
@@ -59,7 +59,6 @@ __all__ = [
     "KERNELS",
     "Kernel",
     "FEW_ROWS",
-    "FewBits",
     "Scoring",
     "use_reference",
     "softmax",
@@ -79,7 +78,6 @@ __all__ = [
     "to_compute_dtype",
     "matmul",
     "batched_matmul",
-    "few_bits_matmul",
     "sum_rows",
     "sum_squares",
     "random_mask",

@@ -10,6 +10,7 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 from tricycle import kernels
+from tricycle.kernels.reference.few_bits import few_bits_matmul
 from tricycle_accelerators import compiled, onednn
 from tricycle_accelerators.cpu import (
     attention,
@@ -36,7 +37,7 @@ def register(array: type) -> None:
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)
     kernels.batched_matmul.on(array)(matrices.batched_matmul)
-    kernels.few_bits_matmul.on(array)(few_bits.few_bits_matmul)
+    few_bits_matmul.on(array)(few_bits.few_bits_matmul)
     kernels.sum_rows.on(array)(matrices.sum_rows)
     kernels.sum_squares.on(array)(matrices.sum_squares)
 

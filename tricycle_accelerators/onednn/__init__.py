@@ -7,6 +7,7 @@ every result, is float32. The threads are ours: each calls oneDNN for its piece 
 from __future__ import annotations
 
 from tricycle import kernels
+from tricycle.kernels.reference.few_bits import few_bits_matmul
 from tricycle_accelerators.onednn import few_bits, library, matrices, optimisers
 
 
@@ -17,5 +18,5 @@ def register(array: type) -> None:
     kernels.operand.on(array)(matrices.operand)
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)
-    kernels.few_bits_matmul.on(array)(few_bits.few_bits_matmul)
+    few_bits_matmul.on(array)(few_bits.few_bits_matmul)
     kernels.orthogonalise.on(array)(optimisers.orthogonalise)

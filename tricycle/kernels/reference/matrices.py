@@ -10,6 +10,7 @@ from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import kernel
 from tricycle.kernels.reference.widening import widening
 
+FEW_ROWS = 16  # a product with so few takes the time in which the other matrix comes from memory
 WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product
 
 
