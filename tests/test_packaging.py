@@ -175,7 +175,7 @@ def test_cupy_is_imported_in_devices_and_accelerators_alone():
 
 # -------------------------------------------------------------------- every file
 # The tests of files and folders that have none of their own name.
-ELSEWHERE = {"precision": "functions", "softmaxes": "functions", "attentions": "seq2seq", "beam_search": "seq2seq"}
+ELSEWHERE = {"softmaxes": "functions", "attentions": "seq2seq", "beam_search": "seq2seq"}
 ELSEWHERE |= {"sampling": "generate", "parameter": "optimisers", "debug": "silent_mistakes"}
 
 

@@ -1,6 +1,6 @@
 """Softmax variants beside those in `functions.py`, added to its table of names.
 
-A new one is a function with its gradient, and a line here.
+A new one is a function with its gradient, and two lines here.
 """
 
 from tricycle.functions import SOFTMAXES, new_softmax
@@ -10,4 +10,6 @@ from tricycle.softmaxes.sink import SinkSoftmax
 
 __all__ = ["SOFTMAXES", "AdaptiveSoftmax", "BlockSoftmax", "SinkSoftmax", "new_softmax"]
 
-SOFTMAXES.update(adaptive=AdaptiveSoftmax, blocks=BlockSoftmax, sink=SinkSoftmax)
+SOFTMAXES["adaptive"] = AdaptiveSoftmax
+SOFTMAXES["blocks"] = BlockSoftmax
+SOFTMAXES["sink"] = SinkSoftmax
