@@ -1,6 +1,6 @@
 """Tricycle: deep learning from scratch, from a Tensor to a GPT, on NumPy and CuPy."""
 
-from tricycle import activations, einsum, ops, softmaxes  # noqa: F401  (they add to operators and tables of names)
+from tricycle import activations, einsum, losses, ops, softmaxes, state  # noqa: F401  (they add methods and names)
 from tricycle.tensor import Tensor, no_grad, to_tensor
 
 __version__ = "0.1.0"

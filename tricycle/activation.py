@@ -33,8 +33,7 @@ class ReLUSquared(Op):
 class GeLU(Op):
     """x times the normal distribution function of x (Hendrycks and Gimpel 2016).
 
-    Args:
-        approximate: the tanh form that GPT-2 uses; False for the exact one, the activation "gelu_exact".
+    `approximate` is the tanh form of GPT-2; the exact one is the activation "gelu_exact".
     """
 
     def __init__(self, approximate: bool = True) -> None:

@@ -15,27 +15,22 @@ from tricycle.kernels import FEW_ROWS, Scoring
 from tricycle.ops import Op, as_tensor, as_tensors, check_device, check_width, floating, register
 from tricycle.tensor import Operand, Tensor, record
 
-# Of matrix products; weights are float32 in all of them. A GPU keeps all activations in 16 bits where products take no
-# more, a CPU those between two products and the logits of a loss.
+# Of matrix products. Weights are always float32; activations have 16 bits where products take no more.
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 # Writes the gradients of q, k and v into its last three arguments and returns that of the scales, if there are any.
 AttendBackward = Callable[[Array, Array, Array, Array], Array | None]
 
 
-# -------------------------------------------------------------------- softmax variants
 class RowSoftmax(Op, is_base=True):
     """A way to turn rows of attention scores into weights, the base of all softmax variants; an op on the last axis.
 
     A variant defines `rows`, and `rows_backward` unless it has the gradient of softmax. Attention computes with these
     in memory that grows with the number of keys, not its square. A variant known to the kernels overrides `attend`.
-
-    Attributes:
-        name: of the results.
-        fused: whether the kernels know it, so that its products may have operands of 16 bits.
-        by_place: whether the last axis of its parameter, if any, is the position.
     """
 
-    name, fused, by_place = "rows", False, False
+    name = "rows"  # of the results
+    fused = False  # whether the kernels know it, so that its products may have operands of 16 bits
+    by_place = False  # whether the last axis of its parameter, if any, is the position
 
     def rows(self, scores: Array) -> Array:
         """Return the weights for scores (..., S), which are -inf where a key is hidden."""
@@ -56,10 +51,8 @@ class RowSoftmax(Op, is_base=True):
     ) -> tuple[Array, AttendBackward]:
         """Compute attention of queries (B, T, H, D) to keys and values (B, S, K, D), where H is a multiple of K.
 
-        Args:
-            scoring: how scores are made, and which keys a query sees.
-            mask: added to the scores, 0 or -inf, (B or 1, H or 1, T or 1, S).
-            dtype: of the result (B, T, H, D); that of the queries unless given.
+        The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. The result has the dtype of q unless
+        another is given.
         """
         out = kernels.row_attention(q, k, v, scoring, self.rows, mask)
 
@@ -121,12 +114,7 @@ SOFTMAXES: dict[str, Callable[..., RowSoftmax]] = {"softmax": Softmax, "softmax1
 
 
 def new_softmax(softmax: str | RowSoftmax, n_blocks: int = 2) -> RowSoftmax:
-    """Return a variant by its name in SOFTMAXES ("blocks" with `n_blocks`), or as it is.
-
-    Raises:
-        ValueError: an unknown name.
-        TypeError: neither name nor variant.
-    """
+    """Return a variant by its name in SOFTMAXES ("blocks" with `n_blocks`), or as it is."""
     if isinstance(softmax, RowSoftmax):
         return softmax
     if not isinstance(softmax, str):
@@ -136,7 +124,6 @@ def new_softmax(softmax: str | RowSoftmax, n_blocks: int = 2) -> RowSoftmax:
     return SOFTMAXES[softmax](n_blocks) if softmax == "blocks" else SOFTMAXES[softmax]()
 
 
-# -------------------------------------------------------------------- other functions
 class LogSoftmax(Op):
     """log softmax(x) over the last axis, without the rounding of taking the log afterwards."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tricycle import devices, kernels
-from tricycle.autograd import NeedsGrad, OwnedGradient, SlicedGradient, evaluation, increment_versions, is_evaluating
+from tricycle import kernels
+from tricycle.autograd import NeedsGrad, OwnedGradient, SlicedGradient, evaluation, is_evaluating
 from tricycle.devices import Array, on_gpu
 from tricycle.functions import PRECISIONS, linear
 from tricycle.initialisers import Initialiser, normal, xavier
@@ -27,12 +27,16 @@ def new_generator(generator: Generator) -> np.random.Generator:
 class Layer:
     """A map from Tensors to Tensors with parameters.
 
-    A subclass sets its parameters (Parameters, or plain Tensors) and inner layers (alone, or in lists, tuples or
-    dicts) as attributes and defines `forward`. One walk over these attributes gives parameters, moves, state and
-    printing. A layer may be used in several places, and layers may hold each other.
+    A subclass defines `forward` and has its parameters (Parameters, or plain Tensors) and inner layers as attributes,
+    alone or in lists, tuples and dicts. A layer may be used in several places, and layers may hold each other.
     """
 
     precision: str = "float32"  # of matrix products in here, as `use_precision` sets it
+    # `tricycle.state` has these methods, and the printed tree.
+    to_gpu: Callable[..., Layer]
+    from_gpu: Callable[[], Layer]
+    state_dict: Callable[[], dict[str, np.ndarray]]
+    load_state_dict: Callable[[Mapping[str, np.ndarray]], None]
 
     @property
     def training(self) -> bool:
@@ -74,7 +78,7 @@ class Layer:
         yield from self._walk(Layer, "", {id(self)})
 
     def layers(self) -> Iterator[Layer]:
-        return (layer for _, layer in self.named_layers())
+        return iter([layer for _, layer in self.named_layers()])  # a list, for the caller may set attributes
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter once, under the first of its names ("blocks.0.attention.projection.weights")."""
@@ -119,11 +123,7 @@ class Layer:
         return self._set_requires_grad(False)
 
     def unfreeze(self) -> Layer:
-        """Let all parameters be trained again; return self.
-
-        Raises:
-            ValueError: some have 16 bits or 8, which are too few for the small steps of training.
-        """
+        """Let all parameters be trained again; return self. 16 bits are refused: too few for small steps."""
         narrow = [name for name, parameter in self.named_parameters() if parameter.dtype.itemsize < 4]
         if narrow:
             got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]
@@ -144,86 +144,10 @@ class Layer:
             layer.precision = precision
         return self
 
-    # ---------------------------------------------------------------- devices, state, printing
     def place(self, ids: Any) -> Tensor:
         """Return integers as a Tensor on the device of the parameters."""
         tensor, like = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int), next(self.parameters())
         return tensor.to_gpu(like.array.device.id) if like.on_gpu else tensor
-
-    def to_gpu(self, device: int = 0) -> Layer:
-        """Move all parameters to a GPU, in place; return self. Quantized ones are refused before any has moved."""
-        for name, parameter in self.named_parameters():
-            if is_quantized(parameter):
-                got = f"{name} {parameter.array}"
-                raise ValueError(f"{type(self).__name__}.to_gpu: expected float32 weights, got {got}")
-        for parameter in self.parameters():
-            parameter.to_gpu(device)
-        return self
-
-    def from_gpu(self) -> Layer:
-        """Move all parameters to host memory, in place; return self."""
-        for parameter in self.parameters():
-            parameter.from_gpu()
-        return self
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """Return the values of all parameters by name, in host memory; those already there are not copied.
-
-        Quantized ones are returned as the float32 numbers that they represent.
-        """
-        return {name: parameter.numpy() for name, parameter in self.named_parameters()}
-
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Set the values of all parameters.
-
-        Raises:
-            ValueError: names every missing, extra, misshapen and non-numeric entry; nothing has changed then.
-        """
-        parameters = dict(self.named_parameters())
-        problems = [f"missing {name}" for name in parameters if name not in state]
-        problems += [f"unexpected {name}" for name in state if name not in parameters]
-        for name, parameter in parameters.items():
-            array = state.get(name, parameter.array)
-            if is_quantized(parameter):
-                problems.append(f"{name}: expected 32 bits to write values into, got {parameter.array}")
-            elif not devices.is_array(array) or not _fits(array.dtype, parameter.dtype):
-                got = array.dtype if devices.is_array(array) else type(array).__name__
-                problems.append(f"{name}: expected an array that fits {parameter.dtype}, got {got}")
-            elif array.shape != parameter.shape:
-                problems.append(f"{name}: expected shape {parameter.shape}, got {array.shape}")
-        if problems:
-            raise ValueError(f"{type(self).__name__}.load_state_dict: {'; '.join(problems)}")
-        for name, array in state.items():
-            array = devices.to_cpu(array)
-            own = parameters[name].array
-            own[...] = array if isinstance(own, np.ndarray) else parameters[name].xp.asarray(array)
-        increment_versions(parameters.values())
-
-    def __repr__(self) -> str:
-        return "\n".join(self._tree(()))
-
-    def _tree(self, above: tuple[Layer, ...]) -> list[str]:
-        """Return lines about this layer and all inside it, but for the layers that it is inside of."""
-        lines = [f"{type(self).__name__}: {self.n_parameters:,} parameters"]
-        above = (*above, self)
-        for name, part in self._parts():
-            if isinstance(part, Tensor):
-                lines.append(f"  {name} {part.array if is_quantized(part) else part.shape}")
-            elif any(part is layer for layer in above):
-                lines.append(f"  {name} {type(part).__name__}: see above")
-            else:
-                head, *rest = part._tree(above)
-                lines += [f"  {name} {head}", *(f"  {line}" for line in rest)]
-        return lines
-
-
-def is_quantized(tensor: Tensor) -> bool:
-    return hasattr(tensor.array, "quantized_matmul")
-
-
-def _fits(dtype: np.dtype, own: np.dtype) -> bool:
-    """Return whether values of that dtype may become a parameter's: integers are weights only by mistake."""
-    return np.can_cast(dtype, own, "same_kind") and (dtype.kind in "biu") == (own.kind in "biu")
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -242,13 +166,7 @@ def generators_in(layer: Layer) -> list[np.random.Generator]:
 
 
 class Dense(Layer):
-    """x W + b over the last axis.
-
-    Args:
-        bias: add a vector b, which starts at 0.
-        initialiser: gives the first values of W (from_size, to_size).
-        role: of W, one of `parameter.ROLES`.
-    """
+    """x W + b over the last axis. W is (from_size, to_size); b, if there is a bias, starts at 0."""
 
     def __init__(
         self,
@@ -271,11 +189,7 @@ class Dense(Layer):
 
 
 class Embedding(Layer):
-    """A table of from_size vectors of length to_size, one for each id.
-
-    Args:
-        role: of the table, one of `parameter.ROLES`: "position" where the ids are positions.
-    """
+    """A table of from_size vectors of length to_size, one for each id."""
 
     def __init__(
         self,
@@ -347,11 +261,9 @@ class LayerNorm(Layer):
 
 
 class RMSNorm(LayerNorm):
-    """x / sqrt(mean square + eps) * gain over the last axis: neither centred nor shifted (Zhang and Sennrich 2019).
+    """x / sqrt(mean square + eps) * gain over the last axis (Zhang and Sennrich 2019).
 
-    Args:
-        gain: train the gain; without, it is 1.
-        unit_offset: multiply by 1 + gain, where the gain starts at 0 (as Gemma does).
+    Without `gain` it is 1; with `unit_offset` the factor is 1 + gain, and the gain starts at 0 (as in Gemma).
     """
 
     _centred, _name = False, "rms_norm"
@@ -369,10 +281,7 @@ class RMSNorm(LayerNorm):
 
 
 class Dropout(Layer):
-    """While training, set each element to 0 with a probability and scale the others up to keep the mean.
-
-    Layers of one model may share a generator.
-    """
+    """While training, set each element to 0 with a probability and scale the others up to keep the mean."""
 
     def __init__(self, probability: float, generator: Generator = None) -> None:
         if not 0 <= probability < 1:
