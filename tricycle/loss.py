@@ -66,7 +66,10 @@ class CrossEntropy(Op):
         if not grad_enabled_for(logits):
             return record(kernels.cross_entropy(*arguments), (logits,), None, "cross_entropy", False)
         loss, slope = kernels.cross_entropy_with_slope(*arguments)
-        backward = lambda grad, needs_grad: (times(slope, grad).reshape(logits.shape),)
+
+        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
+            return (times(slope, grad).reshape(logits.shape),)
+
         return record(loss, (logits,), backward, "cross_entropy", False)
 
 
