@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tricycle import kernels
 from tricycle.kernels import KERNELS, Scoring
-from tricycle.kernels.reference.few_bits import FewBits
+from tricycle.kernels.quantized import FewBits
 
 Draw = Callable[[st.SearchStrategy], Any]
 

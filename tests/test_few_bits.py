@@ -17,7 +17,7 @@ from tricycle.configs.model import ModelConfig
 from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
 from tricycle.kernels import use_reference
-from tricycle.kernels.reference.few_bits import FewBits, few_bits_matmul
+from tricycle.kernels.quantized import FewBits, few_bits_matmul
 from tricycle.layers import Dense, Embedding
 from tricycle.models import GPT, next_logits
 from tricycle.parameter import Parameter
@@ -157,7 +157,7 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
 
 WITH_THREADS = """
 import numpy as np
-from tricycle.kernels.reference.few_bits import FewBits, few_bits_matmul
+from tricycle.kernels.quantized import FewBits, few_bits_matmul
 rng = np.random.default_rng(0)
 for kind in ("int8", "bfloat16"):
     for shape in ((64, 96), (128, 96), (100, 33), (96, 200)):

@@ -11,7 +11,7 @@ from versions import offer, registered_by
 
 from tricycle import kernels
 from tricycle.kernels import KERNELS, use_reference
-from tricycle.kernels.reference.few_bits import FewBits
+from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import attention_blocks, cpu, pieces, threads
 
 FASTER = registered_by(cpu.register)  # oneDNN's where it can be used, and the threads'

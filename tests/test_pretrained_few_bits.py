@@ -10,7 +10,7 @@ from test_gguf_writer import TOKENS, each_model, new_model
 from tricycle.checkpoint import save_checkpoint
 from tricycle.generate import generate
 from tricycle.kernels import use_reference
-from tricycle.kernels.reference.few_bits import FewBits
+from tricycle.kernels.quantized import FewBits
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder

@@ -181,7 +181,7 @@ def linear(
     elif quantized is None and precision != "float32" and n_rows <= FEW_ROWS and is_evaluating():
         precision = "float32"  # to convert the weights for so few rows would take longer than their product
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
-    as_is = precision == "float32" or quantized is not None  # to ask a kernel for operands costs a small product much
+    as_is = precision == "float32" or quantized is not None  # no kernel is asked for operands
     a, b = (rows, matrix) if as_is else (kernels.operand(rows, precision), kernels.operand(matrix, precision))
     if quantized is None:
         y = kernels.matmul(a, b, vector, None, dtype or kept, precision)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.kernels import FEW_ROWS
-from tricycle.kernels.reference.few_bits import dtype_of
+from tricycle.kernels.quantized import dtype_of
 from tricycle.models import GPT, next_logits
 from tricycle.ops import check_range
 from tricycle.sampling import Sampling

@@ -30,7 +30,7 @@ from tricycle.configs.checked import Checked, Rule
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
-from tricycle.kernels.reference.few_bits import FewBits, few_bits_matmul
+from tricycle.kernels.quantized import FewBits, few_bits_matmul
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.ops import as_tensor, check_width, floating
 from tricycle.parameter import Parameter

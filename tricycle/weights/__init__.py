@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from tricycle.kernels.reference.few_bits import FewBits
+from tricycle.kernels.quantized import FewBits
 from tricycle.layers import Dense, Embedding, Layer
 
 __all__ = ["quantize", "use_order"]

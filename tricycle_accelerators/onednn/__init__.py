@@ -7,7 +7,7 @@ every result, is float32. The threads are ours: each calls oneDNN for its piece 
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle.kernels.reference.few_bits import few_bits_matmul
+from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators.onednn import few_bits, library, matrices, optimisers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tricycle.kernels.reference.few_bits import KINDS
+from tricycle.kernels.quantized import KINDS
 from tricycle.layers import Layer
 from tricycle.models import least_numbers
 from tricycle.pretrained.families.bert import BERT, ROBERTA

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels.reference.few_bits import FewBits, dtype_of
+from tricycle.kernels.quantized import FewBits, dtype_of
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
