@@ -1,11 +1,14 @@
 """First values of weights: functions from a shape and a generator to a float32 array."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 
 import numpy as np
 
-Initialiser = Callable[[tuple[int, ...], np.random.Generator], np.ndarray]
+# The name in quotes, for NumPy imports its random generators when they are first named, which takes time.
+Initialiser = Callable[[tuple[int, ...], "np.random.Generator"], np.ndarray]
 
 
 def zeros(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from tricycle.ops import as_tensor, check_device, check_range, check_width, floa
 from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
-Generator = np.random.Generator | int | None  # a NumPy generator, a seed, or None for another one in each run
+Generator: TypeAlias = "np.random.Generator | int | None"  # or a seed, or None for another one in each run
 
 
 def new_generator(generator: Generator) -> np.random.Generator:
