@@ -41,6 +41,7 @@ def tricycle_step(
     from tricycle.pretrained import load
     from tricycle.recompute import recompute as recompute_blocks
     from tricycle.training import labelled, train_on_batch
+    from tricycle.weights import use_order
 
     loaded = load(folder, weights=weights)
     model = loaded.model
@@ -52,7 +53,7 @@ def tricycle_step(
 
         new_adapter(loaded, LoRAConfig(rank=RANK, alpha=ALPHA))
     else:
-        model.unfreeze().use_order("C")
+        use_order(model.unfreeze(), "C")
     model.train()
     optimiser = AdamW(RATE, weight_decay=0.0)
     loss_of = labelled(model, CrossEntropy(ignore_index=IGNORED))

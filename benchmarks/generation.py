@@ -66,13 +66,8 @@ def available(arguments: argparse.Namespace) -> list[tuple[str, str, str, float]
     here = {"tricycle": True, "transformers": importlib.util.find_spec("transformers") is not None}
     code = "import llama_cpp"
     here["llama.cpp"] = not subprocess.run([arguments.llama_python, "-c", code], capture_output=True).returncode
-    few_bits = hasattr(GPT, "quantise")
     chosen = arguments.sides or [side[0] for side in SIDES]
-    return [
-        side
-        for side in SIDES
-        if side[0] in chosen and here[side[1]] and (few_bits or side[1] != "tricycle" or side[2] == "float32")
-    ]
+    return [side for side in SIDES if side[0] in chosen and here[side[1]]]
 
 
 def write_files(model: GPT, tokeniser: Any, folder: Path, sides: list[tuple[str, str, str, float]]) -> list[Any]:

@@ -20,6 +20,7 @@ from tricycle.models import GPT
 from tricycle.pretrained import Pretrained, load
 from tricycle.system.files import naming
 from tricycle.tensor import no_grad
+from tricycle.weights import use_order
 from tricycle_datasets import shakespeare
 from tricycle_datasets.corpus import hold_out_tail, is_held_out
 from tricycle_datasets.download import fetch
@@ -39,7 +40,7 @@ def load_model(path_or_name: str = MODEL) -> Pretrained:
         FileNotFoundError, ValueError: as of `tricycle.pretrained.load`.
     """
     loaded = load(path_or_name)
-    loaded.model.use_order("C")
+    use_order(loaded.model, "C")
     return loaded
 
 

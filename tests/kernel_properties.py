@@ -12,7 +12,8 @@ from attention_cases import cubes, cubes_backward
 from hypothesis import strategies as st
 
 from tricycle import kernels
-from tricycle.kernels import KERNELS, FewBits, Scoring
+from tricycle.kernels import KERNELS, Scoring
+from tricycle.kernels.quantized import FewBits
 
 Draw = Callable[[st.SearchStrategy], Any]
 

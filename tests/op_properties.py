@@ -23,6 +23,7 @@ import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, ops, softmaxes
+from tricycle.activations import ExactGeLU
 from tricycle.tensor import Tensor
 
 Draw = Callable[[st.SearchStrategy], Any]
@@ -106,9 +107,10 @@ ELEMENTWISE = {
         lambda draw: activation.GeLU(draw(st.booleans())),
         lambda torch, x, op: torch.nn.functional.gelu(x, approximate="tanh" if op.approximate else "none"),
     ),
+    "ExactGeLU": (lambda draw: ExactGeLU(), lambda torch, x, op: torch.nn.functional.gelu(x)),
     "Swish": (lambda draw: activation.Swish(), lambda torch, x, op: torch.nn.functional.silu(x)),
 }
-WHOLE = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "GeLU", "Swish"}
+WHOLE = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "GeLU", "ExactGeLU", "Swish"}
 
 
 def _elementwise(name: str) -> Callable[[Draw], Call]:

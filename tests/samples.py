@@ -20,6 +20,7 @@ import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, ops, softmaxes
+from tricycle.activations import ExactGeLU
 from tricycle.tensor import Tensor, to_tensor
 
 
@@ -119,6 +120,7 @@ UNARY = [
         [-30, -5, 0, 5, 30],
         lambda torch, x: torch.nn.functional.gelu(x),
     ),
+    ("ExactGeLU", ExactGeLU(), normal, [-30, -5, 0, 5, 30], lambda torch, x: torch.nn.functional.gelu(x)),
     ("Swish", activation.Swish(), normal, [-30, 0, 30], lambda torch, x: torch.nn.functional.silu(x)),
 ]
 for _name, _op, _make, _edges, _torch in UNARY:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tricycle import no_grad, ops, to_tensor
-from tricycle.activation import GLU, Gated, GeLU, ReLU, SwiGLU, Swish, erf
+from tricycle.activation import GLU, Gated, GeLU, ReLU, SwiGLU, Swish
+from tricycle.activations import erf
 from tricycle.functions import Tanh
 from tricycle.gradcheck import gradcheck
 from tricycle.layers import Layer

@@ -23,6 +23,7 @@ from tricycle.pretrained.settings import GenerationSettings
 from tricycle.recompute import recompute as recompute_blocks
 from tricycle.tensor import Tensor
 from tricycle.training import apply, gradients, labelled
+from tricycle.weights import use_order
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -256,7 +257,7 @@ def test_twenty_updates_are_those_of_peft(name, dora, tmp_path):
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
 def test_twenty_updates_of_all_weights_are_those_of_pytorch(name, tmp_path):
     theirs, loaded = both(name, tmp_path)
-    loaded.model.unfreeze().use_order("C")
+    use_order(loaded.model.unfreeze(), "C")
     decayed = [p for p in theirs.parameters() if p.ndim > 1]
     others = [p for p in theirs.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -298,7 +299,7 @@ def test_every_gradient_is_that_of_peft(kind, tmp_path):
     theirs, loaded = both("Llama", tmp_path / "base")
     adapter, rate = None, 1e-3
     if kind == "all weights":
-        loaded.model.unfreeze().use_order("C")
+        use_order(loaded.model.unfreeze(), "C")
     else:
         adapter, rate = new_adapter(loaded, LoRAConfig(rank=4, alpha=8, dora=kind == "DoRA"), seed=1), 1e-2
         enliven_adapter(adapter)  # else the first gradients of A are 0

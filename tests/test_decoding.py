@@ -18,6 +18,7 @@ from tricycle.models import GPT, next_logits
 from tricycle.sampling import Sampling
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
 from tricycle.tensor import no_grad, to_tensor
+from tricycle.weights import quantize
 from tricycle_lab.probe import Probe
 
 TINY = ModelConfig(vocab_size=40, context_window=24, embedding_dim=16, n_heads=4, n_layers=3)
@@ -286,7 +287,7 @@ def test_weights_of_16_bits(n_tokens):
 @pytest.mark.parametrize("kind", ["int8", "float16"])
 @pytest.mark.parametrize("name", ["gpt-2", "family Llama", "narrow embedding", "untied"])
 def test_weights_of_few_bits(name, kind):
-    model = new_model(CONFIGS[name]).quantise(kind)
+    model = quantize(new_model(CONFIGS[name]), kind)
     tokens = text_of(model, 20)
     expected = all_at_once(model, tokens)
     caches = model.new_caches()

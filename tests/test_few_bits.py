@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from test_onednn import USABLE
 
-from tricycle import kernels
 from tricycle.configs.model import ModelConfig
 from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels import FewBits, use_reference
+from tricycle.kernels import use_reference
+from tricycle.kernels.quantized import FewBits, few_bits_matmul
 from tricycle.layers import Dense, Embedding
 from tricycle.models import GPT, next_logits
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor, to_tensor
+from tricycle.weights import quantize
 from tricycle_accelerators import compiled, spinning, threads
 
 KINDS = ("int8", "bfloat16", "float16")
@@ -75,9 +76,7 @@ def test_rows_of_zeros_and_of_the_smallest_numbers():
     for number in (0.0, 1e-45, 1e-39):
         matrix = FewBits.of(np.full((3, 4), number, np.float32), "int8")
         np.testing.assert_array_equal(np.asarray(matrix), 0)
-        assert not kernels.few_bits_matmul(
-            np.ones((2, 3), np.float32), FewBits.of(np.zeros((3, 4)), "int8", True)
-        ).any()
+        assert not few_bits_matmul(np.ones((2, 3), np.float32), FewBits.of(np.zeros((3, 4)), "int8", True)).any()
     largest = np.full((1, 3), 3e38)
     assert np.isfinite(np.asarray(FewBits.of(largest, "int8"))).all()
 
@@ -150,7 +149,7 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
         )
         matrix.ready.clear()
         for scale in (1, 100, 1):
-            product = kernels.few_bits_matmul((x * scale).astype(dtype), matrix, bias)
+            product = few_bits_matmul((x * scale).astype(dtype), matrix, bias)
             assert product.dtype == dtype and "onednn" in matrix.ready
         rounded = {2: 2**-7}.get(dtype.itemsize, 1e-4)
         assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)
@@ -158,8 +157,7 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
 
 WITH_THREADS = """
 import numpy as np
-from tricycle import kernels
-from tricycle.kernels import FewBits
+from tricycle.kernels.quantized import FewBits, few_bits_matmul
 rng = np.random.default_rng(0)
 for kind in ("int8", "bfloat16"):
     for shape in ((64, 96), (128, 96), (100, 33), (96, 200)):
@@ -167,8 +165,8 @@ for kind in ("int8", "bfloat16"):
         for n_rows in (1, 40):
             x = np.asfortranarray(rng.standard_normal((n_rows, shape[0])).astype(np.float32))
             for _ in range(20):
-                product = kernels.few_bits_matmul(x, matrix)
-            expected = kernels.few_bits_matmul.plain(x, matrix)
+                product = few_bits_matmul(x, matrix)
+            expected = few_bits_matmul.plain(x, matrix)
             assert np.linalg.norm(product - expected) <= 1e-4 * np.linalg.norm(expected), (kind, shape, n_rows)
 print("all equal")
 """
@@ -189,7 +187,7 @@ def test_many_rows_are_rounded_where_the_precision_says_so():
     _, matrix = matrix_of("bfloat16", (96, 70))
     x = np.random.default_rng(0).standard_normal((100, 96)).astype(np.float32)
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
-    off = [np.linalg.norm(kernels.few_bits_matmul(x, matrix, None, p) - expected) for p in ("float32", "bfloat16")]
+    off = [np.linalg.norm(few_bits_matmul(x, matrix, None, p) - expected) for p in ("float32", "bfloat16")]
     assert off[0] < 1e-4 * np.linalg.norm(expected) < 1e-3 * np.linalg.norm(expected) < off[1]
 
 
@@ -202,13 +200,13 @@ def test_rows_of_any_size_and_what_is_not_finite(n_rows):
     x *= np.geomspace(1e-20, 1e20, n_rows).astype(np.float32)[:, None]
     x[0] = 0
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64)
-    actual = kernels.few_bits_matmul(x, matrix)
+    actual = few_bits_matmul(x, matrix)
     assert not actual[0].any()
     for row, truth in zip(actual[1:], expected[1:]):
         assert np.linalg.norm(row - truth) <= 1e-4 * np.linalg.norm(truth)
     x[0, 0] = np.nan
-    assert np.isnan(kernels.few_bits_matmul(x, matrix)[0]).all()
-    assert np.isfinite(kernels.few_bits_matmul(x, matrix)[1:]).all()
+    assert np.isnan(few_bits_matmul(x, matrix)[0]).all()
+    assert np.isfinite(few_bits_matmul(x, matrix)[1:]).all()
 
 
 @USABLE
@@ -218,9 +216,9 @@ def test_a_matrix_of_which_several_threads_make_products_at_once():
     _, matrix = matrix_of("int8", (200, 300))
     xs = np.random.default_rng(0).standard_normal((64, 1, 200)).astype(np.float32)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda x: kernels.few_bits_matmul(x, matrix), xs))
+        found = list(pool.map(lambda x: few_bits_matmul(x, matrix), xs))
     for x, product in zip(xs, found):
-        np.testing.assert_array_equal(product, kernels.few_bits_matmul(x, matrix))
+        np.testing.assert_array_equal(product, few_bits_matmul(x, matrix))
 
 
 # -------------------------------------------------------------------- gradients
@@ -240,7 +238,7 @@ def test_gradients_of_the_input_and_bias(kind, with_bias, plain):
 
 def test_weights_of_few_bits_do_not_train():
     layer = Dense(4, 3, generator=0)
-    layer.quantise("int8")
+    quantize(layer, "int8")
     assert not any(parameter.requires_grad for parameter in layer.parameters())
     with pytest.raises(ValueError, match=r"Dense.unfreeze: expected weights of 32 bits, fewer has weights"):
         layer.unfreeze()
@@ -260,7 +258,7 @@ def test_a_model_says_nearly_the_same(kind, tied, plain):
     before = model(TOKENS).array
     state = {name: array.copy() for name, array in model.state_dict().items()}
     n_parameters = model.n_parameters
-    assert model.quantise(kind) is model
+    assert quantize(model, kind) is model
     context = use_reference if plain else pytest.MonkeyPatch.context
     with context():
         after = model(TOKENS).array
@@ -272,7 +270,7 @@ def test_a_model_says_nearly_the_same(kind, tied, plain):
     again = GPT(model.config)
     again.load_state_dict(model.state_dict())
     np.testing.assert_allclose(again(TOKENS).array, after, 0, 2e-4 if kind == "int8" else 5e-3)
-    model.quantise(kind)  # once more changes nothing
+    quantize(model, kind)  # once more changes nothing
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         np.testing.assert_allclose(twin(TOKENS).array, model(TOKENS).array, 0, 5e-3)
 
@@ -281,11 +279,11 @@ def test_it_refuses_what_would_lose_or_change_weights(monkeypatch):
     model = GPT(CONFIG)
     model.blocks[1].mlp.up.weights.array[0, 0] = np.nan
     with pytest.raises(ValueError, match="expected finite numbers"):
-        model.quantise()
+        quantize(model)
     assert all(parameter.dtype == np.float32 and parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(ValueError, match="expected one of int8"):
-        model.quantise("int3")
-    model = GPT(CONFIG).quantise()
+        quantize(model, "int3")
+    model = quantize(GPT(CONFIG))
     state = GPT(CONFIG).state_dict()
     with pytest.raises(ValueError, match=r"token_embedding.weights: expected 32 bits to write values into, got"):
         model.load_state_dict(state)
@@ -297,21 +295,21 @@ def test_it_refuses_what_would_lose_or_change_weights(monkeypatch):
 
 def test_places_stay_as_they_are_and_shared_weights_are_one():
     model = GPT(ModelConfig(**{**vars(CONFIG), "positions": "learned"}))
-    model.quantise()
+    quantize(model)
     assert model.position_embedding.weights.array.dtype == np.float32
     assert model.token_embedding.weights.array.dtype == np.int8
     first, second = Dense(3, 3, generator=0), Dense(3, 3, generator=1)
     second.weights = first.weights
     both = GPT(CONFIG)
     both.pair = [first, second]
-    both.quantise()
+    quantize(both)
     assert isinstance(first.weights, Parameter) and first.weights.array is second.weights.array
 
 
 def test_an_embedding_of_few_bits():
     table = Embedding(7, 4, generator=0)
     expected = table([[1, 6]]).array
-    table.quantise("float16")
+    quantize(table, "float16")
     actual = table([[1, 6]])
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual.array, expected, 1e-3)
@@ -323,7 +321,7 @@ def test_an_embedding_of_few_bits():
 def test_a_token_after_a_cache(kind):
     if kind == "bfloat16":
         pytest.importorskip("ml_dtypes")
-    model = GPT(CONFIG).eval().quantise(kind)
+    model = quantize(GPT(CONFIG).eval(), kind)
     caches = [model.new_caches()]
     tokens = TOKENS.array[0].tolist()
     next_logits(model, [tokens[:-1]], caches)

@@ -12,8 +12,9 @@ import pytest
 from versions import offer, registered_by
 
 from tricycle import kernels
-from tricycle.kernels import KERNELS, FewBits, recurrent, use_reference
+from tricycle.kernels import KERNELS, recurrent, use_reference
 from tricycle.kernels.dispatch import Kernel
+from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import attention_blocks, cpu, pieces, threads
 
 FASTER = registered_by(cpu.register)  # oneDNN's where it can be used, and the threads'
@@ -213,6 +214,7 @@ IN_PLACE = {
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
 ON_HOSTS = {"few_bits_matmul"}
+ELSEWHERE = {"few_bits_matmul"}  # not in `tricycle.kernels`
 NOT_OPS = {"each", "for_items", "repeated", "pipeline", "random_mask"}  # helpers, and what draws
 
 all_cases = pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tricycle.sequences.seq2seq import Seq2Seq, Seq2SeqAttention, Transformer
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
+from tricycle.weights import quantize
 from tricycle_cli import look
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.page import page, whole
@@ -329,7 +330,7 @@ def test_parts_that_a_recurrent_model_has_not() -> None:
 def test_weights_of_few_bits(weights: str) -> None:
     pytest.importorskip("ml_dtypes")
     model = lively(CONFIG).eval()
-    model.quantise(weights)
+    quantize(model, weights)
     model.use_precision("bfloat16" if weights == "bfloat16" else "float32")
     subject = Stack(model, TOKENISER, "small")
     reading = read(subject)

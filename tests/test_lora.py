@@ -10,7 +10,7 @@ from tricycle.configs import ModelConfig
 from tricycle.finetuning.lora import AdaptedDense, Adapter, LoRAConfig, LowRank, Part, column_squares
 from tricycle.generate import DecodingState
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels import FewBits
+from tricycle.kernels.quantized import FewBits
 from tricycle.layers import Dense
 from tricycle.models import GPT
 from tricycle.tensor import to_tensor

@@ -149,8 +149,10 @@ print(*(name for name in heavy if name in sys.modules), *(["threads"] if threadi
     assert list(tmp_path.iterdir()) == []
 
 
-# They give Tensor its methods, or register kernels, in a loop.
-ATTACHING = [f"tricycle/{name}.py" for name in "ops extra_ops einsum tensor_methods kernels/__init__".split()]
+# Files whose last lines make their functions methods of a class, or their functions kernels.
+ATTACHING = [
+    f"tricycle/{name}.py" for name in "ops extra_ops einsum tensor_methods kernels/__init__ state/__init__".split()
+]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=name_of)
@@ -180,15 +182,9 @@ def test_cupy_is_imported_where_devices_are_asked_and_in_accelerators_alone():
 
 # -------------------------------------------------------------------- every file
 # The tests of files and folders that have none of their own name.
-ELSEWHERE = {"precision": "functions", "softmaxes": "functions", "attentions": "seq2seq", "beam_search": "seq2seq"}
-ELSEWHERE |= {
-    "sampling": "generate",
-    "parameter": "optimisers",
-    "debug": "silent_mistakes",
-    "extra_ops": "ops",
-    "tensor_methods": "tensor",
-}
-ELSEWHERE |= {"optimiser_rules": "optimisers"}
+ELSEWHERE = {"softmaxes": "functions", "attentions": "seq2seq", "beam_search": "seq2seq"}
+ELSEWHERE |= {"sampling": "generate", "parameter": "optimisers", "debug": "silent_mistakes"}
+ELSEWHERE |= {"extra_ops": "ops", "tensor_methods": "tensor", "optimiser_rules": "optimisers"}
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if path.stem != "__init__"], ids=name_of)

@@ -9,13 +9,15 @@ from test_gguf_writer import TOKENS, each_model, new_model
 
 from tricycle.checkpoint import save_checkpoint
 from tricycle.generate import generate
-from tricycle.kernels import FewBits, use_reference
+from tricycle.kernels import use_reference
+from tricycle.kernels.quantized import FewBits
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.gguf_file import read_file
 from tricycle.pretrained.gguf_writer import export_gguf
 from tricycle.tensor import to_tensor
+from tricycle.weights import quantize
 
 NARROW = {"float32": 4, "int8": 1, "bfloat16": 2, "float16": 2}
 
@@ -82,7 +84,7 @@ def test_any_model_in_any_kind(weights: str, kind: str, name: str, tmp_path: Pat
     else:
         save_checkpoint(path, model)
     narrow = load(path, weights=weights).model
-    expected = new_model(name).quantise(weights).use_precision("bfloat16" if weights == "bfloat16" else "float32")
+    expected = quantize(new_model(name), weights).use_precision("bfloat16" if weights == "bfloat16" else "float32")
     assert {p.dtype.itemsize for p in narrow.parameters() if p.requires_grad} <= {4}
     assert few_bits(narrow).keys() == few_bits(expected).keys()
     for parameter_name, array in expected.state_dict().items():

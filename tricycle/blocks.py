@@ -15,12 +15,11 @@ from tricycle.attention.cache import Cache, Segments, call_with_cache, join, tak
 from tricycle.attention.rotary import Rotary, RotaryScaling
 from tricycle.autograd import is_evaluating
 from tricycle.configs.model import ModelConfig, model_fields
-from tricycle.functions import RowSoftmax, residual
+from tricycle.functions import RowSoftmax, new_softmax, residual
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import FEW_ROWS
 from tricycle.layers import Dense, Dropout, Generator, Layer, LayerNorm, RMSNorm, new_generator
 from tricycle.ops import as_tensor, reshape, split_heads
-from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor
 
 

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from tricycle import devices, kernels
-from tricycle.autograd import NeedsGrad, OwnedGradient, SlicedGradient, evaluation, increment_versions, is_evaluating
+from tricycle import kernels
+from tricycle.autograd import NeedsGrad, OwnedGradient, SlicedGradient, evaluation, is_evaluating
 from tricycle.devices import Array, on_gpu
-from tricycle.functions import linear
+from tricycle.functions import PRECISIONS, linear
 from tricycle.initialisers import Initialiser, normal, xavier
-from tricycle.kernels import FewBits
 from tricycle.ops import as_tensor, check_device, check_range, check_width, floating, positive
 from tricycle.parameter import Parameter
-from tricycle.precision import check_precision
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
+Generator: TypeAlias = "np.random.Generator | int | None"  # or a seed, or None for another one in each run
 
-class Updater(Protocol):
-    """What `Layer.update` needs of an optimiser."""
 
-    def update(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Change every parameter that has a gradient."""
+def new_generator(generator: Generator) -> np.random.Generator:
+    return np.random.default_rng(generator)
 
 
 class Layer:
-    """Something with parameters that maps Tensors to Tensors.
+    """A map from Tensors to Tensors with parameters.
 
-    A subclass sets its parameters (Parameters, or plain Tensors) and inner layers (alone, or in lists, tuples or
-    dicts) as attributes and defines `forward`. One walk over these attributes gives parameters, moves, state and
-    printing. Layers may stand in several places, and may hold each other.
+    A subclass defines `forward` and has its parameters (Parameters, or plain Tensors) and inner layers as attributes,
+    alone or in lists, tuples and dicts. A layer may be used in several places, and layers may hold each other.
     """
 
     precision: str = "float32"  # of matrix products in here, as `use_precision` sets it
+    # `tricycle.state` has these methods, and the printed tree.
+    to_gpu: Callable[..., Layer]
+    from_gpu: Callable[[], Layer]
+    state_dict: Callable[[], dict[str, np.ndarray]]
+    load_state_dict: Callable[[Mapping[str, np.ndarray]], None]
 
     @property
     def training(self) -> bool:
@@ -54,101 +55,75 @@ class Layer:
 
     # ---------------------------------------------------------------- the walk
     def _parts(self) -> Iterator[tuple[str, Any]]:
-        """Every Tensor and Layer that is an attribute, or stands in a container that is, with its name."""
+        """Yield every Tensor and Layer among the attributes, and in containers that are, with its name."""
         for name, value in vars(self).items():
-            if isinstance(value, (Tensor, Layer)):  # as `_unpack` would, but this is the most of what small steps cost
+            if isinstance(value, (Tensor, Layer)):  # as below, but faster: most of what a small step costs
                 yield name, value
             elif isinstance(value, (list, tuple, dict)):
-                yield from _unpack(name, value)
+                yield from (part for part in _flatten(name, value) if isinstance(part[1], (Tensor, Layer)))
 
-    def layers(self) -> Iterator[Layer]:
-        """This layer and all inside it, each once."""
-        seen: dict[int, Layer] = {}
-        waiting = [self]
-        while waiting:
-            layer = waiting.pop()
-            if id(layer) not in seen:
-                seen[id(layer)] = layer
-                # turned round, so that the first is the next
-                waiting += [part for part in _items(vars(layer).values()) if isinstance(part, Layer)][::-1]
-        return iter(seen.values())
+    def _walk(self, kind: type, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+        """Yield everything of a kind inside (Tensor or Layer), once, under the first of its names."""
+        for name, part in self._parts():
+            if id(part) not in seen:
+                seen.add(id(part))
+                if isinstance(part, kind):
+                    yield prefix + name, part
+                if isinstance(part, Layer):
+                    yield from part._walk(kind, f"{prefix}{name}.", seen)
 
     def named_layers(self) -> Iterator[tuple[str, Layer]]:
-        """This layer, as "", and all inside it, each once under the first of its names, such as "blocks.0.mlp"."""
-        seen: set[int] = set()
+        """Yield this layer, as "", and all inside it, each once under the first of its names ("blocks.0.mlp")."""
+        yield "", self
+        yield from self._walk(Layer, "", {id(self)})
 
-        def walk(layer: Layer, prefix: str) -> Iterator[tuple[str, Layer]]:
-            if id(layer) not in seen:
-                seen.add(id(layer))
-                yield prefix.removesuffix("."), layer
-                for name, part in layer._parts():
-                    if isinstance(part, Layer):
-                        yield from walk(part, f"{prefix}{name}.")
-
-        return walk(self, "")
+    def layers(self) -> Iterator[Layer]:
+        return iter([layer for _, layer in self.named_layers()])  # a list, for the caller may set attributes
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter once, under the first of its names, such as "blocks.0.attention.projection.weights"."""
-        seen: set[int] = set()
-
-        def walk(layer: Layer, prefix: str) -> Iterator[tuple[str, Tensor]]:
-            for name, part in layer._parts():
-                if id(part) in seen:
-                    continue
-                seen.add(id(part))
-                if isinstance(part, Layer):
-                    yield from walk(part, f"{prefix}{name}.")
-                else:
-                    yield prefix + name, part
-
-        seen.add(id(self))
-        return walk(self, "")
+        """Yield each parameter once, under the first of its names ("blocks.0.attention.projection.weights")."""
+        return self._walk(Tensor, "", {id(self)})
 
     def parameters(self) -> Iterator[Tensor]:
-        """Each parameter once."""
         return (parameter for _, parameter in self.named_parameters())
 
     @property
     def n_parameters(self) -> int:
-        """How many numbers the parameters hold; shared ones count once."""
+        """The number of elements of all parameters; shared ones count once."""
         return sum(parameter.size for parameter in self.parameters())
 
     # ---------------------------------------------------------------- training
-    def train(self) -> Layer:
-        """Turn dropout on; returns self."""
-        return self._set_training(True)
-
-    def eval(self) -> Layer:
-        """Turn dropout off; returns self."""
-        return self._set_training(False)
-
-    def _set_training(self, training: bool) -> Layer:
+    def train(self, training: bool = True) -> Layer:
+        """Turn dropout on; return self."""
         for layer in self.layers():
             layer.training = training
         return self
 
+    def eval(self) -> Layer:
+        """Turn dropout off; return self."""
+        return self.train(False)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a block within which (and this thread) dropout is off and no graph is built."""
+        return evaluation()
+
     def zero_grad(self) -> None:
-        """Forget all gradients."""
         for parameter in self.parameters():
             parameter.zero_grad()
 
-    def update(self, optimiser: Updater) -> None:
-        """Let the optimiser change every parameter that has a gradient, once, and forget the gradients."""
+    def update(self, optimiser: Any) -> None:
+        """Call `optimiser.update` with all named parameters, each once, and clear their gradients."""
         named_parameters = list(self.named_parameters())
         optimiser.update(named_parameters)
         for _, parameter in named_parameters:
             parameter.zero_grad()
 
     def freeze(self) -> Layer:
-        """Keep all parameters as they are: no gradient, no update; returns self."""
+        """Keep all parameters as they are: no gradient, no update; return self."""
         return self._set_requires_grad(False)
 
     def unfreeze(self) -> Layer:
-        """Let all parameters learn again; returns self.
-
-        Raises:
-            ValueError: some are kept in 16 bits or 8, which are too few for the small steps of training.
-        """
+        """Let all parameters be trained again; return self. 16 bits are refused: too few for small steps."""
         narrow = [name for name, parameter in self.named_parameters() if parameter.dtype.itemsize < 4]
         if narrow:
             got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]
@@ -161,195 +136,37 @@ class Layer:
             parameter.zero_grad()
         return self
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a block within which (and within this thread) dropout is off, and results have no gradients."""
-        return evaluation()
-
     def use_precision(self, precision: str) -> Layer:
-        """Let every layer in here multiply at this precision from now on; returns self.
-
-        Raises:
-            ValueError: not in `precision.PRECISIONS`.
-        """
-        check_precision(precision)
+        """Let every layer in here multiply matrices at this precision, one of PRECISIONS; return self."""
+        if precision not in PRECISIONS:
+            raise ValueError(f"expected precision to be one of {', '.join(PRECISIONS)}, got {precision!r}")
         for layer in self.layers():
             layer.precision = precision
         return self
 
-    # ---------------------------------------------------------------- how matrices lie
-    def use_order(self, order: str) -> Layer:
-        """Let the matrices in here lie so in memory from now on; returns self. Their values stay.
-
-        Args:
-            order: "C", row by row, as training is fastest; or "F", column by column, as a product with one row is, and
-                so the writing of text. One matrix at a time is copied, where it lies otherwise.
-
-        Raises:
-            ValueError: another order.
-        """
-        if order not in ("C", "F"):
-            raise ValueError(f"{type(self).__name__}.use_order: expected 'C' or 'F', got {order!r}")
-        for layer in self.layers():
-            if isinstance(layer, Dense) and not isinstance(layer.weights.array, FewBits):
-                layer.weights.array = layer.weights.xp.asarray(layer.weights.array, order=order)
-        return self
-
-    # ---------------------------------------------------------------- few bits
-    def quantise(self, kind: str = "int8") -> Layer:
-        """Keep the matrices and token embeddings in here in fewer bits, and freeze everything; returns self.
-
-        A product with few rows then takes less time, for it is as fast as its weights come from memory. Gradients flow
-        through, but not to them. Matrices that have few bits already stay as they are.
-
-        Args:
-            kind: "int8", "bfloat16" or "float16".
-
-        Raises:
-            ValueError: another kind, weights that are not finite or lie on a GPU. Nothing has changed then.
-            ImportError: bfloat16 without ml_dtypes.
-        """
-        places = [layer for layer in self.layers() if isinstance(layer, (Dense, Embedding))]
-        weights = {id(layer.weights): layer for layer in places if layer.weights.array.dtype.itemsize > 2}
-        wanted = [layer for layer in weights.values() if getattr(layer.weights, "role", None) != "position"]
-        for layer in wanted:
-            if layer.weights.on_gpu:
-                raise ValueError(f"{type(self).__name__}.quantise: expected weights in host memory, got them on a GPU")
-        new = [FewBits.of(layer.weights.array, kind, turned=isinstance(layer, Dense)) for layer in wanted]
-        for layer, matrix in zip(wanted, new):
-            layer.weights.array = matrix
-        return self.freeze()
-
-    # ---------------------------------------------------------------- moving and state
     def place(self, ids: Any) -> Tensor:
-        """Whole numbers as a Tensor on the device of the parameters."""
+        """Return integers as a Tensor on the device of the parameters."""
         tensor, like = ids if isinstance(ids, Tensor) else to_tensor(ids, dtype=int), next(self.parameters())
         return tensor.to_gpu(like.array.device.id) if like.on_gpu else tensor
 
-    def to_gpu(self, device: int = 0) -> Layer:
-        """Move all parameters to a GPU, in place; returns self.
 
-        Raises:
-            ValueError: weights of few bits, which are for CPUs. Nothing has moved then.
-        """
-        for name, parameter in self.named_parameters():
-            if isinstance(parameter.array, FewBits):
-                raise ValueError(
-                    f"{type(self).__name__}.to_gpu: expected float32 weights, got {name} {parameter.array}"
-                )
-        for parameter in self.parameters():
-            parameter.to_gpu(device)
-        return self
-
-    def from_gpu(self) -> Layer:
-        """Move all parameters to host memory, in place; returns self."""
-        for parameter in self.parameters():
-            parameter.from_gpu()
-        return self
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """The values of all parameters by name, in host memory (not copied where they lie there already).
-
-        Weights of few bits come as the float32 numbers that they stand for.
-        """
-        return {name: parameter.numpy() for name, parameter in self.named_parameters()}
-
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over the values of all parameters.
-
-        Raises:
-            ValueError: names every missing, extra, misshapen and non-numeric entry; nothing has changed then.
-        """
-        parameters = dict(self.named_parameters())
-        problems = [f"missing {name}" for name in parameters if name not in state]
-        problems += [f"unexpected {name}" for name in state if name not in parameters]
-        for name, parameter in parameters.items():
-            array = state.get(name, parameter.array)
-            if isinstance(parameter.array, FewBits):
-                problems.append(f"{name}: expected 32 bits to write values into, got {parameter.array}")
-            elif not devices.is_array(array) or not _fits(array.dtype, parameter.dtype):
-                got = array.dtype if devices.is_array(array) else type(array).__name__
-                problems.append(f"{name}: expected an array that fits {parameter.dtype}, got {got}")
-            elif array.shape != parameter.shape:
-                problems.append(f"{name}: expected shape {parameter.shape}, got {array.shape}")
-        if problems:
-            raise ValueError(f"{type(self).__name__}.load_state_dict: {'; '.join(problems)}")
-        for name, array in state.items():
-            array = devices.to_cpu(array)
-            own = parameters[name].array
-            own[...] = array if isinstance(own, np.ndarray) else parameters[name].xp.asarray(array)
-        increment_versions(parameters.values())
-
-    # ---------------------------------------------------------------- printing
-    def __repr__(self) -> str:
-        return "\n".join(self._tree(()))
-
-    def _tree(self, above: tuple[Layer, ...]) -> list[str]:
-        """Lines about this layer and all inside it, but for the layers that it stands in."""
-        lines = [f"{type(self).__name__}: {self.n_parameters:,} parameters"]
-        above = (*above, self)
-        for name, part in self._parts():
-            if isinstance(part, Tensor):
-                lines.append(f"  {name} {part.array if isinstance(part.array, FewBits) else part.shape}")
-            elif any(part is layer for layer in above):
-                lines.append(f"  {name} {type(part).__name__}: see above")
-            else:
-                head, *rest = part._tree(above)
-                lines.append(f"  {name} {head}")
-                lines += [f"  {line}" for line in rest]
-        return lines
-
-
-def _fits(dtype: np.dtype, own: np.dtype) -> bool:
-    """Whether values of that dtype may become a parameter's: whole numbers are no weights, but by mistake."""
-    return np.can_cast(dtype, own, "same_kind") and (dtype.kind in "biu") == (own.kind in "biu")
-
-
-def _items(values: Iterable[Any]) -> Iterator[Any]:
-    """Those of the values that are no containers, and what the others contain."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _items(value)
-        elif isinstance(value, dict):
-            yield from _items(value.values())
-        else:
-            yield value
-
-
-def _unpack(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (Tensor, Layer)):
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what nested lists, tuples and dicts contain, or a value that is none, with its name."""
+    if isinstance(value, (list, tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flatten(f"{name}.{key}", item)
+    else:
         yield name, value
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _unpack(f"{name}.{i}", item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _unpack(f"{name}.{key}", item)
 
 
 def generators_in(layer: Layer) -> list[np.random.Generator]:
-    """Those that a layer and all inside it draw from, each once."""
-    values = (value for part in layer.layers() for value in _items(vars(part).values()))
+    """Return the random generators that a layer and all inside it draw from, each once."""
+    values = (value for inner in layer.layers() for _, value in _flatten("", vars(inner)))
     return list({id(value): value for value in values if isinstance(value, np.random.Generator)}.values())
 
 
-Generator = np.random.Generator | int | None
-
-
-def new_generator(generator: Generator) -> np.random.Generator:
-    """A generator as it is, one made from a seed, or for None one that differs from run to run."""
-    return np.random.default_rng(generator)
-
-
 class Dense(Layer):
-    """x W + b over the last axis.
-
-    Args:
-        from_size, to_size: length of the last axis before and after.
-        bias: add a vector b, which starts at 0.
-        initialiser: first values of W.
-        generator: a NumPy generator or a seed.
-        role: what W is, one of `tensor.ROLES`: "head" for a layer that gives the output of a model.
-    """
+    """x W + b over the last axis. W is (from_size, to_size); b, if there is a bias, starts at 0."""
 
     def __init__(
         self,
@@ -357,7 +174,7 @@ class Dense(Layer):
         to_size: int,
         bias: bool = True,
         initialiser: Initialiser = xavier,
-        generator: np.random.Generator | int | None = None,
+        generator: Generator = None,
         role: str = "matrix",
     ) -> None:
         positive("Dense", from_size=from_size, to_size=to_size)
@@ -366,25 +183,20 @@ class Dense(Layer):
         self.bias = Parameter(np.zeros(to_size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """(..., from_size) to (..., to_size), in the dtype of x W unless another is given."""
-        return linear(as_tensor(x, self.weights), self.weights, self.bias, "dense", self.precision, dtype)
+        """Map (..., from_size) to (..., to_size), in the dtype of x W unless another is given."""
+        x = x if isinstance(x, Tensor) else as_tensor(x, self.weights)
+        return linear(x, self.weights, self.bias, "dense", self.precision, dtype)
 
 
 class Embedding(Layer):
-    """A table that gives a vector for each id.
-
-    Args:
-        from_size: how many ids there are.
-        to_size: length of the vectors.
-        role: what the table is, one of `tensor.ROLES`: "position" where the ids are places.
-    """
+    """A table of from_size vectors of length to_size, one for each id."""
 
     def __init__(
         self,
         from_size: int,
         to_size: int,
         initialiser: Initialiser | None = None,
-        generator: np.random.Generator | int | None = None,
+        generator: Generator = None,
         role: str = "embedding",
     ) -> None:
         positive("Embedding", from_size=from_size, to_size=to_size)
@@ -393,11 +205,7 @@ class Embedding(Layer):
         self.weights = Parameter(draw((from_size, to_size), new_generator(generator)), role)
 
     def forward(self, ids: Operand) -> Tensor:
-        """Whole numbers (...) to vectors (..., to_size).
-
-        Raises:
-            ValueError: ids that are not whole numbers from 0 to from_size - 1 (checked in host memory only).
-        """
+        """Map integers (...) to vectors (..., to_size); ids on a GPU are not checked to be below from_size."""
         ids = as_tensor(ids)
         table, index = self.weights.array, ids.array
         if index.dtype.kind not in "iu":
@@ -418,12 +226,7 @@ class Embedding(Layer):
 
 
 class LayerNorm(Layer):
-    """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis (Ba et al. 2016).
-
-    Args:
-        size: length of the last axis.
-        bias: add a learned vector.
-    """
+    """(x - mean) / sqrt(variance + eps) * gain + bias over the last axis (Ba et al. 2016)."""
 
     _centred, _name = True, "layer_norm"
 
@@ -436,11 +239,11 @@ class LayerNorm(Layer):
         self.bias: Parameter | None = Parameter(np.zeros(size, np.float32), "bias") if bias else None
 
     def forward(self, x: Operand, dtype: Any = None) -> Tensor:
-        """(..., size) to (..., size), in the dtype of x unless another is given."""
-        x = as_tensor(x, self.gain)
-        if x.shape[-1:] != (self.size,):
-            check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
+        """Map (..., size) to (..., size), in the dtype of x unless another is given."""
+        x = x if isinstance(x, Tensor) else as_tensor(x, self.gain)
         array, gain, centred = floating(x.array), self._gains(x), self._centred
+        if array.shape[-1:] != (self.size,):
+            check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
         check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
         y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred, dtype)
@@ -453,19 +256,14 @@ class LayerNorm(Layer):
         return record(y, args, backward, self._name)
 
     def _gains(self, x: Tensor) -> Array:
-        """What each channel is multiplied by, (C,)."""
+        """Return what each channel is multiplied by, (C,)."""
         return x.xp.ones(self.size, np.float32) if self.gain is None else self.gain.array
 
 
 class RMSNorm(LayerNorm):
-    """x / sqrt(mean square + eps) * gain over the last axis: a layer norm that neither centres nor shifts.
+    """x / sqrt(mean square + eps) * gain over the last axis (Zhang and Sennrich 2019).
 
-    Source: Zhang and Sennrich 2019.
-
-    Args:
-        size: length of the last axis.
-        gain: learn the gain; without, it is 1.
-        unit_offset: multiply by 1 + gain, where the gain starts at 0 (as Gemma does).
+    Without `gain` it is 1; with `unit_offset` the factor is 1 + gain, and the gain starts at 0 (as in Gemma).
     """
 
     _centred, _name = False, "rms_norm"
@@ -479,20 +277,13 @@ class RMSNorm(LayerNorm):
             self.gain = Parameter(np.zeros(size, np.float32), "gain")
 
     def _gains(self, x: Tensor) -> Array:
-        if self.gain is None:
-            return x.xp.ones(self.size, np.float32)
-        return 1 + self.gain.array if self.unit_offset else self.gain.array
+        return 1 + self.gain.array if self.unit_offset and self.gain is not None else super()._gains(x)
 
 
 class Dropout(Layer):
-    """While training, set each element to 0 with a probability and scale the others up to keep the mean.
+    """While training, set each element to 0 with a probability and scale the others up to keep the mean."""
 
-    Args:
-        probability: from 0 (never) to below 1.
-        generator: a NumPy generator or a seed; layers of one model may share a generator.
-    """
-
-    def __init__(self, probability: float, generator: np.random.Generator | int | None = None) -> None:
+    def __init__(self, probability: float, generator: Generator = None) -> None:
         if not 0 <= probability < 1:
             raise ValueError(f"Dropout: expected a probability from 0 to below 1, got {probability!r}")
         self.probability = probability

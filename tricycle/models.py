@@ -21,13 +21,12 @@ from tricycle.autograd import grad_enabled_for
 from tricycle.blocks import TransformerBlock, call, dtype_between, new_norm, takes
 from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array
-from tricycle.functions import linear, soft_cap, to_compute_dtype
+from tricycle.functions import linear, new_softmax, soft_cap, to_compute_dtype
 from tricycle.initialisers import normal, zeros
 from tricycle.layers import Dense, Dropout, Embedding, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.ops import as_tensor
 from tricycle.parameter import Parameter
-from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor
 
 # The most logits that a loss holds at a time in host memory: 112 MB of them, and as much of their gradients.

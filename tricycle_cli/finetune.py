@@ -32,7 +32,7 @@ from tricycle.evaluation import HeldOut
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig
 from tricycle.finetuning.packing import PackedDataset, packs
 from tricycle.finetuning.preferences import PairDataset
-from tricycle.kernels import FewBits
+from tricycle.kernels.quantized import FewBits
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained

@@ -14,6 +14,7 @@ from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle.weights import quantize
 from tricycle_cli.pickles import load_pickled_model
 from tricycle_cli.run import SAMPLING
 
@@ -115,7 +116,7 @@ def load_file(source: str, weights: str = "float32") -> Pretrained:
     if path.suffix in PICKLES:
         model = load_pickled_model(path)
         if weights not in ("float32", "stored"):
-            model.quantise(weights)
+            quantize(model, weights)
         return Pretrained(model, None, GenerationSettings())
     if not path.exists() and path.suffix in FILES:
         raise FileNotFoundError(f"{path}: expected a model, there is no such file")

@@ -32,6 +32,7 @@ from tricycle.models import GPT
 from tricycle.softmaxes import AdaptiveSoftmax
 from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor, no_grad
+from tricycle.weights import use_order
 from tricycle_cli.flags import parse
 from tricycle_lab.probe import entropy
 from tricycle_lab.taps import tap
@@ -106,7 +107,7 @@ class Study:
         self.folder = settings.output / "parts"
         loaded = load_model(settings.model)
         self.model: GPT = loaded.model.freeze()
-        self.model.use_order("F")
+        use_order(self.model, "F")
         self.tokeniser = loaded.tokeniser
         self.prompter = Prompter(loaded.tokeniser)
 

@@ -12,10 +12,9 @@ from typing import Any
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array, array_module, side_by_side
-from tricycle.functions import RowSoftmax
+from tricycle.functions import RowSoftmax, new_softmax
 from tricycle.kernels import Scoring
 from tricycle.ops import Op, as_tensors, check_device, floating
-from tricycle.softmaxes import new_softmax
 from tricycle.tensor import Operand, Tensor, record
 
 Mask = Tensor | Array | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tricycle.configs.checked import Checked, Rule
-from tricycle.softmaxes import SOFTMAXES
+from tricycle.functions import SOFTMAXES
 
 Activation = Literal["gelu", "gelu_exact", "relu", "relu_squared", "swish", "sigmoid", "tanh", "swiglu"]
 Norm = Literal["layer_norm", "rms_norm"]

@@ -29,7 +29,8 @@ from tricycle.autograd import NeedsGrad, increment_versions
 from tricycle.configs.checked import Checked, Rule
 from tricycle.devices import Array, array_module, to_cpu
 from tricycle.functions import linear
-from tricycle.kernels import FEW_ROWS, FewBits
+from tricycle.kernels import FEW_ROWS
+from tricycle.kernels.quantized import FewBits, few_bits_matmul
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.ops import as_tensor, check_width, floating
 from tricycle.parameter import Parameter
@@ -309,7 +310,7 @@ def _base_product(wide: Array, rows: Array, base: Dense, bias: Array | None, pre
     """
     matrix: Any = base.weights.array
     if isinstance(matrix, FewBits) and (matrix.dtype.name != precision or len(wide) <= FEW_ROWS):
-        return kernels.few_bits_matmul(wide, matrix, bias, precision)
+        return few_bits_matmul(wide, matrix, bias, precision)
     kept = wide.dtype if wide.dtype.itemsize == 2 else None
     return kernels.matmul(rows, _frozen(base, precision), bias, None, kept, precision)
 

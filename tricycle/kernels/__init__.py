@@ -22,12 +22,10 @@ from tricycle.kernels.reference.attention import attention_backward as attention
 from tricycle.kernels.reference.attention import attention_scores as attention_scores
 from tricycle.kernels.reference.attention import row_attention as row_attention
 from tricycle.kernels.reference.attention import row_attention_backward as row_attention_backward
-from tricycle.kernels.reference.few_bits import FEW_ROWS as FEW_ROWS
-from tricycle.kernels.reference.few_bits import FewBits as FewBits
-from tricycle.kernels.reference.few_bits import few_bits_matmul as few_bits_matmul
 from tricycle.kernels.reference.widening import wide, wide_kernel
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+FEW_ROWS = 16  # a product with so few rows takes the time in which the other matrix comes from memory
 WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tricycle import extra_ops, kernels
 from tricycle.devices import Array, array_module
-from tricycle.functions import AttendBackward, RowSoftmax, Softmax
+from tricycle.functions import AttendBackward, RowSoftmax, Softmax, as_rows
 from tricycle.kernels import Scoring, batched
 from tricycle.kernels.ranges import queries_seeing, scoring_of_part
 from tricycle.ops import positive
@@ -120,7 +120,7 @@ class BlockSoftmax(RowSoftmax):
         Raises:
             ValueError: scales missing, misshapen, or given where they have no use.
         """
-        x = self._scores(x)
+        x = as_rows(self, x)
         wanted = (self.n_blocks, *x.shape[-2:-1]) if self.correction == "learned" else None
         got = None if scales is None else scales.shape
         if (got if got is None or wanted is None else got[-len(wanted) :]) != wanted:

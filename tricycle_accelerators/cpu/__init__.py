@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from tricycle import kernels
 from tricycle.kernels import batched, muon, recurrent
+from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators import compiled, onednn
 from tricycle_accelerators.cpu import (
     attention,
@@ -37,7 +38,7 @@ def register(array: type) -> None:
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)
     batched.batched_matmul.on(array)(matrices.batched_matmul)
-    kernels.few_bits_matmul.on(array)(few_bits.few_bits_matmul)
+    few_bits_matmul.on(array)(few_bits.few_bits_matmul)
     kernels.sum_rows.on(array)(matrices.sum_rows)
     kernels.sum_squares.on(array)(matrices.sum_squares)
 

@@ -7,7 +7,7 @@ from types import NotImplementedType
 import numpy as np
 
 from tricycle.devices import Array
-from tricycle.kernels import FewBits
+from tricycle.kernels.quantized import FewBits
 from tricycle.kernels.reference.widening import is_narrow
 from tricycle_accelerators import threads
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tricycle import kernels
 from tricycle.kernels import muon
+from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators.onednn import few_bits, library, matrices, optimisers
 
 
@@ -18,5 +19,5 @@ def register(array: type) -> None:
     kernels.operand.on(array)(matrices.operand)
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)
-    kernels.few_bits_matmul.on(array)(few_bits.few_bits_matmul)
+    few_bits_matmul.on(array)(few_bits.few_bits_matmul)
     muon.orthogonalise.on(array)(optimisers.orthogonalise)

@@ -17,7 +17,7 @@ from types import NotImplementedType
 import numpy as np
 
 from tricycle.devices import Array
-from tricycle.kernels import FewBits
+from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import compiled, pieces, threads
 from tricycle_accelerators.compiled.loaded import loops
 from tricycle_accelerators.onednn import library

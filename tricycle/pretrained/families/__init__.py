@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.size import least_numbers
-from tricycle.kernels.reference.few_bits import KINDS
+from tricycle.kernels.quantized import KINDS
 from tricycle.layers import Layer
 from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill

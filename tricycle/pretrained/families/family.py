@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels import FewBits
-from tricycle.kernels.reference.few_bits import dtype_of
+from tricycle.kernels.quantized import FewBits, dtype_of
 from tricycle.layers import Layer
 from tricycle.models import GPT
 from tricycle.parameter import Parameter
@@ -198,7 +197,7 @@ def fill(model: Layer, family: Family, source: Source, weights: str) -> None:
             parameter.array = _of_blocks(layout, name, theirs)
         elif kind == "float32":
             if role_of(parameter) in ("matrix", "head"):
-                parameter.array = np.empty(parameter.shape, np.float32, order="F")  # as `Layer.use_order` tells
+                parameter.array = np.empty(parameter.shape, np.float32, order="F")  # as `weights.use_order` tells
             _write(layout, name, pieces, theirs, parameter.array)
         else:
             parameter.array = _of_few_bits(layout, name, pieces, theirs, kind)

@@ -16,9 +16,30 @@ from tricycle.kernels.dispatch import kernel
 from tricycle.kernels.reference.widening import wide
 
 KINDS = ("int8", "bfloat16", "float16")
-FEW_ROWS = 16  # as many are multiplied at the speed at which weights are read: fewer bits win nothing beyond
 MOST = 127  # of an int8, on both sides of 0
 AT_ONCE = 2**18  # numbers that are float32 at one time: they stay in a core's cache
+
+
+@kernel
+def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
+    """x W + bias for rows x (N, K), a matrix of few bits (K, M) and a bias (M,).
+
+    Computed as if the matrix had 32 bits. The result has the dtype of x, which may be 16 bits.
+
+    Args:
+        precision: "bfloat16" may round x to 16 bits.
+    """
+    rows = wide(x)
+    product = np.zeros((len(rows), matrix.shape[1]), rows.dtype)
+    for piece in matrix.pieces():
+        part = matrix.rows(piece).astype(rows.dtype, copy=False)
+        if matrix.turned:
+            product[:, piece] = rows @ part.T
+        else:
+            product += rows[:, piece] @ part
+    if bias is not None:
+        product += bias
+    return product.astype(x.dtype, copy=False)
 
 
 class FewBits:
@@ -36,6 +57,7 @@ class FewBits:
     """
 
     ndim = 2
+    quantized_matmul = few_bits_matmul  # what `tricycle.functions.linear` multiplies with it by
     __slots__ = ("values", "scales", "turned", "ready", "shape", "dtype", "size")
 
     def __init__(
@@ -204,25 +226,3 @@ def _round(floats: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
     floats *= inverse
     np.rint(floats, out=floats)
     values[...] = np.clip(floats, -MOST, MOST, out=floats)
-
-
-@kernel
-def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
-    """x W + bias for rows x (N, K), a matrix of few bits (K, M) and a bias (M,).
-
-    Computed as if the matrix had 32 bits. The result has the dtype of x, which may be 16 bits.
-
-    Args:
-        precision: "bfloat16" may round x to 16 bits.
-    """
-    rows = wide(x)
-    product = np.zeros((len(rows), matrix.shape[1]), rows.dtype)
-    for piece in matrix.pieces():
-        part = matrix.rows(piece).astype(rows.dtype, copy=False)
-        if matrix.turned:
-            product[:, piece] = rows @ part.T
-        else:
-            product += rows[:, piece] @ part
-    if bias is not None:
-        product += bias
-    return product.astype(x.dtype, copy=False)

@@ -1,0 +1,97 @@
+"""The cross-entropy of many logits, which are computed for some rows at a time and never exist whole.
+
+`of_head` is a method of `CrossEntropy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tricycle.autograd import NeedsGrad, grad_enabled_for, gradients_of
+from tricycle.devices import Array
+from tricycle.loss import CrossEntropy, times
+from tricycle.ops import as_tensor, floating, positive
+from tricycle.tensor import Operand, Tensor, record
+
+
+def of_head(
+    loss_fn: CrossEntropy,
+    labels: Operand,
+    hidden: Operand,
+    head: Callable[[Tensor], Tensor],
+    parameters: Iterable[Tensor],
+    n_rows: int,
+    scale: Array | float = 1.0,
+) -> Tensor:
+    """Compute `loss_fn(labels, head(hidden), scale)` for some rows at a time, so that the logits never exist whole.
+
+    While the logits of some rows exist, their gradients are computed too, for a loss is a number, and its own gradient
+    is nearly always 1; the backward pass only hands them on. So one more array like each parameter is kept until then.
+    Rows that do not count are left out altogether.
+
+    Source: the same is known from Hsu et al. 2024, "Liger kernel", section 3.2.
+
+    Args:
+        labels: integers (...).
+        hidden: (..., C), in host memory.
+        head: maps hidden states (N, C) to logits (N, V), each row by itself.
+        parameters: of the head.
+        n_rows: the most rows whose logits exist at a time.
+
+    Raises:
+        ValueError: as of `CrossEntropy`; `n_rows` below 1.
+    """
+    positive("CrossEntropy.of_head", n_rows=n_rows)
+    hidden = as_tensor(hidden)
+    rows, ids, weights = loss_fn.weighed(as_tensor(labels), hidden, "hidden states", scale)
+    inputs = (hidden, *(parameter for parameter in parameters if parameter.requires_grad))
+    learns = grad_enabled_for(*inputs)
+    to_rows = np.zeros_like(rows) if learns and hidden.requires_grad else None
+    sums: list[Array | None] = [None for _ in inputs[1:]]
+
+    def add(loss: Tensor, some: Tensor, places: Any) -> None:
+        to_some, *new = gradients_of(loss, np.ones_like(loss.array), [some, *inputs[1:]])
+        if to_rows is not None and to_some is not None:
+            to_rows[places] = to_some
+        sums[:] = [_add(held, more, to_some) for held, more in zip(sums, new)]
+
+    total: Any = 0
+    for places in _groups(weights, n_rows):
+        some = Tensor(rows[places], to_rows is not None)
+        logits = head(some)
+        loss = loss_fn._weighted_sum(logits, floating(logits.array), ids[places], weights[places])
+        del logits
+        total = total + loss.array
+        if learns:
+            add(loss, some, places)
+
+    def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
+        whole = None if to_rows is None else to_rows.reshape(hidden.shape)
+        return [None if array is None else times(array, grad) for array in (whole, *sums)]
+
+    return record(weights.dtype.type(total), inputs, backward, "cross_entropy", False)
+
+
+def _groups(weights: Array, n_rows: int) -> Iterator[Any]:
+    """Yield indices of the rows that count, in groups of at most `n_rows` and about equal size."""
+    places = np.flatnonzero(weights)
+    n_groups = -(-len(places) // n_rows)
+    for i in range(n_groups):
+        some = places[i * len(places) // n_groups : (i + 1) * len(places) // n_groups]
+        whole = some[-1] - some[0] == len(some) - 1
+        yield slice(some[0], some[-1] + 1) if whole else some
+
+
+def _add(held: Array | None, new: Array | None, other: Array | None) -> Array | None:
+    """Add a gradient to the sum that is held, in place: memory that is shared with anything else is copied first."""
+    if held is None:
+        return new if new is None or (new.flags.owndata and new is not other) else new.copy()
+    if new is not None:
+        held += new
+    return held
+
+
+CrossEntropy.of_head = of_head

@@ -1,0 +1,111 @@
+"""What every `Layer` can do with its parameters as a whole: move them to a GPU, save, restore and print them.
+
+The functions here are methods of `Layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tricycle import devices
+from tricycle.autograd import increment_versions
+from tricycle.layers import Layer
+from tricycle.tensor import Tensor
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    return hasattr(tensor.array, "quantized_matmul")
+
+
+def to_gpu(layer: Layer, device: int = 0) -> Layer:
+    """Move all parameters to a GPU, in place; return the layer.
+
+    Raises:
+        ValueError: quantized weights, which are for CPUs. Nothing has moved then.
+    """
+    for name, parameter in layer.named_parameters():
+        if is_quantized(parameter):
+            got = f"{name} {parameter.array}"
+            raise ValueError(f"{type(layer).__name__}.to_gpu: expected float32 weights, got {got}")
+    for parameter in layer.parameters():
+        parameter.to_gpu(device)
+    return layer
+
+
+def from_gpu(layer: Layer) -> Layer:
+    """Move all parameters to host memory, in place; return the layer."""
+    for parameter in layer.parameters():
+        parameter.from_gpu()
+    return layer
+
+
+def state_dict(layer: Layer) -> dict[str, np.ndarray]:
+    """Return the values of all parameters by name, in host memory (not copied if they are there already).
+
+    Quantized weights are returned as the float32 numbers that they represent.
+    """
+    return {name: parameter.numpy() for name, parameter in layer.named_parameters()}
+
+
+def load_state_dict(layer: Layer, state: Mapping[str, np.ndarray]) -> None:
+    """Set the values of all parameters.
+
+    Raises:
+        ValueError: names every missing, extra, misshapen and non-numeric entry; nothing has changed then.
+    """
+    parameters = dict(layer.named_parameters())
+    problems = [f"missing {name}" for name in parameters if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in parameters]
+    for name, parameter in parameters.items():
+        array = state.get(name, parameter.array)
+        if is_quantized(parameter):
+            problems.append(f"{name}: expected 32 bits to write values into, got {parameter.array}")
+        elif not devices.is_array(array) or not _fits(array.dtype, parameter.dtype):
+            got = array.dtype if devices.is_array(array) else type(array).__name__
+            problems.append(f"{name}: expected an array that fits {parameter.dtype}, got {got}")
+        elif array.shape != parameter.shape:
+            problems.append(f"{name}: expected shape {parameter.shape}, got {array.shape}")
+    if problems:
+        raise ValueError(f"{type(layer).__name__}.load_state_dict: {'; '.join(problems)}")
+    for name, array in state.items():
+        array = devices.to_cpu(array)
+        own = parameters[name].array
+        own[...] = array if isinstance(own, np.ndarray) else parameters[name].xp.asarray(array)
+    increment_versions(parameters.values())
+
+
+def _fits(dtype: np.dtype, own: np.dtype) -> bool:
+    """Return whether values of that dtype may become a parameter's: integers are weights only by mistake."""
+    return np.can_cast(dtype, own, "same_kind") and (dtype.kind in "biu") == (own.kind in "biu")
+
+
+def printed_tree(layer: Layer) -> str:
+    """Return a line for the layer and each layer and parameter inside it, with names and sizes."""
+    return "\n".join(_tree(layer, ()))
+
+
+def _tree(layer: Layer, above: tuple[Layer, ...]) -> list[str]:
+    """Return lines about a layer and all inside it, but for the layers `above`, which it is inside of."""
+    lines = [f"{type(layer).__name__}: {layer.n_parameters:,} parameters"]
+    above = (*above, layer)
+    for name, part in layer._parts():
+        if isinstance(part, Tensor):
+            lines.append(f"  {name} {part.array if is_quantized(part) else part.shape}")
+        elif any(part is other for other in above):
+            lines.append(f"  {name} {type(part).__name__}: see above")
+        else:
+            head, *rest = _tree(part, above)
+            lines += [f"  {name} {head}", *(f"  {line}" for line in rest)]
+    return lines
+
+
+for _name, _method in {
+    "to_gpu": to_gpu,
+    "from_gpu": from_gpu,
+    "state_dict": state_dict,
+    "load_state_dict": load_state_dict,
+    "__repr__": printed_tree,
+}.items():
+    setattr(Layer, _name, _method)
