@@ -151,7 +151,8 @@ print(*(name for name in heavy if name in sys.modules), *(["threads"] if threadi
 
 # Files whose last lines make their functions methods of a class, or their functions kernels.
 ATTACHING = [
-    f"tricycle/{name}.py" for name in "ops extra_ops einsum tensor_methods kernels/__init__ state/__init__".split()
+    f"tricycle/{name}.py"
+    for name in "ops extra_ops einsum tensor_methods attention/shift kernels/__init__ state/__init__".split()
 ]
 
 
@@ -185,6 +186,7 @@ def test_cupy_is_imported_where_devices_are_asked_and_in_accelerators_alone():
 ELSEWHERE = {"softmaxes": "functions", "attentions": "seq2seq", "beam_search": "seq2seq"}
 ELSEWHERE |= {"sampling": "generate", "parameter": "optimisers", "debug": "silent_mistakes"}
 ELSEWHERE |= {"extra_ops": "ops", "tensor_methods": "tensor", "optimiser_rules": "optimisers"}
+ELSEWHERE |= {"batches": "dataset", "bpe": "tokeniser", "cross_attention": "blocks", "training_state": "training"}
 
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if path.stem != "__init__"], ids=name_of)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.generate import DecodingState
-from tricycle.kernels.reference.few_bits import dtype_of
+from tricycle.kernels.quantized import dtype_of
 from tricycle.models import GPT, next_logits
 
 
