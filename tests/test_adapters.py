@@ -12,9 +12,10 @@ import pytest
 from safetensors.numpy import load_file
 from transformers_families import FAMILIES, VOCABULARY, Family, difference, enliven
 
+from tricycle.decoding.ragged import next_logits
 from tricycle.finetuning.lora import AdaptedDense, LoRAConfig
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, next_logits
+from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.pretrained import Pretrained, load
 from tricycle.pretrained.adapters import load_adapter, new_adapter, save_adapter

@@ -8,8 +8,9 @@ import pytest
 
 from tricycle.configs import DebugConfig
 from tricycle.decoding.beam_search import generate_beam_search
+from tricycle.decoding.ragged import next_logits
 from tricycle.generate import generate
-from tricycle.models import GPT, next_logits
+from tricycle.models import GPT
 from tricycle.sampling import Sampling
 
 CONFIG = DebugConfig(vocab_size=6, context_window=20, embedding_dim=16, n_layers=2)

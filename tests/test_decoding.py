@@ -11,10 +11,11 @@ from tricycle.attention import KeyValueCache
 from tricycle.blocks import MultiHeadSelfAttention
 from tricycle.configs import ModelConfig
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.decoding.ragged import next_logits
 from tricycle.generate import generate
 from tricycle.layers import Dense, Layer
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, next_logits
+from tricycle.models import GPT
 from tricycle.sampling import Sampling
 from tricycle.softmaxes import SOFTMAXES, BlockSoftmax
 from tricycle.tensor import no_grad, to_tensor

@@ -14,12 +14,13 @@ import pytest
 from test_onednn import USABLE
 
 from tricycle.configs.model import ModelConfig
+from tricycle.decoding.ragged import next_logits
 from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
 from tricycle.kernels import use_reference
 from tricycle.kernels.quantized import FewBits, few_bits_matmul
 from tricycle.layers import Dense, Embedding
-from tricycle.models import GPT, next_logits
+from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor, to_tensor
 from tricycle.weights import quantize

@@ -16,9 +16,10 @@ from tricycle.decoding.batch import Batch, generate_batch
 from tricycle.decoding.exactness import is_certain
 from tricycle.decoding.penalties import PenalizedSampling, ngram_completions
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+from tricycle.decoding.ragged import next_logits
 from tricycle.decoding.speculative import SpeculativeState
 from tricycle.generate import DecodingState, generate
-from tricycle.models import GPT, next_logits
+from tricycle.models import GPT
 from tricycle.sampling import Sampling
 from tricycle.tensor import no_grad, to_tensor
 
@@ -368,8 +369,11 @@ def count_reads(monkeypatch) -> list[int]:
 
 
 def set_next_logits(monkeypatch, function) -> None:
-    for module in (generation, speculative):
-        monkeypatch.setattr(module, "next_logits", function)
+    def of_one(model, tokens, caches, every=False):
+        return function(model, [tokens], [caches], every)
+
+    monkeypatch.setattr(generation, "next_logits", of_one)
+    monkeypatch.setattr(speculative, "next_logits", function)
 
 
 @pytest.mark.parametrize("new_state", [DecodingState, SpeculativeState])

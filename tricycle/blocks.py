@@ -11,7 +11,7 @@ from typing import Any
 from tricycle import kernels
 from tricycle.activation import new_activation
 from tricycle.attention.attend import SHIFTS, Attention, Mask
-from tricycle.attention.cache import Cache, Segments, call_with_cache, join, takes_ragged
+from tricycle.attention.cache import KeyValueCache, Segments, join, takes_ragged
 from tricycle.attention.rotary import Rotary, RotaryScaling
 from tricycle.autograd import is_evaluating
 from tricycle.configs.model import ModelConfig, model_fields
@@ -23,7 +23,6 @@ from tricycle.ops import as_tensor, reshape, split_heads
 from tricycle.tensor import Operand, Tensor
 
 
-# -------------------------------------------------------------------- 16-bit activations between products
 def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     """Return the dtype of activations between these layers: that of operands of matrix products, where all of the
     layers can give it; else None, for that of x.
@@ -52,7 +51,6 @@ def call(layer: Any, x: Tensor, dtype: Any) -> Tensor:
     return result
 
 
-# -------------------------------------------------------------------- attention with its projections
 class MultiHead(Layer):
     """The base of attention layers with heads: the attention op, and the projection of what it gives."""
 
@@ -129,14 +127,21 @@ class MultiHeadSelfAttention(MultiHead):
             self.query_norm, self.key_norm = (
                 RMSNorm(size, config.qk_norm_eps, config.qk_norm_gain, config.norm_unit_offset) for size in sizes
             )
-        self.rotary = new_rotary(config, layer)
+        self.rotary = None
+        if config.positions == "rotary":
+            is_local = bool(config.rotary_local_base and config.window_of(layer))
+            base = config.rotary_local_base if is_local else config.rotary_base
+            bounds = config.rotary_low_frequency, config.rotary_high_frequency, config.rotary_original_window
+            scaling = RotaryScaling(config.rotary_scaling, config.rotary_factor, *bounds)
+            is_scaled = not is_local and config.rotary_scaling != "none"
+            self.rotary = Rotary(base, config.rotary_fraction, scaling if is_scaled else None)
         bias = config.bias if config.output_bias is None else config.output_bias
         self.projection = Dense(n_heads * self.head_size, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(config.dropout, generator)
         self.use_softmax(new_softmax(softmax, config.softmax_blocks))
 
     @takes_ragged
-    def forward(self, x: Operand, cache: Cache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
+    def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
         """(B, T, C), or (T, C) for one sequence, to the same shape.
 
         Args:
@@ -177,7 +182,9 @@ class MultiHeadSelfAttention(MultiHead):
             return None
         return dtype_between(x, self.precision, self.qkv, self.projection)
 
-    def _queries_keys_values(self, x: Tensor, segments: Segments, cache: Cache | None, dtype: Any) -> list[Tensor]:
+    def _queries_keys_values(
+        self, x: Tensor, segments: Segments, cache: KeyValueCache | None, dtype: Any
+    ) -> list[Tensor]:
         """Project (B, T, C) to (B, T, H, D), (B, T, K, D) and (B, T, K, D), normalize them and apply RoPE."""
         x = x if self.shift is None else self.shift(x, cache)
         n_heads = self.n_heads, self.n_key_heads, self.n_key_heads
@@ -194,15 +201,14 @@ class MultiHeadSelfAttention(MultiHead):
             q, k = self.rotary(q, segments), self.rotary(k, segments)
         return [q, k, v]
 
-    def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache, mask: Mask) -> Tensor:
+    def _attend_to_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, mask: Mask) -> Tensor:
         """Add keys and values to the cache, and let the queries attend to those of their text.
 
         In float32: to convert all that is cached for each token would cost more than products of 16 bits save.
         """
         results = []
         for rows, text in cache.texts(q.array.shape[1]):
-            keys, values = text.append(k.array[:, rows], v.array[:, rows])
-            arrays = q.array[:, rows], keys, values
+            arrays = q.array[:, rows], *text.append(k.array[:, rows], v.array[:, rows])
             tensors = [Tensor(array, False) for array in arrays]
             results.append(self.attention(*tensors, mask, self.softmax_scales, "float32"))
         return join(results)
@@ -213,20 +219,6 @@ class MultiHeadSelfAttention(MultiHead):
         return self.shift is not None or self.key_shift is not None
 
 
-def new_rotary(config: ModelConfig, layer: int) -> Rotary | None:
-    """Return the rotary embedding of a layer, if it has one."""
-    if config.positions != "rotary":
-        return None
-    if config.window_of(layer) is not None and config.rotary_local_base:
-        return Rotary(config.rotary_local_base, config.rotary_fraction)
-    if config.rotary_scaling == "none":
-        return Rotary(config.rotary_base, config.rotary_fraction)
-    bounds = config.rotary_low_frequency, config.rotary_high_frequency, config.rotary_original_window
-    scaling = RotaryScaling(config.rotary_scaling, config.rotary_factor, *bounds)
-    return Rotary(config.rotary_base, config.rotary_fraction, scaling)
-
-
-# -------------------------------------------------------------------- the MLP
 class MLPBlock(Layer):
     """A wider hidden layer with an activation, applied to each token by itself.
 
@@ -270,7 +262,6 @@ class MLPBlock(Layer):
         return self.dropout(call(self.projection, hidden, dtype))
 
 
-# -------------------------------------------------------------------- the block
 def new_norm(config: ModelConfig) -> Layer:
     """Return a norm of the model's width, of the kind that a config names."""
     if config.norm == "layer_norm":
@@ -314,7 +305,7 @@ class TransformerBlock(Layer):
         self.mlp_post_norm = new_norm(config) if both else None
 
     @takes_ragged
-    def forward(self, x: Operand, cache: Cache | None = None, mask: Mask = None) -> Tensor:
+    def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
         """(B, T, C) to (B, T, C).
 
         Args:
@@ -345,10 +336,12 @@ class TransformerBlock(Layer):
             return norm(x)
         return call(norm, x, part.dtype_inside(x))
 
-    def _run(self, part: Any, x: Tensor, dtype: Any, *args: Any) -> Tensor:
-        """Return part(x, *args) in this dtype, if the part can choose it; `args` are cache and mask, or nothing."""
+    def _run(self, part: Any, x: Tensor, dtype: Any, cache: KeyValueCache | None = None, *mask: Any) -> Tensor:
+        """Return part(x, cache, mask), or part(x) without these, in this dtype if the part can choose it."""
         options = {"dtype": dtype} if x.array.dtype != dtype and takes(part, "dtype") else {}
-        return call_with_cache(part, x, *args, **options) if args else part(x, **options)
+        if cache is not None:
+            return cache.call(part, x, *mask, **options)
+        return part(x, None, *mask, **options) if mask else part(x, **options)
 
 
 class GPT2TransformerBlock(TransformerBlock):

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tricycle.models import GPT, next_logits
+from tricycle.attention.cache import KeyValueCache
+from tricycle.models import GPT
 from tricycle.ops import check_range
 from tricycle.sampling import Sampling
 
@@ -46,9 +47,17 @@ class DecodingState:
     def logits(self, text: Sequence[int]) -> np.ndarray:
         """Return the logits (V,) after a text of one token or more; only tokens that are not cached are processed."""
         text = list(text)
-        logits: np.ndarray = next_logits(self.model, [self.pending(text)], [self.caches])[0]
+        logits: np.ndarray = next_logits(self.model, self.pending(text), self.caches)[0]
         self.tokens = text
         return logits
+
+
+@np.errstate(all="ignore")  # broken weights are an error of sampling
+def next_logits(model: GPT, tokens: Sequence[int], caches: list[KeyValueCache], every: bool = False) -> np.ndarray:
+    """Return the logits (1, V) after some more tokens (T,) of a text, or after every one (T, V); dropout is off."""
+    with model.evaluating():
+        logits: np.ndarray = model(model.place(np.array([tokens], int)), caches, last=not every).numpy()[0]
+    return logits
 
 
 class Generation:

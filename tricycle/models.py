@@ -1,4 +1,4 @@
-"""`GPT`: a decoder-only transformer, the first values of its weights, and its logits in generation.
+"""`GPT`: a decoder-only transformer, and the first values of its weights.
 
 Shapes: B batch, T tokens, C channels, V vocabulary.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tricycle.attention.attend import Attention, Mask
-from tricycle.attention.cache import Cache, KeyValueCache, RaggedCache, call_with_cache, takes_ragged
+from tricycle.attention.cache import KeyValueCache, takes_ragged
 from tricycle.autograd import grad_enabled_for
 from tricycle.blocks import TransformerBlock, call, dtype_between, new_norm, takes
 from tricycle.configs.model import ModelConfig
@@ -120,7 +120,7 @@ class GPT(BlockStack):
     def forward(
         self,
         tokens: Operand,
-        caches: Sequence[Cache] | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
         last: bool = False,
         mask: Mask = None,
         positions: Array | None = None,
@@ -130,7 +130,7 @@ class GPT(BlockStack):
 
         Args:
             tokens: whole numbers (B, T), or (T,) for one sequence, T at most the context window.
-            caches: from `new_caches`, for generation; `RaggedCache`s for several texts, one after another.
+            caches: from `new_caches`, for generation.
             last: return the logits after the last token alone (of each text), as if T were 1.
             mask: which tokens may be seen besides, as `attend.additive_mask` takes it.
             positions: whole numbers (B, T), for learned positions; from 0 unless given.
@@ -146,7 +146,7 @@ class GPT(BlockStack):
         return (head or self.logits)(x)
 
     def hidden(
-        self, tokens: Operand, caches: Sequence[Cache] | None = None, mask: Mask = None, positions: Any = None
+        self, tokens: Operand, caches: Sequence[KeyValueCache] | None = None, mask: Mask = None, positions: Any = None
     ) -> Tensor:
         """Return the hidden states (B, T, C), or (T, C), before the last norm. Takes what `forward` takes."""
         tokens = as_tensor(tokens)
@@ -166,7 +166,7 @@ class GPT(BlockStack):
         x = self.dropout(to_compute_dtype(self._embed(tokens, positions), self.precision))
         run = self.recompute or run_block.get()
         for i, block in enumerate(self.blocks):
-            x = call_with_cache(block, x, caches[i], mask) if caches else run(block, x, None, mask)
+            x = caches[i].call(block, x, mask) if caches else run(block, x, None, mask)
         return x
 
     def _embed(self, tokens: Tensor, positions: Array) -> Tensor:
@@ -255,31 +255,3 @@ def initialise(model: BlockStack) -> None:
     if config.key_shift:
         for block in model.blocks:
             block.attention.key_shift.align_keys(block.attention)
-
-
-@np.errstate(all="ignore")  # broken weights are an error of `generate.sample`
-def next_logits(
-    model: GPT, tokens: Sequence[Sequence[int]], caches: Sequence[list[KeyValueCache]], every: bool = False
-) -> np.ndarray:
-    """Return the logits after some more tokens of each of N texts, (N, V) in host memory; dropout is off.
-
-    Args:
-        tokens: one or more of each text.
-        caches: of each text what `model.new_caches` gave, with what was read before.
-        every: return the logits after each of all R tokens, (R, V).
-
-    Raises:
-        ValueError: ids outside the vocabulary, no token, or more than the context window.
-    """
-    with model.evaluating():
-        if len(tokens) > 1 and not getattr(model.forward, "takes_ragged", False):
-            return np.concatenate([next_logits(model, [t], [c], every) for t, c in zip(tokens, caches, strict=True)])
-        known: Sequence[Cache]
-        if len(tokens) == 1:
-            (known,) = caches
-        else:
-            lengths = [len(new) for new, _ in zip(tokens, caches, strict=True)]
-            known = [RaggedCache(of_block, lengths) for of_block in zip(*caches)]
-        ids = np.array([[token for new in tokens for token in new]], int)
-        logits: np.ndarray = model(model.place(ids), known, not every).numpy()[0]
-        return logits

@@ -1,7 +1,7 @@
 """Attention: the op of queries, keys and values, masks, RoPE, the KV cache, and layers that mix neighbouring tokens."""
 
 from tricycle.attention.attend import Attention, Mask, additive_mask
-from tricycle.attention.cache import Cache, KeyValueCache, RaggedCache, call_with_cache, join, takes_ragged
+from tricycle.attention.cache import KeyValueCache, takes_ragged
 from tricycle.attention.masks import causal_mask, length_mask
 from tricycle.attention.rotary import Rotary, RotaryScaling
 from tricycle.attention.shift import KeyShift, TokenShift
@@ -9,18 +9,14 @@ from tricycle.attention.weights import scores_and_weights
 
 __all__ = [
     "Attention",
-    "Cache",
     "KeyShift",
     "KeyValueCache",
     "Mask",
-    "RaggedCache",
     "Rotary",
     "RotaryScaling",
     "TokenShift",
     "additive_mask",
-    "call_with_cache",
     "causal_mask",
-    "join",
     "length_mask",
     "scores_and_weights",
     "takes_ragged",

@@ -1,7 +1,4 @@
-"""The KV cache: keys and values of earlier tokens, for generation.
-
-Several texts are generated as one sequence of all their new tokens, so that a matrix product reads its weights once and
-nothing is padded. Only attention, and what mixes a token with the one before it, looks at one text at a time.
+"""The KV cache: keys and values of earlier tokens, for generation (of several texts: `tricycle.decoding.ragged`).
 
 Shapes: B batch, T tokens, K heads of keys and values, D head size.
 """
@@ -30,7 +27,7 @@ class KeyValueCache:
 
     Args:
         capacity: how many tokens fit. Memory is taken as they come.
-        dtype: of what is kept, such as float16, which takes half the memory; that of the first keys unless given.
+        dtype: of what is kept; that of the first keys unless given.
         window: size of the layer's sliding window; None for all. Tokens outside of it are dropped.
     """
 
@@ -52,6 +49,11 @@ class KeyValueCache:
     def segments(self, n_tokens: int) -> Segments:
         """Return where the next tokens are in their texts."""
         return ((self.length, n_tokens),)
+
+    def call(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return `layer(x, cache, ...)`; a `RaggedCache` may call the layer with one text after the other."""
+        result: Tensor = layer(x, self, *args, **options)
+        return result
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
         """Add keys and values (B, T, K, D); return those of all tokens that these T may see, and maybe of some before.
@@ -151,43 +153,10 @@ class KeyValueCache:
         return None if self._keys is None else self._keys[:, : self.length - self._first]
 
 
-class RaggedCache:
-    """The caches of one layer for several texts, whose new tokens follow one another in one sequence.
-
-    Args:
-        caches: of each text, for a batch of 1.
-        lengths: the number of new tokens of each text.
-    """
-
-    def __init__(self, caches: Sequence[KeyValueCache], lengths: Sequence[int]) -> None:
-        self.caches = caches
-        self.lengths = lengths
-
-    def texts(self, n_tokens: int) -> list[tuple[slice, KeyValueCache]]:
-        """Return for each text which of the sequence's tokens are its own, with its cache."""
-        stops = np.cumsum(self.lengths).tolist()
-        return [(slice(stop - n, stop), cache) for stop, n, cache in zip(stops, self.lengths, self.caches)]
-
-    def segments(self, n_tokens: int) -> Segments:
-        """Return where the next tokens are in their texts."""
-        return tuple((cache.length, n) for cache, n in zip(self.caches, self.lengths))
-
-
-Cache = KeyValueCache | RaggedCache
-
-
 def takes_ragged(forward: F) -> F:
-    """Mark a `forward` that takes a `RaggedCache`: others are called with one text after the other."""
+    """Mark a `forward` that takes the new tokens of several texts as one sequence, with a `RaggedCache`."""
     forward.takes_ragged = True  # type: ignore[attr-defined]
     return forward
-
-
-def call_with_cache(layer: Any, x: Tensor, cache: Cache | None, *args: Any, **options: Any) -> Tensor:
-    """Return `layer(x, cache, ...)` for x (1, T, C); one call for each text where `layer` takes no several texts."""
-    if not isinstance(cache, RaggedCache) or getattr(layer.forward, "takes_ragged", False):
-        result: Tensor = layer(x, cache, *args, **options)
-        return result
-    return join([layer(x[:, rows], text, *args, **options) for rows, text in cache.texts(x.shape[1])])
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.attention.attend import SHIFTS
-from tricycle.attention.cache import Cache
+from tricycle.attention.cache import KeyValueCache
 from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer
@@ -32,7 +32,7 @@ class TokenShift(Layer):
         positive("TokenShift", size=size)
         self.mix = Parameter(np.zeros(size, np.float32), "scale")
 
-    def forward(self, x: Operand, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Operand, cache: KeyValueCache | None = None) -> Tensor:
         """(B, T, C) to the same shape. The cache holds the token before the first; no gradient flows through it."""
         x = as_tensor(x, self.mix)
         check_width(type(self).__name__, x, self.mix.size)
@@ -86,7 +86,7 @@ class KeyShift(TokenShift):
         keys[...] = KEYS_LIKE_QUERIES * queries + math.sqrt(1 - KEYS_LIKE_QUERIES**2) * keys
 
 
-def previous_tokens(x: Array, cache: Cache | None, name: str) -> Array:
+def previous_tokens(x: Array, cache: KeyValueCache | None, name: str) -> Array:
     """Return for each token of x (B, T, C) the one before it in its text, and 0 for the first of a text.
 
     Each text of the cache has its last token as `last[name]`, which is updated.

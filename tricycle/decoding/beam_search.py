@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tricycle.attention import KeyValueCache
+from tricycle.decoding.ragged import next_logits
 from tricycle.generate import check_prompt
-from tricycle.models import GPT, next_logits
+from tricycle.models import GPT
 from tricycle.sequences.beam_search import search
 
 

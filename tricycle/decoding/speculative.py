@@ -8,9 +8,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import DTypeLike
 
+from tricycle.decoding.ragged import next_logits
 from tricycle.generate import DecodingState
 from tricycle.kernels.quantized import dtype_of
-from tricycle.models import GPT, next_logits
+from tricycle.models import GPT
 
 
 class SpeculativeState(DecodingState):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.attention.attend import Attention, Mask
-from tricycle.attention.cache import Cache
+from tricycle.attention.cache import KeyValueCache
 from tricycle.attention.weights import scores_and_weights
 from tricycle.blocks import MultiHead, TransformerBlock, join_heads, new_norm
 from tricycle.configs.model import ModelConfig
@@ -144,7 +144,7 @@ class DecoderBlock(TransformerBlock):
     def forward(
         self,
         x: Operand,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         mask: Mask = None,
         kv: tuple[Tensor, Tensor] | None = None,
         kv_mask: Mask = None,
