@@ -377,8 +377,8 @@ BAD = {
     ),
     "mlp activation": (
         lambda: MLPBlock(8, activation="softplus"),
-        "ModelConfig: expected activation to be one of gelu, gelu_exact, relu, relu_squared, swish, sigmoid, tanh, swiglu, "
-        "got 'softplus'",
+        "ModelConfig: expected activation to be one of gelu, gelu_exact, relu, relu_squared, swish, sigmoid, tanh, "
+        "swiglu, got 'softplus'",
     ),
     "mlp input": (
         lambda: MLPBlock(8)(np.ones((2, 4))),

@@ -99,4 +99,5 @@ def previous_tokens(x: Array, cache: KeyValueCache | None, name: str) -> Array:
     return earlier
 
 
-SHIFTS.update(token_shift=TokenShift, key_shift=KeyShift)
+SHIFTS["token_shift"] = TokenShift
+SHIFTS["key_shift"] = KeyShift
