@@ -38,10 +38,9 @@ class Tensor:
     """
 
     __slots__ = tuple("array grad args requires_grad is_batched name _backward _saved _version __weakref__".split())
-    # NumPy then leaves `array + tensor` to Tensor.__radd__ instead of looping over elements
-    __array_ufunc__ = None
-    # a comparison gives a Tensor, so a Tensor is found in a dict or set by identity alone
-    __hash__ = object.__hash__
+    _copied: ClassVar[tuple[str, ...]] = ("requires_grad", "is_batched", "name")  # what copies keep, with the array
+    __array_ufunc__ = None  # NumPy leaves `array + tensor` to Tensor.__radd__ instead of looping over elements
+    __hash__ = object.__hash__  # a comparison gives a Tensor, so a Tensor is found in a dict or set by identity alone
 
     def __init__(
         self,
@@ -64,7 +63,6 @@ class Tensor:
         self.name = name
         self._version = autograd.n_changes  # -1 once its graph is freed
 
-    # ---------------------------------------------------------------- what it holds
     @property
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
@@ -100,21 +98,9 @@ class Tensor:
             raise ValueError(f"item: expected a Tensor of one element, got shape {self.shape}")
         return self.array.item()
 
-    def __len__(self) -> int:
-        if self.ndim == 0:
-            raise TypeError("len: a Tensor without axes has no length")
-        return self.shape[0]
-
     def __float__(self) -> float:
         return float(self.item())
 
-    def __bool__(self) -> bool:
-        if self.size == 1:
-            return bool(self.item())
-        instead = ".array.any(), .array.all() or close_to"
-        raise ValueError(f"the truth of a Tensor of shape {self.shape} is ambiguous: use {instead}")
-
-    # ---------------------------------------------------------------- devices, copies
     def to_gpu(self, device: int = 0) -> Tensor:
         """Move the array (and gradient) of an input or parameter to a GPU, in place; return self."""
         if self.args:
@@ -132,38 +118,17 @@ class Tensor:
             self.grad.from_gpu()
         return self
 
-    def detach(self) -> Tensor:
-        """Return a Tensor with the same array and without a history: no gradient flows through it."""
-        return Tensor(self.array, requires_grad=False, is_batched=self.is_batched, name=self.name)
-
     def zero_grad(self) -> None:
         """Set `grad` to None."""
         self.grad = None
 
-    # Copies and pickles leave the graph behind: it holds functions. Arrays are pickled as NumPy's: they load anywhere.
-    _copied: ClassVar[tuple[str, ...]] = ("requires_grad", "is_batched", "name")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"array": self.numpy(), **{name: getattr(self, name) for name in self._copied}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Tensor.__init__(self, state["array"])
-        for name in self._copied:
-            setattr(self, name, state[name])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        twin = type(self).__new__(type(self))
-        twin.__setstate__({"array": self.array.copy(), **{name: getattr(self, name) for name in self._copied}})
-        return twin
-
-    # ---------------------------------------------------------------- differentiation
     def backward(
         self, retain_graph: bool = False, create_graph: bool = False, on_input: Callable[[Tensor], None] | None = None
     ) -> None:
         """Add the gradient of this Tensor (of its sum, if it has many elements) to every input behind it.
 
         Args:
-            retain_graph: keep the graph, so that `backward` can run over it again, instead of freeing it on the way.
+            retain_graph: keep the graph for another `backward`, instead of freeing it on the way.
             create_graph: refused with a NotImplementedError: gradients are constants.
             on_input: called with each input whose gradient is complete, while the pass goes on.
 
@@ -183,8 +148,7 @@ class Tensor:
         sums = autograd.GradientSums()
         for leaf, grad in autograd.walk_backward(self, ones, sums, retain_graph):
             if grad.shape != leaf.array.shape:
-                came = f"a gradient of shape {grad.shape}"
-                raise RuntimeError(f"backward: {came} came for a Tensor of shape {leaf.shape}")
+                raise RuntimeError(f"backward: a gradient of shape {grad.shape} came for {autograd.describe(leaf)}")
             # the gradient becomes the user's, so it shares memory with nothing else
             grad = sums.own(leaf, grad) if leaf.grad is None else leaf.grad.array + grad
             leaf.grad = Tensor(grad, False, leaf.is_batched)
@@ -195,6 +159,7 @@ class Tensor:
         back_fns: tuple[Callable[[Tensor], Array | Tensor], ...]
 
         def close_to(self, other: Operand, rtol: float = ..., atol: float = ..., equal_nan: bool = ...) -> bool: ...
+        def _unary(self) -> Tensor: ...
         def _binary(self, other: Operand) -> Tensor: ...
         def _reduction(self, axis: Axis = None, keepdims: bool = False) -> Tensor: ...
         def _reordering(self, *sizes: int | Sequence[int]) -> Tensor: ...
@@ -202,11 +167,12 @@ class Tensor:
         __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = _binary
         __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = _binary
         __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _binary  # type: ignore[assignment]
-        __neg__ = exp = log = sqrt = to_batched = from_batched = detach
+        __neg__ = exp = log = sqrt = detach = to_batched = from_batched = _unary
         sum = mean = max = min = _reduction
         reshape = transpose = _reordering
 
         def __int__(self) -> int: ...
+        def __len__(self) -> int: ...
         def __getitem__(self, index: Any) -> Tensor: ...
         def __iter__(self) -> Iterator[Tensor]: ...
         def split(self, n_splits: int, axis: int = -1) -> list[Tensor]: ...

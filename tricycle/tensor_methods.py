@@ -1,4 +1,4 @@
-"""Methods of `Tensor` that a GPT does not need: printing, NumPy, comparing, the batch, and one gradient alone."""
+"""Methods of `Tensor` that a GPT does not need: printing, NumPy, comparing, copies, the batch, and single gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tricycle import devices
-from tricycle.autograd import OwnedGradient, SlicedGradient, assemble
+from tricycle.autograd import GradientSums, OwnedGradient, SlicedGradient, assemble, walk_backward
 from tricycle.devices import Array
 from tricycle.tensor import Operand, Tensor
 
@@ -39,11 +39,52 @@ def as_numpy(x: Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarr
     return np.array(x.array, dtype=dtype, copy=copy)
 
 
+def length(x: Tensor) -> int:
+    """Return the length of axis 0."""
+    if x.ndim == 0:
+        raise TypeError("len: a Tensor without axes has no length")
+    return x.shape[0]
+
+
+def truth(x: Tensor) -> bool:
+    """Return whether the one element is true."""
+    if x.size == 1:
+        return bool(x.item())
+    instead = ".array.any(), .array.all() or close_to"
+    raise ValueError(f"the truth of a Tensor of shape {x.shape} is ambiguous: use {instead}")
+
+
 def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """Return whether all values are within `atol + rtol * |other|` of those of a Tensor, array or number."""
     array = other.array if isinstance(other, Tensor) else other
     array = devices.to_cpu(array) if devices.is_array(array) else array
     return bool(np.allclose(x.numpy(), array, rtol, atol, equal_nan))
+
+
+# -------------------------------------------------------------------- copies
+def detach(x: Tensor) -> Tensor:
+    """Return a Tensor with the same array and without a history: no gradient flows through it."""
+    return Tensor(x.array, requires_grad=False, is_batched=x.is_batched, name=x.name)
+
+
+# Copies and pickles leave the graph behind: it holds functions. Arrays are pickled as NumPy's: they load anywhere.
+def get_state(x: Tensor) -> dict[str, Any]:
+    """Return what a pickle holds."""
+    return {"array": x.numpy(), **{name: getattr(x, name) for name in x._copied}}
+
+
+def set_state(x: Tensor, state: dict[str, Any]) -> None:
+    """Restore what `get_state` returned."""
+    Tensor.__init__(x, state["array"])
+    for name in x._copied:
+        setattr(x, name, state[name])
+
+
+def deep_copy(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a Tensor with a copy of the array, on the same device."""
+    twin = type(x).__new__(type(x))
+    set_state(twin, {"array": x.array.copy(), **{name: getattr(x, name) for name in x._copied}})
+    return twin
 
 
 # -------------------------------------------------------------------- the batch
@@ -61,7 +102,19 @@ def from_batched(x: Tensor) -> Tensor:
     return x
 
 
-# -------------------------------------------------------------------- one gradient alone
+# -------------------------------------------------------------------- single gradients
+def gradients_of(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
+    """Return the gradients of these leaves behind a result with gradient `grad`; None where nothing flows.
+
+    For operations whose backward function runs a separate backward pass: no Tensor's `grad` changes, and the graph is
+    freed. The arrays may share memory.
+    """
+    if not result.requires_grad:
+        return [None for _ in inputs]
+    arrived = {id(leaf): array for leaf, array in walk_backward(result, grad, GradientSums())}
+    return [arrived.get(id(node)) for node in inputs]
+
+
 def back_fn_of(x: Tensor, i: int) -> BackFn:
     """Return the function from the gradient of x (a Tensor) to the gradient of its arg `i` alone."""
     arg, saved = x.args[i], x._saved
@@ -93,6 +146,12 @@ for _name, _method in {
     "__format__": formatted,
     "__int__": lambda x: int(x.item()),
     "__array__": as_numpy,
+    "__len__": length,
+    "__bool__": truth,
+    "__getstate__": get_state,
+    "__setstate__": set_state,
+    "__deepcopy__": deep_copy,
+    "detach": detach,
     "close_to": close_to,
     "to_batched": to_batched,
     "from_batched": from_batched,

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle import devices
-from tricycle.autograd import topological_order
+from tricycle.autograd import Mode, graph_mode
 from tricycle.devices import array_module
 from tricycle.layers import Layer, generators_in
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, call_block, run_block
+from tricycle.models import GPT
 from tricycle.optimisers import Optimiser, gradient_norm
 from tricycle.tensor import Tensor
 
@@ -178,22 +178,21 @@ def gradients(
 
 def _first_bad(compute_loss: Callable[[], Tensor], model: Layer) -> str:
     """Name the first Tensor, in the order of computation, that is not finite: the loss is computed again for it."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        if not _all_finite(parameter):
-            return f"the parameter {name}"
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    problems = [f"the parameter {name}" for parameter, name in names.items() if not _all_finite(parameter)]
+
+    def check(tensor: Tensor) -> None:
+        if not problems and not _all_finite(tensor):
+            parameters = ", ".join(names[arg] for arg in tensor.args if arg in names)
+            of = f"{tensor.name} with {parameters}" if parameters else tensor.name
+            problems.append(f"the result of {of}, of shape {tensor.shape}")
+
     states = [(generator, generator.bit_generator.state) for generator in generators_in(model)]
-    before = run_block.set(call_block)  # which keeps all activations
-    loss = compute_loss()
-    run_block.reset(before)
+    with graph_mode(Mode(on_record=check)):
+        compute_loss()
     for generator, state in states:
         generator.bit_generator.state = state
-    for place, tensor in enumerate(topological_order(loss)):
-        if not _all_finite(tensor):
-            users = [names[id(arg)] for arg in tensor.args if id(arg) in names]
-            of = f" with {', '.join(users)}" if users else ""
-            return f"the result of {tensor.name}{of} (operation {place}, shape {tensor.shape})"
-    return "none but the loss"
+    return problems[0] if problems else "none but the loss"
 
 
 def _all_finite(tensor: Tensor) -> bool:

@@ -26,9 +26,9 @@ from tricycle.distributed.processes import ALONE, Draws, Processes
 from tricycle.distributed.shards import ShardedOptimiser, Shards, load_of
 from tricycle.models import GPT, LOGITS_AT_ONCE
 from tricycle.optimiser_rules.muon import Muon
+from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.optimisers import AdamW, Optimiser, State
 from tricycle.recompute import free_activations, recompute
-from tricycle.scheduler import SCHEDULES
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LossOf, NonFiniteError, Session, count_labels, train
