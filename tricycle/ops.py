@@ -37,11 +37,6 @@ class Op:
     A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves, unless declared a base.
     """
 
-    @property
-    def computes_wide(self) -> bool:
-        """Whether 16-bit inputs are computed with in float32, and only the result is rounded."""
-        return False
-
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not is_base and not cls.__name__.startswith("_") and cls.__module__.startswith("tricycle."):
@@ -57,7 +52,6 @@ class Op:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
 
 
-# -------------------------------------------------------------------- inputs and their checks
 def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
     """Return a Tensor as it is; make anything else a constant, in the dtype of the Tensor `like`."""
     if isinstance(x, Tensor):
@@ -126,7 +120,6 @@ def positive(layer: str, **sizes: int) -> None:
             raise ValueError(f"{layer}: expected {name} to be a whole number above 0, got {size!r}")
 
 
-# -------------------------------------------------------------------- elementwise
 def unary(name: str, forward: Callable[..., Array], gradient: Callable[..., Array]) -> Callable[[Operand], Tensor]:
     """Make an elementwise op: `forward(xp, x)` returns y, `gradient(xp, g, x, y)` the gradient of x."""
 
@@ -226,7 +219,6 @@ add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: 
 multiply = binary("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
 
 
-# -------------------------------------------------------------------- shapes and indexing
 def unpacked(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return (2, 3) for the arguments of both `f(2, 3)` and `f((2, 3))`."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], Sequence) else args

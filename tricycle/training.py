@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,19 +147,19 @@ def gradients(
     if n_labels is None or len(n_labels) != len(batches):
         got = f"{len(batches)} and {'none' if n_labels is None else len(n_labels)}"
         raise ValueError(f"gradients: expected a batch or more, and n_labels for each of several, got {got}")
-    counts = [_int_unless_on_gpu(count) for count in n_labels]
+    counts = [_int_unless_on_gpu(n) for n in n_labels]
     pending = None if reducer is None else reducer(model)
     total = sum(counts) if pending is None else pending.total(sum(counts))
     mean, problem = 0.0, ""
     if isinstance(total, int) and total == 0:
         raise ValueError("gradients: expected at least one label to count, got none")
     with np.errstate(all="ignore"):  # what overflows is looked for, and named
-        for index, (batch, count) in enumerate(zip(batches, counts)):
-            if isinstance(count, int) and count == 0:
+        for index, (batch, n) in enumerate(zip(batches, counts)):
+            if isinstance(n, int) and n == 0:
                 continue  # a mean over nothing, which would count nothing
             if pending is not None:
                 pending.next_batch()
-            share = count / total
+            share = n / total
             compute_loss = partial(loss_of, batch, share if loss_scale is None else share * loss_scale.scale)
             loss = compute_loss()
             value: Any = loss.array if loss.on_gpu else float(loss)
@@ -180,12 +181,14 @@ def _first_bad(compute_loss: Callable[[], Tensor], model: Layer) -> str:
     """Name the first Tensor, in the order of computation, that is not finite: the loss is computed again for it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     problems = [f"the parameter {name}" for parameter, name in names.items() if not _all_finite(parameter)]
+    places = count()
 
     def check(tensor: Tensor) -> None:
+        place = next(places)
         if not problems and not _all_finite(tensor):
             parameters = ", ".join(names[arg] for arg in tensor.args if arg in names)
-            of = f"{tensor.name} with {parameters}" if parameters else tensor.name
-            problems.append(f"the result of {of}, of shape {tensor.shape}")
+            title = f"{tensor.name} with {parameters}" if parameters else tensor.name
+            problems.append(f"the result of {title} (operation {place}, shape {tensor.shape})")
 
     states = [(generator, generator.bit_generator.state) for generator in generators_in(model)]
     with graph_mode(Mode(on_record=check)):
