@@ -67,22 +67,17 @@ def walk_backward(
             _check_unchanged(node)
         if not retain_graph:
             node.args, node._backward, node._saved, node._version = (), None, (), -1
-        # The array of the node is freed here, before its backward function allocates others, unless that function or
-        # the caller holds it: large logits need not be in memory beside their gradient.
-        del node
+        del node  # its array is freed before the backward function allocates others, unless something else holds it
         if grad is not None:
             needs_grad = [arg.requires_grad for arg in args]
             add(args, needs_grad, backward(grad, needs_grad, *saved))
 
 
 def topological_order(root: AnyNode) -> list[AnyNode]:
-    """Return every node behind `root` that requires a gradient, each after its args; `root` is the last.
-
-    Iterative, because a chain of a hundred thousand operations is deeper than Python's stack.
-    """
+    """Return every node behind `root` that requires a gradient, each after its args; `root` is the last."""
     order: list[AnyNode] = []
     seen: set[AnyNode] = set()  # by identity: Tensors hash so
-    stack: list[Any] = [root]
+    stack: list[Any] = [root]  # no recursion: a chain of a hundred thousand operations is deeper than Python's stack
     while stack:
         node = stack.pop()
         if node is None:  # all args of the node below are in the order by now
@@ -122,8 +117,7 @@ class GradientSums:
     """The gradients that have arrived at nodes that the walk has not reached yet.
 
     An array that arrives may be shared (an addition hands the same one to both inputs), so only arrays that were made
-    here, or came as `OwnedGradient`, are added to in place. One element never is: the sum of 0-d arrays is a NumPy
-    scalar, which += would replace, and there + takes a third of the time of +=.
+    here, or came as `OwnedGradient`, are added to in place. One element never is: 0-d sums are NumPy scalars.
     """
 
     def __init__(self) -> None:
@@ -184,14 +178,11 @@ class GradientSums:
 
 
 def assemble(slices: list[SlicedGradient], like: Array) -> Array:
-    """Return the sum of slices in the shape and dtype of `like`, 0 elsewhere.
-
-    Slices that fill the last axis are only put side by side, without a copy where they are so in memory already.
-    """
+    """Return the sum of slices in the shape and dtype of `like`, 0 elsewhere."""
     xp = array_module(like)
     neighbours = _neighbours(slices, like.shape)
     if neighbours:
-        whole = side_by_side(neighbours)
+        whole = side_by_side(neighbours)  # without a copy where they are so in memory
         return xp.concatenate(neighbours, axis=-1) if whole is None else whole
     total = xp.zeros(like.shape, like.dtype)
     _add_slices(total, slices)
@@ -280,14 +271,10 @@ def is_evaluating() -> bool:
     return any(mode.evaluates for mode in current_modes.get())
 
 
-def builds_graph(modes: tuple[Mode, ...]) -> bool:
-    """Return whether results within these blocks can be differentiated."""
-    return not modes or all(mode.builds_graph for mode in modes)
-
-
 def grad_enabled_for(*args: Node) -> bool:
     """Return whether an operation on these Tensors gets a backward function; if not, it need save nothing for one."""
     for arg in args:
         if arg.requires_grad:
-            return builds_graph(current_modes.get())
+            modes = current_modes.get()
+            return not modes or all(mode.builds_graph for mode in modes)
     return False

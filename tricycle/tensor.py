@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from tricycle import autograd, devices
-from tricycle.autograd import Backward, builds_graph
+from tricycle.autograd import Backward
 from tricycle.devices import Array, array_module
 
 Operand: TypeAlias = "Tensor | Array | int | float | Sequence[Any]"
@@ -27,11 +27,9 @@ class Tensor:
 
     Attributes:
         array: the NumPy or CuPy array.
-        grad: after `backward`, the gradient of the result with respect to this Tensor, in its shape and dtype; only
-            inputs and parameters keep one.
+        grad: of inputs and parameters after `backward`, the gradient of the result, in the array's shape and dtype.
         args: the Tensors that the operation behind this one took; () for inputs and parameters.
-        back_fns: one function per arg, from the gradient of this Tensor (a Tensor) to that of the arg (an array or a
-            Tensor). They can be set, too.
+        back_fns: one function per arg, from the gradient of this Tensor (a Tensor) to that of the arg; can be set, too.
         requires_grad: whether gradients flow to this Tensor.
         is_batched: whether axis 0 is the batch. Only `Einsum` reads it.
         name: what made this Tensor, shown when it is printed.
@@ -101,23 +99,6 @@ class Tensor:
     def __float__(self) -> float:
         return float(self.item())
 
-    def to_gpu(self, device: int = 0) -> Tensor:
-        """Move the array (and gradient) of an input or parameter to a GPU, in place; return self."""
-        if self.args:
-            came = f"the result of {self.name or 'an operation'}, whose gradient goes back to where its inputs lie"
-            raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {came}; move detach() or its inputs")
-        self.array = devices.to_gpu(self.array, device)
-        if self.grad is not None:
-            self.grad.to_gpu(device)
-        return self
-
-    def from_gpu(self) -> Tensor:
-        """Move the array (and gradient) to host memory, in place; return self."""
-        self.array = devices.to_cpu(self.array)
-        if self.grad is not None:
-            self.grad.from_gpu()
-        return self
-
     def zero_grad(self) -> None:
         """Set `grad` to None."""
         self.grad = None
@@ -133,8 +114,7 @@ class Tensor:
             on_input: called with each input whose gradient is complete, while the pass goes on.
 
         Raises:
-            RuntimeError: nothing behind this Tensor requires a gradient; the graph was freed by an earlier `backward`;
-                or a parameter in it was changed in place since.
+            RuntimeError: nothing behind this Tensor requires a gradient; or as `autograd.walk_backward`.
         """
         if create_graph:
             raise NotImplementedError("backward: expected create_graph=False: there are no gradients of gradients")
@@ -167,12 +147,13 @@ class Tensor:
         __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = _binary
         __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = _binary
         __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _binary  # type: ignore[assignment]
-        __neg__ = exp = log = sqrt = detach = to_batched = from_batched = _unary
+        __neg__ = exp = log = sqrt = detach = from_gpu = to_batched = from_batched = _unary
         sum = mean = max = min = _reduction
         reshape = transpose = _reordering
 
         def __int__(self) -> int: ...
         def __len__(self) -> int: ...
+        def to_gpu(self, device: int = 0) -> Tensor: ...
         def __getitem__(self, index: Any) -> Tensor: ...
         def __iter__(self) -> Iterator[Tensor]: ...
         def split(self, n_splits: int, axis: int = -1) -> list[Tensor]: ...
@@ -191,8 +172,7 @@ def record(
 
     Args:
         args: the Tensors that it was computed from.
-        backward: backward(grad, needs_grad, *saved) returns the gradient of each arg from that of the result, as
-            `autograd.Backward` says.
+        backward: called as backward(grad, needs_grad, *saved), as `autograd.Backward` says.
         is_batched: as any of the args is, unless given.
         saved: one tuple where a closure would be several objects: Python's garbage collector walks over every one,
             again and again while a graph grows, which costs more than a small operation itself.
@@ -206,7 +186,7 @@ def record(
     if is_batched is None:
         is_batched = any_batched
     modes = autograd.current_modes.get()  # by the module: of an imported name, `get` would be looked up slowly
-    if not requires_grad or (modes and not builds_graph(modes)):
+    if not requires_grad or (modes and not all(mode.builds_graph for mode in modes)):
         return Tensor(array, False, is_batched, name)
     result = Tensor(array, True, is_batched, name, args, backward, saved)
     if modes:  # nearly always there is none, and an empty loop is not free

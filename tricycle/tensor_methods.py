@@ -1,4 +1,4 @@
-"""Methods of `Tensor` that a GPT does not need: printing, NumPy, comparing, copies, the batch, and single gradients."""
+"""Methods of `Tensor` for what a GPT on a CPU does not need: printing, comparing, GPUs, copies, single gradients."""
 
 from __future__ import annotations
 
@@ -61,7 +61,26 @@ def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, 
     return bool(np.allclose(x.numpy(), array, rtol, atol, equal_nan))
 
 
-# -------------------------------------------------------------------- copies
+# -------------------------------------------------------------------- devices, copies
+def to_gpu(x: Tensor, device: int = 0) -> Tensor:
+    """Move the array (and gradient) of an input or parameter to a GPU, in place; return x."""
+    if x.args:
+        came = f"the result of {x.name or 'an operation'}, whose gradient goes back to where its inputs lie"
+        raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {came}; move detach() or its inputs")
+    x.array = devices.to_gpu(x.array, device)
+    if x.grad is not None:
+        x.grad.to_gpu(device)
+    return x
+
+
+def from_gpu(x: Tensor) -> Tensor:
+    """Move the array (and gradient) to host memory, in place; return x."""
+    x.array = devices.to_cpu(x.array)
+    if x.grad is not None:
+        x.grad.from_gpu()
+    return x
+
+
 def detach(x: Tensor) -> Tensor:
     """Return a Tensor with the same array and without a history: no gradient flows through it."""
     return Tensor(x.array, requires_grad=False, is_batched=x.is_batched, name=x.name)
@@ -152,6 +171,8 @@ for _name, _method in {
     "__setstate__": set_state,
     "__deepcopy__": deep_copy,
     "detach": detach,
+    "to_gpu": to_gpu,
+    "from_gpu": from_gpu,
     "close_to": close_to,
     "to_batched": to_batched,
     "from_batched": from_batched,

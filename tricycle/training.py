@@ -101,8 +101,7 @@ def train(
     Raises:
         NonFiniteError: a loss or a gradient is NaN or infinite, and the session does not recover.
     """
-    loss_of = loss_of or labelled(model, CrossEntropy())
-    session = session or Session(n_steps)
+    loss_of, session = loss_of or labelled(model, CrossEntropy()), session or Session(n_steps)
     while True:
         try:
             if session.evaluation_is_due():
@@ -135,7 +134,7 @@ def gradients(
     They are added to those that are there (with several processes, to rank 0's, and all get the same).
 
     Args:
-        n_labels: of how many labels each batch's loss is the mean, as `count_labels` says; needed for several batches.
+        n_labels: of how many labels each batch's loss is the mean; needed for several batches.
         reducer: of several processes, each with batches of its own, `tricycle.distributed.processes.Processes.reducer`.
         loss_scale: for float16, `tricycle.training_state.LossScale`; `apply` needs the same.
 
@@ -147,7 +146,7 @@ def gradients(
     if n_labels is None or len(n_labels) != len(batches):
         got = f"{len(batches)} and {'none' if n_labels is None else len(n_labels)}"
         raise ValueError(f"gradients: expected a batch or more, and n_labels for each of several, got {got}")
-    counts = [_int_unless_on_gpu(n) for n in n_labels]
+    counts = [int_unless_on_gpu(n) for n in n_labels]
     pending = None if reducer is None else reducer(model)
     total = sum(counts) if pending is None else pending.total(sum(counts))
     mean, problem = 0.0, ""
@@ -251,11 +250,6 @@ def labelled(model: Layer, loss_fn: CrossEntropy) -> LossOf:
     return loss_of
 
 
-def count_labels(labels: Any, ignore_index: int | None = None) -> Any:
-    """Count the labels that count, of an array or Tensor; a 0-d array where it is on a GPU and some may be ignored."""
-    array = labels.array if isinstance(labels, Tensor) else labels
-    return array.size if ignore_index is None else _int_unless_on_gpu((array != ignore_index).sum())
-
-
-def _int_unless_on_gpu(count: Any) -> Any:
+def int_unless_on_gpu(count: Any) -> Any:
+    """Return a count as an int; a 0-d array on a GPU stays there, for to read it would wait for the device."""
     return count if devices.is_array(count) and devices.on_gpu(count) else int(count)
