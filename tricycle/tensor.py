@@ -90,15 +90,6 @@ class Tensor:
         """Return the values as a NumPy array (the array itself where it is one already)."""
         return devices.to_cpu(self.array)
 
-    def item(self) -> Any:
-        """Return the one element as a Python number."""
-        if self.size != 1:
-            raise ValueError(f"item: expected a Tensor of one element, got shape {self.shape}")
-        return self.array.item()
-
-    def __float__(self) -> float:
-        return float(self.item())
-
     def zero_grad(self) -> None:
         """Set `grad` to None."""
         self.grad = None
@@ -151,7 +142,9 @@ class Tensor:
         sum = mean = max = min = _reduction
         reshape = transpose = _reordering
 
+        def item(self) -> Any: ...
         def __int__(self) -> int: ...
+        def __float__(self) -> float: ...
         def __len__(self) -> int: ...
         def to_gpu(self, device: int = 0) -> Tensor: ...
         def __getitem__(self, index: Any) -> Tensor: ...

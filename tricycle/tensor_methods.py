@@ -1,4 +1,4 @@
-"""Methods of `Tensor` for what a GPT on a CPU does not need: printing, comparing, GPUs, copies, single gradients."""
+"""Further methods of `Tensor`: printing, Python's numbers, NumPy, comparing, GPUs, copies, single gradients."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def as_text(x: Tensor) -> str:
 def formatted(x: Tensor, spec: str) -> str:
     """Return a one-element Tensor as Python formats its number; as it is printed, if nothing is specified."""
     return format(x.item(), spec) if spec else str(x)
+
+
+def item(x: Tensor) -> Any:
+    """Return the one element as a Python number."""
+    if x.size != 1:
+        raise ValueError(f"item: expected a Tensor of one element, got shape {x.shape}")
+    return x.array.item()
 
 
 def as_numpy(x: Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -163,7 +170,9 @@ for _name, _method in {
     "__str__": as_text,
     "__repr__": as_text,
     "__format__": formatted,
+    "item": item,
     "__int__": lambda x: int(x.item()),
+    "__float__": lambda x: float(x.item()),
     "__array__": as_numpy,
     "__len__": length,
     "__bool__": truth,
