@@ -27,13 +27,12 @@ from tricycle.generate import generate
 from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimiser_rules import Lion, Muon
+from tricycle.optimiser_rules import Lion, Muon, clip_gradients
 from tricycle.optimisers import (
     AdamW,
     Optimiser,
     Rule,
     StochasticGradientDescent,
-    clip_gradients,
     gradient_norm,
 )
 from tricycle.pretrained import Pretrained

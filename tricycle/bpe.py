@@ -39,8 +39,7 @@ PIECE = (
 class ByteLevelBPE:
     """Byte-level BPE of texts.
 
-    Ids run through the 256 bytes, then the merges in the order learnt, then the special tokens. Before `train` there
-    are no merges, and text encodes as its UTF-8 bytes.
+    Ids run through the 256 bytes, then the merges in the order learnt (none before `train`), then the special tokens.
 
     Args:
         vocab_size: ids in all. A small text may teach fewer merges than asked for: `n_vocab` counts the ids there are.

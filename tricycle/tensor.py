@@ -30,7 +30,6 @@ class Tensor:
         grad: of inputs and parameters after `backward`, the gradient of the result, in the array's shape and dtype.
         args: the Tensors that the operation behind this one took; () for inputs and parameters.
         back_fns: one function per arg, from the gradient of this Tensor (a Tensor) to that of the arg; can be set, too.
-        requires_grad: whether gradients flow to this Tensor.
         is_batched: whether axis 0 is the batch. Only `Einsum` reads it.
         name: what made this Tensor, shown when it is printed.
     """
@@ -209,8 +208,7 @@ def to_tensor(
             array = np.asarray(array)  # scalars, memory maps and other subclasses become plain arrays too
         except ValueError:
             raise ValueError("to_tensor: expected numbers in rows of equal length, got an uneven list") from None
-    if dtype is None:
-        dtype = np.float32 if array.dtype.kind != "b" else bool
+    dtype = (bool if array.dtype.kind == "b" else np.float32) if dtype is None else dtype
     for kind in (array.dtype, np.dtype(dtype)):
         if kind.kind not in "biuf" and kind.name != "bfloat16":
             raise TypeError(f"to_tensor: expected numbers, got dtype {kind}")

@@ -42,16 +42,13 @@ class Gradients(NamedTuple):
 
 
 class Session:
-    """What surrounds the updates of a training: here, nothing. Programs override what they need.
-
-    `step` updates have been made, of `n_steps`, which may change on the way.
-    """
+    """What surrounds the updates of a training: here, nothing. Programs override what they need."""
 
     reducer: Callable[[Layer], Any] | None = None  # as of `gradients`
     loss_scale: Any = None
 
     def __init__(self, n_steps: float) -> None:
-        self.step, self.n_steps = 0, n_steps
+        self.step, self.n_steps = 0, n_steps  # updates made, and to make; the latter may change on the way
 
     def batches(self, source: Any) -> AbstractContextManager[tuple[Sequence[Any], Sequence[Any] | None]]:
         """Draw the batches of an update, and how many labels each has."""
