@@ -169,7 +169,8 @@ class Steps:
             a dictionary: the whole step's `seconds`, those `waited` for sums, those `backward` took to end, and `sent`,
             [seconds from the start, bytes] of each bucket.
         """
-        from tricycle.training import apply, count_labels, gradients
+        from tricycle.training import apply, gradients
+        from tricycle.training_state import count_labels
 
         watched = self.watched
         watched.overlap, watched.link, watched.sent = overlap, tuple(link), []

@@ -27,13 +27,12 @@ from tricycle.generate import generate
 from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimiser_rules import Lion, Muon
+from tricycle.optimiser_rules import Lion, Muon, clip_gradients
 from tricycle.optimisers import (
     AdamW,
     Optimiser,
     Rule,
     StochasticGradientDescent,
-    clip_gradients,
     gradient_norm,
 )
 from tricycle.pretrained import Pretrained
@@ -442,7 +441,7 @@ def test_labels_on_the_device_are_counted_there(device):
     for batches in (zip(inputs, labels), [(inputs.reshape(6, 5), labels.reshape(6, 5))]):
         model = GPT(replace(STEADY, n_layers=1)).to_gpu()
         placed = [tuple(model.place(ids) for ids in pair) for pair in batches]
-        counts = [training.count_labels(pair[1], 0) for pair in placed]
+        counts = [training_state.count_labels(pair[1], 0) for pair in placed]
         found.append(training.gradients(model, training.labelled(model, CrossEntropy(0)), placed, counts))
         models.append(model)
     assert fake_device.reads == []

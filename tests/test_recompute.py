@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tricycle import models, no_grad, to_tensor
-from tricycle.autograd import gradients_of, topological_order
+from tricycle.autograd import topological_order
 from tricycle.configs import DebugConfig, EncoderConfig, GPTConfig
 from tricycle.debug import watch_arrays
 from tricycle.evaluation import evaluate
@@ -24,6 +24,7 @@ from tricycle.models import GPT
 from tricycle.recompute import free_activations, free_activations_inside, recompute
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.tensor import record
+from tricycle.tensor_methods import gradients_of
 from tricycle.training import gradients, labelled
 from tricycle.training_state import least_memory, new_state, resume_state, train_step
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from tricycle.scheduler import SCHEDULES, WarmupCosine, WarmupLinear
+from tricycle.optimiser_rules.schedules import SCHEDULES, WarmupLinear
+from tricycle.scheduler import WarmupCosine
 
 
 @pytest.mark.parametrize(

@@ -574,8 +574,8 @@ from tricycle import to_tensor
 from tricycle.configs import GPTConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimiser_rules import Muon
-from tricycle.optimisers import AdamW, clip_gradients
+from tricycle.optimiser_rules import Muon, clip_gradients
+from tricycle.optimisers import AdamW
 from tricycle.sequences.attentions import LuongAttention
 from tricycle.sequences.seq2seq import Seq2SeqAttention
 

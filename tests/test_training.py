@@ -22,8 +22,8 @@ from tricycle.loss import CrossEntropy, MeanSquaredError
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
-from tricycle.training import NonFiniteError, apply, count_labels, gradients, labelled, train_on_batch
-from tricycle.training_state import new_state, read_steps, resume_state, train_step
+from tricycle.training import NonFiniteError, apply, gradients, labelled, train_on_batch
+from tricycle.training_state import count_labels, new_state, read_steps, resume_state, train_step
 from tricycle_cli import full_disk
 from tricycle_cli import run as running
 from tricycle_cli.run import Run, estimate, read_metrics, show_sample, train

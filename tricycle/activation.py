@@ -41,6 +41,7 @@ class GeLU(Op):
 
     @property
     def computes_wide(self) -> bool:
+        """Whether 16-bit inputs are computed with in float32, and only the result is rounded."""
         return self.approximate
 
     def forward(self, x: Operand) -> Tensor:

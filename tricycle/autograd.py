@@ -42,14 +42,12 @@ class Node(Protocol):
 AnyNode = TypeVar("AnyNode", bound=Node)
 
 
-# -------------------------------------------------------------------- the walk
 def walk_backward(
     root: AnyNode, root_grad: Array, sums: GradientSums, retain_graph: bool = False
 ) -> Iterator[tuple[AnyNode, Array]]:
     """Yield each leaf (input or parameter) behind a result with its complete gradient, which may share memory.
 
-    `root_grad` is the gradient of `root`, and `sums` is empty. Unless the graph is retained it is freed on the way, so
-    that memory falls as the walk goes on.
+    `root_grad` is the gradient of `root`, and `sums` is empty. Unless the graph is retained it is freed on the way.
 
     Raises:
         RuntimeError: the graph was freed by an earlier walk, or an array in it has been changed in place.
@@ -69,22 +67,17 @@ def walk_backward(
             _check_unchanged(node)
         if not retain_graph:
             node.args, node._backward, node._saved, node._version = (), None, (), -1
-        # The array of the node is freed here, before its backward function allocates others, unless that function or
-        # the caller holds it: large logits need not be in memory beside their gradient.
-        del node
+        del node  # its array is freed before the backward function allocates others, unless something else holds it
         if grad is not None:
             needs_grad = [arg.requires_grad for arg in args]
             add(args, needs_grad, backward(grad, needs_grad, *saved))
 
 
 def topological_order(root: AnyNode) -> list[AnyNode]:
-    """Return every node behind `root` that requires a gradient, each after its args; `root` is the last.
-
-    Iterative, because a chain of a hundred thousand operations is deeper than Python's stack.
-    """
+    """Return every node behind `root` that requires a gradient, each after its args; `root` is the last."""
     order: list[AnyNode] = []
     seen: set[AnyNode] = set()  # by identity: Tensors hash so
-    stack: list[Any] = [root]
+    stack: list[Any] = [root]  # no recursion: a chain of a hundred thousand operations is deeper than Python's stack
     while stack:
         node = stack.pop()
         if node is None:  # all args of the node below are in the order by now
@@ -103,24 +96,10 @@ def topological_order(root: AnyNode) -> list[AnyNode]:
     return order
 
 
-def gradients_of(result: AnyNode, grad: Array, inputs: Sequence[AnyNode]) -> list[Array | None]:
-    """Return the gradients of these leaves behind a result with gradient `grad`; None where nothing flows.
-
-    For operations whose backward function runs a separate backward pass: no Tensor's `grad` changes, and the graph is
-    freed. The arrays may share memory.
-    """
-    if not result.requires_grad:
-        return [None for _ in inputs]
-    arrived = {id(leaf): array for leaf, array in walk_backward(result, grad, GradientSums())}
-    return [arrived.get(id(node)) for node in inputs]
-
-
-# -------------------------------------------------------------------- sums of gradients
 class SlicedGradient(NamedTuple):
     """The gradient of an arg that is 0 outside of one slice of it: `whole[index] = array`.
 
-    All slices of one arg are put together when the walk reaches it: taking a sequence apart step by step costs no more
-    than its length. `once` says that the index is known to take no element twice.
+    All slices of one arg are put together when the walk reaches it. `once`: the index takes no element twice.
     """
 
     array: Array
@@ -138,8 +117,7 @@ class GradientSums:
     """The gradients that have arrived at nodes that the walk has not reached yet.
 
     An array that arrives may be shared (an addition hands the same one to both inputs), so only arrays that were made
-    here, or came as `OwnedGradient`, are added to in place. One element never is: the sum of 0-d arrays is a NumPy
-    scalar, which += would replace, and there + takes a third of the time of +=.
+    here, or came as `OwnedGradient`, are added to in place. One element never is: 0-d sums are NumPy scalars.
     """
 
     def __init__(self) -> None:
@@ -200,14 +178,11 @@ class GradientSums:
 
 
 def assemble(slices: list[SlicedGradient], like: Array) -> Array:
-    """Return the sum of slices in the shape and dtype of `like`, 0 elsewhere.
-
-    Slices that fill the last axis are only put side by side, without a copy where they are so in memory already.
-    """
+    """Return the sum of slices in the shape and dtype of `like`, 0 elsewhere."""
     xp = array_module(like)
     neighbours = _neighbours(slices, like.shape)
     if neighbours:
-        whole = side_by_side(neighbours)
+        whole = side_by_side(neighbours)  # without a copy where they are so in memory
         return xp.concatenate(neighbours, axis=-1) if whole is None else whole
     total = xp.zeros(like.shape, like.dtype)
     _add_slices(total, slices)
@@ -225,29 +200,22 @@ def _add_slices(total: Array, slices: list[SlicedGradient]) -> None:
 
 def _neighbours(slices: list[SlicedGradient], shape: tuple[int, ...]) -> list[Array]:
     """Return the arrays of slices that fill an array of this shape along its last axis, in order; [] if they do not."""
-    placed: list[tuple[tuple[int, int, int], Array]] = []
-    for array, index, _ in slices:
+    for _, index, _ in slices:
         if not isinstance(index, tuple) or not index or not all(isinstance(part, slice) for part in index):
             return []
         if index[:-1] != (slice(None),) * (len(shape) - 1):
             return []
-        placed.append((index[-1].indices(shape[-1]), array))
-    placed.sort(key=lambda part: part[0])
-    starts, stops, steps = zip(*(bounds for bounds, _ in placed))
-    fits = (*starts, shape[-1]) == (0, *stops) and set(steps) == {1}
-    return [array for _, array in placed] if fits else []
+    placed = sorted(slices, key=lambda part: part.index[-1].indices(shape[-1]))
+    starts, stops, steps = zip(*(part.index[-1].indices(shape[-1]) for part in placed))
+    return [part.array for part in placed] if (*starts, shape[-1]) == (0, *stops) and set(steps) == {1} else []
 
 
-# -------------------------------------------------------------------- changes in place
 _changing = threading.Lock()
 n_changes = 0  # made in place so far; the version of a Tensor is its value when the Tensor was made or last changed
 
 
 def increment_versions(tensors: Iterable[Node]) -> None:
-    """Record that the arrays of these inputs or parameters have been changed in place.
-
-    Results computed from them before can no longer be differentiated: old values and new ones would mix.
-    """
+    """Record that these inputs or parameters were changed in place: results computed from them before are stale."""
     global n_changes
     with _changing:
         n_changes += 1
@@ -270,7 +238,6 @@ def describe(node: Node) -> str:
     return f"{node.name or 'a Tensor'} of shape {node.array.shape}"
 
 
-# -------------------------------------------------------------------- with and without a graph
 class Mode(NamedTuple):
     """What operations leave behind within a block (a `with` statement) and its thread."""
 
@@ -304,14 +271,10 @@ def is_evaluating() -> bool:
     return any(mode.evaluates for mode in current_modes.get())
 
 
-def builds_graph(modes: tuple[Mode, ...]) -> bool:
-    """Return whether results within these blocks can be differentiated."""
-    return not modes or all(mode.builds_graph for mode in modes)
-
-
 def grad_enabled_for(*args: Node) -> bool:
     """Return whether an operation on these Tensors gets a backward function; if not, it need save nothing for one."""
     for arg in args:
         if arg.requires_grad:
-            return builds_graph(current_modes.get())
+            modes = current_modes.get()
+            return not modes or all(mode.builds_graph for mode in modes)
     return False

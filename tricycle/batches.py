@@ -93,12 +93,11 @@ class CausalLMDataset(EndlessDataset):
     """Windows of a long run of tokens; the output is the input moved on by one token.
 
     A pass visits neighbouring windows that do not overlap, each once. When shuffled, every pass has another order and
-    starts at another place, so that windows are cut elsewhere each time.
+    starts at another place.
 
     Args:
         tokens: a run of token ids below `vocab_size`: an array, a memory map, or a corpus of `tricycle_datasets`.
-        batch_size: windows a batch, once `batch` is called.
-        context_window: T, tokens a window.
+        batch_size: windows of `context_window` tokens a batch, once `batch` is called.
         seed: decides order and places once `shuffle` is called.
 
     Raises:

@@ -12,13 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-    from tiktoken import Encoding
+from numpy.typing import ArrayLike
 
 END_OF_TEXT = "<|endoftext|>"
 SINGLE_BYTES = [bytes([value]) for value in range(256)]
@@ -31,21 +28,18 @@ LETTER = (
     "A-Za-z\u00c0-\u167f\u1681-\u1fff\u2c00-\u2dff\u2e80-\u2fff\u3041-\ud7ff\uf900-\ufdff"
     "\uff21-\uff3a\uff41-\uff5a\uff66-\uffdc\U00010000-\U0001efff\U00020000-\U0003ffff"
 )
-PIECE = "|".join(
-    [
-        rf"[^\r\n0-9{LETTER}]?[{LETTER}]+",  # a word with the one sign before it: " the", "_name", "'ll"
-        r" ?[0-9]{1,3}",
-        rf" ?[^{SPACE}0-9{LETTER}]+[{SPACE}]*",  # signs with what space follows: ", ", "):\n        "
-        rf"[{SPACE}]+",
-    ]
+PIECE = (
+    rf"[^\r\n0-9{LETTER}]?[{LETTER}]+"  # a word with the one sign before it: " the", "_name", "'ll"
+    r"| ?[0-9]{1,3}"
+    rf"| ?[^{SPACE}0-9{LETTER}]+[{SPACE}]*"  # signs with what space follows: ", ", "):\n        "
+    rf"|[{SPACE}]+"
 )
 
 
 class ByteLevelBPE:
     """Byte-level BPE of texts.
 
-    Ids run through the 256 bytes, then the merges in the order learnt, then the special tokens. Before `train` there
-    are no merges, and text encodes as its UTF-8 bytes.
+    Ids run through the 256 bytes, then the merges in the order learnt (none before `train`), then the special tokens.
 
     Args:
         vocab_size: ids in all. A small text may teach fewer merges than asked for: `n_vocab` counts the ids there are.
@@ -60,7 +54,7 @@ class ByteLevelBPE:
         self._ordinary = tokens
         self.special_tokens = {name: len(tokens) + i for i, name in enumerate(self._special_names)}
         self._tokens = tokens + [name.encode("utf-8") for name in self._special_names]
-        self._encoding: Encoding | None = None
+        self._encoding: Any = None  # tiktoken's, made when it is first needed
 
     def pattern(self, for_training: bool) -> str:
         """Return what cuts text into pieces, for Python's `re` (training) or for Rust's regex (encoding)."""
@@ -79,9 +73,8 @@ class ByteLevelBPE:
     def train(self, text: Iterable[str], progress: bool = True) -> Self:
         """Learn the merges from texts, drop what was learnt before, and return self.
 
-        The most frequent pair of neighbouring tokens becomes a token, again and again. Ties go to the pair with the
-        smaller ids, so equal texts give equal tokenisers. A pair that occurs only once is never merged.
-        No text at all raises ValueError.
+        The most frequent pair of neighbouring tokens becomes a token, again and again; of equally frequent ones the
+        pair with the smaller ids. A pair that occurs only once is never merged. No text at all raises ValueError.
         """
         from tqdm import tqdm
 
@@ -106,7 +99,8 @@ class ByteLevelBPE:
             special = {END_OF_TEXT: len(ranks)}  # never read, but without one tiktoken (0.14) takes twice the time
             pattern = self.pattern(for_training=False)
             self._encoding = Encoding("tricycle", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
+        ids: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
+        return ids
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
         """Return the exact bytes that the ids stand for; a special token gives its name."""

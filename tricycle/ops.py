@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from tricycle.devices import Array, array_module, is_array, on_gpu
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+ArrayFunction: TypeAlias = Callable[..., Array]
 
 # Every operation with a gradient, by name. A test fails when one of them has no gradient check.
 OPS: dict[str, Callable[..., Any]] = {}
@@ -37,11 +38,6 @@ class Op:
     A subclass defines `forward(*tensors)`. Subclasses enter the registry by themselves, unless declared a base.
     """
 
-    @property
-    def computes_wide(self) -> bool:
-        """Whether 16-bit inputs are computed with in float32, and only the result is rounded."""
-        return False
-
     def __init_subclass__(cls, is_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not is_base and not cls.__name__.startswith("_") and cls.__module__.startswith("tricycle."):
@@ -57,7 +53,6 @@ class Op:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
 
 
-# -------------------------------------------------------------------- inputs and their checks
 def as_tensor(x: Operand, like: Tensor | None = None) -> Tensor:
     """Return a Tensor as it is; make anything else a constant, in the dtype of the Tensor `like`."""
     if isinstance(x, Tensor):
@@ -126,8 +121,7 @@ def positive(layer: str, **sizes: int) -> None:
             raise ValueError(f"{layer}: expected {name} to be a whole number above 0, got {size!r}")
 
 
-# -------------------------------------------------------------------- elementwise
-def unary(name: str, forward: Callable[..., Array], gradient: Callable[..., Array]) -> Callable[[Operand], Tensor]:
+def unary(name: str, forward: ArrayFunction, gradient: ArrayFunction) -> Callable[[Operand], Tensor]:
     """Make an elementwise op: `forward(xp, x)` returns y, `gradient(xp, g, x, y)` the gradient of x."""
 
     def op(x: Operand) -> Tensor:
@@ -148,18 +142,13 @@ sigmoid = unary("sigmoid", lambda xp, x: kernels.sigmoid(x), lambda xp, g, x, y:
 
 
 def binary(
-    name: str,
-    symbol: str,
-    forward: Callable[..., Array],
-    left: Callable[..., Array],
-    right: Callable[..., Array],
-    saves: bool = True,
+    name: str, symbol: str, forward: ArrayFunction, left: ArrayFunction, right: ArrayFunction, saves: bool = True
 ) -> Callable[..., Tensor]:
     """Make an elementwise op of two inputs, with broadcasting.
 
     `forward(x, y)` returns z; `left(g, x, y, z)` and `right(g, x, y, z)` return the gradients of x and y before
-    un-broadcasting. If neither reads x, y and z, these need not be saved. A plain number is no node of the graph: it is
-    part of the result's name, "+ 4" for `x + 4`.
+    un-broadcasting; False for `saves`: they do not read x, y and z. A plain number is no node of the graph: it is part
+    of the result's name, "+ 4" for `x + 4`.
     """
 
     def op(x: Operand, y: Operand) -> Tensor:
@@ -226,7 +215,6 @@ add = binary("add", "+", operator.add, lambda g, x, y, z: g, lambda g, x, y, z: 
 multiply = binary("mul", "*", operator.mul, lambda g, x, y, z: g * y, lambda g, x, y, z: g * x)
 
 
-# -------------------------------------------------------------------- shapes and indexing
 def unpacked(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return (2, 3) for the arguments of both `f(2, 3)` and `f((2, 3))`."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], Sequence) else args

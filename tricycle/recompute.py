@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.autograd import NeedsGrad, current_modes, grad_enabled_for, gradients_of
+from tricycle.autograd import NeedsGrad, current_modes, grad_enabled_for
 from tricycle.devices import Array, array_module
 from tricycle.layers import Layer, generators_in
 from tricycle.models import run_block
 from tricycle.ops import as_tensor
 from tricycle.tensor import Operand, Tensor, no_grad, record
+from tricycle.tensor_methods import gradients_of
 
 
 @contextmanager

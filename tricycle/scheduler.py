@@ -23,18 +23,8 @@ class WarmupCosine:
         if step >= self.total_steps:
             return self.min_rate
         progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
-        return self.min_rate + (self.max_rate - self.min_rate) * self.left(progress)
+        return self.min_rate + (self.max_rate - self.min_rate) * self.decay(progress)
 
-    def left(self, progress: float) -> float:
-        """Return the share of the way down that is left after a share of the time behind the warm-up."""
+    def decay(self, progress: float) -> float:
+        """Return the fraction of the decay that is left after a fraction of the time since the warm-up."""
         return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-class WarmupLinear(WarmupCosine):
-    """A linear rise from 0, then a straight line down."""
-
-    def left(self, progress: float) -> float:
-        return 1 - progress
-
-
-SCHEDULES: dict[str, type[WarmupCosine]] = {"cosine": WarmupCosine, "linear": WarmupLinear}

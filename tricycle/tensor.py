@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from tricycle import autograd, devices
-from tricycle.autograd import Backward, builds_graph
+from tricycle.autograd import Backward
 from tricycle.devices import Array, array_module
 
 Operand: TypeAlias = "Tensor | Array | int | float | Sequence[Any]"
@@ -27,21 +27,17 @@ class Tensor:
 
     Attributes:
         array: the NumPy or CuPy array.
-        grad: after `backward`, the gradient of the result with respect to this Tensor, in its shape and dtype; only
-            inputs and parameters keep one.
+        grad: of inputs and parameters after `backward`, the gradient of the result, in the array's shape and dtype.
         args: the Tensors that the operation behind this one took; () for inputs and parameters.
-        back_fns: one function per arg, from the gradient of this Tensor (a Tensor) to that of the arg (an array or a
-            Tensor). They can be set, too.
-        requires_grad: whether gradients flow to this Tensor.
+        back_fns: one function per arg, from the gradient of this Tensor (a Tensor) to that of the arg; can be set, too.
         is_batched: whether axis 0 is the batch. Only `Einsum` reads it.
         name: what made this Tensor, shown when it is printed.
     """
 
     __slots__ = tuple("array grad args requires_grad is_batched name _backward _saved _version __weakref__".split())
-    # NumPy then leaves `array + tensor` to Tensor.__radd__ instead of looping over elements
-    __array_ufunc__ = None
-    # a comparison gives a Tensor, so a Tensor is found in a dict or set by identity alone
-    __hash__ = object.__hash__
+    _copied: ClassVar[tuple[str, ...]] = ("requires_grad", "is_batched", "name")  # what copies keep, with the array
+    __array_ufunc__ = None  # NumPy leaves `array + tensor` to Tensor.__radd__ instead of looping over elements
+    __hash__ = object.__hash__  # a comparison gives a Tensor, so a Tensor is found in a dict or set by identity alone
 
     def __init__(
         self,
@@ -64,7 +60,6 @@ class Tensor:
         self.name = name
         self._version = autograd.n_changes  # -1 once its graph is freed
 
-    # ---------------------------------------------------------------- what it holds
     @property
     def shape(self) -> tuple[int, ...]:
         return self.array.shape
@@ -94,82 +89,22 @@ class Tensor:
         """Return the values as a NumPy array (the array itself where it is one already)."""
         return devices.to_cpu(self.array)
 
-    def item(self) -> Any:
-        """Return the one element as a Python number."""
-        if self.size != 1:
-            raise ValueError(f"item: expected a Tensor of one element, got shape {self.shape}")
-        return self.array.item()
-
-    def __len__(self) -> int:
-        if self.ndim == 0:
-            raise TypeError("len: a Tensor without axes has no length")
-        return self.shape[0]
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __bool__(self) -> bool:
-        if self.size == 1:
-            return bool(self.item())
-        instead = ".array.any(), .array.all() or close_to"
-        raise ValueError(f"the truth of a Tensor of shape {self.shape} is ambiguous: use {instead}")
-
-    # ---------------------------------------------------------------- devices, copies
-    def to_gpu(self, device: int = 0) -> Tensor:
-        """Move the array (and gradient) of an input or parameter to a GPU, in place; return self."""
-        if self.args:
-            came = f"the result of {self.name or 'an operation'}, whose gradient goes back to where its inputs lie"
-            raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {came}; move detach() or its inputs")
-        self.array = devices.to_gpu(self.array, device)
-        if self.grad is not None:
-            self.grad.to_gpu(device)
-        return self
-
-    def from_gpu(self) -> Tensor:
-        """Move the array (and gradient) to host memory, in place; return self."""
-        self.array = devices.to_cpu(self.array)
-        if self.grad is not None:
-            self.grad.from_gpu()
-        return self
-
-    def detach(self) -> Tensor:
-        """Return a Tensor with the same array and without a history: no gradient flows through it."""
-        return Tensor(self.array, requires_grad=False, is_batched=self.is_batched, name=self.name)
-
     def zero_grad(self) -> None:
         """Set `grad` to None."""
         self.grad = None
 
-    # Copies and pickles leave the graph behind: it holds functions. Arrays are pickled as NumPy's: they load anywhere.
-    _copied: ClassVar[tuple[str, ...]] = ("requires_grad", "is_batched", "name")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"array": self.numpy(), **{name: getattr(self, name) for name in self._copied}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Tensor.__init__(self, state["array"])
-        for name in self._copied:
-            setattr(self, name, state[name])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        twin = type(self).__new__(type(self))
-        twin.__setstate__({"array": self.array.copy(), **{name: getattr(self, name) for name in self._copied}})
-        return twin
-
-    # ---------------------------------------------------------------- differentiation
     def backward(
         self, retain_graph: bool = False, create_graph: bool = False, on_input: Callable[[Tensor], None] | None = None
     ) -> None:
         """Add the gradient of this Tensor (of its sum, if it has many elements) to every input behind it.
 
         Args:
-            retain_graph: keep the graph, so that `backward` can run over it again, instead of freeing it on the way.
+            retain_graph: keep the graph for another `backward`, instead of freeing it on the way.
             create_graph: refused with a NotImplementedError: gradients are constants.
             on_input: called with each input whose gradient is complete, while the pass goes on.
 
         Raises:
-            RuntimeError: nothing behind this Tensor requires a gradient; the graph was freed by an earlier `backward`;
-                or a parameter in it was changed in place since.
+            RuntimeError: nothing behind this Tensor requires a gradient; or as `autograd.walk_backward`.
         """
         if create_graph:
             raise NotImplementedError("backward: expected create_graph=False: there are no gradients of gradients")
@@ -183,8 +118,7 @@ class Tensor:
         sums = autograd.GradientSums()
         for leaf, grad in autograd.walk_backward(self, ones, sums, retain_graph):
             if grad.shape != leaf.array.shape:
-                came = f"a gradient of shape {grad.shape}"
-                raise RuntimeError(f"backward: {came} came for a Tensor of shape {leaf.shape}")
+                raise RuntimeError(f"backward: a gradient of shape {grad.shape} came for {autograd.describe(leaf)}")
             # the gradient becomes the user's, so it shares memory with nothing else
             grad = sums.own(leaf, grad) if leaf.grad is None else leaf.grad.array + grad
             leaf.grad = Tensor(grad, False, leaf.is_batched)
@@ -195,6 +129,7 @@ class Tensor:
         back_fns: tuple[Callable[[Tensor], Array | Tensor], ...]
 
         def close_to(self, other: Operand, rtol: float = ..., atol: float = ..., equal_nan: bool = ...) -> bool: ...
+        def _unary(self) -> Tensor: ...
         def _binary(self, other: Operand) -> Tensor: ...
         def _reduction(self, axis: Axis = None, keepdims: bool = False) -> Tensor: ...
         def _reordering(self, *sizes: int | Sequence[int]) -> Tensor: ...
@@ -202,11 +137,15 @@ class Tensor:
         __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = _binary
         __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = _binary
         __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _binary  # type: ignore[assignment]
-        __neg__ = exp = log = sqrt = to_batched = from_batched = detach
+        __neg__ = exp = log = sqrt = detach = from_gpu = to_batched = from_batched = _unary
         sum = mean = max = min = _reduction
         reshape = transpose = _reordering
 
+        def item(self) -> Any: ...
         def __int__(self) -> int: ...
+        def __float__(self) -> float: ...
+        def __len__(self) -> int: ...
+        def to_gpu(self, device: int = 0) -> Tensor: ...
         def __getitem__(self, index: Any) -> Tensor: ...
         def __iter__(self) -> Iterator[Tensor]: ...
         def split(self, n_splits: int, axis: int = -1) -> list[Tensor]: ...
@@ -225,8 +164,7 @@ def record(
 
     Args:
         args: the Tensors that it was computed from.
-        backward: backward(grad, needs_grad, *saved) returns the gradient of each arg from that of the result, as
-            `autograd.Backward` says.
+        backward: called as backward(grad, needs_grad, *saved), as `autograd.Backward` says.
         is_batched: as any of the args is, unless given.
         saved: one tuple where a closure would be several objects: Python's garbage collector walks over every one,
             again and again while a graph grows, which costs more than a small operation itself.
@@ -240,7 +178,7 @@ def record(
     if is_batched is None:
         is_batched = any_batched
     modes = autograd.current_modes.get()  # by the module: of an imported name, `get` would be looked up slowly
-    if not requires_grad or (modes and not builds_graph(modes)):
+    if not requires_grad or (modes and not all(mode.builds_graph for mode in modes)):
         return Tensor(array, False, is_batched, name)
     result = Tensor(array, True, is_batched, name, args, backward, saved)
     if modes:  # nearly always there is none, and an empty loop is not free
@@ -270,8 +208,7 @@ def to_tensor(
             array = np.asarray(array)  # scalars, memory maps and other subclasses become plain arrays too
         except ValueError:
             raise ValueError("to_tensor: expected numbers in rows of equal length, got an uneven list") from None
-    if dtype is None:
-        dtype = np.float32 if array.dtype.kind != "b" else bool
+    dtype = (bool if array.dtype.kind == "b" else np.float32) if dtype is None else dtype
     for kind in (array.dtype, np.dtype(dtype)):
         if kind.kind not in "biuf" and kind.name != "bfloat16":
             raise TypeError(f"to_tensor: expected numbers, got dtype {kind}")

@@ -1,4 +1,4 @@
-"""Methods of `Tensor` that a GPT does not need: printing, NumPy, comparing, the batch, and one gradient alone."""
+"""Further methods of `Tensor`: printing, Python's numbers, NumPy, comparing, GPUs, copies, single gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tricycle import devices
-from tricycle.autograd import OwnedGradient, SlicedGradient, assemble
+from tricycle.autograd import GradientSums, OwnedGradient, SlicedGradient, assemble, walk_backward
 from tricycle.devices import Array
 from tricycle.tensor import Operand, Tensor
 
@@ -32,6 +32,13 @@ def formatted(x: Tensor, spec: str) -> str:
     return format(x.item(), spec) if spec else str(x)
 
 
+def item(x: Tensor) -> Any:
+    """Return the one element as a Python number."""
+    if x.size != 1:
+        raise ValueError(f"item: expected a Tensor of one element, got shape {x.shape}")
+    return x.array.item()
+
+
 def as_numpy(x: Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     """Return the values for `numpy.array(x)` and `numpy.asarray(x)`."""
     if x.on_gpu:
@@ -39,11 +46,71 @@ def as_numpy(x: Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarr
     return np.array(x.array, dtype=dtype, copy=copy)
 
 
+def length(x: Tensor) -> int:
+    """Return the length of axis 0."""
+    if x.ndim == 0:
+        raise TypeError("len: a Tensor without axes has no length")
+    return x.shape[0]
+
+
+def truth(x: Tensor) -> bool:
+    """Return whether the one element is true."""
+    if x.size == 1:
+        return bool(x.item())
+    instead = ".array.any(), .array.all() or close_to"
+    raise ValueError(f"the truth of a Tensor of shape {x.shape} is ambiguous: use {instead}")
+
+
 def close_to(x: Tensor, other: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
     """Return whether all values are within `atol + rtol * |other|` of those of a Tensor, array or number."""
     array = other.array if isinstance(other, Tensor) else other
     array = devices.to_cpu(array) if devices.is_array(array) else array
     return bool(np.allclose(x.numpy(), array, rtol, atol, equal_nan))
+
+
+# -------------------------------------------------------------------- devices, copies
+def to_gpu(x: Tensor, device: int = 0) -> Tensor:
+    """Move the array (and gradient) of an input or parameter to a GPU, in place; return x."""
+    if x.args:
+        came = f"the result of {x.name or 'an operation'}, whose gradient goes back to where its inputs lie"
+        raise RuntimeError(f"to_gpu: expected a Tensor without a history, got {came}; move detach() or its inputs")
+    x.array = devices.to_gpu(x.array, device)
+    if x.grad is not None:
+        x.grad.to_gpu(device)
+    return x
+
+
+def from_gpu(x: Tensor) -> Tensor:
+    """Move the array (and gradient) to host memory, in place; return x."""
+    x.array = devices.to_cpu(x.array)
+    if x.grad is not None:
+        x.grad.from_gpu()
+    return x
+
+
+def detach(x: Tensor) -> Tensor:
+    """Return a Tensor with the same array and without a history: no gradient flows through it."""
+    return Tensor(x.array, requires_grad=False, is_batched=x.is_batched, name=x.name)
+
+
+# Copies and pickles leave the graph behind: it holds functions. Arrays are pickled as NumPy's: they load anywhere.
+def get_state(x: Tensor) -> dict[str, Any]:
+    """Return what a pickle holds."""
+    return {"array": x.numpy(), **{name: getattr(x, name) for name in x._copied}}
+
+
+def set_state(x: Tensor, state: dict[str, Any]) -> None:
+    """Restore what `get_state` returned."""
+    Tensor.__init__(x, state["array"])
+    for name in x._copied:
+        setattr(x, name, state[name])
+
+
+def deep_copy(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a Tensor with a copy of the array, on the same device."""
+    twin = type(x).__new__(type(x))
+    set_state(twin, {"array": x.array.copy(), **{name: getattr(x, name) for name in x._copied}})
+    return twin
 
 
 # -------------------------------------------------------------------- the batch
@@ -61,7 +128,19 @@ def from_batched(x: Tensor) -> Tensor:
     return x
 
 
-# -------------------------------------------------------------------- one gradient alone
+# -------------------------------------------------------------------- single gradients
+def gradients_of(result: Tensor, grad: Array, inputs: Sequence[Tensor]) -> list[Array | None]:
+    """Return the gradients of these leaves behind a result with gradient `grad`; None where nothing flows.
+
+    For operations whose backward function runs a separate backward pass: no Tensor's `grad` changes, and the graph is
+    freed. The arrays may share memory.
+    """
+    if not result.requires_grad:
+        return [None for _ in inputs]
+    arrived = {id(leaf): array for leaf, array in walk_backward(result, grad, GradientSums())}
+    return [arrived.get(id(node)) for node in inputs]
+
+
 def back_fn_of(x: Tensor, i: int) -> BackFn:
     """Return the function from the gradient of x (a Tensor) to the gradient of its arg `i` alone."""
     arg, saved = x.args[i], x._saved
@@ -91,8 +170,18 @@ for _name, _method in {
     "__str__": as_text,
     "__repr__": as_text,
     "__format__": formatted,
+    "item": item,
     "__int__": lambda x: int(x.item()),
+    "__float__": lambda x: float(x.item()),
     "__array__": as_numpy,
+    "__len__": length,
+    "__bool__": truth,
+    "__getstate__": get_state,
+    "__setstate__": set_state,
+    "__deepcopy__": deep_copy,
+    "detach": detach,
+    "to_gpu": to_gpu,
+    "from_gpu": from_gpu,
     "close_to": close_to,
     "to_batched": to_batched,
     "from_batched": from_batched,

@@ -11,16 +11,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tricycle import devices
-from tricycle.autograd import topological_order
+from tricycle.autograd import Mode, graph_mode
 from tricycle.devices import array_module
 from tricycle.layers import Layer, generators_in
 from tricycle.loss import CrossEntropy
-from tricycle.models import GPT, call_block, run_block
+from tricycle.models import GPT
 from tricycle.optimisers import Optimiser, gradient_norm
 from tricycle.tensor import Tensor
 
@@ -41,16 +42,13 @@ class Gradients(NamedTuple):
 
 
 class Session:
-    """What surrounds the updates of a training: here, nothing. Programs override what they need.
-
-    `step` updates have been made, of `n_steps`, which may change on the way.
-    """
+    """What surrounds the updates of a training: here, nothing. Programs override what they need."""
 
     reducer: Callable[[Layer], Any] | None = None  # as of `gradients`
     loss_scale: Any = None
 
     def __init__(self, n_steps: float) -> None:
-        self.step, self.n_steps = 0, n_steps
+        self.step, self.n_steps = 0, n_steps  # updates made, and to make; the latter may change on the way
 
     def batches(self, source: Any) -> AbstractContextManager[tuple[Sequence[Any], Sequence[Any] | None]]:
         """Draw the batches of an update, and how many labels each has."""
@@ -100,8 +98,7 @@ def train(
     Raises:
         NonFiniteError: a loss or a gradient is NaN or infinite, and the session does not recover.
     """
-    loss_of = loss_of or labelled(model, CrossEntropy())
-    session = session or Session(n_steps)
+    loss_of, session = loss_of or labelled(model, CrossEntropy()), session or Session(n_steps)
     while True:
         try:
             if session.evaluation_is_due():
@@ -134,7 +131,7 @@ def gradients(
     They are added to those that are there (with several processes, to rank 0's, and all get the same).
 
     Args:
-        n_labels: of how many labels each batch's loss is the mean, as `count_labels` says; needed for several batches.
+        n_labels: of how many labels each batch's loss is the mean; needed for several batches.
         reducer: of several processes, each with batches of its own, `tricycle.distributed.processes.Processes.reducer`.
         loss_scale: for float16, `tricycle.training_state.LossScale`; `apply` needs the same.
 
@@ -146,19 +143,19 @@ def gradients(
     if n_labels is None or len(n_labels) != len(batches):
         got = f"{len(batches)} and {'none' if n_labels is None else len(n_labels)}"
         raise ValueError(f"gradients: expected a batch or more, and n_labels for each of several, got {got}")
-    counts = [_int_unless_on_gpu(count) for count in n_labels]
+    counts = [int_unless_on_gpu(n) for n in n_labels]
     pending = None if reducer is None else reducer(model)
     total = sum(counts) if pending is None else pending.total(sum(counts))
     mean, problem = 0.0, ""
     if isinstance(total, int) and total == 0:
         raise ValueError("gradients: expected at least one label to count, got none")
     with np.errstate(all="ignore"):  # what overflows is looked for, and named
-        for index, (batch, count) in enumerate(zip(batches, counts)):
-            if isinstance(count, int) and count == 0:
+        for index, (batch, n) in enumerate(zip(batches, counts)):
+            if isinstance(n, int) and n == 0:
                 continue  # a mean over nothing, which would count nothing
             if pending is not None:
                 pending.next_batch()
-            share = count / total
+            share = n / total
             compute_loss = partial(loss_of, batch, share if loss_scale is None else share * loss_scale.scale)
             loss = compute_loss()
             value: Any = loss.array if loss.on_gpu else float(loss)
@@ -178,22 +175,23 @@ def gradients(
 
 def _first_bad(compute_loss: Callable[[], Tensor], model: Layer) -> str:
     """Name the first Tensor, in the order of computation, that is not finite: the loss is computed again for it."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        if not _all_finite(parameter):
-            return f"the parameter {name}"
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    problems = [f"the parameter {name}" for parameter, name in names.items() if not _all_finite(parameter)]
+    places = count()
+
+    def check(tensor: Tensor) -> None:
+        place = next(places)
+        if not problems and not _all_finite(tensor):
+            parameters = ", ".join(names[arg] for arg in tensor.args if arg in names)
+            title = f"{tensor.name} with {parameters}" if parameters else tensor.name
+            problems.append(f"the result of {title} (operation {place}, shape {tensor.shape})")
+
     states = [(generator, generator.bit_generator.state) for generator in generators_in(model)]
-    before = run_block.set(call_block)  # which keeps all activations
-    loss = compute_loss()
-    run_block.reset(before)
+    with graph_mode(Mode(on_record=check)):
+        compute_loss()
     for generator, state in states:
         generator.bit_generator.state = state
-    for place, tensor in enumerate(topological_order(loss)):
-        if not _all_finite(tensor):
-            users = [names[id(arg)] for arg in tensor.args if id(arg) in names]
-            of = f" with {', '.join(users)}" if users else ""
-            return f"the result of {tensor.name}{of} (operation {place}, shape {tensor.shape})"
-    return "none but the loss"
+    return problems[0] if problems else "none but the loss"
 
 
 def _all_finite(tensor: Tensor) -> bool:
@@ -249,11 +247,6 @@ def labelled(model: Layer, loss_fn: CrossEntropy) -> LossOf:
     return loss_of
 
 
-def count_labels(labels: Any, ignore_index: int | None = None) -> Any:
-    """Count the labels that count, of an array or Tensor; a 0-d array where it is on a GPU and some may be ignored."""
-    array = labels.array if isinstance(labels, Tensor) else labels
-    return array.size if ignore_index is None else _int_unless_on_gpu((array != ignore_index).sum())
-
-
-def _int_unless_on_gpu(count: Any) -> Any:
+def int_unless_on_gpu(count: Any) -> Any:
+    """Return a count as an int; a 0-d array on a GPU stays there, for to read it would wait for the device."""
     return count if devices.is_array(count) and devices.on_gpu(count) else int(count)

@@ -26,12 +26,12 @@ from tricycle.distributed.processes import ALONE, Draws, Processes
 from tricycle.distributed.shards import ShardedOptimiser, Shards, load_of
 from tricycle.models import GPT, LOGITS_AT_ONCE
 from tricycle.optimiser_rules.muon import Muon
+from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.optimisers import AdamW, Optimiser, State
 from tricycle.recompute import free_activations, recompute
-from tricycle.scheduler import SCHEDULES
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
-from tricycle.training import LossOf, NonFiniteError, Session, count_labels, train
+from tricycle.training import LossOf, NonFiniteError, Session, int_unless_on_gpu, train
 
 # How many updates a run is taken to have at least while its number of updates is not known, because it is limited in
 # minutes and nothing has been timed.
@@ -205,6 +205,12 @@ class TrainingState:
         warmup = min(config.warmup_steps, total // 10)
         total += config.min_learning_rate == 0
         return SCHEDULES[config.schedule](config.max_learning_rate, config.min_learning_rate, warmup, total)(step)
+
+
+def count_labels(labels: Any, ignore_index: int | None = None) -> Any:
+    """Count the labels that count, of an array or Tensor; a 0-d array where it is on a GPU and some may be ignored."""
+    array = labels.array if isinstance(labels, Tensor) else labels
+    return array.size if ignore_index is None else int_unless_on_gpu((array != ignore_index).sum())
 
 
 def least_memory(config: GPTConfig) -> int:

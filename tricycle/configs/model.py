@@ -32,8 +32,7 @@ RULES: list[Rule] = [
 class ModelConfig(Checked):
     """A decoder-only transformer. The defaults are GPT-2's (124M parameters)."""
 
-    is_decoder = True  # False for `configs.encoder.EncoderConfig`, which also has types of tokens
-    token_types = 0
+    is_decoder = True  # False for `configs.encoder.EncoderConfig`
     vocab_size: int = 50_257  # number of tokens in the vocabulary
     context_window: int = 1024  # the most tokens that the model sees at once
     embedding_dim: int = 768  # width of the model

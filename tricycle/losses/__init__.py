@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.autograd import NeedsGrad, grad_enabled_for, gradients_of
+from tricycle.autograd import NeedsGrad, grad_enabled_for
 from tricycle.devices import Array
 from tricycle.loss import CrossEntropy, times
 from tricycle.ops import as_tensor, floating, positive
 from tricycle.tensor import Operand, Tensor, record
+from tricycle.tensor_methods import gradients_of
 
 
 def of_head(
