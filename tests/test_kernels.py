@@ -116,8 +116,7 @@ LOGITS = [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001), (7, 3, 0.3), (131, 1
 
 # name -> how to draw its arguments, and the sizes to draw them in
 CASES = {
-    "softmax": (_rows, [(shape,) for shape in ROWS]),
-    "softmax1": (_rows, [(shape,) for shape in ROWS]),
+    "softmax": (_rows, [(shape, off_by_one) for shape in ROWS for off_by_one in (False, True)]),
     "softmax_backward": (_softmax_backward, [(shape,) for shape in ROWS]),
     "log_softmax": (_rows, [(shape,) for shape in ROWS]),
     "swiglu": (_rows, [((*shape, 2 * n),) for shape in ((), (3,), (2, 0), (2, 5), (700,)) for n in (1, 17, 500)]),
@@ -214,7 +213,7 @@ IN_PLACE = {
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
 ON_HOSTS = {"few_bits_matmul"}
-ELSEWHERE = {"few_bits_matmul"}  # not in `tricycle.kernels`
+ELSEWHERE = {"few_bits_matmul", "relu_squared"}  # not in `tricycle.kernels`
 NOT_OPS = {"each", "for_items", "repeated", "pipeline", "random_mask"}  # helpers, and what draws
 
 all_cases = pytest.mark.parametrize(
@@ -471,11 +470,11 @@ ACTIVATIONS = {
     "gelu": lambda pairs: kernels.gelu(pairs),
     "gelu_backward": lambda pairs: kernels.gelu_backward(np.ones_like(pairs), pairs, None),
     "sigmoid": lambda pairs: kernels.sigmoid(pairs),
-    "relu_squared": lambda pairs: kernels.relu_squared(pairs),
+    "relu_squared": lambda pairs: KERNELS["relu_squared"](pairs),
     "swiglu": lambda pairs: kernels.swiglu(pairs),
     "swiglu_backward": lambda pairs: kernels.swiglu_backward(np.ones_like(pairs[:, :1]), pairs),
     "softmax": lambda pairs: kernels.softmax(pairs),
-    "softmax1": lambda pairs: kernels.softmax1(pairs),
+    "softmax1": lambda pairs: kernels.softmax(pairs, True),
     "log_softmax": lambda pairs: kernels.log_softmax(pairs),
     "multiply": lambda pairs: kernels.multiply(pairs, pairs[:, ::-1].copy()),
     "add": lambda pairs: kernels.add(pairs, pairs[:, ::-1].copy()),

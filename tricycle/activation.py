@@ -21,15 +21,6 @@ class ReLU(Op):
         return record(y, (x,), lambda grad, needs_grad: (grad * (y > 0),), "> 0")
 
 
-class ReLUSquared(Op):
-    """max(x, 0) squared (So et al. 2021, "Primer")."""
-
-    def forward(self, x: Operand) -> Tensor:
-        x = as_tensor(x)
-        y, slope = kernels.relu_squared(floating(x.array))
-        return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
-
-
 class GeLU(Op):
     """x times the normal distribution function of x (Hendrycks and Gimpel 2016).
 
@@ -133,7 +124,6 @@ class SwiGLU(Gated):
 ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "gelu": GeLU,
     "relu": ReLU,
-    "relu_squared": ReLUSquared,
     "swish": Swish,
     "sigmoid": Sigmoid,
     "tanh": Tanh,

@@ -63,13 +63,8 @@ class MultiHead(Layer):
 
     def use_softmax(self, softmax: str | RowSoftmax) -> None:
         """Use another softmax variant from now on, with a fresh parameter if it needs one."""
-        chosen = new_softmax(softmax)
-        window = self.context_window
-        scales = chosen.new_scales(self.n_heads, window or 1)
-        if chosen.by_place and scales is not None and window is None:
-            raise ValueError(f"{type(self).__name__}: expected a context_window with {chosen}")
         now = self.attention
-        chosen = chosen.for_window(window) if window else chosen
+        chosen, scales = new_softmax(softmax).for_layer(self.n_heads, self.context_window)
         self.attention = Attention(chosen, now.causal, now.window, now.scale, now.cap)
         if scales is not None and self.projection.weights.on_gpu:
             scales.to_gpu(self.projection.weights.array.device.id)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from tricycle import kernels, ops
 from tricycle.autograd import LARGE, NeedsGrad, OwnedGradient, is_evaluating
 from tricycle.devices import Array
@@ -30,7 +28,6 @@ class RowSoftmax(Op, is_base=True):
 
     name = "rows"  # of the results
     fused = False  # whether the kernels know it, so that its products may have operands of 16 bits
-    by_place = False  # whether the last axis of its parameter, if any, is the position
 
     def rows(self, scores: Array) -> Array:
         """Return the weights for scores (..., S), which are -inf where a key is hidden."""
@@ -61,17 +58,9 @@ class RowSoftmax(Op, is_base=True):
 
         return out if dtype is None else out.astype(dtype, copy=False), backward
 
-    def for_window(self, context_window: int) -> RowSoftmax:
-        """Return the variant for a layer with this context window."""
-        return self
-
-    def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
-        """Return the parameter that a layer must hold for it, if any: `attend` takes it after the mask."""
-        return None
-
-    def scales_of(self, scales: Array, n_keys: int) -> Array:
-        """Return what `forward` and `rows` take last, with `by_place` the parameter for each position, (..., W)."""
-        return scales
+    def for_layer(self, n_heads: int, context_window: int | None) -> tuple[RowSoftmax, Tensor | None]:
+        """Return the variant for a layer, and the parameter that it must hold, if any: `attend` takes it last."""
+        return self, None
 
 
 def as_rows(op: Op, x: Operand) -> Tensor:
@@ -87,7 +76,7 @@ class Softmax(RowSoftmax):
     name, fused, off_by_one = "softmax", True, False
 
     def rows(self, scores: Array) -> Array:
-        return kernels.softmax(scores)
+        return kernels.softmax(scores, self.off_by_one)
 
     def attend(
         self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
@@ -104,9 +93,6 @@ class Softmax1(Softmax):
     """exp(x_i) / (1 + sum_j exp(x_j)): a row may attend to nothing (Miller 2023, "Attention is off by one")."""
 
     name, off_by_one = "softmax1", True
-
-    def rows(self, scores: Array) -> Array:
-        return kernels.softmax1(scores)
 
 
 # The variants that a config may name. `tricycle.softmaxes` adds others.
@@ -136,15 +122,13 @@ class LogSoftmax(Op):
 class Sigmoid(Op):
     """1 / (1 + exp(-x)), elementwise."""
 
-    def forward(self, x: Operand) -> Tensor:
-        return ops.sigmoid(x)
+    forward = staticmethod(ops.sigmoid)
 
 
 class Tanh(Op):
     """The hyperbolic tangent, elementwise."""
 
-    def forward(self, x: Operand) -> Tensor:
-        return ops.tanh(x)
+    forward = staticmethod(ops.tanh)
 
 
 @register
@@ -161,33 +145,27 @@ def linear(
 
     Args:
         x: (..., from_size). bias: (to_size,).
-        weights: (from_size, to_size), or where `turned` (to_size, from_size), as a table of embeddings is. A quantized
-            array brings along the kernel that multiplies with it, as its attribute `quantized_matmul`.
+        weights: (from_size, to_size), or where `turned` (to_size, from_size), as a table of embeddings is. An array of
+            another kind than x brings along the function that multiplies with it, as its attribute `linear`.
         precision: one of PRECISIONS, of the products of forward and backward, not of their sums and results.
         dtype: of the result (..., to_size); that of x W unless given.
     """
     array, matrix = x.array, weights.array.T if turned and weights.ndim == 2 else weights.array
-    vector, quantized = None if bias is None else bias.array, getattr(matrix, "quantized_matmul", None)
+    vector = None if bias is None else bias.array
     _check_shapes(name, x, matrix.shape, vector)
-    if type(array) is not (type(matrix) if quantized is None else np.ndarray):
+    if type(array) is not type(matrix):
         check_device(name, array, matrix)
-    if quantized is not None and weights.requires_grad:
-        raise ValueError(f"{name}: expected weights of 32 bits to train, got {matrix!r}")
+        if hasattr(matrix, "linear"):
+            return matrix.linear(x, weights, bias, name, precision, dtype)
     shape, (from_size, to_size) = array.shape, matrix.shape
     n_rows = math.prod(shape[:-1])  # -1 would not do where from_size or to_size is 0
     rows = floating(array).reshape(n_rows, from_size)
-    if quantized is not None and n_rows > FEW_ROWS and matrix.dtype.name == precision:
-        matrix, quantized = matrix.as_array(), None
-    elif quantized is None and precision != "float32" and n_rows <= FEW_ROWS and is_evaluating():
+    if precision != "float32" and n_rows <= FEW_ROWS and is_evaluating():
         precision = "float32"  # to convert the weights for so few rows would take longer than their product
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
-    as_is = precision == "float32" or quantized is not None  # no kernel is asked for operands
+    as_is = precision == "float32"  # no kernel is asked for operands
     a, b = (rows, matrix) if as_is else (kernels.operand(rows, precision), kernels.operand(matrix, precision))
-    if quantized is None:
-        y = kernels.matmul(a, b, vector, None, dtype or kept, precision)
-    else:
-        y = quantized(rows, matrix, vector, precision)
-        y = y if dtype is None else y.astype(dtype, copy=False)
+    y = kernels.matmul(a, b, vector, None, dtype or kept, precision)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | OwnedGradient | None]:
         dx = dweights = dbias = None
@@ -199,8 +177,7 @@ def linear(
         else:
             dy = kernels.operand(dy, precision)
         if needs_grad[0]:
-            dx = kernels.matmul(dy, b.T, None, None, kept, precision) if quantized is None else quantized(dy, b.T)
-            dx = dx.reshape(shape)
+            dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(shape)
         if needs_grad[1]:
             dmatrix = _matmul_like(matrix, a.T, dy, precision)
             dweights = OwnedGradient(dmatrix.T if turned else dmatrix)

@@ -6,6 +6,7 @@ from tricycle import kernels
 from tricycle.attention.attend import Attention, Mask, additive_mask
 from tricycle.devices import Array
 from tricycle.ops import as_tensors, floating
+from tricycle.softmaxes import BlockSoftmax
 from tricycle.tensor import Operand, Tensor
 
 
@@ -28,8 +29,8 @@ def scores_and_weights(
     scores = kernels.attention_scores(q, k, scoring, hidden)
     if scales is None:
         return scores, attention.softmax.rows(scores)
-    parameter = attention.softmax.scales_of(scales.array, k.shape[1])
-    if attention.softmax.by_place:
+    parameter = scales.array
+    if isinstance(attention.softmax, BlockSoftmax):
         start = scoring.offset or 0
-        parameter = parameter[..., start : start + q.shape[1]]
+        parameter = attention.softmax.scales_of(parameter, k.shape[1])[..., start : start + q.shape[1]]
     return scores, attention.softmax.rows(scores, parameter)

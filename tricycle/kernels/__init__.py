@@ -134,13 +134,6 @@ def swiglu_backward(grad: Array, x: Array) -> Array:
     return dx
 
 
-@kernel
-def relu_squared(x: Array) -> tuple[Array, Array]:
-    """max(x, 0) squared, and its derivative."""
-    positive = array_module(x).maximum(x, 0)
-    return positive * positive, 2 * positive
-
-
 @wide_kernel(1)
 def multiply(a: Array, b: Array) -> Array:
     """a b; b may be a 0-d array."""
@@ -171,30 +164,19 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 @wide_kernel(1)
-def softmax(x: Array) -> Array:
-    """exp(x_i) / sum_j exp(x_j). A row that is -inf everywhere gives zeros."""
-    return _normalised_exp(x, one_more=False)
-
-
-@wide_kernel(1)
-def softmax1(x: Array) -> Array:
-    """exp(x_i) / (1 + sum_j exp(x_j)) (Miller 2023, "Attention is off by one")."""
-    return _normalised_exp(x, one_more=True)
-
-
-def _normalised_exp(x: Array, one_more: bool) -> Array:
+def softmax(x: Array, off_by_one: bool = False) -> Array:
+    """exp(x_i) / sum_j exp(x_j), or softmax1, with 1 added to the sum. A row that is -inf everywhere gives zeros."""
     xp = array_module(x)
     if not x.size:
         return x.copy()
     shift = x.max(axis=-1, keepdims=True)
-    zeros = xp.zeros_like(shift)
-    shift = xp.maximum(shift, zeros) if one_more else xp.where(xp.isneginf(shift), zeros, shift)
+    shift = xp.maximum(shift, 0) if off_by_one else xp.where(xp.isneginf(shift), 0, shift)
     with np.errstate(over="ignore"):  # scores further apart than the dtype reaches give 0, as they should
         y = xp.exp(x - shift)
     total = y.sum(axis=-1, keepdims=True)
-    if one_more:  # the "1 +" is one more score of 0
+    if off_by_one:  # the 1 is one more score of 0
         total += xp.exp(-shift)
-    return y / xp.where(total == 0, xp.ones_like(total), total)
+    return y / xp.where(total == 0, 1, total)
 
 
 @wide_kernel(1)

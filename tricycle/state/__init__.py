@@ -16,7 +16,7 @@ from tricycle.tensor import Tensor
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    return hasattr(tensor.array, "quantized_matmul")
+    return hasattr(tensor.array, "linear")
 
 
 def to_gpu(layer: Layer, device: int = 0) -> Layer:

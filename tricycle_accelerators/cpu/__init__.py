@@ -10,7 +10,7 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle.kernels import batched, muon, recurrent
+from tricycle.kernels import activations, batched, muon, recurrent
 from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators import compiled, onednn
 from tricycle_accelerators.cpu import (
@@ -45,7 +45,7 @@ def register(array: type) -> None:
     kernels.gelu.on(array)(elementwise.gelu)
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
     kernels.gelu_backward.on(array)(elementwise.gelu_backward)
-    kernels.relu_squared.on(array)(elementwise.relu_squared)
+    activations.relu_squared.on(array)(elementwise.relu_squared)
     kernels.swiglu.on(array)(elementwise.swiglu)
     kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
     kernels.multiply.on(array)(elementwise.multiply)
