@@ -33,6 +33,8 @@ class Layer:
 
     precision: str = "float32"  # of matrix products in here, as `use_precision` sets it
     # `tricycle.state` has these methods, and the printed tree.
+    freeze: Callable[[], Layer]
+    unfreeze: Callable[[], Layer]
     to_gpu: Callable[..., Layer]
     from_gpu: Callable[[], Layer]
     state_dict: Callable[[], dict[str, np.ndarray]]
@@ -117,24 +119,6 @@ class Layer:
         optimiser.update(named_parameters)
         for _, parameter in named_parameters:
             parameter.zero_grad()
-
-    def freeze(self) -> Layer:
-        """Keep all parameters as they are: no gradient, no update; return self."""
-        return self._set_requires_grad(False)
-
-    def unfreeze(self) -> Layer:
-        """Let all parameters be trained again; return self. 16 bits are refused: too few for small steps."""
-        narrow = [name for name, parameter in self.named_parameters() if parameter.dtype.itemsize < 4]
-        if narrow:
-            got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]
-            raise ValueError(f"{type(self).__name__}.unfreeze: expected weights of 32 bits, fewer has {got}")
-        return self._set_requires_grad(True)
-
-    def _set_requires_grad(self, requires_grad: bool) -> Layer:
-        for parameter in self.parameters():
-            parameter.requires_grad = requires_grad
-            parameter.zero_grad()
-        return self
 
     def use_precision(self, precision: str) -> Layer:
         """Let every layer in here multiply matrices at this precision, one of PRECISIONS; return self."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import KERNELS as KERNELS
-from tricycle.kernels.dispatch import kernel
+from tricycle.kernels.dispatch import kernel, wide, wide_kernel
 from tricycle.kernels.dispatch import use_reference as use_reference
 from tricycle.kernels.reference.attention import Scoring as Scoring
 from tricycle.kernels.reference.attention import attention as attention
@@ -22,7 +22,6 @@ from tricycle.kernels.reference.attention import attention_backward as attention
 from tricycle.kernels.reference.attention import attention_scores as attention_scores
 from tricycle.kernels.reference.attention import row_attention as row_attention
 from tricycle.kernels.reference.attention import row_attention_backward as row_attention_backward
-from tricycle.kernels.reference.widening import wide, wide_kernel
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 FEW_ROWS = 16  # a product with so few rows takes the time in which the other matrix comes from memory

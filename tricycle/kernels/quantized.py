@@ -17,8 +17,7 @@ from tricycle.autograd import NeedsGrad
 from tricycle.devices import ARRAY_MODULES, Array
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
-from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.reference.widening import wide
+from tricycle.kernels.dispatch import kernel, wide
 from tricycle.ops import floating
 from tricycle.tensor import Tensor, record
 

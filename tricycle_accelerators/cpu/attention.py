@@ -17,10 +17,10 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
+from tricycle.kernels.dispatch import wide, widening
 from tricycle.kernels.in_place import widening_in_place
 from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
 from tricycle.kernels.reference.attention import Rows, RowsBackward
-from tricycle.kernels.reference.widening import wide, widening
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
 

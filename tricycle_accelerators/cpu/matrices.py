@@ -12,7 +12,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import batched
-from tricycle.kernels.reference.widening import is_narrow, widening
+from tricycle.kernels.dispatch import is_narrow, widening
 from tricycle_accelerators import blas, pieces, spinning, threads
 from tricycle_accelerators.onednn import library
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tricycle.devices import Array, array_module
-from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.reference.widening import wide, wide_kernel
+from tricycle.kernels.dispatch import kernel, wide, wide_kernel
 
 Rows = Callable[[Array], Array]  # from scores (..., T, S), -inf where a key is hidden, to weights, 0 there
 RowsBackward = Callable[[Array, Array, Array], Array]  # from the weights' gradient, scores and weights to the scores'
