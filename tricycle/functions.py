@@ -22,12 +22,13 @@ AttendBackward = Callable[[Array, Array, Array, Array], Array | None]
 class RowSoftmax(Op, is_base=True):
     """A way to turn rows of attention scores into weights, the base of all softmax variants; an op on the last axis.
 
-    A variant defines `rows`, and `rows_backward` unless it has the gradient of softmax. Attention computes with these
-    in memory that grows with the number of keys, not its square. A variant known to the kernels overrides `attend`.
+    A variant defines `rows`, and `rows_backward` unless it has the gradient of softmax. `tricycle.softmaxes` has its
+    method `attend`, for variants that the kernels do not know; `Softmax` has its own.
     """
 
     name = "rows"  # of the results
     fused = False  # whether the kernels know it, so that its products may have operands of 16 bits
+    attend: Callable[..., tuple[Array, AttendBackward]]
 
     def rows(self, scores: Array) -> Array:
         """Return the weights for scores (..., S), which are -inf where a key is hidden."""
@@ -42,21 +43,6 @@ class RowSoftmax(Op, is_base=True):
         scores = floating(x.array)
         weights = self.rows(scores)
         return record(weights, (x,), lambda grad, needs_grad: (self.rows_backward(grad, scores, weights),), self.name)
-
-    def attend(
-        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
-    ) -> tuple[Array, AttendBackward]:
-        """Compute attention of queries (B, T, H, D) to keys and values (B, S, K, D), where H is a multiple of K.
-
-        The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. The result has the dtype of q unless
-        another is given.
-        """
-        out = kernels.row_attention(q, k, v, scoring, self.rows, mask)
-
-        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
-            kernels.row_attention_backward(grad, q, k, v, scoring, self.rows, self.rows_backward, dq, dk, dv, mask)
-
-        return out if dtype is None else out.astype(dtype, copy=False), backward
 
     def for_layer(self, n_heads: int, context_window: int | None) -> tuple[RowSoftmax, Tensor | None]:
         """Return the variant for a layer, and the parameter that it must hold, if any: `attend` takes it last."""
@@ -81,6 +67,11 @@ class Softmax(RowSoftmax):
     def attend(
         self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
     ) -> tuple[Array, AttendBackward]:
+        """Compute attention of queries (B, T, H, D) to keys and values (B, S, K, D), where H is a multiple of K.
+
+        The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. The result has the dtype of q unless
+        another is given.
+        """
         out, logsumexp = kernels.attention(q, k, v, scoring, self.off_by_one, mask, dtype)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
@@ -152,7 +143,11 @@ def linear(
     """
     array, matrix = x.array, weights.array.T if turned and weights.ndim == 2 else weights.array
     vector = None if bias is None else bias.array
-    _check_shapes(name, x, matrix.shape, vector)
+    if len(matrix.shape) != 2 or (vector is not None and vector.shape != matrix.shape[1:]):
+        got = matrix.shape if vector is None else f"{matrix.shape} and {vector.shape}"
+        raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
+    if array.shape[-1:] != matrix.shape[:1]:
+        check_width(f"{name.capitalize()}(from_size={matrix.shape[0]})", x, matrix.shape[0])
     if type(array) is not type(matrix):
         check_device(name, array, matrix)
         if hasattr(matrix, "linear"):
@@ -179,27 +174,13 @@ def linear(
         if needs_grad[0]:
             dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(shape)
         if needs_grad[1]:
-            dmatrix = _matmul_like(matrix, a.T, dy, precision)
-            dweights = OwnedGradient(dmatrix.T if turned else dmatrix)
+            left, right = (a.T, dy) if matrix.flags.c_contiguous else (dy.T, a)  # in the memory order of the matrix
+            product = kernels.matmul(left, right, None, None, None, precision)
+            dweights = OwnedGradient(product if matrix.flags.c_contiguous != turned else product.T)
         return [dx, dweights, dbias][: len(args)]
 
     args = (x, weights) if bias is None else (x, weights, bias)
     return record(y.reshape(*shape[:-1], to_size), args, backward, name)
-
-
-def _check_shapes(name: str, x: Tensor, shape: tuple[int, ...], vector: Array | None) -> None:
-    if len(shape) != 2 or (vector is not None and vector.shape != shape[1:]):
-        got = shape if vector is None else f"{shape} and {vector.shape}"
-        raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
-    if x.array.shape[-1:] != shape[:1]:
-        check_width(f"{name.capitalize()}(from_size={shape[0]})", x, shape[0])
-
-
-def _matmul_like(matrix: Array, a: Array, b: Array, precision: str) -> Array:
-    """Return a b in the memory order of the matrix: row by row, or column by column."""
-    if matrix.flags.c_contiguous:
-        return kernels.matmul(a, b, None, None, None, precision)
-    return kernels.matmul(b.T, a.T, None, None, None, precision).T
 
 
 @register

@@ -19,9 +19,6 @@ from tricycle.kernels.dispatch import use_reference as use_reference
 from tricycle.kernels.reference.attention import Scoring as Scoring
 from tricycle.kernels.reference.attention import attention as attention
 from tricycle.kernels.reference.attention import attention_backward as attention_backward
-from tricycle.kernels.reference.attention import attention_scores as attention_scores
-from tricycle.kernels.reference.attention import row_attention as row_attention
-from tricycle.kernels.reference.attention import row_attention_backward as row_attention_backward
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 FEW_ROWS = 16  # a product with so few rows takes the time in which the other matrix comes from memory

@@ -10,7 +10,7 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle.kernels import activations, batched, muon, recurrent
+from tricycle.kernels import activations, batched, muon, recurrent, rows
 from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators import compiled, onednn
 from tricycle_accelerators.cpu import (
@@ -61,8 +61,8 @@ def register(array: type) -> None:
     batched.for_items.on(array)(attention.for_items)
     kernels.attention.on(array)(attention.attention)
     kernels.attention_backward.on(array)(attention.attention_backward)
-    kernels.row_attention.on(array)(attention.row_attention)
-    kernels.row_attention_backward.on(array)(attention.row_attention_backward)
+    rows.row_attention.on(array)(attention.row_attention)
+    rows.row_attention_backward.on(array)(attention.row_attention_backward)
 
     kernels.adamw.on(array)(optimisers.adamw)
     muon.orthogonalise.on(array)(optimisers.orthogonalise)
