@@ -30,7 +30,7 @@ PARTS = {
     "activation": ["gelu_with_slope", "gelu_backward", "multiply"],
     "norms": ["layer_norm", "layer_norm_backward"],
     "sums for biases": ["operand_and_sums"],
-    "loss": ["cross_entropy_with_slope"],
+    "loss": ["cross_entropy"],
     "AdamW": ["adamw"],
 }
 REST = "everything else"

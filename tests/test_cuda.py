@@ -298,8 +298,8 @@ def test_ids_that_are_none_of_a_table_are_left_out(device):
 def test_cross_entropy_and_its_slope(size, smoothing, dtype, device, rng):
     logits, labels = (rng.standard_normal((9, size)) * 5).astype(dtype), rng.integers(0, size, 9)
     weights = (rng.random(9) * (np.arange(9) % 3 != 0)).astype(np.float32)
-    expected = kernels.cross_entropy_with_slope.plain(wide(logits), labels, wide(weights), smoothing)
-    loss, slope = kernels.cross_entropy_with_slope(device(logits), device(labels), device(weights), smoothing)
+    expected = kernels.cross_entropy.plain(wide(logits), labels, wide(weights), smoothing)
+    loss, slope = kernels.cross_entropy(device(logits), device(labels), device(weights), smoothing)
     assert slope.dtype == dtype and loss.dtype == np.float32 and loss.shape == ()
     assert_near([loss, slope], list(expected), CLOSE[dtype.name])
 
@@ -307,12 +307,13 @@ def test_cross_entropy_and_its_slope(size, smoothing, dtype, device, rng):
 def test_rows_that_do_not_count_may_hold_anything(device):
     logits = np.array([[np.nan, 1, np.inf], [0, 1, 2], [-np.inf, 0, 1]], np.float32)
     labels, weights = np.array([0, 2, 0]), np.array([0, 1, 0], np.float32)
-    loss, slope = kernels.cross_entropy_with_slope(device(logits), device(labels), device(weights))
+    loss, slope = kernels.cross_entropy(device(logits), device(labels), device(weights))
     np.testing.assert_allclose(float(to_host(loss)), np.log(np.exp([0, 1, 2]).sum()) - 2, 1e-5)
     assert (to_host(slope)[[0, 2]] == 0).all() and np.isfinite(to_host(slope)).all()
     # a label that is none costs NaN, and nothing beyond the row is read
-    bad = kernels.cross_entropy(device(np.zeros((2, 3), np.float32)), device(np.array([0, 3])), device(weights[:2] + 1))
-    assert np.isnan(to_host(bad))
+    zeros, labels = device(np.zeros((2, 3), np.float32)), device(np.array([0, 3]))
+    bad, nothing = kernels.cross_entropy(zeros, labels, device(weights[:2] + 1), 0.0, False)
+    assert np.isnan(to_host(bad)) and nothing is None
 
 
 # -------------------------------------------------------------------- attention

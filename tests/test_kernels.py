@@ -180,7 +180,6 @@ CASES = {
         [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7), (100, 7, 70), (1000, 9, 130)],
     ),
     "cross_entropy": (_cross_entropy, LOGITS),
-    "cross_entropy_with_slope": (_cross_entropy, LOGITS),
     **attention_cases.CASES,
     "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
     "orthogonalise": (_rows, [((1, 1, 1),), ((3, 4, 4),), ((2, 3, 7),), ((2, 7, 3),), ((0, 3, 3),), ((5, 70, 70),)]),
@@ -362,9 +361,11 @@ def test_use_reference_forces_the_plain_version(name, monkeypatch):
 def test_cross_entropy_of_logits_of_any_size(shift):
     logits, labels, weights = draw("cross_entropy", (40, 30), np.float64)
     logits[::2] += shift
-    expected = kernels.cross_entropy_with_slope.plain(logits, labels, weights)
-    actual = kernels.cross_entropy_with_slope(logits, labels, weights)
-    for mine, theirs in zip([*actual, kernels.cross_entropy(logits, labels, weights)], [*expected, expected[0]]):
+    expected = kernels.cross_entropy.plain(logits, labels, weights)
+    actual = kernels.cross_entropy(logits, labels, weights)
+    alone, nothing = kernels.cross_entropy(logits, labels, weights, 0.0, False)
+    assert nothing is None
+    for mine, theirs in zip([*actual, alone], [*expected, expected[0]]):
         np.testing.assert_allclose(mine, theirs, 1e-9, 1e-13)
 
 
@@ -372,7 +373,7 @@ def test_cross_entropy_of_logits_of_any_size(shift):
 def test_the_loss_in_half_precision_does_not_overflow():
     """e^15 is more than float16 holds."""
     logits = np.full((3, 5), 15, np.float16)
-    total, slope = kernels.cross_entropy_with_slope(logits, np.zeros(3, int), np.ones(3, np.float16))
+    total, slope = kernels.cross_entropy(logits, np.zeros(3, int), np.ones(3, np.float16))
     np.testing.assert_allclose(total, 3 * np.log(5), 2e-3)
     assert np.isfinite(slope).all()
 

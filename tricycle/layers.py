@@ -18,10 +18,7 @@ from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Generator: TypeAlias = "np.random.Generator | int | None"  # or a seed, or None for another one in each run
-
-
-def new_generator(generator: Generator) -> np.random.Generator:
-    return np.random.default_rng(generator)
+new_generator = np.random.default_rng
 
 
 class Layer:
@@ -55,7 +52,6 @@ class Layer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
-    # ---------------------------------------------------------------- the walk
     def _parts(self) -> Iterator[tuple[str, Any]]:
         """Yield every Tensor and Layer among the attributes, and in containers that are, with its name."""
         for name, value in vars(self).items():
@@ -94,7 +90,6 @@ class Layer:
         """The number of elements of all parameters; shared ones count once."""
         return sum(parameter.size for parameter in self.parameters())
 
-    # ---------------------------------------------------------------- training
     def train(self, training: bool = True) -> Layer:
         """Turn dropout on; return self."""
         for layer in self.layers():

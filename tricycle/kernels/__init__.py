@@ -22,7 +22,6 @@ from tricycle.kernels.reference.attention import attention_backward as attention
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 FEW_ROWS = 16  # a product with so few rows takes the time in which the other matrix comes from memory
-WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
 
 
 @kernel
@@ -57,14 +56,7 @@ def matmul(
     The result has `dtype`, or that of the operands, float32 if these have 16 bits; sums have at least float32. "tf32"
     as precision may round float32 operands to 11 bits for the product.
     """
-    if a.dtype.itemsize == 2 or b.dtype.itemsize == 2:
-        a = a.astype(np.float32)
-        product = array_module(a).empty((len(a), b.shape[1]), np.float32) if out is None else out
-        width = max(1, WIDENED // max(1, len(b)))
-        for i in range(0, b.shape[1], width):
-            product[:, i : i + width] = a @ b[:, i : i + width].astype(np.float32)
-    else:
-        product = array_module(a).matmul(a, b, out=out)
+    product = array_module(a).matmul(wide(a), wide(b), out=out)
     if bias is not None:
         product += bias
     return product if dtype is None else product.astype(dtype, copy=False)
@@ -220,19 +212,14 @@ def layer_norm_backward(
 
 
 @kernel
-def cross_entropy(logits: Array, labels: Array, weights: Array, smoothing: float = 0.0) -> Array:
+def cross_entropy(
+    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_slope: bool = True
+) -> tuple[Array, Array | None]:
     """The sum over rows of weight * -log softmax(logits)[label], for logits (N, V), labels (N,) and weights (N,).
 
-    A weight is 0 where a row does not count; `smoothing` is the part of it that all labels share.
+    A weight is 0 where a row does not count; `smoothing` is the part of it that all labels share. With it comes the
+    derivative by the logits (N, V), which needs the same exponentials, or None without `with_slope`.
     """
-    return cross_entropy_with_slope.plain(logits, labels, weights, smoothing)[0]
-
-
-@kernel
-def cross_entropy_with_slope(
-    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0
-) -> tuple[Array, Array]:
-    """The same, and its derivative by the logits (N, V): both need the same exponentials."""
     xp, dtype, logits = array_module(logits), logits.dtype, wide(logits)
     places = xp.arange(len(labels)), labels
     shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -246,7 +233,7 @@ def cross_entropy_with_slope(
     if smoothing:
         slope -= (weights * (smoothing / logits.shape[1]))[:, None]
     slope[places] -= weights * (1 - smoothing)
-    return (costs * weights).sum(), slope.astype(dtype, copy=False)
+    return (costs * weights).sum(), slope.astype(dtype, copy=False) if with_slope else None
 
 
 @wide_kernel(0)
@@ -298,8 +285,7 @@ def adamw(
 def each(like: Array, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
     """Call functions that do not depend on each other, which compute with arrays like `like`; return their results.
 
-    Args:
-        jobs: of each the function, the number of elements that it computes with, whether it may run in any thread, at
-            the same time as others, and whether it uses one thread only, however many elements there are.
+    A job is a function, the number of elements that it computes with, whether it may run in any thread, at the same
+    time as others, and whether it uses one thread only.
     """
     return [job[0]() for job in jobs]

@@ -51,7 +51,6 @@ def register(array: type) -> None:
     kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
     kernels.embedding_backward.on(array)(tables.embedding_backward)
     kernels.cross_entropy.on(array)(losses.cross_entropy)
-    kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
 
     kernels.attention.on(array)(attention.attention)
     kernels.attention_backward.on(array)(attention.attention_backward)
