@@ -12,7 +12,8 @@ import pytest
 from versions import offer, registered_by
 
 from tricycle import kernels
-from tricycle.kernels import KERNELS, recurrent, use_reference
+from tricycle.debug import use_reference
+from tricycle.kernels import KERNELS, recurrent
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import attention_blocks, cpu, pieces, threads

@@ -5,7 +5,8 @@ import pytest
 from test_kernels import CASES, contiguous, draw, outputs, strided
 
 from tricycle import kernels
-from tricycle.kernels import KERNELS, use_reference
+from tricycle.debug import use_reference
+from tricycle.kernels import KERNELS
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

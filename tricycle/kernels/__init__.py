@@ -15,7 +15,6 @@ import numpy as np
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import KERNELS as KERNELS
 from tricycle.kernels.dispatch import kernel, wide, wide_kernel
-from tricycle.kernels.dispatch import use_reference as use_reference
 from tricycle.kernels.reference.attention import Scoring as Scoring
 from tricycle.kernels.reference.attention import attention as attention
 from tricycle.kernels.reference.attention import attention_backward as attention_backward

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import update_wrapper, wraps
 from types import NotImplementedType
@@ -23,21 +22,10 @@ Version: TypeAlias = Callable[P, R | NotImplementedType]
 GROUP = "tricycle.kernels"
 KERNELS: dict[str, Kernel[..., Any]] = {}  # all of them, by name
 
-# The blocks of `use_reference` that this thread is in. Each is taken out by itself: generators end them in any order.
-_reference_only: ContextVar[tuple[object, ...]] = ContextVar("reference_only", default=())
+# The blocks of `tricycle.debug.use_reference` that this thread is in.
+reference_only: ContextVar[tuple[object, ...]] = ContextVar("reference_only", default=())
 _loading = threading.RLock()
 _loaded: set[type] = set()  # packages that are installed later are found after a restart
-
-
-@contextmanager
-def use_reference() -> Iterator[None]:
-    """Within this block every kernel is the plain one: a second opinion when a result looks wrong."""
-    block = object()
-    _reference_only.set((*_reference_only.get(), block))
-    try:
-        yield
-    finally:
-        _reference_only.set(tuple(other for other in _reference_only.get() if other is not block))
 
 
 class Kernel(Generic[P, R]):
@@ -53,7 +41,7 @@ class Kernel(Generic[P, R]):
         if not args:  # even the first array came by its name
             bound = inspect.signature(self.plain).bind(*args, **options)
             return self(*bound.args, **bound.kwargs)
-        if not _reference_only.get():
+        if not reference_only.get():
             array_type = type(args[0])
             try:
                 versions = self.versions[array_type]
