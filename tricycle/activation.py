@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tricycle import kernels
 from tricycle.autograd import grad_enabled_for
-from tricycle.functions import Sigmoid, Tanh
+from tricycle.functions import Sigmoid
 from tricycle.ops import Op, as_tensor, floating
 from tricycle.tensor import Operand, Tensor, record
 
@@ -103,8 +103,6 @@ ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "gelu": GeLU,
     "relu": ReLU,
     "swish": Swish,
-    "sigmoid": Sigmoid,
-    "tanh": Tanh,
     "swiglu": SwiGLU,
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -100,9 +99,7 @@ class Layer:
         """Turn dropout off; return self."""
         return self.train(False)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a block within which (and this thread) dropout is off and no graph is built."""
-        return evaluation()
+    evaluating = staticmethod(evaluation)  # a block within which dropout is off and no graph is built
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():
@@ -250,10 +247,8 @@ class RMSNorm(LayerNorm):
     def __init__(self, size: int, eps: float = 1e-5, gain: bool = True, unit_offset: bool = False) -> None:
         super().__init__(size, False, eps)
         self.unit_offset = unit_offset
-        if not gain:
-            self.gain = None
-        elif unit_offset:
-            self.gain = Parameter(np.zeros(size, np.float32), "gain")
+        initial = np.zeros if unit_offset else np.ones
+        self.gain = Parameter(initial(size, np.float32), "gain") if gain else None
 
     def _gains(self, x: Tensor) -> Array:
         return 1 + self.gain.array if self.unit_offset and self.gain is not None else super()._gains(x)

@@ -11,6 +11,7 @@ from tricycle import kernels
 from tricycle.activation import ACTIVATIONS
 from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
+from tricycle.functions import Sigmoid, Tanh
 from tricycle.kernels.activations import relu_squared
 from tricycle.ops import Op, as_tensor, floating
 from tricycle.tensor import Operand, Tensor, record
@@ -42,8 +43,7 @@ class ReLUSquared(Op):
         return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
 
 
-ACTIVATIONS["gelu_exact"] = ExactGeLU
-ACTIVATIONS["relu_squared"] = ReLUSquared
+ACTIVATIONS.update(gelu_exact=ExactGeLU, relu_squared=ReLUSquared, sigmoid=Sigmoid, tanh=Tanh)
 
 
 def erf(x: Array) -> Array:

@@ -257,10 +257,9 @@ def adamw(
     decay: float,
     factor: Array | float | None = None,
 ) -> None:
-    """One update of AdamW (Loshchilov and Hutter 2019, algorithm 2), in place on weights and both moments.
+    """Update `step`, from 1, of AdamW (Loshchilov and Hutter 2019, algorithm 2), in place on weights and both moments.
 
-    `step` is the number of the update, from 1. `factor` multiplies the gradient; where it is not above 0, nothing
-    changes. Both may be 0-d arrays.
+    `factor` multiplies the gradient; where it is not above 0, nothing changes. Both may be 0-d arrays.
     """
     xp = array_module(weights)
     changed = (weights, first, second)

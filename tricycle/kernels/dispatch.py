@@ -96,7 +96,6 @@ def _load(array_type: type) -> None:
         register(array_type)
 
 
-# -------------------------------------------------------------------- kernels on floats of 16 bits
 def is_narrow(x: Any) -> bool:
     """Return whether x is an array of floats of 16 bits."""
     dtype = getattr(x, "dtype", None)
