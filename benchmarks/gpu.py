@@ -57,7 +57,7 @@ FLOOR = {
     "gelu_with_slope": 0.6,
     "gelu_backward": 1.7,
     "operand_and_sums": 1.3,
-    "cross_entropy_with_slope": 1.5,
+    "cross_entropy": 1.5,
     "adamw": 0.8,
 }
 LEAST_SECONDS = 20  # no part begins with less time left

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import PINS, tricycle_step
 from tricycle import kernels
-from tricycle.kernels import use_reference
+from tricycle.debug import use_reference
 from tricycle_accelerators.host import tune_host
 
 # Each part of a step and the kernels that belong to it; what is left is graph, sums, embeddings and reshapes.
@@ -30,7 +30,7 @@ PARTS = {
     "activation": ["gelu_with_slope", "gelu_backward", "multiply"],
     "norms": ["layer_norm", "layer_norm_backward"],
     "sums for biases": ["operand_and_sums"],
-    "loss": ["cross_entropy_with_slope"],
+    "loss": ["cross_entropy"],
     "AdamW": ["adamw"],
 }
 REST = "everything else"

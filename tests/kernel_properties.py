@@ -134,8 +134,8 @@ def _layer_norm(draw, name):
     return Arguments([rng.standard_normal(shape), x, gain, mean, scale, centred])
 
 
-@of("cross_entropy", "cross_entropy_with_slope")
-def _cross_entropy(draw, name):
+@of("cross_entropy")
+def _cross_entropy(draw):
     n, n_classes, rng = draw(LEAST_1), draw(LEAST_1), generator(draw)
     weights = rng.random(n) * (rng.random(n) < 0.8)
     smoothing = draw(st.sampled_from([0.0, 0.1]))

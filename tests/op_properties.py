@@ -23,7 +23,7 @@ import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, ops, softmaxes
-from tricycle.activations import ExactGeLU
+from tricycle.activations import ExactGeLU, ReLUSquared
 from tricycle.tensor import Tensor
 
 Draw = Callable[[st.SearchStrategy], Any]
@@ -102,7 +102,7 @@ ELEMENTWISE = {
     "Tanh": (lambda draw: functions.Tanh(), lambda torch, x, op: x.tanh()),
     "negative": (lambda draw: extra_ops.negative, lambda torch, x, op: -x),
     "ReLU": (lambda draw: activation.ReLU(), lambda torch, x, op: x.relu()),
-    "ReLUSquared": (lambda draw: activation.ReLUSquared(), lambda torch, x, op: x.relu() ** 2),
+    "ReLUSquared": (lambda draw: ReLUSquared(), lambda torch, x, op: x.relu() ** 2),
     "GeLU": (
         lambda draw: activation.GeLU(draw(st.booleans())),
         lambda torch, x, op: torch.nn.functional.gelu(x, approximate="tanh" if op.approximate else "none"),
@@ -412,7 +412,7 @@ def _gate(name: str, make: Callable[[], Callable], torch_gate: Callable) -> None
 
 _gate("GLU", activation.GLU, lambda torch, x: x.sigmoid())
 _gate("SwiGLU", activation.SwiGLU, lambda torch, x: torch.nn.functional.silu(x))
-_gate("Gated", lambda: activation.Gated(activation.ReLUSquared()), lambda torch, x: x.relu() ** 2)
+_gate("Gated", lambda: activation.Gated(ReLUSquared()), lambda torch, x: x.relu() ** 2)
 
 
 # -------------------------------------------------------------------- losses

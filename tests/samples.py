@@ -20,7 +20,7 @@ import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, ops, softmaxes
-from tricycle.activations import ExactGeLU
+from tricycle.activations import ExactGeLU, ReLUSquared
 from tricycle.tensor import Tensor, to_tensor
 
 
@@ -111,7 +111,7 @@ UNARY = [
     ("Sigmoid", functions.Sigmoid(), normal, [-30, 0, 30], lambda torch, x: x.sigmoid()),
     ("Tanh", functions.Tanh(), normal, [-30, 0, 30], lambda torch, x: x.tanh()),
     ("ReLU", activation.ReLU(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu()),
-    ("ReLUSquared", activation.ReLUSquared(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu() ** 2),
+    ("ReLUSquared", ReLUSquared(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu() ** 2),
     ("GeLU", activation.GeLU(), normal, [-30, 0, 30], lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh")),
     (
         "GeLU",
@@ -432,7 +432,7 @@ for _shape, _sinks in [((4,), ()), ((4, 6), ()), ((3, 4, 5), (3,)), ((2, 3, 4, 7
 _rows("SinkSoftmax", softmaxes.SinkSoftmax(), _softmax1, ROWS)
 _rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1), ROWS)
 PAIRED_ROWS = [(4,), (2, 6), (2, 1, 2), (0, 4), (2, 0)]
-for _gate in (activation.GeLU(), activation.GeLU(False), activation.ReLUSquared(), functions.Tanh()):
+for _gate in (activation.GeLU(), activation.GeLU(False), ReLUSquared(), functions.Tanh()):
     _rows("Gated", activation.Gated(_gate), None, PAIRED_ROWS)
 _rows("GLU", activation.GLU(), lambda torch, x: torch.nn.functional.glu(x) if x.shape[-1] else x, PAIRED_ROWS)
 _rows(

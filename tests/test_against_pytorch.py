@@ -13,8 +13,7 @@ from tricycle.configs import GPTConfig
 from tricycle.layers import Dense, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimiser_rules import clip_gradients
-from tricycle.optimisers import AdamW, Optimiser, StochasticGradientDescent, decays
+from tricycle.optimisers import AdamW, Optimiser, StochasticGradientDescent, clip_gradients, decays
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import to_tensor
 

@@ -23,10 +23,10 @@ from tricycle.attention import (
     length_mask,
 )
 from tricycle.configs import ModelConfig
+from tricycle.debug import use_reference
 from tricycle.extra_ops import log, split_sizes
 from tricycle.functions import Softmax
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels import use_reference
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.sequences.attentions import (

@@ -23,8 +23,10 @@ from versions import offer, registered_by
 
 from tricycle import kernels
 from tricycle.configs import DebugConfig
+from tricycle.debug import use_reference
 from tricycle.devices import ARRAY_MODULES
 from tricycle.kernels import Scoring
+from tricycle.kernels.rows import attention_scores
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -209,9 +211,10 @@ def test_rows(name, shape, dtype, device, rng):
     arrays = [(rng.standard_normal(shape) * 5).astype(dtype)]
     if name == "softmax_backward":
         arrays.append(kernels.softmax.plain(rng.standard_normal(shape)).astype(dtype))
+    kernel, options = (kernels.softmax, [True]) if name == "softmax1" else (kernels.KERNELS[name], [])
     for layout in (contiguous, offset_by_one):
-        found = kernels.KERNELS[name](*(device(a, layout) for a in arrays))
-        assert_near([found], [kernels.KERNELS[name].plain(*map(wide, arrays))], CLOSE[dtype.name])
+        found = kernel(*(device(a, layout) for a in arrays), *options)
+        assert_near([found], [kernel.plain(*map(wide, arrays), *options)], CLOSE[dtype.name])
 
 
 def test_rows_without_an_ordinary_value(device):
@@ -219,7 +222,7 @@ def test_rows_without_an_ordinary_value(device):
     found = to_host(kernels.softmax(device(x)))
     assert (found[0] == 0).all() and np.isnan(found[2]).all()
     np.testing.assert_allclose(found[[1, 3]], kernels.softmax.plain(x.astype(float))[[1, 3]], 1e-5)
-    assert (to_host(kernels.softmax1(device(x)))[0] == 0).all()
+    assert (to_host(kernels.softmax(device(x), True))[0] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -296,8 +299,8 @@ def test_ids_that_are_none_of_a_table_are_left_out(device):
 def test_cross_entropy_and_its_slope(size, smoothing, dtype, device, rng):
     logits, labels = (rng.standard_normal((9, size)) * 5).astype(dtype), rng.integers(0, size, 9)
     weights = (rng.random(9) * (np.arange(9) % 3 != 0)).astype(np.float32)
-    expected = kernels.cross_entropy_with_slope.plain(wide(logits), labels, wide(weights), smoothing)
-    loss, slope = kernels.cross_entropy_with_slope(device(logits), device(labels), device(weights), smoothing)
+    expected = kernels.cross_entropy.plain(wide(logits), labels, wide(weights), smoothing)
+    loss, slope = kernels.cross_entropy(device(logits), device(labels), device(weights), smoothing)
     assert slope.dtype == dtype and loss.dtype == np.float32 and loss.shape == ()
     assert_near([loss, slope], list(expected), CLOSE[dtype.name])
 
@@ -305,12 +308,13 @@ def test_cross_entropy_and_its_slope(size, smoothing, dtype, device, rng):
 def test_rows_that_do_not_count_may_hold_anything(device):
     logits = np.array([[np.nan, 1, np.inf], [0, 1, 2], [-np.inf, 0, 1]], np.float32)
     labels, weights = np.array([0, 2, 0]), np.array([0, 1, 0], np.float32)
-    loss, slope = kernels.cross_entropy_with_slope(device(logits), device(labels), device(weights))
+    loss, slope = kernels.cross_entropy(device(logits), device(labels), device(weights))
     np.testing.assert_allclose(float(to_host(loss)), np.log(np.exp([0, 1, 2]).sum()) - 2, 1e-5)
     assert (to_host(slope)[[0, 2]] == 0).all() and np.isfinite(to_host(slope)).all()
     # a label that is none costs NaN, and nothing beyond the row is read
-    bad = kernels.cross_entropy(device(np.zeros((2, 3), np.float32)), device(np.array([0, 3])), device(weights[:2] + 1))
-    assert np.isnan(to_host(bad))
+    zeros, labels = device(np.zeros((2, 3), np.float32)), device(np.array([0, 3]))
+    bad, nothing = kernels.cross_entropy(zeros, labels, device(weights[:2] + 1), 0.0, False)
+    assert np.isnan(to_host(bad)) and nothing is None
 
 
 # -------------------------------------------------------------------- attention
@@ -567,7 +571,7 @@ def test_arrays_beyond_32_bits():
         pytest.skip("needs 10 GB of free memory on the GPU")
     x = cupy.zeros(n, np.float16)
     x[-3:] = 1
-    y = kernels.relu_squared(x)[1]
+    y = kernels.KERNELS["relu_squared"](x)[1]
     assert to_host(y[-4:]).tolist() == [0, 2, 2, 2]
     del y
     rows = x.reshape(-1, 8)
@@ -753,12 +757,12 @@ def test_they_register_when_the_first_cupy_array_comes(monkeypatch):
     assert made not in kernels.sigmoid.versions
     assert kernels.sigmoid(x).tolist() == [0.5, 0.5, 0.5]
     assert kernels.sigmoid.versions[made] == (elementwise.sigmoid,) and calls == ["cuda"]
-    with kernels.use_reference():
+    with use_reference():
         kernels.sigmoid(x)
     assert calls == ["cuda"]
     q = np.ones((1, 2, 1, 2), np.float32).view(made)
-    assert kernels.attention_scores(q, q, Scoring(1.0)).shape == (1, 1, 2, 2)
-    assert kernels.attention_scores.versions[made] == ()
+    assert attention_scores(q, q, Scoring(1.0)).shape == (1, 1, 2, 2)
+    assert attention_scores.versions[made] == ()
 
 
 # -------------------------------------------------------------------- compiling

@@ -16,7 +16,8 @@ import pytest
 from test_kernels import CASES, IN_PLACE, draw
 from versions import registered_by
 
-from tricycle.kernels import KERNELS, use_reference
+from tricycle.debug import use_reference
+from tricycle.kernels import KERNELS
 from tricycle.kernels.dispatch import GROUP, Kernel
 from tricycle_accelerators import cpu, cuda, onednn
 

@@ -14,10 +14,10 @@ import pytest
 from test_onednn import USABLE
 
 from tricycle.configs.model import ModelConfig
+from tricycle.debug import use_reference
 from tricycle.decoding.ragged import next_logits
 from tricycle.functions import linear
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels import use_reference
 from tricycle.kernels.quantized import FewBits, few_bits_matmul
 from tricycle.layers import Dense, Embedding
 from tricycle.models import GPT

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from tricycle import models
 from tricycle.attention import cache
+from tricycle.debug import use_reference
 from tricycle.decoding.batch import Batch
 from tricycle.decoding.prompt_lookup import generate_prompt_lookup
 from tricycle.decoding.ragged import next_logits
 from tricycle.decoding.speculative import SpeculativeState, decode_batch
 from tricycle.finetuning.packing import packs, separate
 from tricycle.generate import generate
-from tricycle.kernels import use_reference
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT

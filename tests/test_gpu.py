@@ -20,10 +20,10 @@ from test_registry import assert_same, every_sample, gradients
 
 from tricycle import devices, kernels
 from tricycle.configs import DebugConfig, GPTConfig
+from tricycle.debug import use_reference
 from tricycle.devices import to_cpu
 from tricycle.evaluation import evaluate
 from tricycle.generate import generate
-from tricycle.kernels import use_reference
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.sequences.beam_search import beam_search

@@ -17,7 +17,7 @@ from tricycle import to_tensor
 from tricycle.configs import GPTConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimiser_rules import clip_gradients
+from tricycle.optimisers import clip_gradients
 from tricycle.optimisers import AdamW
 from tricycle_accelerators import host, threads
 

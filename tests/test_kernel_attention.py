@@ -22,6 +22,7 @@ from attention_cases import (
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
+from tricycle.kernels import rows as row_kernels
 from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.cpu import attention as cpu_attention
@@ -148,9 +149,9 @@ def test_threads_do_as_the_reference(sizes, axes, three_threads, rng):
         assert_all_close(kernels.attention(q, k, v, scoring, i % 3 == 0, mask), expected)
         actual = gradients_of(kernels, grad, q, k, v, expected, scoring, mask)
         assert_all_close(actual, gradients_of(reference, grad, q, k, v, expected, scoring, mask))
-        actual = kernels.row_attention(q, k, v, scoring, cubes, mask)
+        actual = row_kernels.row_attention(q, k, v, scoring, cubes, mask)
         np.testing.assert_allclose(actual, reference.row_attention(q, k, v, scoring, cubes, mask), 1e-9, 1e-11)
-        actual = row_gradients_of(kernels, grad, q, k, v, scoring, mask)
+        actual = row_gradients_of(row_kernels, grad, q, k, v, scoring, mask)
         assert_all_close(actual, row_gradients_of(reference, grad, q, k, v, scoring, mask))
 
 
@@ -164,10 +165,10 @@ def test_values_of_another_size(three_threads, rng):
         wanted = gradients_of(reference, grad, q, k, v, expected, scoring, None)
         assert_all_close(gradients_of(kernels, grad, q, k, v, expected, scoring, None), wanted)
         np.testing.assert_allclose(
-            kernels.row_attention(q, k, v, scoring, cubes), reference.row_attention(q, k, v, scoring, cubes), 1e-9
+            row_kernels.row_attention(q, k, v, scoring, cubes), reference.row_attention(q, k, v, scoring, cubes), 1e-9
         )
         wanted = row_gradients_of(reference, grad, q, k, v, scoring, None)
-        assert_all_close(row_gradients_of(kernels, grad, q, k, v, scoring, None), wanted)
+        assert_all_close(row_gradients_of(row_kernels, grad, q, k, v, scoring, None), wanted)
 
 
 def test_queries_that_see_no_key_give_zeros(rng):
@@ -197,7 +198,7 @@ def test_keys_that_no_query_sees_are_not_read(n_queries, rng):
     actual = kernels.attention(q, k, v, scoring, False)
     assert_all_close(actual, expected)
     assert_all_close(gradients_of(kernels, q, q, k, v, actual, scoring, None), wanted)
-    rows = kernels.row_attention(q, k, v, scoring, kernels.softmax)
+    rows = row_kernels.row_attention(q, k, v, scoring, kernels.softmax)
     np.testing.assert_allclose(rows, expected[0], 1e-9)
 
 

@@ -12,7 +12,8 @@ import pytest
 from versions import offer, registered_by
 
 from tricycle import kernels
-from tricycle.kernels import KERNELS, recurrent, use_reference
+from tricycle.debug import use_reference
+from tricycle.kernels import KERNELS, recurrent
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import attention_blocks, cpu, pieces, threads
@@ -116,8 +117,7 @@ LOGITS = [(1, 1), (1, 5), (7, 3), (131, 1031), (3, 70_001), (7, 3, 0.3), (131, 1
 
 # name -> how to draw its arguments, and the sizes to draw them in
 CASES = {
-    "softmax": (_rows, [(shape,) for shape in ROWS]),
-    "softmax1": (_rows, [(shape,) for shape in ROWS]),
+    "softmax": (_rows, [(shape, off_by_one) for shape in ROWS for off_by_one in (False, True)]),
     "softmax_backward": (_softmax_backward, [(shape,) for shape in ROWS]),
     "log_softmax": (_rows, [(shape,) for shape in ROWS]),
     "swiglu": (_rows, [((*shape, 2 * n),) for shape in ((), (3,), (2, 0), (2, 5), (700,)) for n in (1, 17, 500)]),
@@ -181,7 +181,6 @@ CASES = {
         [(1, 1, 1), (7, 5, 3), (100, 3, 2), (5, 1000, 1), (0, 4, 3), (64, 64, 7), (100, 7, 70), (1000, 9, 130)],
     ),
     "cross_entropy": (_cross_entropy, LOGITS),
-    "cross_entropy_with_slope": (_cross_entropy, LOGITS),
     **attention_cases.CASES,
     "rotate": (_rotate, [(1, 1, 1, 2), (2, 5, 3, 4), (1, 0, 2, 6)]),
     "orthogonalise": (_rows, [((1, 1, 1),), ((3, 4, 4),), ((2, 3, 7),), ((2, 7, 3),), ((0, 3, 3),), ((5, 70, 70),)]),
@@ -214,7 +213,7 @@ IN_PLACE = {
     **dict.fromkeys(("rnn_backward", "gru_backward", "lstm_backward"), slice(5, 7)),
 }  # which arguments they write
 ON_HOSTS = {"few_bits_matmul"}
-ELSEWHERE = {"few_bits_matmul"}  # not in `tricycle.kernels`
+ELSEWHERE = {"few_bits_matmul", "relu_squared"}  # not in `tricycle.kernels`
 NOT_OPS = {"each", "for_items", "repeated", "pipeline", "random_mask"}  # helpers, and what draws
 
 all_cases = pytest.mark.parametrize(
@@ -363,9 +362,11 @@ def test_use_reference_forces_the_plain_version(name, monkeypatch):
 def test_cross_entropy_of_logits_of_any_size(shift):
     logits, labels, weights = draw("cross_entropy", (40, 30), np.float64)
     logits[::2] += shift
-    expected = kernels.cross_entropy_with_slope.plain(logits, labels, weights)
-    actual = kernels.cross_entropy_with_slope(logits, labels, weights)
-    for mine, theirs in zip([*actual, kernels.cross_entropy(logits, labels, weights)], [*expected, expected[0]]):
+    expected = kernels.cross_entropy.plain(logits, labels, weights)
+    actual = kernels.cross_entropy(logits, labels, weights)
+    alone, nothing = kernels.cross_entropy(logits, labels, weights, 0.0, False)
+    assert nothing is None
+    for mine, theirs in zip([*actual, alone], [*expected, expected[0]]):
         np.testing.assert_allclose(mine, theirs, 1e-9, 1e-13)
 
 
@@ -373,7 +374,7 @@ def test_cross_entropy_of_logits_of_any_size(shift):
 def test_the_loss_in_half_precision_does_not_overflow():
     """e^15 is more than float16 holds."""
     logits = np.full((3, 5), 15, np.float16)
-    total, slope = kernels.cross_entropy_with_slope(logits, np.zeros(3, int), np.ones(3, np.float16))
+    total, slope = kernels.cross_entropy(logits, np.zeros(3, int), np.ones(3, np.float16))
     np.testing.assert_allclose(total, 3 * np.log(5), 2e-3)
     assert np.isfinite(slope).all()
 
@@ -471,11 +472,11 @@ ACTIVATIONS = {
     "gelu": lambda pairs: kernels.gelu(pairs),
     "gelu_backward": lambda pairs: kernels.gelu_backward(np.ones_like(pairs), pairs, None),
     "sigmoid": lambda pairs: kernels.sigmoid(pairs),
-    "relu_squared": lambda pairs: kernels.relu_squared(pairs),
+    "relu_squared": lambda pairs: KERNELS["relu_squared"](pairs),
     "swiglu": lambda pairs: kernels.swiglu(pairs),
     "swiglu_backward": lambda pairs: kernels.swiglu_backward(np.ones_like(pairs[:, :1]), pairs),
     "softmax": lambda pairs: kernels.softmax(pairs),
-    "softmax1": lambda pairs: kernels.softmax1(pairs),
+    "softmax1": lambda pairs: kernels.softmax(pairs, True),
     "log_softmax": lambda pairs: kernels.log_softmax(pairs),
     "multiply": lambda pairs: kernels.multiply(pairs, pairs[:, ::-1].copy()),
     "add": lambda pairs: kernels.add(pairs, pairs[:, ::-1].copy()),

@@ -15,7 +15,7 @@ from programs import run_here
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, GPTConfig, ModelConfig
 from tricycle.dataset import CausalLMDataset
-from tricycle.kernels.dispatch import use_reference
+from tricycle.debug import use_reference
 from tricycle.models import GPT
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder

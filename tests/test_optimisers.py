@@ -18,7 +18,7 @@ from tricycle.configs import DebugConfig
 from tricycle.kernels import muon
 from tricycle.layers import Dense, Layer, LayerNorm, Sequential
 from tricycle.models import GPT
-from tricycle.optimiser_rules import Lion, Muon, anything, clip_gradients, is_hidden_matrix
+from tricycle.optimiser_rules import Lion, Muon, anything, is_hidden_matrix
 from tricycle.optimisers import (
     AdamW,
     AdamWRule,
@@ -27,6 +27,7 @@ from tricycle.optimisers import (
     State,
     Step,
     StochasticGradientDescent,
+    clip_gradients,
     decays,
     gradient_norm,
     role_of,

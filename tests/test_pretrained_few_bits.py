@@ -8,8 +8,8 @@ import pytest
 from test_gguf_writer import TOKENS, each_model, new_model
 
 from tricycle.checkpoint import save_checkpoint
+from tricycle.debug import use_reference
 from tricycle.generate import generate
-from tricycle.kernels import use_reference
 from tricycle.kernels.quantized import FewBits
 from tricycle.models import GPT
 from tricycle.pretrained import load

@@ -22,8 +22,8 @@ from op_properties import LAYERS, PROPERTIES, Call
 from test_registry import import_all_modules
 
 from tricycle import extra_ops, ops
+from tricycle.debug import use_reference
 from tricycle.gradcheck import gradcheck
-from tricycle.kernels import use_reference
 from tricycle.tensor import Tensor, to_tensor
 
 try:

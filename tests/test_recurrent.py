@@ -11,7 +11,8 @@ import pytest
 from tables import bad_input
 from test_layers import put
 
-from tricycle import extra_ops, kernels
+from tricycle import extra_ops
+from tricycle.debug import use_reference
 from tricycle.gradcheck import gradcheck
 from tricycle.optimisers import AdamW
 from tricycle.sequences.recurrent import CELLS, GRU, LSTM, RNN, Recurrent
@@ -241,7 +242,7 @@ def test_threads_do_not_change_results(monkeypatch) -> None:
             outputs, final = layer(x)
             results.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
             x.zero_grad()
-        with kernels.use_reference():
+        with use_reference():
             outputs, final = layer(x)
             results.append([outputs.array, *all_gradients(layer, x, [], outputs, *as_list(final))])
         for one, three, plain in zip(*results, strict=True):

@@ -10,10 +10,9 @@ import pytest
 
 from tricycle import kernels, no_grad, to_tensor
 from tricycle.autograd import increment_versions
-from tricycle.debug import watch_arrays
+from tricycle.debug import use_reference, watch_arrays
 from tricycle.einsum import Einsum
 from tricycle.extra_ops import exp
-from tricycle.kernels import use_reference
 from tricycle.layers import Dense
 from tricycle.optimiser_rules import Lion, Muon
 from tricycle.optimisers import AdamW, StochasticGradientDescent

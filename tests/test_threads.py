@@ -14,6 +14,7 @@ import pytest
 from tricycle import kernels
 from tricycle.einsum import Einsum
 from tricycle.kernels import Scoring, muon
+from tricycle.kernels import rows as row_kernels
 from tricycle.sequences.recurrent import LSTM
 from tricycle.tensor import to_tensor
 from tricycle_accelerators import pieces, threads
@@ -505,9 +506,9 @@ def attend(draw, dtype):
     kernels.attention_backward(grad, q, k, v, out, log_total, scoring, *gradients)
     rows = kernels.softmax
     row_gradients = np.empty_like(q), np.empty_like(k), np.empty_like(v)
-    row_out = kernels.row_attention(q, k, v, scoring, rows)
+    row_out = row_kernels.row_attention(q, k, v, scoring, rows)
     to_scores = lambda grad, scores, weights: kernels.softmax_backward(grad, weights)
-    kernels.row_attention_backward(grad, q, k, v, scoring, rows, to_scores, *row_gradients)
+    row_kernels.row_attention_backward(grad, q, k, v, scoring, rows, to_scores, *row_gradients)
     return out, *gradients, row_out, *row_gradients
 
 
@@ -574,7 +575,8 @@ from tricycle import to_tensor
 from tricycle.configs import GPTConfig
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimiser_rules import Muon, clip_gradients
+from tricycle.optimiser_rules import Muon
+from tricycle.optimisers import clip_gradients
 from tricycle.optimisers import AdamW
 from tricycle.sequences.attentions import LuongAttention
 from tricycle.sequences.seq2seq import Seq2SeqAttention

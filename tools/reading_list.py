@@ -18,7 +18,7 @@ BEGIN, END = "<!-- reading list: written by tools/reading_list.py -->\n", "<!-- 
 MOST_LINES_IN_ALL = 4500
 
 READING_LIST = """
-devices kernels/dispatch kernels/reference/widening kernels/reference/attention kernels/__init__
+devices kernels/dispatch kernels/reference/attention kernels/__init__
 autograd tensor parameter ops functions activation loss initialisers layers
 configs/checked configs/model
 attention/attend attention/cache attention/rotary

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tricycle import kernels
-from tricycle.autograd import NeedsGrad, grad_enabled_for
-from tricycle.devices import Array, array_module
-from tricycle.functions import Sigmoid, Tanh
+from tricycle.autograd import grad_enabled_for
+from tricycle.functions import Sigmoid
 from tricycle.ops import Op, as_tensor, floating
 from tricycle.tensor import Operand, Tensor, record
 
@@ -19,15 +18,6 @@ class ReLU(Op):
         x = as_tensor(x)
         y = x.xp.maximum(x.array, 0)
         return record(y, (x,), lambda grad, needs_grad: (grad * (y > 0),), "> 0")
-
-
-class ReLUSquared(Op):
-    """max(x, 0) squared (So et al. 2021, "Primer")."""
-
-    def forward(self, x: Operand) -> Tensor:
-        x = as_tensor(x)
-        y, slope = kernels.relu_squared(floating(x.array))
-        return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
 
 
 class GeLU(Op):
@@ -78,32 +68,16 @@ class Gated(Op):
 
     def forward(self, x: Operand) -> Tensor:
         """Map (..., 2 C) to (..., C)."""
-        x, half = self._checked(x)
-        array, right = floating(x.array), x[..., half:]
-        opened = self.activation(right)
-        value, gate = array[..., :half], opened.array
-        if not grad_enabled_for(opened, x):
-            return record(value * gate, (x,), None, self.name)
-        if len(opened.args) != 1 or opened.args[0] is not right:
-            y = x[..., :half] * opened
-            y.name = self.name
-            return y
-        (to_gate,) = opened.back_fns  # f is a single operation on b alone: one node of the graph for all is faster
-
-        def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
-            dx = array_module(array).empty_like(array)
-            dx[..., :half] = grad * gate
-            dx[..., half:] = to_gate(Tensor(grad * value, False))
-            return (dx,)
-
-        return record(value * gate, (x,), backward, self.name)
-
-    def _checked(self, x: Operand) -> tuple[Tensor, int]:
         x = as_tensor(x)
         shape = x.array.shape
         if not shape or shape[-1] % 2:
             raise ValueError(f"{type(self).__name__}: expected a last axis of even length, got shape {shape}")
-        return x, shape[-1] // 2
+        y = self._gate(x, shape[-1] // 2)
+        y.name = self.name
+        return y
+
+    def _gate(self, x: Tensor, half: int) -> Tensor:
+        return x[..., :half] * self.activation(x[..., half:])
 
 
 class GLU(Gated):
@@ -115,29 +89,21 @@ class GLU(Gated):
         """Take no option."""
 
 
-class SwiGLU(Gated):
+class SwiGLU(GLU):
     """a swish(b) for x = [a, b] along the last axis (Shazeer 2020), as one fused kernel."""
 
     name, computes_wide = "swiglu", True
 
-    def __init__(self) -> None:
-        """Take no option."""
-
-    def forward(self, x: Operand) -> Tensor:
-        x, _ = self._checked(x)
+    def _gate(self, x: Tensor, half: int) -> Tensor:
         array = floating(x.array)
-        y = kernels.swiglu(array)
-        return record(y, (x,), lambda grad, needs_grad: (kernels.swiglu_backward(grad, array),), self.name)
+        return record(kernels.swiglu(array), (x,), lambda grad, _: (kernels.swiglu_backward(grad, array),), self.name)
 
 
 # The activations that a config may name. `tricycle.activations` adds others.
 ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "gelu": GeLU,
     "relu": ReLU,
-    "relu_squared": ReLUSquared,
     "swish": Swish,
-    "sigmoid": Sigmoid,
-    "tanh": Tanh,
     "swiglu": SwiGLU,
 }
 

@@ -25,10 +25,7 @@ from tricycle.tensor import Operand, Tensor
 
 def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     """Return the dtype of activations between these layers: that of operands of matrix products, where all of the
-    layers can give it; else None, for that of x.
-
-    None in evaluation of few rows, too: their products are made in float32. (Not where gradients are merely off, for
-    activation checkpointing computes the same again with gradients.)
+    layers can give it; else None, for that of x, and for few rows in evaluation: their products are made in float32.
     """
     if precision == "float32" or not all(takes(layer, "dtype") for layer in products):
         return None
@@ -61,13 +58,8 @@ class MultiHead(Layer):
 
     def use_softmax(self, softmax: str | RowSoftmax) -> None:
         """Use another softmax variant from now on, with a fresh parameter if it needs one."""
-        chosen = new_softmax(softmax)
-        window = self.context_window
-        scales = chosen.new_scales(self.n_heads, window or 1)
-        if chosen.by_place and scales is not None and window is None:
-            raise ValueError(f"{type(self).__name__}: expected a context_window with {chosen}")
         now = self.attention
-        chosen = chosen.for_window(window) if window else chosen
+        chosen, scales = new_softmax(softmax).for_layer(self.n_heads, self.context_window)
         self.attention = Attention(chosen, now.causal, now.window, now.scale, now.cap)
         if scales is not None and self.projection.weights.on_gpu:
             scales.to_gpu(self.projection.weights.array.device.id)
@@ -86,8 +78,7 @@ class MultiHeadSelfAttention(MultiHead):
         embedding_dim: C.
         n_heads: H, a divisor of C.
         context_window: the most tokens it takes; any smaller number will do.
-        layer: the number of its block in a model, from 0.
-        causal: a token sees itself and those before it, and not those after.
+        layer, causal: as of `TransformerBlock`.
         softmax: a softmax variant: a name in `functions.SOFTMAXES`, or an object.
         initialiser, generator: of the first values of the matrices; the generator also draws dropout.
         fields: further fields of `ModelConfig`, such as `n_key_heads`, `window`, `qk_norm`; no positions unless given.
@@ -148,9 +139,6 @@ class MultiHeadSelfAttention(MultiHead):
             cache: the KV cache, for generation: no gradient flows through it.
             mask: which keys may be seen, as `attend.additive_mask` takes it.
             dtype: of the result; that of x unless given.
-
-        Raises:
-            ValueError: a wrong width, no token, or more tokens than the context window.
         """
         x = as_tensor(x)
         shape = x.array.shape
@@ -175,9 +163,7 @@ class MultiHeadSelfAttention(MultiHead):
         return out if len(shape) == 3 else reshape(out, shape)
 
     def dtype_inside(self, x: Tensor) -> Any:
-        """Return the dtype of activations between the projections: 16 bits where products take no more and all between
-        can compute with it; None for that of x.
-        """
+        """Return the dtype of activations between the projections, if it is not that of x: 16 bits where these do."""
         if self.mixes or not getattr(self.attention.softmax, "fused", False):
             return None
         return dtype_between(x, self.precision, self.qkv, self.projection)
@@ -306,12 +292,7 @@ class TransformerBlock(Layer):
 
     @takes_ragged
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None) -> Tensor:
-        """(B, T, C) to (B, T, C).
-
-        Args:
-            cache: the KV cache, for generation.
-            mask: which tokens may be seen, as `attend.additive_mask` takes it.
-        """
+        """(B, T, C) to (B, T, C); `mask` says which tokens may be seen, as `attend.additive_mask` takes it."""
         x = as_tensor(x)
         if self.parallel:
             normal = self._normalize(self.attention_norm, self.attention, x)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from tricycle import kernels, ops
 from tricycle.autograd import LARGE, NeedsGrad, OwnedGradient, is_evaluating
 from tricycle.devices import Array
@@ -24,13 +22,13 @@ AttendBackward = Callable[[Array, Array, Array, Array], Array | None]
 class RowSoftmax(Op, is_base=True):
     """A way to turn rows of attention scores into weights, the base of all softmax variants; an op on the last axis.
 
-    A variant defines `rows`, and `rows_backward` unless it has the gradient of softmax. Attention computes with these
-    in memory that grows with the number of keys, not its square. A variant known to the kernels overrides `attend`.
+    A variant defines `rows`, and `rows_backward` unless it has the gradient of softmax. `tricycle.softmaxes` has its
+    method `attend`, for variants that the kernels do not know; `Softmax` has its own.
     """
 
     name = "rows"  # of the results
     fused = False  # whether the kernels know it, so that its products may have operands of 16 bits
-    by_place = False  # whether the last axis of its parameter, if any, is the position
+    attend: Callable[..., tuple[Array, AttendBackward]]
 
     def rows(self, scores: Array) -> Array:
         """Return the weights for scores (..., S), which are -inf where a key is hidden."""
@@ -46,32 +44,9 @@ class RowSoftmax(Op, is_base=True):
         weights = self.rows(scores)
         return record(weights, (x,), lambda grad, needs_grad: (self.rows_backward(grad, scores, weights),), self.name)
 
-    def attend(
-        self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
-    ) -> tuple[Array, AttendBackward]:
-        """Compute attention of queries (B, T, H, D) to keys and values (B, S, K, D), where H is a multiple of K.
-
-        The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. The result has the dtype of q unless
-        another is given.
-        """
-        out = kernels.row_attention(q, k, v, scoring, self.rows, mask)
-
-        def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
-            kernels.row_attention_backward(grad, q, k, v, scoring, self.rows, self.rows_backward, dq, dk, dv, mask)
-
-        return out if dtype is None else out.astype(dtype, copy=False), backward
-
-    def for_window(self, context_window: int) -> RowSoftmax:
-        """Return the variant for a layer with this context window."""
-        return self
-
-    def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
-        """Return the parameter that a layer must hold for it, if any: `attend` takes it after the mask."""
-        return None
-
-    def scales_of(self, scales: Array, n_keys: int) -> Array:
-        """Return what `forward` and `rows` take last, with `by_place` the parameter for each position, (..., W)."""
-        return scales
+    def for_layer(self, n_heads: int, context_window: int | None) -> tuple[RowSoftmax, Tensor | None]:
+        """Return the variant for a layer, and the parameter that it must hold, if any: `attend` takes it last."""
+        return self, None
 
 
 def as_rows(op: Op, x: Operand) -> Tensor:
@@ -87,11 +62,16 @@ class Softmax(RowSoftmax):
     name, fused, off_by_one = "softmax", True, False
 
     def rows(self, scores: Array) -> Array:
-        return kernels.softmax(scores)
+        return kernels.softmax(scores, self.off_by_one)
 
     def attend(
         self, q: Array, k: Array, v: Array, scoring: Scoring, mask: Array | None = None, *, dtype: Any = None
     ) -> tuple[Array, AttendBackward]:
+        """Compute attention of queries (B, T, H, D) to keys and values (B, S, K, D), where H is a multiple of K.
+
+        The mask, 0 or -inf, (B or 1, H or 1, T or 1, S), is added to the scores. The result has the dtype of q unless
+        another is given.
+        """
         out, logsumexp = kernels.attention(q, k, v, scoring, self.off_by_one, mask, dtype)
 
         def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
@@ -104,9 +84,6 @@ class Softmax1(Softmax):
     """exp(x_i) / (1 + sum_j exp(x_j)): a row may attend to nothing (Miller 2023, "Attention is off by one")."""
 
     name, off_by_one = "softmax1", True
-
-    def rows(self, scores: Array) -> Array:
-        return kernels.softmax1(scores)
 
 
 # The variants that a config may name. `tricycle.softmaxes` adds others.
@@ -136,15 +113,13 @@ class LogSoftmax(Op):
 class Sigmoid(Op):
     """1 / (1 + exp(-x)), elementwise."""
 
-    def forward(self, x: Operand) -> Tensor:
-        return ops.sigmoid(x)
+    forward = staticmethod(ops.sigmoid)
 
 
 class Tanh(Op):
     """The hyperbolic tangent, elementwise."""
 
-    def forward(self, x: Operand) -> Tensor:
-        return ops.tanh(x)
+    forward = staticmethod(ops.tanh)
 
 
 @register
@@ -161,33 +136,31 @@ def linear(
 
     Args:
         x: (..., from_size). bias: (to_size,).
-        weights: (from_size, to_size), or where `turned` (to_size, from_size), as a table of embeddings is. A quantized
-            array brings along the kernel that multiplies with it, as its attribute `quantized_matmul`.
+        weights: (from_size, to_size), or where `turned` (to_size, from_size), as a table of embeddings is. An array of
+            another kind than x brings along the function that multiplies with it, as its attribute `linear`.
         precision: one of PRECISIONS, of the products of forward and backward, not of their sums and results.
         dtype: of the result (..., to_size); that of x W unless given.
     """
     array, matrix = x.array, weights.array.T if turned and weights.ndim == 2 else weights.array
-    vector, quantized = None if bias is None else bias.array, getattr(matrix, "quantized_matmul", None)
-    _check_shapes(name, x, matrix.shape, vector)
-    if type(array) is not (type(matrix) if quantized is None else np.ndarray):
+    vector = None if bias is None else bias.array
+    if len(matrix.shape) != 2 or (vector is not None and vector.shape != matrix.shape[1:]):
+        got = matrix.shape if vector is None else f"{matrix.shape} and {vector.shape}"
+        raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
+    if array.shape[-1:] != matrix.shape[:1]:
+        check_width(f"{name.capitalize()}(from_size={matrix.shape[0]})", x, matrix.shape[0])
+    if type(array) is not type(matrix):
         check_device(name, array, matrix)
-    if quantized is not None and weights.requires_grad:
-        raise ValueError(f"{name}: expected weights of 32 bits to train, got {matrix!r}")
+        if hasattr(matrix, "linear"):
+            return matrix.linear(x, weights, bias, name, precision, dtype)
     shape, (from_size, to_size) = array.shape, matrix.shape
     n_rows = math.prod(shape[:-1])  # -1 would not do where from_size or to_size is 0
     rows = floating(array).reshape(n_rows, from_size)
-    if quantized is not None and n_rows > FEW_ROWS and matrix.dtype.name == precision:
-        matrix, quantized = matrix.as_array(), None
-    elif quantized is None and precision != "float32" and n_rows <= FEW_ROWS and is_evaluating():
+    if precision != "float32" and n_rows <= FEW_ROWS and is_evaluating():
         precision = "float32"  # to convert the weights for so few rows would take longer than their product
     kept = rows.dtype if rows.dtype.itemsize == 2 else None  # activations stay as small as they are
-    as_is = precision == "float32" or quantized is not None  # no kernel is asked for operands
+    as_is = precision == "float32"  # no kernel is asked for operands
     a, b = (rows, matrix) if as_is else (kernels.operand(rows, precision), kernels.operand(matrix, precision))
-    if quantized is None:
-        y = kernels.matmul(a, b, vector, None, dtype or kept, precision)
-    else:
-        y = quantized(rows, matrix, vector, precision)
-        y = y if dtype is None else y.astype(dtype, copy=False)
+    y = kernels.matmul(a, b, vector, None, dtype or kept, precision)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | OwnedGradient | None]:
         dx = dweights = dbias = None
@@ -199,30 +172,15 @@ def linear(
         else:
             dy = kernels.operand(dy, precision)
         if needs_grad[0]:
-            dx = kernels.matmul(dy, b.T, None, None, kept, precision) if quantized is None else quantized(dy, b.T)
-            dx = dx.reshape(shape)
+            dx = kernels.matmul(dy, b.T, None, None, kept, precision).reshape(shape)
         if needs_grad[1]:
-            dmatrix = _matmul_like(matrix, a.T, dy, precision)
-            dweights = OwnedGradient(dmatrix.T if turned else dmatrix)
+            left, right = (a.T, dy) if matrix.flags.c_contiguous else (dy.T, a)  # in the memory order of the matrix
+            product = kernels.matmul(left, right, None, None, None, precision)
+            dweights = OwnedGradient(product if matrix.flags.c_contiguous != turned else product.T)
         return [dx, dweights, dbias][: len(args)]
 
     args = (x, weights) if bias is None else (x, weights, bias)
     return record(y.reshape(*shape[:-1], to_size), args, backward, name)
-
-
-def _check_shapes(name: str, x: Tensor, shape: tuple[int, ...], vector: Array | None) -> None:
-    if len(shape) != 2 or (vector is not None and vector.shape != shape[1:]):
-        got = shape if vector is None else f"{shape} and {vector.shape}"
-        raise ValueError(f"{name}: expected weights (from_size, to_size) and a bias (to_size,), got shapes {got}")
-    if x.array.shape[-1:] != shape[:1]:
-        check_width(f"{name.capitalize()}(from_size={shape[0]})", x, shape[0])
-
-
-def _matmul_like(matrix: Array, a: Array, b: Array, precision: str) -> Array:
-    """Return a b in the memory order of the matrix: row by row, or column by column."""
-    if matrix.flags.c_contiguous:
-        return kernels.matmul(a, b, None, None, None, precision)
-    return kernels.matmul(b.T, a.T, None, None, None, precision).T
 
 
 @register

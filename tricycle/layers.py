@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,10 +17,7 @@ from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Generator: TypeAlias = "np.random.Generator | int | None"  # or a seed, or None for another one in each run
-
-
-def new_generator(generator: Generator) -> np.random.Generator:
-    return np.random.default_rng(generator)
+new_generator = np.random.default_rng
 
 
 class Layer:
@@ -33,6 +29,8 @@ class Layer:
 
     precision: str = "float32"  # of matrix products in here, as `use_precision` sets it
     # `tricycle.state` has these methods, and the printed tree.
+    freeze: Callable[[], Layer]
+    unfreeze: Callable[[], Layer]
     to_gpu: Callable[..., Layer]
     from_gpu: Callable[[], Layer]
     state_dict: Callable[[], dict[str, np.ndarray]]
@@ -53,7 +51,6 @@ class Layer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
-    # ---------------------------------------------------------------- the walk
     def _parts(self) -> Iterator[tuple[str, Any]]:
         """Yield every Tensor and Layer among the attributes, and in containers that are, with its name."""
         for name, value in vars(self).items():
@@ -92,7 +89,6 @@ class Layer:
         """The number of elements of all parameters; shared ones count once."""
         return sum(parameter.size for parameter in self.parameters())
 
-    # ---------------------------------------------------------------- training
     def train(self, training: bool = True) -> Layer:
         """Turn dropout on; return self."""
         for layer in self.layers():
@@ -103,9 +99,7 @@ class Layer:
         """Turn dropout off; return self."""
         return self.train(False)
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a block within which (and this thread) dropout is off and no graph is built."""
-        return evaluation()
+    evaluating = staticmethod(evaluation)  # a block within which dropout is off and no graph is built
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():
@@ -117,24 +111,6 @@ class Layer:
         optimiser.update(named_parameters)
         for _, parameter in named_parameters:
             parameter.zero_grad()
-
-    def freeze(self) -> Layer:
-        """Keep all parameters as they are: no gradient, no update; return self."""
-        return self._set_requires_grad(False)
-
-    def unfreeze(self) -> Layer:
-        """Let all parameters be trained again; return self. 16 bits are refused: too few for small steps."""
-        narrow = [name for name, parameter in self.named_parameters() if parameter.dtype.itemsize < 4]
-        if narrow:
-            got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]
-            raise ValueError(f"{type(self).__name__}.unfreeze: expected weights of 32 bits, fewer has {got}")
-        return self._set_requires_grad(True)
-
-    def _set_requires_grad(self, requires_grad: bool) -> Layer:
-        for parameter in self.parameters():
-            parameter.requires_grad = requires_grad
-            parameter.zero_grad()
-        return self
 
     def use_precision(self, precision: str) -> Layer:
         """Let every layer in here multiply matrices at this precision, one of PRECISIONS; return self."""
@@ -271,10 +247,8 @@ class RMSNorm(LayerNorm):
     def __init__(self, size: int, eps: float = 1e-5, gain: bool = True, unit_offset: bool = False) -> None:
         super().__init__(size, False, eps)
         self.unit_offset = unit_offset
-        if not gain:
-            self.gain = None
-        elif unit_offset:
-            self.gain = Parameter(np.zeros(size, np.float32), "gain")
+        initial = np.zeros if unit_offset else np.ones
+        self.gain = Parameter(initial(size, np.float32), "gain") if gain else None
 
     def _gains(self, x: Tensor) -> Array:
         return 1 + self.gain.array if self.unit_offset and self.gain is not None else super()._gains(x)

@@ -62,10 +62,7 @@ class CrossEntropy(Op):
     def _weighted_sum(self, logits: Tensor, rows: Array, ids: Array, weights: Array) -> Tensor:
         """Return the weighted sum of the losses of all rows of logits."""
         check_range("CrossEntropy: labels", ids, rows.shape[-1])
-        arguments = rows, ids, weights, self.label_smoothing
-        if not grad_enabled_for(logits):
-            return record(kernels.cross_entropy(*arguments), (logits,), None, "cross_entropy", False)
-        loss, slope = kernels.cross_entropy_with_slope(*arguments)
+        loss, slope = kernels.cross_entropy(rows, ids, weights, self.label_smoothing, grad_enabled_for(logits))
 
         def backward(grad: Array, needs_grad: NeedsGrad) -> tuple[Array]:
             return (times(slope, grad).reshape(logits.shape),)

@@ -35,27 +35,17 @@ LOGITS_AT_ONCE = 7 * 2**22
 DRAWN = ("matrix", "embedding", "position", "head")  # roles of parameters that do not start at 0 or 1
 
 
-def call_block(block: Layer, x: Tensor, *args: Any) -> Tensor:
-    """Return `block(x, *args)`."""
-    result: Tensor = block(x, *args)
-    return result
-
-
 # How a model calls each of its blocks; `tricycle.recompute` has others, which need less memory for activations.
-run_block: ContextVar[Callable[..., Tensor]] = ContextVar("run_block", default=call_block)
+run_block: ContextVar[Callable[..., Tensor]] = ContextVar("run_block", default=lambda block, x, *args: block(x, *args))
 
 
 class BlockStack(Layer):
-    """The base of models that are one stack of blocks, with a config that says what they are now.
-
-    Attributes:
-        recompute: `tricycle.recompute.recompute`, to compute blocks again in the backward pass; None otherwise.
-    """
+    """The base of models that are one stack of blocks, with a config that says what they are now."""
 
     config: ModelConfig
     generator: np.random.Generator
     blocks: list[TransformerBlock]
-    recompute: Callable[..., Tensor] | None = None
+    recompute: Callable[..., Tensor] | None = None  # `tricycle.recompute.recompute`, for gradient checkpointing
 
     def use_precision(self, precision: str) -> Self:
         """Set the precision of matrix products, in the config too."""
@@ -64,12 +54,7 @@ class BlockStack(Layer):
         return self
 
     def use_softmax(self, name: str, n_blocks: int = 2) -> None:
-        """Use another softmax variant from now on, in every block and in the config.
-
-        Args:
-            name: in `functions.SOFTMAXES`.
-            n_blocks: for "blocks", whose scales begin at 1.
-        """
+        """Use another variant of `functions.SOFTMAXES` from now on, in every block; `n_blocks` is for "blocks"."""
         self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
         for block in self.blocks:
             block.attention.use_softmax(new_softmax(name, n_blocks))
@@ -190,29 +175,15 @@ class GPT(BlockStack):
             logits = call(self.head, x, dtype)
         return soft_cap(logits, self.config.logit_cap) if self.config.logit_cap else logits
 
-    def loss(
-        self,
-        tokens: Operand,
-        labels: Operand,
-        loss_fn: CrossEntropy | None = None,
-        scale: Array | float = 1.0,
-        **options: Any,
-    ) -> Tensor:
-        """Return `loss_fn(labels, self(tokens, **options), scale)`, without holding all logits where these are many.
-
-        Args:
-            tokens: as of `forward`, which has the options. labels: as many. loss_fn: `CrossEntropy()` unless given.
-        """
+    def loss(self, tokens: Operand, labels: Operand, loss_fn: Any = None, scale: Any = 1.0, **options: Any) -> Tensor:
+        """Return `loss_fn(labels, self(tokens, **options), scale)`, without holding all logits where these are many."""
         loss_fn = loss_fn or CrossEntropy()
         if not takes(self, "head"):  # a `forward` of the user's, or a probe's, whose logits count as they are
-            return loss_fn(labels, self(tokens, **options), scale)
-        head = lambda hidden: self.loss_of_hidden(labels, hidden, loss_fn, scale)
-        loss: Tensor = self(tokens, head=head, **options)
-        return loss
+            loss: Tensor = loss_fn(labels, self(tokens, **options), scale)
+            return loss
+        return self(tokens, head=lambda hidden: self.loss_of_hidden(labels, hidden, loss_fn, scale), **options)
 
-    def loss_of_hidden(
-        self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Array | float = 1.0
-    ) -> Tensor:
+    def loss_of_hidden(self, labels: Operand, hidden: Tensor, loss_fn: CrossEntropy, scale: Any = 1.0) -> Tensor:
         """Return the loss from what `hidden` returned, in host memory some rows at a time (`CrossEntropy.of_head`)."""
         if not takes(self.logits, "dtype"):
             return loss_fn(labels, self.logits(hidden), scale)

@@ -217,3 +217,16 @@ def gradient_norm(model: Layer) -> Any:
         return math.sqrt(sum(square.item() for square in squares))
     xp = array_module(squares[0])
     return xp.sqrt(xp.stack(squares).sum())
+
+
+def clip_gradients(model: Layer, max_norm: float) -> Any:
+    """Scale all gradients, in place, to a common norm of at most `max_norm`; return the norm before."""
+    if not max_norm > 0:
+        raise ValueError(f"clip_gradients: expected a max_norm above 0, got {max_norm!r}")
+    norm: Any = gradient_norm(model)
+    is_long = (max_norm < norm) & (norm < math.inf)
+    if is_long is not False:
+        factor = max_norm / norm if is_long is True else array_module(norm).where(is_long, max_norm / norm, 1)
+        for grad in [p.grad for p in model.parameters() if p.grad is not None]:
+            grad.array *= factor
+    return norm

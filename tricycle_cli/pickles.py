@@ -43,6 +43,7 @@ _FORMER_NAMES = set(
 # Classes that are in another module now, by the names that they have in such files.
 _MOVED = {
     "tricycle.tensor.Parameter": "tricycle.parameter.Parameter",
+    "tricycle.activation.ReLUSquared": "tricycle.activations.ReLUSquared",
     "tricycle.configs.model.EncoderConfig": "tricycle.configs.encoder.EncoderConfig",
 }
 _MOVED_MODULES = {"tricycle.lora": "tricycle.finetuning.lora"}

@@ -96,7 +96,7 @@ print(y, x.grad, w.grad, b.grad)
 # %%
 import numpy as np
 
-from tricycle.activation import Tanh
+from tricycle.functions import Tanh
 from tricycle.layers import Dense, Sequential
 from tricycle.loss import MeanSquaredError
 from tricycle.optimisers import AdamW

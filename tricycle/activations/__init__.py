@@ -1,4 +1,4 @@
-"""Activations beside those in `activation.py`, added to its table of names: the exact GeLU."""
+"""Activations beside those in `activation.py`, added to its table of names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from functools import cache
 
 import numpy as np
 
+from tricycle import kernels
 from tricycle.activation import ACTIVATIONS
 from tricycle.autograd import NeedsGrad
 from tricycle.devices import Array, array_module
+from tricycle.functions import Sigmoid, Tanh
+from tricycle.kernels.activations import relu_squared
 from tricycle.ops import Op, as_tensor, floating
 from tricycle.tensor import Operand, Tensor, record
 
-__all__ = ["ExactGeLU", "erf"]
+__all__ = ["ExactGeLU", "ReLUSquared", "erf"]
 
 
 class ExactGeLU(Op):
@@ -31,7 +34,19 @@ class ExactGeLU(Op):
         return record(array * below, (x,), backward, "gelu")
 
 
+class ReLUSquared(Op):
+    """max(x, 0) squared (So et al. 2021, "Primer")."""
+
+    def forward(self, x: Operand) -> Tensor:
+        x = as_tensor(x)
+        y, slope = relu_squared(floating(x.array))
+        return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
+
+
 ACTIVATIONS["gelu_exact"] = ExactGeLU
+ACTIVATIONS["relu_squared"] = ReLUSquared
+ACTIVATIONS["sigmoid"] = Sigmoid
+ACTIVATIONS["tanh"] = Tanh
 
 
 def erf(x: Array) -> Array:

@@ -114,9 +114,6 @@ def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int,
     Args:
         like: an array of the scores' batch size, dtype and device.
         mask: booleans, True where a key may be seen: (B, S), (B, T, S) or (B, H, T, S), whose axes may be 1 but for S.
-
-    Raises:
-        ValueError: another dtype or shape.
     """
     if mask is None:
         return None

@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of earlier tokens, for generation (of several texts: `tricycle.decoding.ragged`).
+"""The KV cache: keys and values of earlier tokens, for generation (of several texts: `tricycle/decoding/ragged.py`).
 
 Shapes: B batch, T tokens, K heads of keys and values, D head size.
 """
@@ -56,11 +56,7 @@ class KeyValueCache:
         return result
 
     def append(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        """Add keys and values (B, T, K, D); return those of all tokens that these T may see, and maybe of some before.
-
-        Raises:
-            ValueError: more tokens than the cache holds, or another batch size than before.
-        """
+        """Add keys and values (B, T, K, D); return those of all tokens that these T may see, or of more."""
         n_items, n_tokens = keys.shape[:2]
         if self.length + n_tokens > self.capacity:
             raise ValueError(f"KeyValueCache: {self.length} + {n_tokens} tokens exceed its capacity of {self.capacity}")
@@ -115,11 +111,7 @@ class KeyValueCache:
         return not self.mixes and (self._first == 0 or self._first <= length - (self.window or 0) + 1)
 
     def crop(self, length: int) -> None:
-        """Drop all tokens but the first `length`.
-
-        Raises:
-            ValueError: there are fewer, or `can_crop` is False.
-        """
+        """Drop all tokens but the first `length`; raise a ValueError if there are fewer, or `can_crop` is False."""
         if not 0 <= length <= self.length:
             raise ValueError(f"KeyValueCache: expected to keep 0 to {self.length} tokens, got {length}")
         if length == self.length:

@@ -17,15 +17,10 @@ from tricycle.tensor import Operand, Tensor, record
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """Smaller angles, so that a model reads longer texts than it was trained on.
+    """Smaller angles, so that a model reads texts that are `factor` times longer than those of its training.
 
-    Attributes:
-        kind: "linear" divides all speeds by the factor (Chen et al. 2023); "llama3" those of slow pairs alone, with a
-            smooth transition (Llama 3.1).
-        factor: how many times longer the texts are.
-        low_frequency, high_frequency: pairs with fewer turns than the first in the original window are slowed down
-            fully, those with more than the second are not.
-        original_window: of the training before.
+    The kind "linear" divides all speeds by the factor (Chen et al. 2023); "llama3" those of pairs with fewer turns in
+    the original window than `low_frequency`, and not those with more than `high_frequency` (Llama 3.1).
     """
 
     kind: str
@@ -60,14 +55,7 @@ class Rotary(Op):
         self.scaling = scaling
 
     def forward(self, x: Operand, offset: int | Segments = 0) -> Tensor:
-        """(B, T, H, D) to the same shape.
-
-        Args:
-            offset: position of the first token; or where the tokens are in their texts.
-
-        Raises:
-            ValueError: another number of axes, or an odd number of channels to rotate.
-        """
+        """(B, T, H, D) to the same shape; `offset` is the position of the first token, or where tokens are in texts."""
         x = as_tensor(x)
         array = floating(x.array)
         if array.ndim != 4:

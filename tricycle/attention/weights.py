@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tricycle import kernels
 from tricycle.attention.attend import Attention, Mask, additive_mask
 from tricycle.devices import Array
+from tricycle.kernels.rows import attention_scores
 from tricycle.ops import as_tensors, floating
+from tricycle.softmaxes import BlockSoftmax
 from tricycle.tensor import Operand, Tensor
 
 
@@ -25,11 +26,11 @@ def scores_and_weights(
     q, k = (floating(tensor.array) for tensor in as_tensors(query, key))
     hidden = additive_mask("Attention", mask, q, q.shape[1], k.shape[1], q.shape[2])
     scoring = attention.scoring(q, k)
-    scores = kernels.attention_scores(q, k, scoring, hidden)
+    scores = attention_scores(q, k, scoring, hidden)
     if scales is None:
         return scores, attention.softmax.rows(scores)
-    parameter = attention.softmax.scales_of(scales.array, k.shape[1])
-    if attention.softmax.by_place:
+    parameter = scales.array
+    if isinstance(attention.softmax, BlockSoftmax):
         start = scoring.offset or 0
-        parameter = parameter[..., start : start + q.shape[1]]
+        parameter = attention.softmax.scales_of(parameter, k.shape[1])[..., start : start + q.shape[1]]
     return scores, attention.softmax.rows(scores, parameter)

@@ -14,19 +14,13 @@ import numpy as np
 
 from tricycle.devices import Array, array_module
 from tricycle.kernels.dispatch import KERNELS as KERNELS
-from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.dispatch import use_reference as use_reference
+from tricycle.kernels.dispatch import kernel, wide, wide_kernel
 from tricycle.kernels.reference.attention import Scoring as Scoring
 from tricycle.kernels.reference.attention import attention as attention
 from tricycle.kernels.reference.attention import attention_backward as attention_backward
-from tricycle.kernels.reference.attention import attention_scores as attention_scores
-from tricycle.kernels.reference.attention import row_attention as row_attention
-from tricycle.kernels.reference.attention import row_attention_backward as row_attention_backward
-from tricycle.kernels.reference.widening import wide, wide_kernel
 
 SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 FEW_ROWS = 16  # a product with so few rows takes the time in which the other matrix comes from memory
-WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
 
 
 @kernel
@@ -61,14 +55,7 @@ def matmul(
     The result has `dtype`, or that of the operands, float32 if these have 16 bits; sums have at least float32. "tf32"
     as precision may round float32 operands to 11 bits for the product.
     """
-    if a.dtype.itemsize == 2 or b.dtype.itemsize == 2:
-        a = a.astype(np.float32)
-        product = array_module(a).empty((len(a), b.shape[1]), np.float32) if out is None else out
-        width = max(1, WIDENED // max(1, len(b)))
-        for i in range(0, b.shape[1], width):
-            product[:, i : i + width] = a @ b[:, i : i + width].astype(np.float32)
-    else:
-        product = array_module(a).matmul(a, b, out=out)
+    product = array_module(a).matmul(wide(a), wide(b), out=out)
     if bias is not None:
         product += bias
     return product if dtype is None else product.astype(dtype, copy=False)
@@ -134,13 +121,6 @@ def swiglu_backward(grad: Array, x: Array) -> Array:
     return dx
 
 
-@kernel
-def relu_squared(x: Array) -> tuple[Array, Array]:
-    """max(x, 0) squared, and its derivative."""
-    positive = array_module(x).maximum(x, 0)
-    return positive * positive, 2 * positive
-
-
 @wide_kernel(1)
 def multiply(a: Array, b: Array) -> Array:
     """a b; b may be a 0-d array."""
@@ -171,30 +151,19 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 @wide_kernel(1)
-def softmax(x: Array) -> Array:
-    """exp(x_i) / sum_j exp(x_j). A row that is -inf everywhere gives zeros."""
-    return _normalised_exp(x, one_more=False)
-
-
-@wide_kernel(1)
-def softmax1(x: Array) -> Array:
-    """exp(x_i) / (1 + sum_j exp(x_j)) (Miller 2023, "Attention is off by one")."""
-    return _normalised_exp(x, one_more=True)
-
-
-def _normalised_exp(x: Array, one_more: bool) -> Array:
+def softmax(x: Array, off_by_one: bool = False) -> Array:
+    """exp(x_i) / sum_j exp(x_j), or softmax1, with 1 added to the sum. A row that is -inf everywhere gives zeros."""
     xp = array_module(x)
     if not x.size:
         return x.copy()
     shift = x.max(axis=-1, keepdims=True)
-    zeros = xp.zeros_like(shift)
-    shift = xp.maximum(shift, zeros) if one_more else xp.where(xp.isneginf(shift), zeros, shift)
+    shift = xp.maximum(shift, 0) if off_by_one else xp.where(xp.isneginf(shift), 0, shift)
     with np.errstate(over="ignore"):  # scores further apart than the dtype reaches give 0, as they should
         y = xp.exp(x - shift)
     total = y.sum(axis=-1, keepdims=True)
-    if one_more:  # the "1 +" is one more score of 0
+    if off_by_one:  # the 1 is one more score of 0
         total += xp.exp(-shift)
-    return y / xp.where(total == 0, xp.ones_like(total), total)
+    return y / xp.where(total == 0, 1, total)
 
 
 @wide_kernel(1)
@@ -242,19 +211,14 @@ def layer_norm_backward(
 
 
 @kernel
-def cross_entropy(logits: Array, labels: Array, weights: Array, smoothing: float = 0.0) -> Array:
+def cross_entropy(
+    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_slope: bool = True
+) -> tuple[Array, Array | None]:
     """The sum over rows of weight * -log softmax(logits)[label], for logits (N, V), labels (N,) and weights (N,).
 
-    A weight is 0 where a row does not count; `smoothing` is the part of it that all labels share.
+    A weight is 0 where a row does not count; `smoothing` is the part of it that all labels share. With it comes the
+    derivative by the logits (N, V), which needs the same exponentials, or None without `with_slope`.
     """
-    return cross_entropy_with_slope.plain(logits, labels, weights, smoothing)[0]
-
-
-@kernel
-def cross_entropy_with_slope(
-    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0
-) -> tuple[Array, Array]:
-    """The same, and its derivative by the logits (N, V): both need the same exponentials."""
     xp, dtype, logits = array_module(logits), logits.dtype, wide(logits)
     places = xp.arange(len(labels)), labels
     shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -268,7 +232,7 @@ def cross_entropy_with_slope(
     if smoothing:
         slope -= (weights * (smoothing / logits.shape[1]))[:, None]
     slope[places] -= weights * (1 - smoothing)
-    return (costs * weights).sum(), slope.astype(dtype, copy=False)
+    return (costs * weights).sum(), slope.astype(dtype, copy=False) if with_slope else None
 
 
 @wide_kernel(0)
@@ -293,10 +257,9 @@ def adamw(
     decay: float,
     factor: Array | float | None = None,
 ) -> None:
-    """One update of AdamW (Loshchilov and Hutter 2019, algorithm 2), in place on weights and both moments.
+    """Update `step`, from 1, of AdamW (Loshchilov and Hutter 2019, algorithm 2), in place on weights and both moments.
 
-    `step` is the number of the update, from 1. `factor` multiplies the gradient; where it is not above 0, nothing
-    changes. Both may be 0-d arrays.
+    `factor` multiplies the gradient; where it is not above 0, nothing changes. Both may be 0-d arrays.
     """
     xp = array_module(weights)
     changed = (weights, first, second)
@@ -320,8 +283,7 @@ def adamw(
 def each(like: Array, jobs: Sequence[tuple[Callable[[], Any], int, bool, bool]]) -> list[Any]:
     """Call functions that do not depend on each other, which compute with arrays like `like`; return their results.
 
-    Args:
-        jobs: of each the function, the number of elements that it computes with, whether it may run in any thread, at
-            the same time as others, and whether it uses one thread only, however many elements there are.
+    A job is a function, the number of elements that it computes with, whether it may run in any thread, at the same
+    time as others, and whether it uses one thread only.
     """
     return [job[0]() for job in jobs]

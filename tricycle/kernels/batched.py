@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tricycle.devices import Array, array_module
-from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.reference.widening import widening
+from tricycle.kernels.dispatch import kernel, widening
 
 
 @kernel

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from types import NotImplementedType
 from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+
+import numpy as np
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,21 +22,10 @@ Version: TypeAlias = Callable[P, R | NotImplementedType]
 GROUP = "tricycle.kernels"
 KERNELS: dict[str, Kernel[..., Any]] = {}  # all of them, by name
 
-# The blocks of `use_reference` that this thread is in. Each is taken out by itself: generators end them in any order.
-_reference_only: ContextVar[tuple[object, ...]] = ContextVar("reference_only", default=())
+# The blocks of `tricycle.debug.use_reference` that this thread is in.
+reference_only: ContextVar[tuple[object, ...]] = ContextVar("reference_only", default=())
 _loading = threading.RLock()
 _loaded: set[type] = set()  # packages that are installed later are found after a restart
-
-
-@contextmanager
-def use_reference() -> Iterator[None]:
-    """Within this block every kernel is the plain one: a second opinion when a result looks wrong."""
-    block = object()
-    _reference_only.set((*_reference_only.get(), block))
-    try:
-        yield
-    finally:
-        _reference_only.set(tuple(other for other in _reference_only.get() if other is not block))
 
 
 class Kernel(Generic[P, R]):
@@ -51,7 +41,7 @@ class Kernel(Generic[P, R]):
         if not args:  # even the first array came by its name
             bound = inspect.signature(self.plain).bind(*args, **options)
             return self(*bound.args, **bound.kwargs)
-        if not _reference_only.get():
+        if not reference_only.get():
             array_type = type(args[0])
             try:
                 versions = self.versions[array_type]
@@ -104,3 +94,42 @@ def _load(array_type: type) -> None:
                 raise
             continue  # the package was installed and has been removed
         register(array_type)
+
+
+def is_narrow(x: Any) -> bool:
+    """Return whether x is an array of floats of 16 bits."""
+    dtype = getattr(x, "dtype", None)
+    return isinstance(dtype, np.dtype) and dtype.itemsize == 2 and dtype.kind not in "biu"
+
+
+def wide(x: Any) -> Any:
+    """Return floats of 16 bits as float32, anything else as it is."""
+    return x.astype(np.float32) if is_narrow(x) else x
+
+
+def widening(n_narrow: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Compute a kernel in float32 where its first array has 16 bits, and return `n_narrow` results in its dtype.
+
+    The other results (statistics, losses, sums, gradients of parameters) stay float32.
+    """
+
+    def decorate(kernel: Callable[..., Any]) -> Any:
+        @wraps(kernel)
+        def run(*args: Any, **options: Any) -> Any:
+            if not is_narrow(args[0]):
+                return kernel(*args, **options)
+            results = kernel(*map(wide, args), **{name: wide(option) for name, option in options.items()})
+            if not n_narrow or results is NotImplemented:
+                return results
+            if not isinstance(results, tuple):
+                return results.astype(args[0].dtype)
+            return (*(result.astype(args[0].dtype) for result in results[:n_narrow]), *results[n_narrow:])
+
+        return run
+
+    return decorate
+
+
+def wide_kernel(n_narrow: int) -> Callable[[Callable[P, R]], Kernel[P, R]]:
+    """Make a kernel of its plain version, which is `widening(n_narrow)`."""
+    return lambda plain: kernel(widening(n_narrow)(plain))

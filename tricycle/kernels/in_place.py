@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec
 
-from tricycle.kernels.reference.widening import is_narrow, wide
+from tricycle.kernels.dispatch import is_narrow, wide
 
 P = ParamSpec("P")
 

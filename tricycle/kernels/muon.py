@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tricycle.devices import Array, array_module
-from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.reference.widening import widening
+from tricycle.kernels.dispatch import kernel, widening
 
 # How Newton and Schulz's iteration brings singular values near 1 in five steps, whatever they were (at most 1):
 # x, x x^T x and (x x^T)^2 x with these weights (Amsel et al. 2025, "The Polar Express").

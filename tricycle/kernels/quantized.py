@@ -6,14 +6,20 @@ with them has 32 bits all the same. They are for models that are used: nothing h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from tricycle import kernels
+from tricycle.autograd import NeedsGrad
 from tricycle.devices import ARRAY_MODULES, Array
-from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.reference.widening import wide
+from tricycle.functions import linear
+from tricycle.kernels import FEW_ROWS
+from tricycle.kernels.dispatch import kernel, wide
+from tricycle.ops import floating
+from tricycle.tensor import Tensor, record
 
 KINDS = ("int8", "bfloat16", "float16")
 MOST = 127  # of an int8, on both sides of 0
@@ -57,7 +63,6 @@ class FewBits:
     """
 
     ndim = 2
-    quantized_matmul = few_bits_matmul  # what `tricycle.functions.linear` multiplies with it by
     __slots__ = ("values", "scales", "turned", "ready", "shape", "dtype", "size")
 
     def __init__(
@@ -125,6 +130,31 @@ class FewBits:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def linear(
+        self, x: Tensor, weights: Tensor, bias: Tensor | None, name: str, precision: str, dtype: Any = None
+    ) -> Tensor:
+        """Compute x W + b, as `tricycle.functions.linear` does with weights of which this is the array.
+
+        Raises:
+            ValueError: the weights require a gradient.
+        """
+        if weights.requires_grad:
+            raise ValueError(f"{name}: expected weights of 32 bits to train, got {self!r}")
+        shape, n_rows = x.array.shape, math.prod(x.array.shape[:-1])
+        if n_rows > FEW_ROWS and self.dtype.name == precision:
+            return linear(x, Tensor(self.as_array(), False), bias, name, precision, dtype)
+        rows = floating(x.array).reshape(n_rows, self.shape[0])
+        y = few_bits_matmul(rows, self, None if bias is None else bias.array, precision)
+        y = y if dtype is None else y.astype(dtype, copy=False)
+        args = (x, weights) if bias is None else (x, weights, bias)
+
+        def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
+            dy = grad.reshape(n_rows, self.shape[1])
+            dx = few_bits_matmul(dy, self.T).reshape(shape) if needs_grad[0] else None
+            return [dx, None, kernels.sum_rows(dy) if any(needs_grad[2:]) else None][: len(args)]
+
+        return record(y.reshape(*shape[:-1], self.shape[1]), args, backward, name)
 
     # ---------------------------------------------------------------- as an array
     def transpose(self, order: tuple[int, ...] = (1, 0)) -> FewBits:

@@ -1,7 +1,6 @@
 """Optimisers besides SGD and AdamW, gradient clipping by itself, and the table of schedules."""
 
-from tricycle.optimiser_rules.clipping import clip_gradients
 from tricycle.optimiser_rules.lion import Lion, LionRule
 from tricycle.optimiser_rules.muon import Muon, MuonRule, anything, is_hidden_matrix
 
-__all__ = ["Lion", "LionRule", "Muon", "MuonRule", "anything", "clip_gradients", "is_hidden_matrix"]
+__all__ = ["Lion", "LionRule", "Muon", "MuonRule", "anything", "is_hidden_matrix"]

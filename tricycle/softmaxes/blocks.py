@@ -69,7 +69,7 @@ class BlockSoftmax(RowSoftmax):
             that there is one for each pair of a block of keys and a block of queries.
     """
 
-    name, by_place = "block_softmax", True
+    name = "block_softmax"
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class BlockSoftmax(RowSoftmax):
         self.n_blocks, self.correction, self.per_head, self.length = n_blocks, correction, per_head, length
         self.per_position = per_position
 
-    def for_window(self, context_window: int) -> BlockSoftmax:
+    def for_layer(self, n_heads: int, context_window: int | None) -> tuple[BlockSoftmax, Tensor | None]:
+        if context_window is None and self.correction == "learned":
+            raise ValueError(f"{self}: expected a layer with a context_window")
         length = self.length or context_window
-        return BlockSoftmax(self.n_blocks, self.correction, self.per_head, length, self.per_position)
-
-    def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
+        chosen = BlockSoftmax(self.n_blocks, self.correction, self.per_head, length, self.per_position)
         heads = (n_heads,) if self.per_head else ()
         shape = (*heads, self.n_blocks, context_window if self.per_position else self.n_blocks)
-        return Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
+        return chosen, Parameter(np.ones(shape), "scale") if self.correction == "learned" else None
 
     def scales_of(self, scales: Array, n_keys: int) -> Array:
         """A layer's parameter as one scale for each position, ([H,] n_blocks, W).

@@ -37,8 +37,8 @@ class SinkSoftmax(RowSoftmax):
             raise ValueError(f"SinkSoftmax: expected a finite initial number, got {initial!r}")
         self.initial = initial
 
-    def new_scales(self, n_heads: int, context_window: int) -> Tensor | None:
-        return Parameter(np.full(n_heads, self.initial, np.float32), "scale")
+    def for_layer(self, n_heads: int, context_window: int | None) -> tuple[SinkSoftmax, Tensor | None]:
+        return self, Parameter(np.full(n_heads, self.initial, np.float32), "scale")
 
     def forward(self, x: Operand, sinks: Operand | None = None) -> Tensor:
         """

@@ -1,4 +1,4 @@
-"""What every `Layer` can do with its parameters as a whole: move them to a GPU, save, restore and print them.
+"""What every `Layer` can do with all its parameters: freeze them, move them to a GPU, save, restore and print them.
 
 The functions here are methods of `Layer`.
 """
@@ -16,7 +16,32 @@ from tricycle.tensor import Tensor
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    return hasattr(tensor.array, "quantized_matmul")
+    return hasattr(tensor.array, "linear")
+
+
+def freeze(layer: Layer) -> Layer:
+    """Keep all parameters as they are: no gradient, no update; return the layer."""
+    return _set_requires_grad(layer, False)
+
+
+def unfreeze(layer: Layer) -> Layer:
+    """Let all parameters be trained again; return the layer.
+
+    Raises:
+        ValueError: weights of 16 bits, which are too few for small steps.
+    """
+    narrow = [name for name, parameter in layer.named_parameters() if parameter.dtype.itemsize < 4]
+    if narrow:
+        got = f"{narrow[0]} and {len(narrow) - 1} more" if len(narrow) > 1 else narrow[0]
+        raise ValueError(f"{type(layer).__name__}.unfreeze: expected weights of 32 bits, fewer has {got}")
+    return _set_requires_grad(layer, True)
+
+
+def _set_requires_grad(layer: Layer, requires_grad: bool) -> Layer:
+    for parameter in layer.parameters():
+        parameter.requires_grad = requires_grad
+        parameter.zero_grad()
+    return layer
 
 
 def to_gpu(layer: Layer, device: int = 0) -> Layer:
@@ -102,6 +127,8 @@ def _tree(layer: Layer, above: tuple[Layer, ...]) -> list[str]:
 
 
 for _name, _method in {
+    "freeze": freeze,
+    "unfreeze": unfreeze,
     "to_gpu": to_gpu,
     "from_gpu": from_gpu,
     "state_dict": state_dict,

@@ -71,6 +71,5 @@ def register(array: type) -> None:
     recurrent.gru.on(array)(recurrence.gru)
     recurrent.gru_backward.on(array)(recurrence.gru_backward)
     kernels.cross_entropy.on(array)(losses.cross_entropy)
-    kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
     kernels.embedding_backward.on(array)(tables.embedding_backward)
     kernels.adamw.on(array)(optimisers.adamw)

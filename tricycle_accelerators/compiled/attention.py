@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import FEW_ROWS, Scoring
+from tricycle.kernels.dispatch import is_narrow, wide
 from tricycle.kernels.ranges import queries_seeing
-from tricycle.kernels.reference.widening import is_narrow, wide
 from tricycle_accelerators import threads
 from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
 from tricycle_accelerators.compiled.elementwise import FLOAT32

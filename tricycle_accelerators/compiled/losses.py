@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import NotImplementedType
-from typing import Any
 
 import numpy as np
 
@@ -13,24 +12,11 @@ from tricycle_accelerators.compiled.loaded import training_loops
 
 
 def cross_entropy(
-    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0
-) -> np.ndarray | NotImplementedType:
-    return _cross_entropy(logits, labels, weights, smoothing, np.empty((len(logits), 0), logits.dtype))
-
-
-def cross_entropy_with_slope(
-    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0
-) -> tuple[np.ndarray, np.ndarray] | NotImplementedType:
-    slope = np.empty(logits.shape, logits.dtype)
-    loss = _cross_entropy(logits, labels, weights, smoothing, slope)
-    return NotImplemented if isinstance(loss, NotImplementedType) else (loss, slope)
-
-
-def _cross_entropy(
-    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float, slope: np.ndarray
-) -> Any:
+    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_slope: bool = True
+) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
     if not (fits(logits) or fit_16(logits)) or not 0 <= labels.min() <= labels.max() < logits.shape[1]:
         return NotImplemented
+    slope = np.empty(logits.shape if with_slope else (len(logits), 0), logits.dtype)
     rows, slopes = as_numbers(logits), as_numbers(slope)
     places = labels.astype(np.int64)
     shares = weights.astype(np.float32)
@@ -40,4 +26,5 @@ def _cross_entropy(
         cost: float = compute(rows[piece], places[piece], shares[piece], smoothing, slopes[piece])
         return cost
 
-    return np.asarray(pieces.sum_over(work, pieces.cut(*logits.shape)), np.float32)
+    loss = np.asarray(pieces.sum_over(work, pieces.cut(*logits.shape)), np.float32)
+    return loss, slope if with_slope else None

@@ -10,7 +10,7 @@ nothing can overflow or vanish.
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle.kernels import batched, muon, recurrent
+from tricycle.kernels import activations, batched, muon, recurrent, rows
 from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators import compiled, onednn
 from tricycle_accelerators.cpu import (
@@ -45,7 +45,7 @@ def register(array: type) -> None:
     kernels.gelu.on(array)(elementwise.gelu)
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
     kernels.gelu_backward.on(array)(elementwise.gelu_backward)
-    kernels.relu_squared.on(array)(elementwise.relu_squared)
+    activations.relu_squared.on(array)(elementwise.relu_squared)
     kernels.swiglu.on(array)(elementwise.swiglu)
     kernels.swiglu_backward.on(array)(elementwise.swiglu_backward)
     kernels.multiply.on(array)(elementwise.multiply)
@@ -56,13 +56,12 @@ def register(array: type) -> None:
     kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
     kernels.embedding_backward.on(array)(tables.embedding_backward)
     kernels.cross_entropy.on(array)(losses.cross_entropy)
-    kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
 
     batched.for_items.on(array)(attention.for_items)
     kernels.attention.on(array)(attention.attention)
     kernels.attention_backward.on(array)(attention.attention_backward)
-    kernels.row_attention.on(array)(attention.row_attention)
-    kernels.row_attention_backward.on(array)(attention.row_attention_backward)
+    rows.row_attention.on(array)(attention.row_attention)
+    rows.row_attention_backward.on(array)(attention.row_attention_backward)
 
     kernels.adamw.on(array)(optimisers.adamw)
     muon.orthogonalise.on(array)(optimisers.orthogonalise)

@@ -17,10 +17,11 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import Scoring
+from tricycle.kernels import rows as row_kernels
+from tricycle.kernels.dispatch import wide, widening
 from tricycle.kernels.in_place import widening_in_place
 from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
 from tricycle.kernels.reference.attention import Rows, RowsBackward
-from tricycle.kernels.reference.widening import wide, widening
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
 
@@ -378,7 +379,7 @@ def row_attention(
     if inputs.is_small():
         q, k, v, scoring, mask = inputs
         with threads.one_blas_thread():
-            out_seen[...] = kernels.row_attention.plain(q, k, v, scoring, rows, mask)
+            out_seen[...] = row_kernels.row_attention.plain(q, k, v, scoring, rows, mask)
     else:
         _row_attention_by_blocks(inputs, rows, out_seen)
     return out
@@ -423,7 +424,7 @@ def row_attention_backward(
     if inputs.is_small():
         q, k, v, scoring, mask = inputs
         with threads.one_blas_thread():
-            kernels.row_attention_backward.plain(grad, q, k, v, scoring, rows, rows_backward, *gradients, mask)
+            row_kernels.row_attention_backward.plain(grad, q, k, v, scoring, rows, rows_backward, *gradients, mask)
         return
 
     def backward_of(group: Group, heads: _Heads) -> _RowsBackward:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import SQRT_2_OVER_PI
-from tricycle.kernels.reference.widening import is_narrow, wide, widening
+from tricycle.kernels.dispatch import is_narrow, wide, widening
 from tricycle_accelerators import pieces, threads
 
 

@@ -7,8 +7,8 @@ from types import NotImplementedType
 import numpy as np
 
 from tricycle.devices import Array
+from tricycle.kernels.dispatch import is_narrow
 from tricycle.kernels.quantized import FewBits
-from tricycle.kernels.reference.widening import is_narrow
 from tricycle_accelerators import threads
 
 

@@ -7,41 +7,27 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels.reference.widening import wide
+from tricycle.kernels.dispatch import wide
 from tricycle_accelerators import pieces
 
 
 def cross_entropy(
-    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0
-) -> np.ndarray | NotImplementedType:
+    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_slope: bool = True
+) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
     if not logits.size:
         return NotImplemented
     wide_logits = wide(logits)
-    if logits.size <= pieces.UNSHARED:
-        return _cross_entropy(wide_logits, labels, weights, smoothing, None)
+    slope = np.empty(logits.shape, wide_logits.dtype) if with_slope else None
 
     def work(piece: slice) -> np.ndarray:
-        return _cross_entropy(wide_logits[piece], labels[piece], weights[piece], smoothing, None)
+        here = None if slope is None else slope[piece]
+        return _cross_entropy(wide_logits[piece], labels[piece], weights[piece], smoothing, here)
 
-    total: np.ndarray = pieces.sum_over(work, pieces.cut(*logits.shape))
-    return total
-
-
-def cross_entropy_with_slope(
-    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0
-) -> tuple[np.ndarray, np.ndarray] | NotImplementedType:
-    if not logits.size:
-        return NotImplemented
-    wide_logits = wide(logits)
-    slope = np.empty(logits.shape, wide_logits.dtype)
     if logits.size <= pieces.UNSHARED:
-        return _cross_entropy(wide_logits, labels, weights, smoothing, slope), slope.astype(logits.dtype, copy=False)
-
-    def work(piece: slice) -> np.ndarray:
-        return _cross_entropy(wide_logits[piece], labels[piece], weights[piece], smoothing, slope[piece])
-
-    total: np.ndarray = pieces.sum_over(work, pieces.cut(*logits.shape))
-    return total, slope.astype(logits.dtype, copy=False)
+        total = _cross_entropy(wide_logits, labels, weights, smoothing, slope)
+    else:
+        total = pieces.sum_over(work, pieces.cut(*logits.shape))
+    return total, None if slope is None else slope.astype(logits.dtype, copy=False)
 
 
 def _cross_entropy(

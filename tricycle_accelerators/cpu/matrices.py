@@ -12,13 +12,14 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.kernels import batched
-from tricycle.kernels.reference.widening import is_narrow, widening
+from tricycle.kernels.dispatch import is_narrow, widening
 from tricycle_accelerators import blas, pieces, spinning, threads
 from tricycle_accelerators.onednn import library
 
 SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
 UNCOPIED = 2**19  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
 SOME_ROWS = 16  # of so many a product is quickest in pieces of that size, where the other matrix is transposed
+WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
 FEW_ROWS = 4  # of so many the product takes the time in which the other matrix is read
 
 
@@ -61,7 +62,7 @@ def matmul(
     if _is_unshared(n_rows, n_inner, n_columns):
         return kernels.matmul.plain(a, b, bias, out, dtype)
     if is_narrow(a) or is_narrow(b):
-        return NotImplemented
+        return _widened(a, b, bias, out, dtype)
     few = n_rows * n_inner * n_columns < SMALL_PRODUCT
     if few or not threads.blas_libraries() or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
@@ -78,6 +79,18 @@ def matmul(
         product = _by_rows(a, b, bias, out)
     else:
         product = _by_columns(a, b, bias, out)
+    return product if dtype is None else product.astype(dtype, copy=False)
+
+
+def _widened(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, dtype: Any) -> np.ndarray:
+    """With some columns of b in 32 bits at a time."""
+    a = a.astype(np.float32)
+    product = np.empty((len(a), b.shape[1]), np.float32) if out is None else out
+    width = max(1, WIDENED // max(1, len(b)))
+    for i in range(0, b.shape[1], width):
+        product[:, i : i + width] = a @ b[:, i : i + width].astype(np.float32)
+    if bias is not None:
+        product += bias
     return product if dtype is None else product.astype(dtype, copy=False)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels.reference.widening import wide
+from tricycle.kernels.dispatch import wide
 from tricycle_accelerators import pieces, threads
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import muon
-from tricycle.kernels.reference.widening import is_narrow, widening
+from tricycle.kernels.dispatch import is_narrow, widening
 from tricycle_accelerators import pieces, threads
 
 SMALL = 2**18  # elements in all of functions that end before a second thread would wake up

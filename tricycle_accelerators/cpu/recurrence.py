@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import recurrent
+from tricycle.kernels.dispatch import is_narrow
 from tricycle.kernels.recurrent import Piece
-from tricycle.kernels.reference.widening import is_narrow
 from tricycle_accelerators import threads
 
 # With every product of more than one row BLAS copies the matrix into an order that suits it, which takes as long as a

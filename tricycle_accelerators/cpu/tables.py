@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tricycle.kernels.reference.widening import widening
+from tricycle.kernels.dispatch import widening
 from tricycle_accelerators import pieces, threads
 
 

@@ -8,7 +8,7 @@ Importing compiles nothing and does not need CuPy.
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle.kernels import recurrent
+from tricycle.kernels import activations, recurrent
 from tricycle_accelerators.cuda import (
     attention,
     elementwise,
@@ -28,14 +28,13 @@ def register(array: type) -> None:
     `tricycle.kernels` calls it when the first CuPy array comes (the entry point `cupy` in pyproject.toml).
     """
     kernels.softmax.on(array)(softmax.softmax)
-    kernels.softmax1.on(array)(softmax.softmax1)
     kernels.softmax_backward.on(array)(softmax.softmax_backward)
     kernels.log_softmax.on(array)(softmax.log_softmax)
 
     kernels.gelu.on(array)(elementwise.gelu)
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)
     kernels.gelu_backward.on(array)(elementwise.gelu_backward)
-    kernels.relu_squared.on(array)(elementwise.relu_squared)
+    activations.relu_squared.on(array)(elementwise.relu_squared)
     kernels.sigmoid.on(array)(elementwise.sigmoid)
     kernels.multiply.on(array)(elementwise.multiply)
     kernels.random_mask.on(array)(elementwise.random_mask)
@@ -52,7 +51,6 @@ def register(array: type) -> None:
     kernels.layer_norm_backward.on(array)(normalisation.layer_norm_backward)
     kernels.embedding_backward.on(array)(tables.embedding_backward)
     kernels.cross_entropy.on(array)(losses.cross_entropy)
-    kernels.cross_entropy_with_slope.on(array)(losses.cross_entropy_with_slope)
 
     kernels.attention.on(array)(attention.attention)
     kernels.attention_backward.on(array)(attention.attention_backward)

@@ -9,20 +9,13 @@ from tricycle_accelerators.cuda import arrays, launch, sums
 from tricycle_accelerators.cuda.arrays import f32, i64
 
 
-def cross_entropy(logits: Array, labels: Array, weights: Array, smoothing: float = 0.0) -> Array | NotImplementedType:
+def cross_entropy(
+    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_slope: bool = True
+) -> tuple[Array, Array | None] | NotImplementedType:
     kind = arrays.kind(logits)
     if kind is None or not logits.size:
         return NotImplemented
-    return _cross_entropy(kind, logits, labels, weights, smoothing, None)
-
-
-def cross_entropy_with_slope(
-    logits: Array, labels: Array, weights: Array, smoothing: float = 0.0
-) -> tuple[Array, Array] | NotImplementedType:
-    kind = arrays.kind(logits)
-    if kind is None or not logits.size:
-        return NotImplemented
-    slope = arrays.empty(logits)
+    slope = arrays.empty(logits) if with_slope else None
     return _cross_entropy(kind, logits, labels, weights, smoothing, slope), slope
 
 

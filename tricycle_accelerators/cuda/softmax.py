@@ -20,14 +20,9 @@ def _rows(name: str, template: tuple[str, ...], x: Array, *others: Array) -> Arr
     return out
 
 
-def softmax(x: Array) -> Array | NotImplementedType:
+def softmax(x: Array, off_by_one: bool = False) -> Array | NotImplementedType:
     kind = arrays.kind(x)
-    return NotImplemented if kind is None or not x.size else _rows("softmax", (kind, "false"), x)
-
-
-def softmax1(x: Array) -> Array | NotImplementedType:
-    kind = arrays.kind(x)
-    return NotImplemented if kind is None or not x.size else _rows("softmax", (kind, "true"), x)
+    return NotImplemented if kind is None or not x.size else _rows("softmax", (kind, str(off_by_one).lower()), x)
 
 
 def log_softmax(x: Array) -> Array | NotImplementedType:

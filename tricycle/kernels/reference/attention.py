@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tricycle.devices import Array, array_module
-from tricycle.kernels.dispatch import kernel
-from tricycle.kernels.reference.widening import wide, wide_kernel
+from tricycle.kernels.dispatch import kernel, wide
 
 Rows = Callable[[Array], Array]  # from scores (..., T, S), -inf where a key is hidden, to weights, 0 there
 RowsBackward = Callable[[Array, Array, Array], Array]  # from the weights' gradient, scores and weights to the scores'
@@ -26,12 +25,6 @@ class Scoring(NamedTuple):
     cap: float | None = None  # scores become cap * tanh(score / cap) before the mask (Gemma Team 2024, "Gemma 2")
 
 
-@wide_kernel(0)
-def attention_scores(q: Array, k: Array, scoring: Scoring, mask: Array | None = None) -> Array:
-    """scale * q k^T, capped (B, H, T, S), -inf where a key is hidden."""
-    return _hide(_capped_scores(q, k, scoring), scoring, mask)
-
-
 @kernel
 def attention(
     q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None, dtype: Any = None
@@ -43,7 +36,7 @@ def attention(
     """
     xp, dtype = array_module(q), dtype or q.dtype
     q, k, v, mask = map(wide, (q, k, v, mask))
-    scores = attention_scores.plain(q, k, scoring, mask)
+    scores = hide(capped_scores(q, k, scoring), scoring, mask)
     largest = scores.max(axis=-1, keepdims=True) if k.shape[1] else xp.zeros((*scores.shape[:-1], 1), scores.dtype)
     largest = xp.maximum(largest, 0) if nothing else xp.where(xp.isneginf(largest), 0, largest)
     weights = xp.exp(scores - largest)
@@ -52,7 +45,7 @@ def attention(
         total += xp.exp(-largest)
     empty = total == 0
     total = xp.where(empty, 1, total)
-    out = _mix(weights / total, v).astype(dtype, copy=False)
+    out = mix(weights / total, v).astype(dtype, copy=False)
     return out, xp.where(empty, -xp.inf, largest + xp.log(total))[..., 0]
 
 
@@ -77,16 +70,9 @@ def attention_backward(
     inner = (wide(grad).swapaxes(1, 2) * wide(out).swapaxes(1, 2)).sum(axis=-1, keepdims=True)
     rows = lambda scores: xp.exp(scores - shift)
     rows_backward = lambda dweights, scores, weights: weights * (dweights - inner)
-    row_attention_backward.plain(grad, q, k, v, scoring, rows, rows_backward, dq, dk, dv, mask)
+    row_attention_backward(grad, q, k, v, scoring, rows, rows_backward, dq, dk, dv, mask)
 
 
-@wide_kernel(1)
-def row_attention(q: Array, k: Array, v: Array, scoring: Scoring, rows: Rows, mask: Array | None = None) -> Array:
-    """rows(scores) v for every item and head; a faster version may call `rows` without what is hidden everywhere."""
-    return _mix(rows(attention_scores.plain(q, k, scoring, mask)), v)
-
-
-@kernel
 def row_attention_backward(
     grad: Array,
     q: Array,
@@ -100,27 +86,27 @@ def row_attention_backward(
     dv: Array,
     mask: Array | None = None,
 ) -> None:
-    """Write the gradients of q, k and v, as `attention_backward` does."""
+    """Write the gradients, as `attention_backward` does, of attention whose weights are rows(scores)."""
     grad, q, k, v, mask = map(wide, (grad, q, k, v, mask))
-    capped = _capped_scores(q, k, scoring)
-    scores = _hide(capped, scoring, mask)
+    capped = capped_scores(q, k, scoring)
+    scores = hide(capped, scoring, mask)
     weights = rows(scores)
     dproducts = rows_backward(_products(grad, v), scores, weights) * scoring.scale
     if scoring.cap is not None:
         dproducts = dproducts * (1 - (capped / scoring.cap) ** 2)
-    dq[...] = _mix(dproducts, k)
+    dq[...] = mix(dproducts, k)
     for gradient, products, x in ((dk, dproducts, q), (dv, weights, grad)):
         transposed = _by_key_head(products, k.shape[2]).swapaxes(2, 3)
         gradient.swapaxes(1, 2)[...] = transposed @ _by_key_head(x.swapaxes(1, 2), k.shape[2])
 
 
-def _capped_scores(q: Array, k: Array, scoring: Scoring) -> Array:
+def capped_scores(q: Array, k: Array, scoring: Scoring) -> Array:
     """(B, H, T, S), with nothing hidden."""
     scores = _products(q, k) * scoring.scale
     return scores if scoring.cap is None else scoring.cap * array_module(q).tanh(scores / scoring.cap)
 
 
-def _hide(scores: Array, scoring: Scoring, mask: Array | None) -> Array:
+def hide(scores: Array, scoring: Scoring, mask: Array | None) -> Array:
     xp = array_module(scores)
     if scoring.offset is not None:
         last = xp.arange(scoring.offset, scoring.offset + scores.shape[2])[:, None]
@@ -144,7 +130,7 @@ def _products(q: Array, k: Array) -> Array:
     return products.reshape(len(q), q.shape[2], q.shape[1], k.shape[1])
 
 
-def _mix(weights: Array, v: Array) -> Array:
+def mix(weights: Array, v: Array) -> Array:
     """(B, H, T, S) and (B, S, K, E) to (B, T, H, E)."""
     mixed = (_by_key_head(weights, v.shape[2]) @ v.swapaxes(1, 2)).reshape(*weights.shape[:3], v.shape[3])
     return array_module(v).ascontiguousarray(mixed.swapaxes(1, 2))

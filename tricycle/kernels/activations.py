@@ -1,0 +1,13 @@
+"""The kernel of squared ReLU."""
+
+from __future__ import annotations
+
+from tricycle.devices import Array, array_module
+from tricycle.kernels.dispatch import kernel
+
+
+@kernel
+def relu_squared(x: Array) -> tuple[Array, Array]:
+    """max(x, 0) squared, and its derivative."""
+    positive = array_module(x).maximum(x, 0)
+    return positive * positive, 2 * positive

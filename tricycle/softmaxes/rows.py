@@ -1,0 +1,35 @@
+"""Attention with softmax variants that the kernels do not know: `attend`, a method of `RowSoftmax`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tricycle.devices import Array
+from tricycle.functions import AttendBackward, RowSoftmax
+from tricycle.kernels import Scoring
+from tricycle.kernels.rows import row_attention, row_attention_backward
+
+
+def attend(
+    softmax: RowSoftmax,
+    q: Array,
+    k: Array,
+    v: Array,
+    scoring: Scoring,
+    mask: Array | None = None,
+    *,
+    dtype: Any = None,
+) -> tuple[Array, AttendBackward]:
+    """Compute attention as `Softmax.attend` does, with the variant's `rows` and `rows_backward`.
+
+    A faster version needs memory that grows with the number of keys, not its square.
+    """
+    out = row_attention(q, k, v, scoring, softmax.rows, mask)
+
+    def backward(grad: Array, dq: Array, dk: Array, dv: Array) -> None:
+        row_attention_backward(grad, q, k, v, scoring, softmax.rows, softmax.rows_backward, dq, dk, dv, mask)
+
+    return out if dtype is None else out.astype(dtype, copy=False), backward
+
+
+RowSoftmax.attend = attend
