@@ -1,4 +1,4 @@
-"""Optimisers besides SGD and AdamW, gradient clipping by itself, and the table of schedules."""
+"""Optimisers besides SGD and AdamW, and the table of schedules."""
 
 from tricycle.optimiser_rules.lion import Lion, LionRule
 from tricycle.optimiser_rules.muon import Muon, MuonRule, anything, is_hidden_matrix
