@@ -93,14 +93,14 @@ def recompute(layer: Layer, x: Operand, *args: Any, **kwargs: Any) -> Tensor:
     inputs = (x, *parameters)
     if not grad_enabled_for(*inputs):
         return layer(x, *args, **kwargs)
-    situation = Situation(layer)
+    saved = SavedState(layer)
     array = x.array
     with no_grad():
         result = layer(x, *args, **kwargs)
 
     def backward(grad: Array, needs_grad: NeedsGrad) -> list[Array | None]:
         again = Tensor(array, needs_grad[0], x.is_batched, x.name)
-        with situation.again(), enable_grad():
+        with saved.restored(), enable_grad():
             second = layer(again, *args, **kwargs)
         return gradients_of(second, grad, [again, *parameters])
 
@@ -117,7 +117,7 @@ def enable_grad() -> Iterator[None]:
         current_modes.reset(token)
 
 
-class Situation:
+class SavedState:
     """What a layer's result depends on besides inputs and parameters: modes, precisions and the state of generators."""
 
     def __init__(self, layer: Layer) -> None:
@@ -125,7 +125,7 @@ class Situation:
         self.generators = [(generator, generator.bit_generator.state) for generator in generators_in(layer)]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore the saved state within this block, then the state before the block."""
         now = [(part, part.training, part.precision) for part, _, _ in self.layers]
         states = [(generator, generator.bit_generator.state) for generator, _ in self.generators]

@@ -200,7 +200,7 @@ def _all_finite(tensor: Tensor) -> bool:
 
 @np.errstate(all="ignore")
 def apply(model: Layer, optimiser: Optimiser, grads: Gradients, max_norm: float = 0.0, loss_scale: Any = None) -> Any:
-    """Clip the gradients to a common norm (0 leaves them), update the parameters, and forget the gradients.
+    """Clip the gradients to a common norm (0 leaves them), update the parameters, and clear the gradients.
 
     Returns the norm before: a number, or of a model on a GPU a 0-d array there. Nothing here waits for the device.
 

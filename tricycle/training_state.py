@@ -268,7 +268,7 @@ def new_state(
 
     Args:
         processes: those that train together; all make the same state.
-        shard_optimiser: what the optimiser remembers of a parameter, one of them alone keeps.
+        shard_optimiser: the optimizer state of a parameter is kept by one of them alone.
     """
     model = model or GPT(config)
     model.recompute = recompute if config.recompute else None
