@@ -424,7 +424,7 @@ class Parrot:
         self.tokens, self.n_vocab, self.config = tokens, n_vocab, replace(SMALL, context_window=window)
         self.n_seen = 0
 
-    evaluating, place = GPT(SMALL).evaluating, GPT(SMALL).place
+    evaluating, place = staticmethod(GPT(SMALL).evaluating), GPT(SMALL).place
 
     def new_caches(self):
         return []

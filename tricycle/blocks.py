@@ -206,11 +206,8 @@ class MultiHeadSelfAttention(MultiHead):
 
 
 class MLPBlock(Layer):
-    """A wider hidden layer with an activation, applied to each token by itself.
-
-    Args:
-        embedding_dim: C.
-        expansion_ratio, activation, fields: fields of `ModelConfig`, such as `gated`, `hidden_size`, `bias`, `dropout`.
+    """A wider hidden layer with an activation, applied to each token by itself. All arguments but `initialiser` and
+    `generator` are fields of `ModelConfig`, such as `gated`, `hidden_size`, `bias` and `dropout`.
     """
 
     def __init__(
@@ -234,7 +231,6 @@ class MLPBlock(Layer):
         self.dropout = Dropout(config.dropout, generator)
 
     def dtype_inside(self, x: Tensor) -> Any:
-        """As of `MultiHeadSelfAttention`."""
         if not getattr(self.activation, "computes_wide", False):
             return None
         return dtype_between(x, self.precision, self.up, self.projection)

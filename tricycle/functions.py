@@ -149,9 +149,9 @@ def linear(
     if array.shape[-1:] != matrix.shape[:1]:
         check_width(f"{name.capitalize()}(from_size={matrix.shape[0]})", x, matrix.shape[0])
     if type(array) is not type(matrix):
-        check_device(name, array, matrix)
         if hasattr(matrix, "linear"):
             return matrix.linear(x, weights, bias, name, precision, dtype)
+        check_device(name, array, matrix)
     shape, (from_size, to_size) = array.shape, matrix.shape
     n_rows = math.prod(shape[:-1])  # -1 would not do where from_size or to_size is 0
     rows = floating(array).reshape(n_rows, from_size)

@@ -17,7 +17,11 @@ from tricycle.parameter import Parameter
 from tricycle.tensor import Operand, Tensor, record, to_tensor
 
 Generator: TypeAlias = "np.random.Generator | int | None"  # or a seed, or None for another one in each run
-new_generator = np.random.default_rng
+
+
+def new_generator(generator: Generator) -> np.random.Generator:
+    """Return a generator as it is, or one made from a seed."""
+    return np.random.default_rng(generator)
 
 
 class Layer:
@@ -220,7 +224,8 @@ class LayerNorm(Layer):
         array, gain, centred = floating(x.array), self._gains(x), self._centred
         if array.shape[-1:] != (self.size,):
             check_width(f"{type(self).__name__}(size={self.size})", x, self.size)
-        check_device(self._name, array, gain)
+        if type(array) is not type(gain):
+            check_device(self._name, array, gain)
         bias = None if self.bias is None else self.bias.array
         y, mean, scale = kernels.layer_norm(array, gain, bias, self.eps, centred, dtype)
         args = (x,) if self.gain is None else (x, self.gain) if self.bias is None else (x, self.gain, self.bias)

@@ -101,7 +101,8 @@ class Attention(Op):
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
-    check_device("Attention", q, k, v)
+    if not type(q) is type(k) is type(v):
+        check_device("Attention", q, k, v)
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]
     if not fits or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         wanted = "query (B, T, H, D), key (B, S, K, D) and value (B, S, K, E), H a multiple of K"

@@ -14,11 +14,11 @@ import numpy as np
 
 from tricycle import kernels
 from tricycle.autograd import NeedsGrad
-from tricycle.devices import ARRAY_MODULES, Array
+from tricycle.devices import ARRAY_MODULES, Array, on_gpu
 from tricycle.functions import linear
 from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.dispatch import kernel, wide
-from tricycle.ops import floating
+from tricycle.ops import check_device, floating
 from tricycle.tensor import Tensor, record
 
 KINDS = ("int8", "bfloat16", "float16")
@@ -141,6 +141,8 @@ class FewBits:
         """
         if weights.requires_grad:
             raise ValueError(f"{name}: expected weights of 32 bits to train, got {self!r}")
+        if on_gpu(x.array):
+            check_device(name, x.array, self)
         shape, n_rows = x.array.shape, math.prod(x.array.shape[:-1])
         if n_rows > FEW_ROWS and self.dtype.name == precision:
             return linear(x, Tensor(self.as_array(), False), bias, name, precision, dtype)
