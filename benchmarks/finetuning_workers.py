@@ -39,6 +39,7 @@ def tricycle_step(
     from tricycle.loss import CrossEntropy
     from tricycle.optimisers import AdamW
     from tricycle.pretrained import load
+    from tricycle.recompute import free_activations
     from tricycle.recompute import recompute as recompute_blocks
     from tricycle.training import labelled, train_on_batch
     from tricycle.weights import use_order
@@ -58,7 +59,12 @@ def tricycle_step(
     optimiser = AdamW(RATE, weight_decay=0.0)
     loss_of = labelled(model, CrossEntropy(ignore_index=IGNORED))
     data = batches(model.config.vocab_size, *shape)
-    return lambda: train_on_batch(model, optimiser, loss_of, next(data))
+
+    def step() -> float:
+        with free_activations():
+            return train_on_batch(model, optimiser, loss_of, next(data))
+
+    return step
 
 
 def torch_step(

@@ -94,12 +94,18 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
+    from tricycle.recompute import free_activations
     from tricycle.training import labelled, train_on_batch
 
     model, data = GPT(replace(config, precision=precision, softmax=softmax)), batches(config)
     optimiser = AdamW(1e-4, weight_decay=0.1)
     loss_of = labelled(model, CrossEntropy())
-    return lambda: train_on_batch(model, optimiser, loss_of, next(data))
+
+    def step() -> float:
+        with free_activations():
+            return train_on_batch(model, optimiser, loss_of, next(data))
+
+    return step
 
 
 def torch_step(

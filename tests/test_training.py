@@ -427,7 +427,7 @@ def test_a_model_of_any_kind_is_trained_by_three_lines(rng):
 
 
 class Noted(training.Session):
-    """Writes down what the loop asks and tells; evaluates after 2 updates, and stops after 3."""
+    """Records the calls of the loop; evaluates after 2 updates, and stops after 3."""
 
     def __init__(self) -> None:
         super().__init__(n_steps=10)

@@ -30,7 +30,7 @@ class EndlessDataset:
         return self
 
     def shuffle(self, seed: int | None = None) -> Self:
-        """Give each pass an order of its own, which the seed decides; return self."""
+        """Give each pass another order, which the seed decides; return self."""
         self.seed = self.seed if seed is None else seed
         self._is_shuffled, self._latest_order = True, (-1, ())
         return self
@@ -126,7 +126,7 @@ class CausalLMDataset(EndlessDataset):
         length = self.context_window
         if not self._is_shuffled:
             return range(0, self.n_items * length, length)
-        # A stream of its own, so that it does not repeat the order's draws.
+        # A separate random stream, so that it does not repeat the order's draws.
         start = np.random.default_rng((self.seed, epoch, 1)).integers(self._spare + 1)
         return super()._new_order(epoch) * length + start
 

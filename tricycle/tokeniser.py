@@ -1,4 +1,4 @@
-"""Tokenisers: what the library asks of one; and `BPETokeniser`, which takes any bytes and checks the files it reads."""
+"""The protocol of tokenizers, and `BPETokeniser`, which encodes any bytes and checks the files that it reads."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _expected(value: Any, kind: Any) -> str:
         if args[0] is str:
             return "" if all(isinstance(item, str) for item in items) else "names"
         return "whole numbers" if any(_expected(item, int) for item in items) else ""
-    if kind in (bool, str):  # a name has a rule of its own
+    if kind in (bool, str):  # names are checked by RULES
         return "" if kind is str or isinstance(value, bool) else "True or False"
     numbers, name = (int, "whole") if kind is int else ((int, float), "finite")
     holds = isinstance(value, numbers) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
