@@ -24,7 +24,7 @@ from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor, to_tensor
 from tricycle.weights import quantize
-from tricycle_accelerators import compiled, spinning, threads
+from tricycle_accelerators import compiled, onednn, spinning, threads
 
 KINDS = ("int8", "bfloat16", "float16")
 STEPS = {"int8": 1 / 254, "bfloat16": 2**-8, "float16": 2**-11}  # of a row's largest; of a number
@@ -150,7 +150,7 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
         )
         matrix.ready.clear()
         for scale in (1, 100, 1):
-            product = few_bits_matmul((x * scale).astype(dtype), matrix, bias)
+            product = onednn.few_bits.few_bits_matmul((x * scale).astype(dtype), matrix, bias)
             assert product.dtype == dtype and "onednn" in matrix.ready
         rounded = {2: 2**-7}.get(dtype.itemsize, 1e-4)
         assert np.linalg.norm(product - expected) <= rounded * np.linalg.norm(expected)

@@ -6,15 +6,14 @@ import os
 import numpy as np
 import pytest
 
-from tricycle import kernels
-from tricycle_accelerators import spinning, threads
+from tricycle_accelerators import cpu, spinning, threads
 from tricycle_accelerators.spinning import FIRST_REST, LATE, LONGEST_REST
 
 
 @pytest.fixture
 def trust(monkeypatch):
     monkeypatch.setattr(threads, "n_threads", lambda: 2)
-    made = spinning._Trust()
+    made = spinning.Trust()
     monkeypatch.setattr(spinning, "keep_up", made)
     yield made
 
@@ -69,7 +68,7 @@ def test_a_row_gets_the_same_bits_whoever_multiplies(trust, shape, dtype):
     results = []
     for until in (0.0, math.inf):
         trust.until = until
-        results.append(kernels.matmul(x, matrix, np.ones(shape[1], dtype)).tobytes())
+        results.append(cpu.matrices.matmul(x, matrix, np.ones(shape[1], dtype)).tobytes())
     assert results[0] == results[1]
     if spinning._blas() is not None:
         trust.until = 0.0
@@ -81,7 +80,7 @@ def test_a_row_gets_the_same_bits_whoever_multiplies(trust, shape, dtype):
 def test_blas_has_its_number_of_threads_back(trust):
     before = [library.num_threads for library in threads.blas_libraries()]
     matrix = np.ones((600, 900), np.float32).T
-    kernels.matmul(np.ones((1, 900), np.float32), matrix)
+    cpu.matrices.matmul(np.ones((1, 900), np.float32), matrix)
     assert [library.num_threads for library in threads.blas_libraries()] == before
 
 

@@ -29,7 +29,7 @@ FORGETS = 0.98  # of late products, with each that is not
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds
 
 
-class _Trust:
+class Trust:
     """Whether such threads are asked now.
 
     Attributes:
@@ -48,7 +48,10 @@ class _Trust:
 
     def took(self, seconds: float, n_bytes: int) -> None:
         """Learn how long a product with a matrix of so many bytes has taken."""
-        if seconds < LATE + n_bytes / SLOW:
+        self.learn(seconds >= LATE + n_bytes / SLOW)
+
+    def learn(self, is_late: bool) -> None:
+        if not is_late:
             self.n_late *= FORGETS
             if self.n_late < 0.01:
                 self.rest = FIRST_REST
@@ -60,7 +63,7 @@ class _Trust:
             self.rest = min(2 * self.rest, LONGEST_REST)
 
 
-keep_up = _Trust()
+keep_up = Trust()
 
 
 # Cache: valid for the life of the process: registered once; a forked process inherits that.

@@ -323,6 +323,34 @@ def _helpers() -> list[_Helper]:
     return _started[:n_helpers]
 
 
+_stop_serving: Callable[[bool], None] | None = None
+
+
+def begin_serving(serve: Callable[[int], None], stop: Callable[[bool], None]) -> None:
+    """Have helpers that are free call `serve` with their numbers, from 1 on, until soon after `stop(True)`.
+
+    It is called when other work comes. The caller holds `turn`.
+    """
+    global _stop_serving
+    if _stop_serving != stop:
+        _end_serving()
+        _stop_serving = stop
+    for number, helper in enumerate(_helpers(), 1):
+        if helper.finished:
+            helper.begin(partial(serve, number))
+
+
+def _end_serving() -> None:
+    """Make all helpers free."""
+    if _stop_serving is None or all(helper.finished for helper in _started):
+        return
+    _stop_serving(True)
+    problems = [problem for helper in _started for problem in helper.end()]
+    _stop_serving(False)
+    if problems:
+        raise problems[0]
+
+
 # Cache: valid for the life of the process: registered once; a forked process inherits that.
 @cache
 def _watch_forks() -> None:
@@ -383,6 +411,7 @@ def _share(work: Callable[[Any], None], items: list[Any]) -> None:
         for item in queue:
             work(item)
 
+    _end_serving()
     helpers = _helpers()[: len(items) - 1]
     problems: list[BaseException] = []
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tricycle import kernels
 from tricycle.kernels import recurrent
+from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
@@ -25,6 +26,7 @@ from tricycle_accelerators.compiled import (
     optimisers,
     recurrence,
     tables,
+    vectors,
 )
 
 
@@ -50,6 +52,8 @@ def register(array: type) -> None:
         return
     kernels.attention.on(array)(attention.attention)
     kernels.attention_backward.on(array)(attention.attention_backward)
+    kernels.matmul.on(array)(vectors.matmul)
+    few_bits_matmul.on(array)(vectors.few_bits_matmul)
     kernels.matmul.on(array)(matrices.matmul)
     kernels.gelu.on(array)(elementwise.gelu)
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)

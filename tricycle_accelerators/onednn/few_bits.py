@@ -8,7 +8,6 @@ with two by what the weights' own rounding costs.)
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -67,8 +66,6 @@ def _by_int8(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
     n_rows = len(x)
     if n_rows <= FEW_ROWS and compiled.available() and x.flags.carray:  # no loop takes what is read-only
         return _few_in_calls(x, matrix)
-    if n_rows == 1:
-        return _one_by_int8(x, matrix)
     sizes = np.abs(x)
     largest = np.maximum.reduce(sizes, axis=1, keepdims=True)
     if not np.maximum.reduce(largest, axis=None) < np.inf:
@@ -81,30 +78,8 @@ def _by_int8(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
     return product
 
 
-def _one_by_int8(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
-    """One row (1, K): most of all calls, so it is written with as few calls of NumPy as can be."""
-    few = matrix.few(2)
-    if not few.scratch:
-        whole = np.empty(x.shape, "<u2")
-        few.scratch = np.empty(x.shape, np.float32), whole, whole.view(np.uint8).reshape(-1, 2).T, few.x.view(np.uint8)
-    steps, whole, halves, target = few.scratch
-    np.abs(x, out=steps)
-    largest = max(float(np.maximum.reduce(steps, axis=None)), SMALLEST)
-    if not largest < math.inf:
-        return None
-    np.multiply(x, LARGEST / largest, out=steps)
-    np.add(steps, OFFSET, out=steps)
-    np.copyto(whole, steps, casting="unsafe")
-    np.bitwise_xor(halves, 128, out=target)
-    few.run()
-    rest, large = few.out[:1], few.out[1:]
-    np.multiply(large, STEP, out=large)
-    np.add(large, rest, out=large)
-    return large * np.float32(largest / LARGEST)
-
-
 def _few_in_calls(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
-    """The same in three calls."""
+    """Return the product in three calls."""
     few = matrix.few(2 * len(x))
     scales = np.empty(len(x), np.float32)
     if not loops().split_int8(x, few.x, scales):

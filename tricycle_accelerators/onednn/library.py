@@ -447,7 +447,6 @@ class FewRows:
         x: (N, K) of the matrix's dtype, to be filled.
         numbers: the bits of x, as whole numbers.
         out: (N, M) of float32, what `run` writes.
-        scratch: for who fills x.
     """
 
     def __init__(self, matrix: LaidMatrix, n_rows: int) -> None:
@@ -455,7 +454,6 @@ class FewRows:
         self.x = np.zeros((n_rows, n_inner), np.int8 if matrix.itemsize == 1 else bfloat16())
         self.numbers = self.x.view(np.int8 if matrix.itemsize == 1 else np.uint16)
         self.out = np.zeros((n_rows, n_columns), np.float32)
-        self.scratch: tuple[np.ndarray, ...] = ()
         places, layouts, arrays = matrix._arguments(self.x, self.out)
         then = () if matrix.factors is None else ("times",)
         self.stream = _this_thread().stream

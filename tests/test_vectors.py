@@ -1,0 +1,173 @@
+"""Products of one row and a matrix, which threads share while they spin (`compiled/vectors.py`)."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from tricycle.kernels.quantized import FewBits
+from tricycle_accelerators import threads
+
+pytest.importorskip("numba")
+pytest.importorskip("ml_dtypes")
+from tricycle_accelerators.compiled import vectors
+
+KINDS = ["float32", "bfloat16", "int8", "int8 in blocks"]
+SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 130)]  # (columns, inner)
+
+
+@pytest.fixture
+def team(monkeypatch):
+    """A team with helpers of its own, even on a machine with one processor."""
+    monkeypatch.setattr(threads, "n_threads", lambda: 3)
+    monkeypatch.setattr(vectors, "LEAST", 0)
+    monkeypatch.setattr(vectors, "LATE", 10**9)  # there may be fewer processors
+    vectors._team.cache_clear()
+    yield vectors._team()
+    with threads.turn:
+        threads._end_serving()
+    vectors._team.cache_clear()
+
+
+def matrix_of(kind, shape, seed=0):
+    """Return (inner, columns) as a kernel takes it."""
+    floats = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    if kind == "float32":
+        return floats.T
+    if kind != "int8 in blocks":
+        return FewBits.of(floats.T, kind, turned=True)
+    scales = np.random.default_rng(1).uniform(0.01, 0.02, (shape[0], 1)).astype(np.float32)
+    values = np.random.default_rng(2).integers(-127, 128, shape).astype(np.int8)
+    return FewBits(values, scales.repeat(2, axis=1) if shape[1] % 2 == 0 else scales, turned=True)
+
+
+def product_of(x, matrix, bias=None):
+    if isinstance(matrix, FewBits):
+        return vectors.few_bits_matmul(x, matrix, bias)
+    return vectors.matmul(x, matrix, bias)
+
+
+def expected_of(x, matrix, bias=0):
+    numbers = np.asarray(matrix.by_row() if isinstance(matrix, FewBits) else matrix, np.float64)
+    return x.astype(np.float64) @ numbers + bias
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_is_that_of_float64(team, kind, shape):
+    matrix = matrix_of(kind, shape)
+    rng = np.random.default_rng(3)
+    bias = rng.standard_normal(shape[0]).astype(np.float32)
+    for scale in (1, 1e-6, 300):
+        x = rng.standard_normal((1, shape[1])).astype(np.float32) * np.float32(scale)
+        product = product_of(x, matrix, bias)
+        expected = expected_of(x, matrix, bias)
+        assert product.dtype == np.float32
+        assert np.linalg.norm(product - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_do_not_depend_on_who_helps(team, monkeypatch, kind):
+    matrix = matrix_of(kind, (1500, 576))
+    x = np.random.default_rng(4).standard_normal((1, 576)).astype(np.float32)
+    results = {product_of(x, matrix).tobytes() for _ in range(300)}  # helpers come after the first
+    assert team.shared[team.loops.SERVING] > 0
+    with threads.turn:  # another caller has the helpers
+        results.add(product_of(x, matrix).tobytes())
+    monkeypatch.setattr(threads, "n_threads", lambda: 1)
+    results.add(product_of(x, matrix).tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broken", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_so(team, kind, broken):
+    x = np.ones((1, 256), np.float32)
+    x[0, 17] = broken
+    assert not np.isfinite(product_of(x, matrix_of(kind, (40, 256)))).any()
+
+
+def test_a_row_of_zeros_gives_zeros(team):
+    for kind in KINDS:
+        assert not product_of(np.zeros((1, 256), np.float32), matrix_of(kind, (40, 256))).any()
+
+
+def test_a_read_only_matrix_is_multiplied_where_it_lies(team):
+    matrix = matrix_of("bfloat16", (64, 96))
+    matrix.values.setflags(write=False)
+    x = np.ones((1, 96), np.float32)
+    np.testing.assert_allclose(product_of(x, matrix), expected_of(x, matrix), rtol=1e-4, atol=1e-4)
+    assert np.shares_memory(matrix.ready["rows"].numbers, matrix.values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_matrices_in_turn(team, kind):
+    """As a model uses them, some of which are freed meanwhile: their threads have prefetched what comes next."""
+    rng = np.random.default_rng(5)
+    for _ in range(3):
+        matrices = [matrix_of(kind, (200 + 50 * i, 128), i) for i in range(5)]
+        for _ in range(20):
+            for matrix in matrices:
+                x = rng.standard_normal((1, 128)).astype(np.float32)
+                np.testing.assert_allclose(product_of(x, matrix), expected_of(x, matrix), rtol=1e-3, atol=2e-3)
+
+
+def test_other_work_finds_the_helpers_free(team):
+    matrix = matrix_of("float32", (500, 300))
+    x = np.ones((1, 300), np.float32)
+    for _ in range(20):
+        product = product_of(x, matrix)
+        done = []
+        threads.parallel(done.append, range(7))
+        assert sorted(done) == list(range(7))
+        np.testing.assert_allclose(product, expected_of(x, matrix), rtol=1e-4, atol=1e-4)
+    assert team.shared[team.loops.SERVING] == 0
+
+
+def test_callers_in_several_threads(team):
+    matrix = matrix_of("int8", (900, 512))
+    rows = np.random.default_rng(6).standard_normal((4, 1, 512)).astype(np.float32)
+    wanted = [product_of(x, matrix).tobytes() for x in rows]
+    wrong = []
+
+    def call(i):
+        wrong.extend(1 for _ in range(200) if product_of(rows[i], matrix).tobytes() != wanted[i])
+
+    callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+def test_helpers_that_keep_others_waiting_are_left_out_for_a_while(team, monkeypatch):
+    monkeypatch.setattr(vectors, "LATE", -1)
+    matrix = matrix_of("float32", (500, 300))
+    row = np.ones((1, 300), np.float32)
+    assert any(product_of(row, matrix) is not None and not team.trust for _ in range(10**5))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_has_helpers_of_its_own(team):
+    matrix = matrix_of("int8", (900, 512))
+    x = np.random.default_rng(7).standard_normal((1, 512)).astype(np.float32)
+    wanted = [product_of(x, matrix).tobytes() for _ in range(50)]
+    child = os.fork()
+    if child == 0:
+        os._exit(int(any(product_of(x, matrix).tobytes() != wanted[0] for _ in range(50))))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(set(wanted)) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left_to_others(team, kind):
+    matrix = matrix_of(kind, (40, 64))
+    assert product_of(np.ones((2, 64), np.float32), matrix) is NotImplemented
+    assert product_of(np.ones((1, 64), np.float64), matrix) is NotImplemented
+    assert product_of(np.ones((1, 128), np.float32)[:, ::2], matrix) is NotImplemented
+    turned = matrix.T if isinstance(matrix, FewBits) else np.ascontiguousarray(matrix)
+    x = np.ones((1, turned.shape[0]), np.float32)
+    assert product_of(x, turned) is NotImplemented

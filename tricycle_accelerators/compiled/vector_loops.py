@@ -1,0 +1,180 @@
+"""The product of a matrix and one vector, which threads share while they spin. Importing this compiles it.
+
+Each number of the matrix is used once, so the product takes the time in which the matrix comes from memory. Two things
+keep that time short. Threads begin within a microsecond, for those that have nothing to do watch a mailbox. And while
+they wait for a job they prefetch their part of the matrix that followed the last one before: a model that generates
+text uses its matrices in the same order for each token, and memory would be idle between two products.
+
+Shapes: M rows, which are added up, of K numbers each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from tricycle_accelerators.compiled.jit import OPTIONS, ZERO, compiled
+from tricycle_accelerators.compiled.mailbox import add, pause, read, replace, write
+from tricycle_accelerators.compiled.registers import LANES as LANES
+from tricycle_accelerators.compiled.vector_rows import (
+    BFLOAT16,
+    BYTES,
+    FLOAT32,
+    INT8,
+    KIND,
+    N_PARTS,
+    N_ROWS,
+    OUT,
+    ROWS,
+    SCALES,
+    SIZE,
+    STRIDE,
+    SUMS,
+    X,
+    as_bytes,
+    prefetch_line,
+    rows_of_bfloat16,
+    rows_of_bytes,
+    rows_of_float32,
+    rows_of_int8,
+)
+from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
+
+# After a job in the mailbox come how many of its rows are done, how many threads serve, whether they are to stop, and a
+# word for each thread: the number of the job in its upper half, in the lower one the rows that are left of its part.
+DONE, SERVING, STOP, LEFT = 16, 24, 25, 32
+A_LINE = 8  # 64-bit integers in a cache line: each thread's word is on one of its own
+MOST_PARTS = 64
+MAILBOX = LEFT + A_LINE * MOST_PARTS
+LOWER = 0xFFFFFFFF
+
+AT_ONCE = 2**15  # bytes of rows that a thread takes at a time
+N_KNOWN = 509  # matrices of which a thread remembers the next, by a hash of their addresses
+BURST = 512  # bytes that are prefetched at once: a processor drops what it cannot ask for
+NEAR = 2**19  # bytes of the next matrix that a second cache has room for
+PATIENCE = 100_000  # pauses, 40 to 140 cycles each, until a thread with nothing to do stops watching
+
+
+@numba.njit(**OPTIONS)
+def _take(box: Any, place: int, part: int) -> bool:
+    """Compute some of the rows that are left of a part of a job; return whether there were any."""
+    word = read(place, LEFT + A_LINE * part)
+    left = word & LOWER
+    if left == 0:
+        return False
+    n = min(left, AT_ONCE // max(1, box[STRIDE]) + 1)
+    stop = box[N_ROWS] * (part + 1) // box[N_PARTS] - (left - n)
+    if not replace(place, LEFT + A_LINE * part, word, word - n):
+        return True
+    if box[KIND] == FLOAT32:
+        rows_of_float32(box, stop - n, stop)
+    elif box[KIND] == BFLOAT16:
+        rows_of_bfloat16(box, stop - n, stop)
+    elif box[KIND] == INT8:
+        rows_of_int8(box, stop - n, stop)
+    elif HAS_BYTES:
+        rows_of_bytes(box, stop - n, stop)
+    add(place, DONE, n)
+    return True
+
+
+@numba.njit(**OPTIONS)
+def _take_all(box: Any, place: int, part: int) -> None:
+    """Compute what is left of a thread's own part, and then what others have left of theirs."""
+    n_parts = box[N_PARTS]
+    for i in range(n_parts):
+        while _take(box, place, (part + i) % n_parts):
+            pass
+
+
+@numba.njit(**OPTIONS)
+def _prefetch_next(box: Any, place: int, part: int, known: Any, last: int) -> int:
+    """Bring near this part of the matrix that came after the current one the last time; return the current one.
+
+    Args:
+        known: (N_KNOWN, 4), addresses of matrices, and address, rows and stride of the next of each.
+        last: the matrix before the current one.
+    """
+    job = read(place, LEFT + A_LINE * part)
+    matrix, n_rows, stride, n_parts = box[ROWS], box[N_ROWS], box[STRIDE], box[N_PARTS]
+    if read(place, LEFT + A_LINE * part) != job:  # another job came meanwhile
+        return last
+    entry = known[(last >> 6) % N_KNOWN]
+    entry[0], entry[1], entry[2], entry[3] = last, matrix, n_rows, stride
+    following = known[(matrix >> 6) % N_KNOWN]
+    if following[0] == matrix:
+        start = following[1] + following[3] * (following[2] * part // n_parts)
+        stop = following[1] + following[3] * (following[2] * (part + 1) // n_parts)
+        for first in range(start, min(stop, start + NEAR), BURST):
+            for address in range(first, first + BURST, 64):
+                prefetch_line(address)
+            pause()
+            if read(place, LEFT + A_LINE * part) != job:
+                break
+    return matrix
+
+
+@compiled("void(i8[::1], i8)")
+def serve(box: np.ndarray, part: int) -> None:
+    """Take this part of the jobs that come, until none has come for a while, or STOP is set."""
+    place = box.ctypes.data
+    known = np.zeros((N_KNOWN, 4), np.int64)
+    add(place, SERVING, 1)
+    idle = last = 0
+    while idle < PATIENCE and not read(place, STOP):
+        if read(place, LEFT + A_LINE * part) & LOWER:
+            _take_all(box, place, part)
+            last = _prefetch_next(box, place, part, known, last)
+            idle = 0
+        else:
+            idle += 1
+            pause()
+    add(place, SERVING, -1)
+
+
+@compiled([f"i8(f4[:, ::1], {kind}[:, ::1], f4[::1], i4[::1], f4[:, ::1], i8[::1], i8)" for kind in ("f4", "u2", "i1")])
+def multiply(
+    x: np.ndarray,
+    matrix: np.ndarray,
+    scales: np.ndarray,
+    sums: np.ndarray,
+    out: np.ndarray,
+    box: np.ndarray,
+    n_threads: int,
+) -> int:
+    """Write x (1, K) times the rows of a matrix, times scales (M,), or (0,) for none, into `out` (1, M).
+
+    Threads that serve the mailbox help; without any, this one does all of it, and the result has the same bits.
+
+    Args:
+        sums: (M,), of the rows of int8; or (0,), and then x is not rounded to 16 bits.
+
+    Returns:
+        For how many pauses the others were waited for, or -1 where fewer than `n_threads` took part.
+    """
+    place = box.ctypes.data
+    n_rows, size = matrix.shape
+    bytes_of_x = np.empty((2, size if len(sums) else 0), np.uint8)
+    step = as_bytes(x[0], bytes_of_x) if len(sums) else ZERO
+    box[KIND] = BYTES if step else FLOAT32 if matrix.itemsize == 4 else BFLOAT16 if matrix.itemsize == 2 else INT8
+    box[X] = bytes_of_x.ctypes.data if step else x.ctypes.data
+    box[ROWS], box[STRIDE], box[OUT] = matrix.ctypes.data, matrix.strides[0], out.ctypes.data
+    box[SIZE], box[N_ROWS], box[N_PARTS] = size, n_rows, n_threads
+    box[SCALES] = scales.ctypes.data if len(scales) else 0
+    box[SUMS] = sums.ctypes.data
+    write(place, DONE, 0)
+    job = ((read(place, LEFT) >> 32) + 1) & 0x7FFFFFFF
+    for part in range(n_threads):
+        n = n_rows * (part + 1) // n_threads - n_rows * part // n_threads
+        write(place, LEFT + A_LINE * part, job << 32 | n)
+    _take_all(box, place, 0)
+    waited = 0
+    while read(place, DONE) < n_rows:
+        waited += 1
+        pause()
+    if len(bytes_of_x[0]) and step:  # named here, or their memory would be free by now
+        for i in range(n_rows):
+            out[0, i] *= step
+    return waited if read(place, SERVING) >= n_threads - 1 else -1

@@ -1,0 +1,223 @@
+"""Rows of a matrix times one vector: float32, bfloat16 or int8 numbers become float32 in registers.
+
+Where the processor multiplies bytes, int8 are multiplied with a vector of whole numbers of 16 bits instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from tricycle_accelerators.compiled.jit import (
+    ANY_ORDER,
+    FEATURES,
+    OPTIONS,
+    ZERO,
+    intrinsic,
+    larger,
+    number_of,
+)
+from tricycle_accelerators.compiled.registers import FLOAT, INDEX, LANES, PAIR, VECTOR, load
+
+# What a job says, by its place in a mailbox.
+X, ROWS, STRIDE, SIZE, N_ROWS, SCALES, SUMS, OUT, KIND, N_PARTS = range(10)
+FLOAT32, BFLOAT16, INT8, BYTES = range(4)  # BYTES: int8 times x as whole numbers
+UNROLLED = 4  # registers of sums
+AHEAD = 1024  # bytes that are asked for before they are needed
+
+
+def _numbers(builder: Any, address: Any, kind: int) -> Any:
+    """A register of numbers of the matrix, as float32."""
+    if kind == FLOAT32:
+        return load(builder, address, VECTOR)
+    narrow = ir.IntType(8 if kind == INT8 else 16)
+    vector, whole = ir.VectorType(narrow, LANES), ir.VectorType(PAIR, LANES)
+    numbers = builder.load(builder.inttoptr(address, vector.as_pointer()), align=1)
+    if kind == INT8:
+        return builder.sitofp(builder.sext(numbers, whole), VECTOR)
+    return builder.bitcast(builder.shl(builder.zext(numbers, whole), ir.Constant(whole, [16] * LANES)), VECTOR)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Ask for a cache line, into the second cache. No address is wrong: what is not there does not come."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, PAIR, PAIR, PAIR])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    to_read, near, data = PAIR(0), PAIR(2), PAIR(1)
+    builder.call(function, [builder.inttoptr(address, byte), to_read, near, data])
+
+
+@intrinsic
+def prefetch_line(context: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _prefetch(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), code
+
+
+def _carry(entry: Any, body: Any, registers: Any) -> None:
+    """Give registers of a loop their first values, and in each step those of the step before."""
+    for register, first, value in registers:
+        register.add_incoming(first, entry)
+        register.add_incoming(value, body)
+
+
+def _dot(kind: int) -> Any:
+    """The sum of products of x and a row along whole steps of UNROLLED registers: one or more."""
+    itemsize = (4, 2, 1)[kind]
+    n_bytes = UNROLLED * LANES * itemsize
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, row, n_steps = arguments
+        entry, body, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
+        builder.branch(body)
+        builder.position_at_end(body)
+        step, sums = builder.phi(INDEX), [builder.phi(VECTOR) for _ in range(UNROLLED)]
+        numbers = builder.add(row, builder.mul(step, INDEX(n_bytes)))
+        others = builder.add(x, builder.mul(step, INDEX(4 * UNROLLED * LANES)))
+        for line in range(0, n_bytes, 64):
+            _prefetch(builder, builder.add(numbers, INDEX(AHEAD + line)))
+        new = []
+        for i in range(UNROLLED):
+            a = _numbers(builder, builder.add(numbers, INDEX(i * LANES * itemsize)), kind)
+            b = load(builder, builder.add(others, INDEX(4 * i * LANES)), VECTOR)
+            new.append(builder.fadd(sums[i], builder.fmul(a, b, flags=("contract",)), flags=("contract",)))
+        following = builder.add(step, INDEX(1))
+        _carry(entry, body, [(step, INDEX(0), following)])
+        _carry(entry, body, [(total, ir.Constant(VECTOR, [0.0] * LANES), value) for total, value in zip(sums, new)])
+        builder.cbranch(builder.icmp_signed("<", following, n_steps), body, done)
+        builder.position_at_end(done)
+        total = builder.fadd(builder.fadd(new[0], new[1]), builder.fadd(new[2], new[3]))
+        reduced = ir.FunctionType(FLOAT, [FLOAT, VECTOR])
+        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+        function = cgutils.get_or_insert_function(builder.module, reduced, name)
+        return builder.call(function, [ir.Constant(FLOAT, 0.0), total], fastmath=("reassoc",))
+
+    @intrinsic
+    def dot(context: Any, x: Any, row: Any, n_steps: Any) -> Any:
+        return types.float32(types.intp, types.intp, types.intp), code
+
+    return dot
+
+
+@intrinsic
+def _address(context: Any, address: Any, like: Any) -> Any:
+    pointer = types.CPointer(like.dtype if isinstance(like, types.Array) else like)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(types.intp, like), code
+
+
+def _rows_of(kind: int) -> Any:
+    """Compute some rows of a job's result."""
+    dot = _dot(kind)
+    number = (np.float32(0), np.uint16(0), np.int8(0))[kind]
+    whole = UNROLLED * LANES
+
+    @numba.njit(fastmath={"contract"}, **OPTIONS)
+    def rows_of(box: Any, start: int, stop: int) -> None:
+        size, stride, x = box[SIZE], box[STRIDE], box[X]
+        out = numba.carray(_address(box[OUT], ZERO), (box[N_ROWS],))
+        numbers = numba.carray(_address(x, ZERO), (size,))
+        n_steps = size // whole
+        for i in range(start, stop):
+            row = box[ROWS] + i * stride
+            total = ZERO
+            if n_steps:
+                total = dot(x, row, n_steps)
+            if size % whole:
+                rest = numba.carray(_address(row, number), (size,))
+                for j in range(n_steps * whole, size):
+                    total += numbers[j] * np.float32(number_of(rest[j]))
+            out[i] = total
+        if box[SCALES]:
+            scales = numba.carray(_address(box[SCALES], ZERO), (box[N_ROWS],))
+            for i in range(start, stop):
+                out[i] *= scales[i]
+
+    return rows_of
+
+
+rows_of_float32, rows_of_bfloat16, rows_of_int8 = (_rows_of(kind) for kind in (FLOAT32, BFLOAT16, INT8))
+
+
+# -------------------------------------------------------------------- rows of int8 times whole numbers
+# A number of x is 256 times its upper byte and its lower one, both from 0 to 255 for 32,768 was added. The processor
+# adds up the products of four such bytes and four int8 in one instruction.
+HAS_BYTES = bool((LANES == 16 and FEATURES.get("avx512vnni")) or (LANES == 8 and FEATURES.get("avxvnni")))
+MIDDLE = np.int32(128)  # of a byte
+LARGEST, SMALLEST = np.float32(MIDDLE * 256 - 256), np.float32(1e-30)
+OFFSET = np.float32(MIDDLE * 256 + MIDDLE + 0.5)
+
+
+@intrinsic
+def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shift: Any, scale: Any) -> Any:
+    """The product of x and a row along whole registers, one or more. `shift` is what the middle of bytes adds to it."""
+    vector = ir.VectorType(PAIR, LANES)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        *bytes_of_x, row, n_steps, shift, scale = arguments
+        kind = ir.FunctionType(vector, [vector] * 3)
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
+        multiply_add = cgutils.get_or_insert_function(builder.module, kind, name)
+        entry, body, done = builder.block, builder.append_basic_block("step"), builder.append_basic_block("done")
+        builder.branch(body)
+        builder.position_at_end(body)
+        step, sums = builder.phi(INDEX), [builder.phi(vector) for _ in bytes_of_x]
+        offset = builder.mul(step, INDEX(4 * LANES))
+        place = builder.add(row, offset)
+        _prefetch(builder, builder.add(place, INDEX(AHEAD)))
+        numbers = load(builder, place, vector)
+        new = [
+            builder.call(multiply_add, [total, load(builder, builder.add(x, offset), vector), numbers])
+            for total, x in zip(sums, bytes_of_x)
+        ]
+        following = builder.add(step, INDEX(1))
+        _carry(entry, body, [(step, INDEX(0), following)])
+        _carry(entry, body, [(total, ir.Constant(vector, [0] * LANES), value) for total, value in zip(sums, new)])
+        builder.cbranch(builder.icmp_signed("<", following, n_steps), body, done)
+        builder.position_at_end(done)
+        add = ir.FunctionType(PAIR, [vector])
+        function = cgutils.get_or_insert_function(builder.module, add, f"llvm.vector.reduce.add.v{LANES}i32")
+        totals = [builder.sub(builder.call(function, [total]), shift) for total in new]
+        high, low = (builder.fmul(builder.sitofp(total, FLOAT), scale) for total in totals)
+        return builder.fadd(builder.fmul(high, ir.Constant(FLOAT, 256.0)), low)
+
+    return types.float32(*[types.intp] * 4, types.int32, types.float32), code
+
+
+@numba.njit(**OPTIONS)
+def rows_of_bytes(box: Any, start: int, stop: int) -> None:
+    size, stride, x = box[SIZE], box[STRIDE], box[X]
+    n_rows, n_steps = box[N_ROWS], size // (4 * LANES)
+    out = numba.carray(_address(box[OUT], ZERO), (n_rows,))
+    scales = numba.carray(_address(box[SCALES], ZERO), (n_rows,))
+    sums = numba.carray(_address(box[SUMS], np.int32(0)), (n_rows,))
+    for i in range(start, stop):
+        out[i] = _dot_bytes(x, x + size, box[ROWS] + i * stride, n_steps, MIDDLE * sums[i], scales[i])
+
+
+@numba.njit(fastmath=ANY_ORDER, **OPTIONS)
+def as_bytes(x: np.ndarray, out: np.ndarray) -> Any:
+    """Write upper and lower bytes (2, K) of a row in whole steps; return a step, or 0 where a number is not finite."""
+    broken = largest = ZERO
+    for j in range(len(x)):
+        broken += x[j] * ZERO
+        largest = larger(abs(x[j]), largest)
+    if broken != 0:
+        return ZERO
+    largest = max(largest, SMALLEST)
+    factor = LARGEST / largest
+    for j in range(len(x)):
+        whole = np.int32(x[j] * factor + OFFSET)
+        out[0, j] = np.uint8(whole >> 8)
+        out[1, j] = np.uint8(whole & 255)
+    return largest / LARGEST

@@ -1,0 +1,139 @@
+"""Products of one row and a matrix whose columns lie in one piece each, of float32, bfloat16 or int8."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from functools import cache
+from types import ModuleType, NotImplementedType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tricycle.devices import Array
+from tricycle.kernels.quantized import FewBits
+from tricycle_accelerators import threads
+from tricycle_accelerators.spinning import Trust
+
+LEAST = 2**17  # bytes of a matrix of float32: smaller ones are left to NumPy
+LATE = 5_000  # pauses: a thread that is waited for longer was put aside by the system
+NO_SCALES, NO_SUMS = np.empty(0, np.float32), np.empty(0, np.int32)
+
+
+# Cache: valid for the life of the process: a module.
+@cache
+def _loops() -> ModuleType:
+    from tricycle_accelerators.compiled import vector_loops
+
+    return vector_loops
+
+
+class _Mailboxes(threading.local):
+    """The mailbox of each thread, for products that it makes alone."""
+
+    def __init__(self) -> None:
+        self.own = np.zeros(_loops().MAILBOX, np.int64)
+
+
+class _Team:
+    """This thread and the helpers of `threads.py`, which watch one mailbox while products follow each other."""
+
+    def __init__(self) -> None:
+        self.loops = _loops()
+        self.shared = np.zeros(self.loops.MAILBOX, np.int64)
+        self.boxes = _Mailboxes()
+        self.trust = Trust()
+
+    def multiply(
+        self, x: np.ndarray, matrix: np.ndarray, scales: np.ndarray, sums: np.ndarray, out: np.ndarray
+    ) -> None:
+        if not self.trust or not threads.turn.acquire(blocking=False):
+            self.loops.multiply(x, matrix, scales, sums, out, self.boxes.own, 1)
+            return
+        try:
+            n_parts = min(threads.n_threads(), self.loops.MOST_PARTS)
+            waited = self.loops.multiply(x, matrix, scales, sums, out, self.shared, n_parts)
+            if waited < 0:
+                threads.begin_serving(self.serve, self.stop)
+        finally:
+            threads.turn.release()
+        self.trust.learn(waited > LATE)
+
+    def serve(self, part: int) -> None:
+        if part < self.loops.MOST_PARTS:
+            self.loops.serve(self.shared, part)
+
+    def stop(self, stopped: bool) -> None:
+        self.shared[self.loops.STOP] = stopped
+
+
+# Cache: valid for the life of the process; a forked one, in which no helpers live on, begins with a new one.
+@cache
+def _team() -> _Team:
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_team.cache_clear)
+    return _Team()
+
+
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> np.ndarray | NotImplementedType:
+    """Of one row, where a matrix of float32 lies by columns, as a tied head's and most pretrained weights do."""
+    if len(a) != 1 or out is not None or dtype is not None or not (a.dtype == b.dtype == np.float32):
+        return NotImplemented
+    turned = b.T
+    if b.nbytes < LEAST or not (turned.flags.carray and a.flags.carray):
+        return NotImplemented
+    product = np.empty((1, b.shape[1]), np.float32)
+    _team().multiply(a, turned, NO_SCALES, NO_SUMS, product)
+    if bias is not None:
+        product += bias
+    return product
+
+
+class _Rows(NamedTuple):
+    """A matrix of few bits as the loops take it: its numbers (M, K), bfloat16 by their bits, and scales (M,)."""
+
+    numbers: np.ndarray
+    scales: np.ndarray
+    sums: np.ndarray
+
+
+def _rows_of(matrix: FewBits) -> _Rows | None:
+    """Return the rows of a matrix, which are made once for it; None where no loop takes them."""
+    if matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size:
+        return None
+    by_row = matrix.by_row()
+    numbers = np.ascontiguousarray(by_row.values).view(np.int8 if matrix.dtype.name == "int8" else np.uint16)
+    if not numbers.flags.writeable:  # loops take no array that is read-only, though they write nothing here
+        memory: Any = (ctypes.c_char * numbers.nbytes).from_address(numbers.ctypes.data)
+        memory.owner = by_row.values
+        numbers = np.frombuffer(memory, numbers.dtype).reshape(numbers.shape)
+    scales = NO_SCALES if by_row.scales is None else np.ascontiguousarray(by_row.scales[:, 0], np.float32)
+    loops = _loops()
+    has_sums = loops.HAS_BYTES and len(scales) and numbers.shape[1] % (4 * loops.LANES) == 0
+    return _Rows(numbers, scales, numbers.sum(axis=1, dtype=np.int32) if has_sums else NO_SUMS)
+
+
+def few_bits_matmul(
+    x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
+) -> Array | NotImplementedType:
+    """Of one row. Numbers of the matrix become float32 in registers, so that nothing else is rounded."""
+    if len(x) != 1 or not matrix.turned or x.dtype != np.float32 or not x.flags.carray:
+        return NotImplemented
+    if "rows" not in matrix.ready:
+        matrix.ready["rows"] = _rows_of(matrix)
+    rows: _Rows | None = matrix.ready["rows"]
+    if rows is None:
+        return NotImplemented
+    product = np.empty((1, matrix.shape[1]), np.float32)
+    _team().multiply(x, rows.numbers, rows.scales, rows.sums, product)
+    if bias is not None:
+        product += bias
+    return product
