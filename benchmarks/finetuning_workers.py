@@ -39,7 +39,6 @@ def tricycle_step(
     from tricycle.loss import CrossEntropy
     from tricycle.optimisers import AdamW
     from tricycle.pretrained import load
-    from tricycle.recompute import free_activations
     from tricycle.recompute import recompute as recompute_blocks
     from tricycle.training import labelled, train_on_batch
     from tricycle.weights import use_order
@@ -61,8 +60,7 @@ def tricycle_step(
     data = batches(model.config.vocab_size, *shape)
 
     def step() -> float:
-        with free_activations():
-            return train_on_batch(model, optimiser, loss_of, next(data))
+        return train_on_batch(model, optimiser, loss_of, next(data))
 
     return step
 

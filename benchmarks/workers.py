@@ -94,7 +94,6 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
-    from tricycle.recompute import free_activations
     from tricycle.training import labelled, train_on_batch
 
     model, data = GPT(replace(config, precision=precision, softmax=softmax)), batches(config)
@@ -102,8 +101,7 @@ def tricycle_step(config: GPTConfig, precision: str = "float32", softmax: str = 
     loss_of = labelled(model, CrossEntropy())
 
     def step() -> float:
-        with free_activations():
-            return train_on_batch(model, optimiser, loss_of, next(data))
+        return train_on_batch(model, optimiser, loss_of, next(data))
 
     return step
 

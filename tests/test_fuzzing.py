@@ -32,8 +32,9 @@ from tricycle.generate import generate
 from tricycle.layers import generators_in
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.recompute import free_activations, recompute
+from tricycle.recompute import recompute
 from tricycle.sampling import Sampling
+from tricycle.state.activations import free_activations
 from tricycle.tensor import to_tensor
 from tricycle_accelerators import attention_blocks, cpu, pieces
 

@@ -21,8 +21,9 @@ from tricycle.gradcheck import gradcheck
 from tricycle.layers import Dense, Dropout, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.recompute import free_activations, free_activations_inside, recompute
+from tricycle.recompute import recompute
 from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.state.activations import free_activations, free_activations_inside
 from tricycle.tensor import record
 from tricycle.tensor_methods import gradients_of
 from tricycle.training import gradients, labelled

@@ -244,6 +244,7 @@ class Mode(NamedTuple):
     builds_graph: bool = True  # results can be differentiated
     evaluates: bool = False  # layers act as in evaluation, whatever their `training` is
     on_record: Callable[[Any], None] | None = None  # called with each result that can be differentiated
+    run_block: Callable[..., Any] | None = None  # how models call each of their blocks; as any layer unless given
 
 
 # Those that this thread is in. Each is taken out by itself: blocks in generators end in any order.

@@ -39,6 +39,7 @@ class Layer:
     from_gpu: Callable[[], Layer]
     state_dict: Callable[[], dict[str, np.ndarray]]
     load_state_dict: Callable[[Mapping[str, np.ndarray]], None]
+    run_and_free: Callable[..., Any]
 
     @property
     def training(self) -> bool:

@@ -6,8 +6,8 @@ Shapes: B batch, T tokens, C channels, V vocabulary.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from tricycle.attention.attend import Attention, Mask
 from tricycle.attention.cache import KeyValueCache, takes_ragged
-from tricycle.autograd import grad_enabled_for
+from tricycle.autograd import current_modes, grad_enabled_for
 from tricycle.blocks import TransformerBlock, call, dtype_between, new_norm, takes
 from tricycle.configs.model import ModelConfig
 from tricycle.devices import Array
@@ -35,10 +35,6 @@ LOGITS_AT_ONCE = 7 * 2**22
 DRAWN = ("matrix", "embedding", "position", "head")  # roles of parameters that do not start at 0 or 1
 
 
-# How a model calls each of its blocks; `tricycle.recompute` has others, which need less memory for activations.
-run_block: ContextVar[Callable[..., Tensor]] = ContextVar("run_block", default=lambda block, x, *args: block(x, *args))
-
-
 class BlockStack(Layer):
     """The base of models that are one stack of blocks, with a config that says what they are now."""
 
@@ -46,6 +42,10 @@ class BlockStack(Layer):
     generator: np.random.Generator
     blocks: list[TransformerBlock]
     recompute: Callable[..., Tensor] | None = None  # `tricycle.recompute.recompute`, for gradient checkpointing
+
+    @property
+    def run_block(self) -> Callable[..., Tensor]:
+        return self.recompute or next((mode.run_block for mode in current_modes.get() if mode.run_block), operator.call)
 
     def use_precision(self, precision: str) -> Self:
         """Set the precision of matrix products, in the config too."""
@@ -149,7 +149,7 @@ class GPT(BlockStack):
         if positions is None:
             positions = np.concatenate([np.arange(first, first + n) for first, n in segments])
         x = self.dropout(to_compute_dtype(self._embed(tokens, positions), self.precision))
-        run = self.recompute or run_block.get()
+        run = self.run_block
         for i, block in enumerate(self.blocks):
             x = caches[i].call(block, x, mask) if caches else run(block, x, None, mask)
         return x

@@ -149,7 +149,8 @@ def gradients(
     mean, problem = 0.0, ""
     if isinstance(total, int) and total == 0:
         raise ValueError("gradients: expected at least one label to count, got none")
-    with np.errstate(all="ignore"):  # what overflows is looked for, and named
+    # what overflows is looked for, and named; activations that no gradient needs are freed
+    with np.errstate(all="ignore"), graph_mode(Mode(run_block=Layer.run_and_free)):
         for index, (batch, n) in enumerate(zip(batches, counts)):
             if isinstance(n, int) and n == 0:
                 continue  # a mean over nothing, which would count nothing

@@ -28,7 +28,7 @@ from tricycle.models import GPT, LOGITS_AT_ONCE
 from tricycle.optimiser_rules.muon import Muon
 from tricycle.optimiser_rules.schedules import SCHEDULES
 from tricycle.optimisers import AdamW, Optimiser, State
-from tricycle.recompute import free_activations, recompute
+from tricycle.recompute import recompute
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
 from tricycle.training import LossOf, NonFiniteError, Session, int_unless_on_gpu, train
@@ -343,8 +343,7 @@ class StateSession(Session):
     def batches(self, source: CausalLMDataset) -> Iterator[tuple[list[Any], list[Any]]]:
         """Draw the batches of an update that are this process's own, with the dropout masks that belong to them.
 
-        Meanwhile models free the activations that no gradient needs. Afterwards the dataset and the model's generator
-        stand where they would if all had been computed here.
+        Afterwards the dataset and the model's generator stand where they would if all had been computed here.
         """
         state, config = self.state, self.state.config
         processes, n_batches = state.processes, config.accumulation_steps
@@ -356,8 +355,7 @@ class StateSession(Session):
         source.position = start + n_batches * config.batch_size
         n_labels = [state.count_labels(batch) for batch in batches]
         if processes.size == 1 or not config.dropout:
-            with free_activations():
-                yield batches, n_labels
+            yield batches, n_labels
             return
         generator = state.model.generator
         before = generator.bit_generator.state
@@ -367,8 +365,7 @@ class StateSession(Session):
             state.draws = Draws.between(before, generator.bit_generator.state)
         state.draws.skip(generator, before, own.start)
         try:
-            with free_activations():
-                yield batches, n_labels
+            yield batches, n_labels
         finally:
             state.draws.skip(generator, before, n_batches)
 

@@ -15,7 +15,7 @@ from tricycle.devices import Array
 from tricycle.functions import to_compute_dtype
 from tricycle.initialisers import zeros
 from tricycle.layers import Dropout, Embedding, Layer
-from tricycle.models import BlockStack, initialise, run_block
+from tricycle.models import BlockStack, initialise
 from tricycle.ops import as_tensor
 from tricycle.tensor import Operand, Tensor
 
@@ -75,7 +75,7 @@ class TextEncoder(BlockStack):
             raise ValueError(f"TextEncoder(context_window={window}): expected shape {wanted}, got {tokens.shape}")
         mask = _checked(mask, tokens)
         x = self.dropout(to_compute_dtype(self._embed(tokens, types), self.precision))
-        run = self.recompute or run_block.get()
+        run = self.run_block
         for block in self.blocks:
             x = run(block, x, None, mask)
         return x if self.norm is None else self.norm(x)

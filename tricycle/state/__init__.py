@@ -12,6 +12,7 @@ import numpy as np
 from tricycle import devices
 from tricycle.autograd import increment_versions
 from tricycle.layers import Layer
+from tricycle.state.activations import run_and_free
 from tricycle.tensor import Tensor
 
 
@@ -134,5 +135,6 @@ for _name, _method in {
     "state_dict": state_dict,
     "load_state_dict": load_state_dict,
     "__repr__": printed_tree,
+    "run_and_free": run_and_free,
 }.items():
     setattr(Layer, _name, _method)
