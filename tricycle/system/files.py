@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -108,8 +109,11 @@ def expect_plain(path: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: there is a link, a device, a pipe or a folder of that name.
     """
-    path = Path(path)
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    try:
+        mode = os.lstat(path).st_mode  # one look: the file may be replaced or removed between two
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISREG(mode):
         raise ValueError(f"{path}: expected a file or nothing of that name, got a link, a device, a pipe or a folder")
 
 
