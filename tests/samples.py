@@ -389,6 +389,18 @@ add(
 )
 
 
+def _of_three(q, k, v):
+    return q * k + v
+
+
+add(
+    "split_heads",
+    lambda x: _of_three(*ops.split_heads(x, (2, 1, 1), 3)),
+    normal(2, 3, 12),
+    torch=lambda torch, x: _of_three(*x.reshape(2, 3, 4, 3).split((2, 1, 1), dim=2)),
+)
+
+
 # -------------------------------------------------------------------- softmax and its kin, gates
 def _softmax1(torch, x):
     """A further score of 0 takes part, and is then dropped."""

@@ -255,6 +255,7 @@ def getitem(x: Operand, index: Any) -> Tensor:
     return record(y, (x,), lambda grad, needs_grad: (SlicedGradient(grad, index),), "getitem", batched)
 
 
+@register
 def split_heads(x: Tensor, n_heads: Sequence[int], head_size: int) -> list[Tensor]:
     """Split the channels of x (B, T, C) into heads: for each number n in `n_heads` a view (B, T, n, head_size)."""
     n_items, n_tokens, n_channels = x.array.shape
