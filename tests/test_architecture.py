@@ -11,10 +11,12 @@ from test_rooms import LIBRARY
 
 from tricycle import kernels
 from tricycle.configs import ModelConfig
+from tricycle.kernels.explained import provider_of
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.training import apply, gradients, labelled
+from tricycle_accelerators import compiled, onednn, processor
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TEXT = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)  # blocks are run by test_pages.py
@@ -169,3 +171,36 @@ def test_the_versions_of_a_product_are_asked_in_the_order_of_the_page():
     named = re.findall(r"`(tricycle_accelerators/(?!cuda)\w+/\w+\.py:matmul)`", text)
     assert [place for place in named if place in asked] == asked
     assert named[-1] == asked[-1]
+
+
+def test_the_table_says_which_provider_takes_each_kernel_of_a_step(monkeypatch):
+    kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))  # all have registered
+    taken: dict[str, set[str]] = {}
+
+    def noting(name, version, provider):
+        def noted(*args, **options):
+            result = version(*args, **options)
+            if result is not NotImplemented:
+                taken.setdefault(name, set()).add(provider)
+            return result
+
+        return noted
+
+    for name, kernel in kernels.KERNELS.items():
+        versions = [noting(name, version, provider_of(version)) for version in kernel.look_up(np.ndarray)]
+        monkeypatch.setitem(kernel.versions, np.ndarray, (*versions, noting(name, kernel.plain, "plain")))
+    (text,) = (text for *_, name, text in STOPS if name == "Kernel.__call__")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| (.*?) ?\|$", text, re.MULTILINE)
+    everywhere = {"numpy", "plain"}  # these take what others would elsewhere
+    for place, precision in ((1, "float32"), (2, "bfloat16")):
+        if precision == "bfloat16" and onednn.problem():
+            continue
+        told = {row[0]: set(row[place].split(", ")) for row in rows if row[place]}
+        shape = {"vocab_size": 500, "context_window": 128, "embedding_dim": 128, "n_heads": 4, "n_layers": 2}
+        model = GPT(ModelConfig(**shape)).use_precision(precision)
+        tokens = np.arange(512).reshape(4, 128) % 500
+        taken.clear()
+        apply(model, AdamW(), gradients(model, labelled(model, CrossEntropy()), [(tokens, tokens)]))
+        assert set(taken) == set(told)
+        others = everywhere if compiled.problem() or onednn.problem() or processor.is_intel() else set()
+        assert all(taken[name] <= told[name] | others for name in told), taken

@@ -11,7 +11,7 @@ from versions import registered_by
 
 from tricycle import kernels
 from tricycle.kernels import Scoring, recurrent
-from tricycle_accelerators import compiled, cpu, threads
+from tricycle_accelerators import compiled, registry, threads
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
@@ -512,7 +512,7 @@ def test_numpys_versions_agree(name):
         "layer_norm": (x, gain, bias, 1e-5, True),
         "layer_norm_backward": (grad, x, gain, *kernels.layer_norm.plain(x, gain, bias, 1e-5, True)[1:], True),
     }[name]
-    results = [version(*arguments) for version in registered_by(cpu.register)[name]]
+    results = [version(*arguments) for version in registered_by(registry.register_numpy)[name]]
     results = [result if isinstance(result, tuple) else (result,) for result in results]
     assert len(results) == 2
     for first, second in zip(*results):
@@ -524,7 +524,7 @@ def test_norms_of_16_bits(centred):
     """From float32 to bfloat16, and from a gradient of that back; those that are not centred of bfloat16 alone, too."""
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     x, grad, gain = normal(1100, 64), normal(1100, 64, seed=1), normal(64, seed=2)
-    versions = registered_by(cpu.register)
+    versions = registered_by(registry.register_numpy)
     for dtype in [np.float32] if centred else [np.float32, bfloat16]:
         rows, slopes = x.astype(dtype), grad.astype(bfloat16)
         y, mean, scale = versions["layer_norm"][0](rows, gain, None, 1e-5, centred, np.dtype(bfloat16))

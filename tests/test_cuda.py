@@ -31,7 +31,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import cpu
+from tricycle_accelerators import registry
 from tricycle_accelerators.cuda import __main__ as program
 from tricycle_accelerators.cuda import attention, cudnn, elementwise, gemm, launch, losses, register
 from tricycle_accelerators.cuda import compile as nvrtc
@@ -906,7 +906,7 @@ def test_the_emulators_floats_of_16_bits(dtype, emulated, rng):
 def test_a_model_learns_through_the_table(precision, tolerance, softmax, emulated, monkeypatch):
     """Loss, gradients and an update, as with the CPU's kernels in float32; the head size is one of tensor cores."""
     results = {}
-    for where, versions in (("cpu", registered_by(cpu.register)), ("cuda", CUDA)):
+    for where, versions in (("cpu", registered_by(registry.register_numpy)), ("cuda", CUDA)):
         offer(monkeypatch, np.ndarray, versions)
         config = DebugConfig(
             embedding_dim=64,

@@ -19,7 +19,7 @@ from versions import registered_by
 from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS
 from tricycle.kernels.dispatch import GROUP, Kernel
-from tricycle_accelerators import cpu, cuda, onednn
+from tricycle_accelerators import compiled, cpu, cuda, onednn, registry
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -174,8 +174,8 @@ def test_what_is_installed_names_who_is_faster():
     wanted = project["entry-points"][GROUP]
     assert {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)} == wanted
     assert {name: entry.load() for entry in metadata.entry_points(group=GROUP) for name in [entry.name]} == {
-        "numpy": cpu.register,
-        "cupy": cuda.register,
+        "numpy": registry.register_numpy,
+        "cupy": registry.register_cupy,
     }
 
 
@@ -202,7 +202,7 @@ for other in (kernels.sum_squares, batched.for_items, muon.orthogonalise, recurr
 # -------------------------------------------------------------------- all kernels
 VERSIONS = [
     (name, version)
-    for register in (cpu.register, onednn.register, cuda.register)
+    for register in (compiled.register, onednn.register, cpu.register, cuda.register)
     for name, versions in registered_by(register).items()
     for version in versions
 ]

@@ -24,9 +24,9 @@ from test_properties import LAYOUTS
 from versions import registered_by
 
 from tricycle.kernels import KERNELS
-from tricycle_accelerators import attention_blocks, cpu, pieces, threads
+from tricycle_accelerators import attention_blocks, cpu, pieces, registry, threads
 
-FASTER = registered_by(cpu.register)  # oneDNN's where it can be used, and the threads'
+FASTER = registered_by(registry.register_numpy)  # oneDNN's where it can be used, and the threads'
 VERSIONS = [(name, i) for name in sorted(set(FASTER) - NOT_OPS) for i in range(len(FASTER[name]))]
 WRITABLE = sorted(set(LAYOUTS) - {"read-only", "repeated"})
 RETURNED_AS_THEY_CAME = {"operand", "operand_and_sums"}  # an input may come back itself

@@ -16,9 +16,9 @@ from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS, recurrent
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.quantized import FewBits
-from tricycle_accelerators import attention_blocks, cpu, pieces, threads
+from tricycle_accelerators import attention_blocks, cpu, pieces, registry, threads
 
-FASTER = registered_by(cpu.register)  # oneDNN's where it can be used, and the threads'
+FASTER = registered_by(registry.register_numpy)  # oneDNN's where it can be used, and the threads'
 
 
 # -------------------------------------------------------------------- arguments

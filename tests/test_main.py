@@ -94,6 +94,16 @@ def host_row() -> str:
     return good(call("-c", program)).strip()
 
 
+def test_kernels_are_listed_with_who_is_asked(monkeypatch):
+    monkeypatch.setenv("TRICYCLE_KERNELS", "-numba")
+    lines = good(call("-m", "tricycle", "machine", "--kernels")).splitlines()
+    assert lines[0].startswith("CPU: ")
+    asked = {words[0]: words[1:] for line in lines[2:] if (words := line.replace(",", " ").split())}
+    assert asked["matmul"][-2:] == ["numpy", "plain"] and asked["log_softmax"] == ["plain"]
+    assert {"lstm", "few_bits_matmul", "orthogonalise"} <= set(asked)
+    assert "numba is not asked: excluded by TRICYCLE_KERNELS=-numba" in lines
+
+
 def test_instructions_from_linux():
     text = "".join(f"processor\t: {i}\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f amx_bf16\n\n" for i in (0, 1))
     assert machine.processor(text).startswith("A CPU, ")

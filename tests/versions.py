@@ -9,7 +9,7 @@ from tricycle.kernels import KERNELS
 
 
 def registered_by(register: Callable[[type], None]) -> dict[str, list[Callable]]:
-    """The versions that a function like `tricycle_accelerators.cpu.register` offers, by the kernels' names."""
+    """The versions that a function like `registry.register_numpy` offers, by the kernels' names."""
 
     class NewArray:
         """A type of arrays for which nobody has registered."""

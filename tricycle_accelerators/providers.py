@@ -1,12 +1,38 @@
-"""Providers: packages of faster kernels, each with a name, and what they say of arguments that they do not take."""
+"""Providers: packages of faster kernels. Each has a name, PROVIDER; `problem()` says why it cannot be used here, and
+`register(array)` offers its versions for a type of arrays.
+
+The environment variable TRICYCLE_KERNELS selects providers by name ("numpy", "numba,numpy") or excludes some
+("-onednn"); "plain" selects none of them.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+from tricycle.kernels.explained import PLAIN
+
 Run = TypeVar("Run", bound=Callable[..., Any])
+
+VARIABLE = "TRICYCLE_KERNELS"
+NAMES = ("numba", "onednn", "numpy", "cuda")
+
+
+def excluded(name: str) -> str | None:
+    """Return why TRICYCLE_KERNELS keeps a provider from being asked; None where it does not.
+
+    Raises:
+        ValueError: it names a provider that there is not.
+    """
+    said = os.environ.get(VARIABLE, "")
+    words = [word.strip() for word in said.split(",") if word.strip()]
+    if any(word.removeprefix("-") not in (*NAMES, PLAIN) for word in words):
+        names = ", ".join((*NAMES, PLAIN))
+        raise ValueError(f"{VARIABLE}: expected names among {names}, with - before those to exclude, got {said!r}")
+    selected = [word for word in words if not word.startswith("-")]
+    return f"excluded by {VARIABLE}={said}" if f"-{name}" in words or (selected and name not in selected) else None
 
 
 def unless(why_not: Callable[..., str | None]) -> Callable[[Run], Run]:

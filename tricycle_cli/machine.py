@@ -16,6 +16,8 @@ import numpy as np
 
 import tricycle
 from tricycle import devices
+from tricycle.kernels import KERNELS
+from tricycle.kernels.explained import ABSENT, PLAIN, provider_of
 from tricycle_accelerators import blas as float32_products
 from tricycle_accelerators import host, threads
 from tricycle_accelerators.cuda import cudnn, gemm
@@ -37,7 +39,13 @@ WIDTH, INDENT = 110, 12
 
 @dataclass(frozen=True)
 class Arguments:
-    """There are none."""
+    """What to tell.
+
+    Args:
+        kernels: list all kernels with the providers that are asked for NumPy arrays, in order.
+    """
+
+    kernels: bool = False
 
 
 def installed(*packages: str) -> list[str]:
@@ -170,6 +178,18 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
     return found or ["nothing that this program knows of"]
 
 
+def kernel_report() -> str:
+    """Return who is asked for each kernel of NumPy arrays, in order, and why other providers are not."""
+    KERNELS["matmul"].look_up(np.ndarray)  # all providers register, and list their kernels
+    asked = {name: [provider_of(version) for version in kernel.look_up(np.ndarray)] for name, kernel in KERNELS.items()}
+    width = max(map(len, asked))
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = [f"CPU: {processor(cpuinfo.read_text(encoding='utf-8', errors='replace') if cpuinfo.exists() else '')}", ""]
+    lines += [f"{name:<{width}}  {', '.join(dict.fromkeys([*names, PLAIN]))}" for name, names in sorted(asked.items())]
+    lines += ["", *(f"{name} is not asked: {reason}" for name, reason in ABSENT.items())]
+    return "\n".join(lines).rstrip()
+
+
 def report() -> str:
     cpuinfo, shown, problem = Path("/proc/cpuinfo"), gpus(), devices.gpu_problem()
     cupy = ", ".join(installed(*CUPY))
@@ -204,10 +224,11 @@ def report() -> str:
 
 
 def main() -> int:
+    arguments = Arguments()
     if sys.argv[1:]:
         from tricycle_cli.flags import parse
 
-        parse(Arguments, description=__doc__ or "")
+        arguments = parse(Arguments, description=__doc__ or "")
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    print(report())
+    print(kernel_report() if arguments.kernels else report())
     return 0

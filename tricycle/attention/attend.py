@@ -131,8 +131,7 @@ def additive_mask(op: str, mask: Mask, like: Array, n_queries: int, n_keys: int,
     return xp.where(xp.asarray(spread), 0, -xp.inf).astype(like.dtype)
 
 
-# Queries, keys and values often come out of one product, side by side in memory: then they are converted at once, and
-# their gradients are written side by side too, which is how that product takes them.
+# Queries, keys and values often lie side by side in memory, as one product gave them: their gradients lie so, too.
 def _merge_heads(x: Array) -> Array:
     """(B, T, H, D) as (B, T, H * D), a view where its memory allows."""
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])

@@ -46,7 +46,7 @@ class Kernel(Generic[P, R]):
             try:
                 versions = self.versions[array_type]
             except KeyError:
-                versions = self._look_up(array_type)
+                versions = self.look_up(array_type)
             for version in versions:
                 result = version(*args, **options)
                 if result is not NotImplemented:
@@ -64,7 +64,7 @@ class Kernel(Generic[P, R]):
 
         return register
 
-    def _look_up(self, array_type: type) -> tuple[Version[P, R], ...]:
+    def look_up(self, array_type: type) -> tuple[Version[P, R], ...]:
         with _loading:  # no other thread may see half of what is being registered
             if array_type not in _loaded:
                 _load(array_type)

@@ -28,16 +28,26 @@ from tricycle_accelerators.compiled import (
     tables,
     vectors,
 )
+from tricycle_accelerators.providers import excluded
+
+PROVIDER = "numba"
+MISSING = "Numba is not installed (pip install 'tricycle-gpt[numba]')"
 
 
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def available() -> bool:
-    """Whether Numba is installed."""
+    """Whether Numba is installed, and selected."""
+    return problem() is None
+
+
+def problem() -> str | None:
+    """Why what Numba compiles cannot be used here; None when it can."""
+    why = excluded(PROVIDER)
     try:
-        return find_spec("numba") is not None
+        return why or (None if find_spec("numba") else MISSING)
     except ImportError:
-        return False
+        return MISSING
 
 
 def is_yet_to_compile() -> bool:
@@ -47,9 +57,7 @@ def is_yet_to_compile() -> bool:
 
 
 def register(array: type) -> None:
-    """Offer these versions, where Numba is installed."""
-    if not available():
-        return
+    """Offer these versions for a type of arrays."""
     kernels.attention.on(array)(attention.attention)
     kernels.attention_backward.on(array)(attention.attention_backward)
     kernels.matmul.on(array)(vectors.matmul)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from tricycle import kernels
 from tricycle.kernels import activations, batched, muon, recurrent, rows
 from tricycle.kernels.quantized import few_bits_matmul
-from tricycle_accelerators import compiled, onednn
 from tricycle_accelerators.cpu import (
     attention,
     elementwise,
@@ -25,15 +24,15 @@ from tricycle_accelerators.cpu import (
     tables,
 )
 
+PROVIDER = "numpy"
+
+
+def problem() -> None:
+    """NumPy is always there."""
+
 
 def register(array: type) -> None:
-    """Offer the versions of oneDNN and Numba, where they can be used, and after them those of NumPy with threads.
-
-    `tricycle.kernels` calls it when the first NumPy array comes (the entry point `numpy` in pyproject.toml).
-    """
-    compiled.register(array)
-    onednn.register(array)
-
+    """Offer these versions for a type of arrays."""
     kernels.operand.on(array)(matrices.operand)
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)

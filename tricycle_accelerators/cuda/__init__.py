@@ -21,12 +21,15 @@ from tricycle_accelerators.cuda import (
     tables,
 )
 
+PROVIDER = "cuda"
+
+
+def problem() -> None:
+    """Where there is an array of CuPy's, there is a GPU."""
+
 
 def register(array: type) -> None:
-    """Offer these versions for a type of arrays.
-
-    `tricycle.kernels` calls it when the first CuPy array comes (the entry point `cupy` in pyproject.toml).
-    """
+    """Offer these versions for a type of arrays."""
     kernels.softmax.on(array)(softmax.softmax)
     kernels.softmax_backward.on(array)(softmax.softmax_backward)
     kernels.log_softmax.on(array)(softmax.log_softmax)

@@ -11,11 +11,11 @@ from tricycle.kernels import muon
 from tricycle.kernels.quantized import few_bits_matmul
 from tricycle_accelerators.onednn import few_bits, library, matrices, optimisers
 
+PROVIDER, problem = "onednn", library.problem
+
 
 def register(array: type) -> None:
-    """Offer these versions, where oneDNN can be used."""
-    if library.problem() is not None:
-        return
+    """Offer these versions for a type of arrays."""
     kernels.operand.on(array)(matrices.operand)
     kernels.operand_and_sums.on(array)(matrices.operand_and_sums)
     kernels.matmul.on(array)(matrices.matmul)

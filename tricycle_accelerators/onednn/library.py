@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tricycle_accelerators import libraries, spinning, threads
+from tricycle_accelerators.providers import excluded
 
 DISTRIBUTION, LIBRARY, EXTRA = "onednn-cpu-gomp", "libdnnl.so.3", "pip install 'tricycle-gpt[bf16]'"
 SPINS = "100000"  # a millisecond
@@ -137,7 +138,7 @@ def _patient_openmp() -> Iterator[None]:
 # Cache: valid for the life of the process: what is installed later is found after a restart.
 @cache
 def _loaded() -> _Library | str:
-    path = _path()
+    path = excluded("onednn") or _path()
     if isinstance(path, str):
         return path
     try:

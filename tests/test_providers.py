@@ -1,0 +1,149 @@
+"""Providers of kernels: their names, who of them is asked, and what they say of arguments (`kernels.explain`)."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tricycle import kernels
+from tricycle.debug import use_reference
+from tricycle.kernels import KERNELS
+from tricycle.kernels.dispatch import Kernel
+from tricycle.kernels.explained import ABSENT, explain, provider_of
+from tricycle_accelerators import compiled, onednn, providers, registry
+
+A = np.ones((200, 160), np.float32)
+ROW = np.ones((1, 600), np.float32)
+
+
+def in_process(code: str, **variables: str) -> str:
+    """What a new process prints."""
+    code = f"import numpy as np\nfrom tricycle import kernels\n{code}"
+    environment = {**os.environ, **variables}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    return done.stdout + done.stderr
+
+
+# -------------------------------------------------------------------- explain
+def test_the_first_that_takes_the_arguments_runs():
+    explanation = kernels.explain(kernels.matmul, A, A.T)
+    reasons = [answer.reason for answer in explanation.answers]
+    assert explanation.kernel == "matmul" and None in reasons
+    assert explanation.provider == explanation.answers[reasons.index(None)].provider
+    names = [answer.provider for answer in explanation.answers]
+    assert names.index("numpy") < names.index("plain")
+    assert explanation == kernels.explain("matmul", A, A.T)
+    assert str(explanation).startswith(f"matmul: {explanation.provider} runs (")
+
+
+def test_what_is_explained_is_what_runs(monkeypatch):
+    """For products of all shapes: the version that is named first without a reason gives the result."""
+    rng = np.random.default_rng(0)
+    for shape in ((1, 600, 900), (4, 600, 900), (300, 96, 128), (2, 3, 4), (1, 3, 4)):
+        for order in "CF":
+            a = rng.standard_normal(shape[:2]).astype(np.float32)
+            b = np.asarray(rng.standard_normal(shape[1:]).astype(np.float32), order=order)
+            expected = kernels.explain(kernels.matmul, a, b)
+            ran = []
+            versions = [noting(version, ran) for version in kernels.matmul.look_up(np.ndarray)]
+            with monkeypatch.context() as patch:
+                patch.setitem(kernels.matmul.versions, np.ndarray, tuple(versions))
+                kernels.matmul(a, b)
+            assert [provider_of(version) for version in ran][-1:] == [expected.provider]
+
+
+def noting(version, ran):
+    def noted(*args, **options):
+        result = version(*args, **options)
+        if result is not NotImplemented:
+            ran.append(version)
+        return result
+
+    return noted
+
+
+def test_nothing_is_computed():
+    weights, grad, first, second = (np.ones(5, np.float32) for _ in range(4))
+    kernels.explain(kernels.adamw, weights, grad, first, second, 1, 0.1, (0.9, 0.99), 1e-8, 0.1)
+    assert all((array == 1).all() for array in (weights, grad, first, second))
+
+
+def test_a_users_version_has_the_name_of_its_package():
+    class Array(np.ndarray):
+        pass
+
+    kernel = Kernel(lambda x: "plain")
+    kernel.on(Array)(lambda x: "mine")
+    explanation = explain(kernel, np.ones(3).view(Array))
+    assert explanation.provider == __name__.split(".")[0]
+
+
+def test_within_a_block_of_the_reference_the_plain_version_runs():
+    with use_reference():
+        explanation = kernels.explain(kernels.matmul, A, A.T)
+    assert explanation.provider == "plain"
+    assert "use_reference" in explanation.answers[0].reason
+
+
+def test_what_is_asked_must_be_there():
+    with pytest.raises(ValueError, match=r"expected one of adamw, .*got 'product'"):
+        kernels.explain("product", A)
+    with pytest.raises(ValueError, match="expected the arguments of <kernel matmul>"):
+        kernels.explain(kernels.matmul)
+
+
+# -------------------------------------------------------------------- who is asked
+def test_every_version_has_a_provider_by_its_name():
+    kernels.matmul(A, A.T)
+    for kernel in KERNELS.values():
+        for version in kernel.look_up(np.ndarray):
+            if version.__module__.startswith("tricycle_accelerators"):
+                assert provider_of(version) in providers.NAMES
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("numpy", {"numpy"}),
+        ("plain", set()),
+        ("-numba", {"onednn", "numpy"}),
+        ("-onednn, -numba", {"numpy"}),
+        ("numba,numpy", {"numba", "numpy"}),
+        ("numba,numpy,-numba", {"numpy"}),
+    ],
+)
+def test_a_variable_selects_and_excludes(said, wanted):
+    code = """
+kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
+from tricycle.kernels.explained import provider_of
+print(*sorted({provider_of(v) for kernel in kernels.KERNELS.values() for v in kernel.look_up(np.ndarray)}))
+print(kernels.explain("matmul", np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)))
+"""
+    here = {name for name, provider in (("numba", compiled), ("onednn", onednn)) if provider.problem() is None}
+    names, *explanation = in_process(code, TRICYCLE_KERNELS=said).splitlines()
+    assert set(names.split()) == wanted & (here | {"numpy"})
+    excluded = {"numba", "onednn", "numpy"} - wanted
+    assert all(any(line.split()[:3] == [name, "excluded", "by"] for line in explanation) for name in excluded)
+
+
+def test_a_name_that_nobody_has_is_refused():
+    said = in_process("kernels.matmul(np.ones((2, 2)), np.ones((2, 2)))", TRICYCLE_KERNELS="numpy,-mlk")
+    assert "TRICYCLE_KERNELS: expected names among numba, onednn, numpy, cuda, plain, with - before those" in said
+    assert "got 'numpy,-mlk'" in said
+
+
+def test_who_is_not_there_says_why(monkeypatch):
+    class Array(np.ndarray):
+        pass
+
+    monkeypatch.setattr(compiled, "problem", lambda: "not today")
+    monkeypatch.setitem(ABSENT, "numba", "")
+    registry.register_numpy(Array)
+    for kernel in KERNELS.values():
+        kernel.registered.pop(Array, None)
+        kernel.versions.pop(Array, None)
+    assert ABSENT["numba"] == "not today"
+    (answer,) = (answer for answer in kernels.explain("gelu", A).answers if answer.reason == "not today")
+    assert answer.provider == "numba"

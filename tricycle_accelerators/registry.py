@@ -1,0 +1,34 @@
+"""Registration of all providers' versions: what the entry points of pyproject.toml name."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from tricycle.kernels.explained import ABSENT
+from tricycle_accelerators import compiled, cpu, onednn
+from tricycle_accelerators.providers import excluded
+
+
+def register_numpy(array: type) -> None:
+    """Offer all versions for NumPy arrays, in the order in which they are asked.
+
+    `tricycle.kernels` calls it when the first one comes (the entry point `numpy` in pyproject.toml).
+    """
+    for provider in (compiled, onednn, cpu):
+        _register(provider, array)
+
+
+def register_cupy(array: type) -> None:
+    """Offer all versions for CuPy arrays, when the first one comes (the entry point `cupy`)."""
+    from tricycle_accelerators import cuda  # here, for it takes a while to import
+
+    _register(cuda, array)
+
+
+def _register(provider: ModuleType, array: type) -> None:
+    problem = excluded(provider.PROVIDER) or provider.problem()
+    if problem is None:
+        ABSENT.pop(provider.PROVIDER, None)
+        provider.register(array)
+    else:
+        ABSENT[provider.PROVIDER] = problem
