@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from contextlib import nullcontext
 from importlib import import_module
 from pkgutil import iter_modules
@@ -463,6 +464,55 @@ def test_a_product_goes_where_it_is_told(shape, with_bias, monkeypatch, rng):
         out = np.full((n_rows, n_columns), np.nan)
         assert multiply(a, b, bias, out) is out
         np.testing.assert_allclose(out, a @ b + (0 if bias is None else bias), 1e-10, 1e-10)
+
+
+# -------------------------------------------------------------------- what versions for the CPU leave to others
+X, EMPTY, HALF = np.ones((4, 6)), np.ones((0, 6)), np.ones((4, 6), np.float16)
+WEIGHTS = FewBits.of(X, "float16", True)
+STEP = (1, 0.1, (0.9, 0.99), 1e-8, 0.0)
+DECLINED = [
+    (cpu.few_bits.few_bits_matmul, (X.T, WEIGHTS), None),
+    (cpu.few_bits.few_bits_matmul, (X, WEIGHTS.T), "not turned"),
+    (cpu.few_bits.few_bits_matmul, (HALF, WEIGHTS), "16 bits"),
+    (cpu.few_bits.few_bits_matmul, (EMPTY, WEIGHTS), "empty"),
+    (cpu.normalisation.layer_norm_backward, (X, X, X[0], X[:, :1], X[:, :1], True), None),
+    (cpu.normalisation.layer_norm_backward, (EMPTY, EMPTY, X[0], EMPTY, EMPTY, True), "empty"),
+    (cpu.losses.cross_entropy, (X, np.zeros(4, int), X[:, 0]), None),
+    (cpu.losses.cross_entropy, (EMPTY, np.zeros(0, int), EMPTY[:, 0]), "empty"),
+    (cpu.recurrence.repeated, (X,), None),
+    (cpu.recurrence.repeated, (HALF,), "16 bits"),
+    (cpu.recurrence.pipeline, (X[None], [(slice(1), slice(4))] * 2, print, print), None),
+    (cpu.recurrence.pipeline, (X[None], [(slice(1), slice(4))], print, print), "fewer than two pieces"),
+    (cpu.recurrence.pipeline, (np.ones((1, 33, 1)), [], print, print), "more than 32 items"),
+    (cpu.recurrence.project, (X[None], cpu.recurrence.Blocks(X.T), None, np.ones((1, 4, 4))), None),
+    (cpu.recurrence.project, (X[None], X.T, None, np.ones((1, 4, 4))), "in blocks alone, got ndarray"),
+    (cpu.attention.for_items, (X, print), None),
+    (cpu.attention.for_items, (X[:1], print), "fewer items than threads"),
+    (cpu.elementwise.multiply, (X, X), None),
+    (cpu.elementwise.multiply, (X[:1], X[:1]), "too few"),
+    (cpu.elementwise.multiply, (X, np.ones(())), r"one shape, got \(4, 6\) and \(\)"),
+    (cpu.elementwise.add, (X, X, X), None),
+    (cpu.elementwise.add, (X, HALF), "16 bits"),
+    (cpu.elementwise.add, (X, X.T.copy().T), "one piece"),
+    (cpu.elementwise.add, (X, X, X.T.copy().T), "one piece"),
+    (cpu.matrices.batched_matmul, (X[None], X.T[None]), None),
+    (cpu.matrices.batched_matmul, (X[None], HALF.T[None]), "16 bits"),
+    (cpu.matrices.batched_matmul, (EMPTY[None], X.T[None]), "empty"),
+    (cpu.optimisers.adamw, (X, X, X, X, *STEP), None),
+    (cpu.optimisers.adamw, (X.T, X.T.copy(), X.T, X.T, *STEP), None),
+    (cpu.optimisers.adamw, (X, X, X, X.T.copy().T, *STEP), "in the same order"),
+    (cpu.optimisers.adamw, (X, HALF, X, X, *STEP), "16 bits"),
+]
+
+
+@pytest.mark.parametrize(("version", "arguments", "reason"), DECLINED)
+def test_versions_for_the_cpu_say_why_they_decline(version, arguments, reason, two_threads, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", 12)
+    if reason is None:
+        assert version.why_not(*arguments) is None
+    else:
+        assert re.search(reason, version.why_not(*arguments))
+        assert version(*arguments) is NotImplemented
 
 
 # -------------------------------------------------------------------- numbers at the ends

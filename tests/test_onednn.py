@@ -1,6 +1,7 @@
 """oneDNN's products and conversions against float64; what happens where it cannot be used."""
 
 import math
+import re
 import warnings
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from tricycle import kernels
 from tricycle.blocks import MLPBlock
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.kernels import muon
+from tricycle.kernels.quantized import FewBits
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
@@ -201,6 +203,51 @@ def test_errors_of_the_library_are_named():
     a = np.ones((3, 4), onednn.bfloat16())
     with pytest.raises(RuntimeError, match="dnnl_matmul_primitive_desc_create"):
         onednn.product(a, a, np.empty((3, 4), np.float32))
+
+
+# -------------------------------------------------------------------- what is left to others
+@USABLE
+@pytest.mark.parametrize(
+    ("version", "arguments_of", "reason"),
+    [
+        (matrices.operand, lambda x, half: (x, "bfloat16"), None),
+        (matrices.operand, lambda x, half: (x, "float16"), "precision float16"),
+        (matrices.operand_and_sums, lambda x, half: (x, "bfloat16"), None),
+        (matrices.operand_and_sums, lambda x, half: (x, "float32"), "other than bfloat16"),
+        (matrices.operand_and_sums, lambda x, half: (half, "bfloat16"), "float32 alone, got bfloat16"),
+        (matrices.operand_and_sums, lambda x, half: (x[:0], "bfloat16"), "empty"),
+        (matrices.operand_and_sums, lambda x, half: (x[:, ::2], "bfloat16"), "one piece"),
+        (matrices.matmul, lambda x, half: (half, half.T), None),
+        (matrices.matmul, lambda x, half: (half[:1], half.T, None, None, half.dtype), None),
+        (matrices.matmul, lambda x, half: (half, x.T), "other than float32 or bfloat16"),
+        (matrices.matmul, lambda x, half: (half, half.T, None, np.empty((16, 16))), "float32 alone, got float64"),
+        (matrices.matmul, lambda x, half: (x, x.T), None),
+        (matrices.matmul, lambda x, half: (x, x.T.copy()), None),
+        (matrices.matmul, lambda x, half: (x[:1], x.T), "fewer than two rows"),
+        (matrices.matmul, lambda x, half: (x.T, x), "more than a few rows"),
+        (matrices.matmul, lambda x, half: (x, half.T), "one dtype, got float32 and bfloat16"),
+        (matrices.matmul, lambda x, half: (x, x.T, None, x @ x.T), "an out or a dtype"),
+        (matrices.matmul, lambda x, half: (x[:2], x.T), "small product"),
+        (matrices.matmul, lambda x, half: (x[::-1], x.T), "one piece"),
+        (matrices.matmul, lambda x, half: (x, x[::-1].T), "one piece"),
+        (table.optimisers.orthogonalise, lambda x, half: (x[None, :, :16], "bfloat16"), None),
+        (table.optimisers.orthogonalise, lambda x, half: (x[None],), "other than bfloat16"),
+        (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits(half, None, True)), None),
+        (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits(half.T)), "not turned"),
+        (table.few_bits.few_bits_matmul, lambda x, half: (x.astype(float), FewBits(half, None, True)), "got float64"),
+        (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits.of(x, "float16").T), "got float16"),
+        (table.few_bits.few_bits_matmul, lambda x, half: (x[:0], FewBits(half, None, True)), "empty"),
+        (table.few_bits.few_bits_matmul, lambda x, half: (x, FewBits(half[:0], None, True)), "empty"),
+    ],
+)
+def test_versions_say_why_they_decline(version, arguments_of, reason):
+    x = np.ones((16, 1024), np.float32)
+    arguments = arguments_of(x, x.astype(onednn.bfloat16()))
+    if reason is None:
+        assert version.why_not(*arguments) is None and version(*arguments) is not NotImplemented
+    else:
+        assert re.search(reason, version.why_not(*arguments))
+        assert version(*arguments) is NotImplemented
 
 
 # -------------------------------------------------------------------- orthogonal matrices

@@ -10,7 +10,6 @@ vanish.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import NotImplementedType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
 from tricycle.kernels.reference.attention import Rows, RowsBackward
 from tricycle_accelerators import attention_blocks, pieces, threads
 from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
+from tricycle_accelerators.providers import unless
 
 SHORT = 1600  # scores of a head: with fewer, calls for each item cost more than going through memory again
 
@@ -84,11 +84,13 @@ def _fill_outside(x: np.ndarray, tokens: slice, value: float) -> None:
     x[:, tokens.stop :] = value
 
 
-def for_items(q: np.ndarray, work: Callable[[slice], None]) -> NotImplementedType | None:
-    if len(q) < threads.n_threads():  # better shared by what is done inside
-        return NotImplemented
+def _why_not_for_items(q: np.ndarray, *_: Any, **__: Any) -> str | None:
+    return "fewer items than threads: better shared by what is done inside" if len(q) < threads.n_threads() else None
+
+
+@unless(_why_not_for_items)
+def for_items(q: np.ndarray, work: Callable[[slice], None]) -> None:
     threads.parallel(work, [slice(i, i + 1) for i in range(len(q))])
-    return None
 
 
 # -------------------------------------------------------------------- scores of a group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from tricycle import kernels
 from tricycle.kernels import SQRT_2_OVER_PI
 from tricycle.kernels.dispatch import is_narrow, wide, widening
 from tricycle_accelerators import pieces, threads
+from tricycle_accelerators.providers import unless
 
 
 @widening(1)
@@ -126,21 +126,31 @@ def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return np.divide(1, out, out=out)
 
 
-def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedType:
+def _why_not_shared(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> str | None:
+    if a.size < 2 * pieces.PIECE:
+        return "too few elements to share"
+    if a.shape != b.shape:
+        return f"arrays of one shape, got {a.shape} and {b.shape}"
+    if is_narrow(a) or is_narrow(b):
+        return "floats of 16 bits"
+    if a.flags.c_contiguous and b.flags.c_contiguous and (out is None or out.flags.c_contiguous):
+        return None
+    return "arrays in one piece"
+
+
+@unless(_why_not_shared)
+def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _shared(np.multiply, a, b, None)
 
 
-def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray | NotImplementedType:
+@unless(_why_not_shared)
+def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     return _shared(np.add, a, b, out)
 
 
-def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray | NotImplementedType:
+def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     """Large arrays go through memory once, by all threads."""
-    if a.size < 2 * pieces.PIECE or a.shape != b.shape or is_narrow(a) or is_narrow(b):
-        return NotImplemented
     result = np.empty(a.shape, np.result_type(a, b)) if out is None else out
-    if not (a.flags.c_contiguous and b.flags.c_contiguous and result.flags.c_contiguous):
-        return NotImplemented
     flat_a, flat_b, flat = (array.reshape(-1) for array in (a, b, result))
     threads.parallel(lambda piece: compute(flat_a[piece], flat_b[piece], out=flat[piece]), pieces.cut(a.size))
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
@@ -10,14 +10,20 @@ from tricycle.devices import Array
 from tricycle.kernels.dispatch import is_narrow
 from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import threads
+from tricycle_accelerators.providers import unless
 
 
-def few_bits_matmul(
-    x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
-) -> Array | NotImplementedType:
+def _why_not_few_bits_matmul(x: Array, matrix: FewBits, *_: Any, **__: Any) -> str | None:
+    if not matrix.turned:
+        return "a matrix that is not turned"
+    if is_narrow(x):
+        return "floats of 16 bits"
+    return None if x.size and matrix.size else "an empty array"
+
+
+@unless(_why_not_few_bits_matmul)
+def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
     """Threads make float32 numbers of some columns each, and multiply with these while they are in the cache."""
-    if not matrix.turned or is_narrow(x) or not x.size or not matrix.size:
-        return NotImplemented
     product = np.empty((len(x), matrix.shape[1]), x.dtype)
 
     def work(piece: slice) -> None:

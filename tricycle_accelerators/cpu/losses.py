@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
 
 from tricycle.kernels.dispatch import wide
 from tricycle_accelerators import pieces
+from tricycle_accelerators.providers import unless
 
 
+def _why_not_cross_entropy(logits: np.ndarray, *_: Any, **__: Any) -> str | None:
+    return None if logits.size else "an empty array"
+
+
+@unless(_why_not_cross_entropy)
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_slope: bool = True
-) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
-    if not logits.size:
-        return NotImplemented
+) -> tuple[np.ndarray, np.ndarray | None]:
     wide_logits = wide(logits)
     slope = np.empty(logits.shape, wide_logits.dtype) if with_slope else None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from tricycle.kernels import batched
 from tricycle.kernels.dispatch import is_narrow, widening
 from tricycle_accelerators import blas, pieces, spinning, threads
 from tricycle_accelerators.onednn import library
+from tricycle_accelerators.providers import unless
 
 SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
 UNCOPIED = 2**19  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
@@ -49,7 +49,7 @@ def matmul(
     out: np.ndarray | None = None,
     dtype: Any = None,
     precision: str = "float32",
-) -> np.ndarray | NotImplementedType:
+) -> np.ndarray:
     """Threads take some rows or some columns of the result each, or some of the terms that it sums."""
     if len(a) == 1 and out is None and dtype is None and a.dtype == b.dtype == np.float32 and b.flags.f_contiguous:
         row = spinning.vector_product(a, b)  # most of all calls: nothing else is looked at
@@ -174,10 +174,15 @@ def _is_unshared(n_rows: int, n_inner: int, n_columns: int) -> bool:
     return n_rows * n_inner * n_columns < most
 
 
-def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray | NotImplementedType:
+def _why_not_batched_matmul(a: np.ndarray, b: np.ndarray) -> str | None:
+    if is_narrow(a) or is_narrow(b):
+        return "floats of 16 bits"
+    return None if a.size and b.size else "an empty array"
+
+
+@unless(_why_not_batched_matmul)
+def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Threads take some of the products each."""
-    if is_narrow(a) or is_narrow(b) or not a.size or not b.size:
-        return NotImplemented
     n_rows, n_inner = a.shape[-2:]
     n_columns = b.shape[-1]
     if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from tricycle.kernels import muon
 from tricycle.kernels.dispatch import is_narrow, widening
 from tricycle_accelerators import pieces, threads
+from tricycle_accelerators.providers import unless
 
 SMALL = 2**18  # elements in all of functions that end before a second thread would wake up
 LARGE = 2**22  # elements of a function that is worth all threads
@@ -49,6 +49,19 @@ def each(like: np.ndarray, jobs: Sequence[tuple[Callable[[], Any], int, bool, bo
     return results
 
 
+def _why_not_adamw(
+    weights: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, *_: Any, **__: Any
+) -> str | None:
+    w, m, v = weights.flags, first.flags, second.flags
+    by_row = w.c_contiguous and m.c_contiguous and v.c_contiguous
+    if not by_row and not (w.f_contiguous and m.f_contiguous and v.f_contiguous):
+        return "weights and moments in one piece each, all in the same order"
+    if is_narrow(weights) or is_narrow(grad) or is_narrow(first) or is_narrow(second):
+        return "floats of 16 bits"
+    return None
+
+
+@unless(_why_not_adamw)
 def adamw(
     weights: np.ndarray,
     grad: np.ndarray,
@@ -60,14 +73,12 @@ def adamw(
     eps: float,
     decay: float,
     factor: np.ndarray | float | None = None,
-) -> NotImplementedType | None:
+) -> None:
     """The factor goes into numbers that the gradient is multiplied by anyway."""
-    arrays = pieces.flat(weights, grad, first, second)
-    if arrays is None or any(is_narrow(a) for a in arrays):
-        return NotImplemented
+    arrays: Any = pieces.flat(weights, grad, first, second)
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
-        return None
+        return
     beta1, beta2 = betas
     correction = math.sqrt(1 - beta2**step)
     rate = learning_rate * correction / (1 - beta1**step)
@@ -93,4 +104,3 @@ def adamw(
         work(slice(None))
     else:
         threads.parallel(work, pieces.cut(weights.size))
-    return None

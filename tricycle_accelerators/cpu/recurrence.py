@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cached_property
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from tricycle.kernels import recurrent
 from tricycle.kernels.dispatch import is_narrow
 from tricycle.kernels.recurrent import Piece
 from tricycle_accelerators import threads
+from tricycle_accelerators.providers import unless
 
 # With every product of more than one row BLAS copies the matrix into an order that suits it, which takes as long as a
 # product of few rows. Up to a million multiplications OpenBLAS reads it where it lies: with so many rows at most, and
@@ -61,16 +61,26 @@ class Blocks:
         return np.ascontiguousarray(whole.reshape(n_sums, -1, n_blocks, BLOCK_COLUMNS).swapaxes(1, 2))
 
 
+def _why_not_repeated(matrix: np.ndarray) -> str | None:
+    return "floats of 16 bits" if is_narrow(matrix) else None
+
+
+@unless(_why_not_repeated)
 def repeated(matrix: np.ndarray) -> Any:
-    return NotImplemented if is_narrow(matrix) else Blocks(matrix)
+    return Blocks(matrix)
 
 
+def _why_not_pipeline(gates: np.ndarray, pieces: list[Piece], *_: Any, **__: Any) -> str | None:
+    if gates.shape[1] > ITEMS:
+        return f"more than {ITEMS} items"
+    return "fewer than two pieces" if len(pieces) < 2 else None
+
+
+@unless(_why_not_pipeline)
 def pipeline(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
-) -> NotImplementedType | None:
+) -> None:
     """In two threads, one for each function, where items are too few to be shared."""
-    if gates.shape[1] > ITEMS or len(pieces) < 2:
-        return NotImplemented
     ready = threading.Semaphore(0)
 
     def run(second: bool) -> None:
@@ -87,15 +97,16 @@ def pipeline(
             ready.release(len(pieces))  # after an error the other thread must not wait for ever
 
     threads.parallel(run, [False, True])
-    return None
 
 
-def project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> NotImplementedType | None:
+def _why_not_project(x: np.ndarray, matrix: Any, *_: Any, **__: Any) -> str | None:
+    return None if isinstance(matrix, Blocks) else f"a matrix in blocks alone, got {type(matrix).__name__}"
+
+
+@unless(_why_not_project)
+def project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> None:
     """Of so many rows BLAS makes a product best by itself."""
-    if not isinstance(matrix, Blocks):
-        return NotImplemented
     recurrent.project.plain(x, matrix.matrix, bias, out)
-    return None
 
 
 def by_items(plain: Callable[..., None], *arguments: Any) -> None:

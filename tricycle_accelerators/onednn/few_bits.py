@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import compiled, pieces, threads
 from tricycle_accelerators.compiled.loaded import loops
 from tricycle_accelerators.onednn import library
+from tricycle_accelerators.providers import unless
 
 FEW_ROWS = 16  # products of at most so many rows have buffers of their own
 LARGEST, STEP = 32512.0, 256.0  # a number is whole steps of a row's largest / LARGEST; 127 * 256 of them at most
@@ -29,10 +31,8 @@ SMALLEST = 1e-30  # of a row's largest: below that they are zeros
 _one_at_a_time = threading.Lock()
 
 
-def _laid(matrix: FewBits) -> library.LaidMatrix | None:
-    """The matrix in oneDNN's layout; None for what is left to NumPy."""
-    if matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size:
-        return None
+def _laid(matrix: FewBits) -> library.LaidMatrix:
+    """The matrix in oneDNN's layout."""
     with _one_at_a_time:
         if "onednn" not in matrix.ready:
             rows = matrix.by_row()
@@ -42,14 +42,21 @@ def _laid(matrix: FewBits) -> library.LaidMatrix | None:
     return laid
 
 
+def _why_not_few_bits_matmul(x: Array, matrix: FewBits, *_: Any, **__: Any) -> str | None:
+    if not matrix.turned:
+        return "a matrix that is not turned"
+    if x.dtype.itemsize > 4:
+        return f"floats of at most 32 bits, got {x.dtype}"
+    if matrix.dtype == np.float16:
+        return "a matrix of int8 or bfloat16 alone, got float16"
+    return None if x.size and matrix.size else "an empty array"
+
+
+@unless(_why_not_few_bits_matmul)
 def few_bits_matmul(
     x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
 ) -> Array | NotImplementedType:
-    if not matrix.turned or x.dtype.itemsize > 4 or not x.size:
-        return NotImplemented
-    laid: library.LaidMatrix | None = matrix.ready.get("onednn") or _laid(matrix)
-    if laid is None:
-        return NotImplemented
+    laid: library.LaidMatrix = matrix.ready.get("onednn") or _laid(matrix)
     rows: np.ndarray = x.astype(np.float32, copy=False)
     is_int8 = laid.factors is not None
     product = _by_int8(rows, laid) if is_int8 else _by_bfloat16(rows, laid, precision != "bfloat16")

@@ -485,6 +485,10 @@ class FewRows:
         _check("dnnl_primitive_execute", status)
 
 
-def is_float32(*arrays: np.ndarray | None) -> bool:
-    """Whether arrays, of which some may be None, are what the functions here take beside bfloat16."""
-    return all(array is None or (array.dtype == np.float32 and array.size) for array in arrays)
+def why_not_rounded(x: np.ndarray, precision: str = "float32") -> str | None:
+    """Return why an array is not made bfloat16 for products."""
+    if precision != "bfloat16":
+        return "a precision other than bfloat16"
+    if x.dtype != np.float32:
+        return f"float32 alone, got {x.dtype}"
+    return None if x.size else "an empty array"

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from itertools import pairwise
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
 
 from tricycle_accelerators import blas, pieces, processor, spinning, threads
 from tricycle_accelerators.onednn import library
+from tricycle_accelerators.providers import unless
 
 FEW_ROWS = 16  # of float32: more are NumPy's, for each number of rows is a primitive that takes a millisecond to make
 TERMS = 2048  # of a product's sums, that are made float32 at a time
 SMALL_PRODUCT = 2**18  # multiplications below which a product of float32 is NumPy's
 
 
-def operand(x: np.ndarray, precision: str) -> np.ndarray | NotImplementedType:
+def _why_not_operand(x: np.ndarray, precision: str) -> str | None:
+    return "precision float16: a CPU's 16 bits are bfloat16" if precision == "float16" else None
+
+
+@unless(_why_not_operand)
+def operand(x: np.ndarray, precision: str) -> np.ndarray:
     """A bfloat16 copy with the layout of x."""
-    if precision == "float16":
-        return NotImplemented
     if precision != "bfloat16" or x.dtype != np.float32:
         return x
     if x.ndim == 2 and x.flags.f_contiguous and not x.flags.c_contiguous:  # a transposed matrix stays one
@@ -37,10 +40,16 @@ def _converted(x: np.ndarray) -> np.ndarray:
     return out
 
 
-def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray] | NotImplementedType:
+def _why_not_operand_and_sums(x: np.ndarray, precision: str) -> str | None:
+    why_not = library.why_not_rounded(x, precision)
+    if why_not is None and not (x.ndim == 2 and x.flags.c_contiguous):
+        return "a matrix in one piece"
+    return why_not
+
+
+@unless(_why_not_operand_and_sums)
+def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
     """The sums are made of pieces that the conversion has just brought near."""
-    if precision != "bfloat16" or not library.is_float32(x) or x.ndim != 2 or not x.flags.c_contiguous:
-        return NotImplemented
     out = np.empty(x.shape, library.bfloat16())
 
     def work(piece: slice) -> np.ndarray:
@@ -50,6 +59,32 @@ def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndar
     return out, pieces.sum_over(work, pieces.cut(*x.shape))
 
 
+def _why_not_matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> str | None:
+    if a.dtype != np.float32:
+        if not a.dtype == b.dtype == library.bfloat16():
+            return "operands other than float32 or bfloat16"
+        return None if out is None or out.dtype == np.float32 else f"an out of float32 alone, got {out.dtype}"
+    if len(a) < 2:
+        return "fewer than two rows of float32"
+    if len(a) > FEW_ROWS:
+        return "more than a few rows of float32"
+    if b.dtype != np.float32:
+        return f"operands of one dtype, got float32 and {b.dtype}"
+    if out is not None or dtype is not None:
+        return "an out or a dtype for a product of float32"
+    if a.size * b.shape[1] < SMALL_PRODUCT:
+        return "a small product: NumPy is as fast"
+    return None if a.flags.c_contiguous and b.flags.forc else "matrices in one piece"
+
+
+@unless(_why_not_matmul)
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -57,14 +92,10 @@ def matmul(
     out: np.ndarray | None = None,
     dtype: Any = None,
     precision: str = "float32",
-) -> np.ndarray | NotImplementedType:
+) -> np.ndarray:
     """Threads take some rows or some columns of the result each."""
     if a.dtype == np.float32:
-        if not 1 < len(a) <= FEW_ROWS or b.dtype != np.float32 or out is not None or dtype is not None:
-            return NotImplemented
         return _few_rows(a, b, bias)
-    if not a.dtype == b.dtype == library.bfloat16() or (out is not None and out.dtype != np.float32):
-        return NotImplemented
     n_rows = len(a)
     n_columns = b.shape[1]
     fits = out is not None and out.strides[1] == out.itemsize
@@ -83,23 +114,18 @@ def matmul(
     return result if dtype is None else result.astype(dtype, copy=False)
 
 
-def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray | NotImplementedType:
+def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """Two rows of float32 or some more: OpenBLAS first copies the other matrix, oneDNN multiplies it as it lies."""
-    n_rows, n_inner = a.shape
-    n_columns = b.shape[1]
-    if n_rows * n_inner * n_columns < SMALL_PRODUCT or not a.flags.c_contiguous:
-        return NotImplemented
+    n_rows, n_columns = len(a), b.shape[1]
     if b.flags.c_contiguous:
         result = np.empty((n_rows, n_columns), np.float32)
         # some columns each, as below, would give other bits, and so a result that depends on what else the machine does
         multiply = library.shared_product if spinning.keep_up else library.product
         multiply(a, b, result)
-    elif b.flags.f_contiguous:  # the other way round, for oneDNN copies the second factor where it is transposed
+    else:  # the other way round, for oneDNN copies the second factor where it is transposed
         turned = np.empty((n_columns, n_rows), np.float32)
         _share(lambda part: (b.T[part], a.T, turned[part]), n_columns)
         result = np.ascontiguousarray(turned.T)
-    else:
-        return NotImplemented
     if bias is not None:
         result += bias
     return result

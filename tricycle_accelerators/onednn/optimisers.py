@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
-
 import numpy as np
 
 from tricycle.kernels.muon import POLAR
 from tricycle_accelerators import threads
 from tricycle_accelerators.onednn import library
+from tricycle_accelerators.providers import unless
 
 SAFETY = 1.01
 
 
-def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray | NotImplementedType:
+@unless(library.why_not_rounded)
+def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     """A matrix for each thread at a time. What the iteration multiplies has 16 bits, its sums have 32.
 
     Rounding takes singular values a little above 1, from where the iteration would take them far away: so its weights
     are those of values that may be larger by SAFETY (Amsel et al. 2025, on finite precision).
     """
-    if precision != "bfloat16" or not library.is_float32(x):
-        return NotImplemented
     if x.shape[1] > x.shape[2]:
         return orthogonalise(x.swapaxes(1, 2), precision).swapaxes(1, 2)
     _, n_rows, n_columns = x.shape
