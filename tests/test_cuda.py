@@ -627,9 +627,8 @@ def test_plans_cover_what_they_are_for(n_rows, size, itemsize):
     assert launch.whole_sum(n_rows * size, itemsize).grid[0] <= 1024
     name = "float" if itemsize == 4 else "__half"
     for at_once in (1, pack):
-        planned = launch.norm_backward(n_rows, size, at_once)
-        if planned is not None:
-            plan, held = planned
+        if size <= launch.LONGEST_NORM[at_once]:
+            plan, held = launch.norm_backward(n_rows, size, at_once)
             assert plan.block[0] * held * at_once >= size
             assert (name, str(at_once), str(held)) in KERNELS["norm"]["layer_norm_backward"]
             assert plan.shared >= 8 * size or plan.block[1] == 1
@@ -645,14 +644,13 @@ def test_every_head_size_has_its_kernels(size, dtype, monkeypatch):
     q = np.zeros((1, 2, 1, size), dtype)
     for tensor_cores in (True, False):
         monkeypatch.setattr(launch, "has_tensor_cores", lambda has=tensor_cores: has)
-        way = attention._way(q, q, q)
+        way = attention._way(q)
         assert way.forward in KERNELS[way.name][way.name]
         assert way.backward in KERNELS[way.name][f"{way.name}_backward_keys"]
         assert way.backward in KERNELS[way.name][f"{way.name}_backward_queries"]
         assert (way.name == "attention_mma") == (tensor_cores and dtype.itemsize == 2 and size in (32, 64, 128))
         for shared in way.shared:
             launch.attention_tiles(1000, 32, way.rows, way.threads, shared)
-    assert attention._way(np.zeros((1, 2, 1, 129), dtype), q, q) is None
 
 
 test_bad_plans_and_arguments = bad_input(
@@ -744,6 +742,105 @@ def test_what_is_launched(monkeypatch):
     name, (given, options, asked) = calls
     assert name == "attention<64, 64>" and options == {"shared_mem": 50_000} and asked == 50_000
     assert given == ((3, 1), (256, 1), (0, 5)) and given[2][0].dtype == np.uint64
+
+
+# -------------------------------------------------------------------- what they decline
+def heads(n_tokens: int = 3, size: int = 8, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones((1, n_tokens, 2, size), dtype)
+
+
+ROWS, HALVES = np.ones((2, 6), np.float32), np.ones((2, 6), np.float16)
+NONE, DOUBLES = np.ones((0, 6), np.float32), np.ones((2, 6))
+LONG = np.ones((1, 8192), np.float32)
+GATES, STATES, MATRIX = np.ones((2, 1, 6), np.float32), np.ones((1, 3, 1, 6), np.float32), np.ones((6, 6), np.float32)
+TURNED = np.asfortranarray(ROWS)
+FLOATS = "^float32, float16 or bfloat16, got float64$"
+WHY_NOT = [
+    *((name, (DOUBLES,), FLOATS) for name in ("gelu", "relu_squared", "softmax", "sum_rows", "sum_squares")),
+    *((name, (NONE,), "^an empty array$") for name in ("gelu_with_slope", "sigmoid", "log_softmax", "sum_rows")),
+    *((name, (HALVES,), None) for name in ("gelu", "softmax", "log_softmax", "sum_squares")),
+    ("softmax", (ROWS, True), None),
+    ("softmax_backward", (ROWS, HALVES), r"^a gradient like the softmax, \(2, 6\) float16, got \(2, 6\) float32$"),
+    ("softmax_backward", (ROWS[:1], ROWS), "^a gradient like the softmax"),
+    ("softmax_backward", (ROWS, TURNED), None),
+    ("multiply", (ROWS, 2.0), "^an array to multiply by, got float$"),
+    ("multiply", (ROWS, ROWS[0]), "^two arrays of one shape and dtype"),
+    ("multiply", (ROWS, HALVES), "^two arrays of one shape and dtype"),
+    ("multiply", (DOUBLES, DOUBLES), FLOATS),
+    ("multiply", (HALVES, np.array(2.0)), None),
+    ("gelu_backward", (ROWS, ROWS, None), "^no slope kept by the forward$"),
+    ("gelu_backward", (ROWS, None, HALVES), "^two arrays of one shape and dtype"),
+    ("gelu_backward", (ROWS, None, ROWS), None),
+    ("random_mask", (ROWS, (2, 0), 0.5, None), "^an empty mask$"),
+    ("random_mask", (DOUBLES, (2, 3), 0.5, None), FLOATS),
+    ("random_mask", (NONE, (2, 3), 0.5, None), None),
+    ("rotate", (heads(size=7), ROWS, ROWS), "^an even head size, got 7$"),
+    ("rotate", (heads(dtype=float), ROWS, ROWS), FLOATS),
+    ("rotate", (heads(), ROWS, ROWS), None),
+    ("cross_entropy", (DOUBLES, ROWS, ROWS), FLOATS),
+    ("cross_entropy", (ROWS, ROWS, ROWS, 0.0, False), None),
+    ("layer_norm", (ROWS, ROWS[0], None, 1e-5, True, np.float16), "^a result of another dtype than float32$"),
+    ("layer_norm", (NONE, ROWS[0], None, 1e-5, True), "^an empty array$"),
+    ("layer_norm", (ROWS, ROWS[0], None, 1e-5, True, np.float32), None),
+    ("layer_norm_backward", (HALVES, ROWS, ROWS[0], ROWS, ROWS, True), "^a gradient in float32, got float16$"),
+    ("layer_norm_backward", (DOUBLES, DOUBLES, ROWS[0], ROWS, ROWS, True), FLOATS),
+    (
+        "layer_norm_backward",
+        (*[np.ones((1, 8200), np.float32)] * 5, True),
+        "^rows above 8192 elements, of which a thread reads 4 at once$",
+    ),
+    (
+        "layer_norm_backward",
+        (*[np.ones((1, 4097), np.float32)] * 5, True),
+        "^rows above 4096 elements, of which a thread reads 1 at once$",
+    ),
+    ("layer_norm_backward", (LONG, LONG, offset_by_one(LONG[0]), ROWS, ROWS, True), "^rows above 4096 elements"),
+    ("layer_norm_backward", (LONG, LONG, offset_by_one(LONG[0].astype(np.float16)), ROWS, ROWS, True), None),
+    ("layer_norm_backward", (LONG, LONG, LONG[0], ROWS, ROWS, True), None),
+    ("layer_norm_backward", (LONG, np.asfortranarray(np.ones((2, 8192), np.float32)), LONG[0], ROWS, ROWS, True), None),
+    ("embedding_backward", (ROWS, ROWS, 0), "^a table without rows$"),
+    ("embedding_backward", (DOUBLES, ROWS, 3), FLOATS),
+    ("embedding_backward", (ROWS, ROWS, 3), None),
+    ("attention", (heads(size=129), heads(), heads(), None, False), "^a head size above 128$"),
+    ("attention", (heads(), heads(2), heads(), None, False), r"^keys and values of one shape, got \(1, 2, 2, 8\) and"),
+    ("attention", (heads(), heads(), heads(dtype=np.float16), None, False), "^queries, keys and values of one dtype"),
+    ("attention", (heads(), heads(0), heads(0), None, False), "^no keys$"),
+    ("attention", (heads(0), heads(), heads(), None, False), "^an empty array$"),
+    ("attention", (*[heads(dtype=float)] * 3, None, False), FLOATS),
+    ("attention", (heads(1, 128), heads(5, 128), heads(5, 128), None, True, ROWS), None),
+    ("attention_backward", (heads(dtype=np.float16), *[heads()] * 4, ROWS, None), "^an output and a gradient in"),
+    ("attention_backward", (*[heads(size=129)] * 5, ROWS, None), "^a head size above 128$"),
+    ("attention_backward", (*[heads()] * 5, ROWS, None), None),
+    ("adamw", (HALVES, ROWS, ROWS, ROWS, 1), "^weights and moments in float32, got float16$"),
+    ("adamw", (ROWS, ROWS, ROWS, TURNED, 1), "^weights and moments in one piece and one order$"),
+    ("adamw", (TURNED, ROWS, ROWS, TURNED, 1), "^weights and moments in one piece and one order$"),
+    ("adamw", (ROWS, ROWS[:1], ROWS, ROWS, 1), r"^a gradient and moments of shape \(2, 6\), got \(1, 6\), \(2, 6\)"),
+    ("adamw", (ROWS, DOUBLES, ROWS, ROWS, 1), FLOATS),
+    ("adamw", (NONE, NONE, NONE, NONE, 1), None),
+    ("adamw", (TURNED, HALVES, TURNED, TURNED, 1), None),
+    ("rnn", (GATES, STATES.astype(float), MATRIX, None, None, True), "^float32, got float64$"),
+    ("gru", (GATES[..., ::2], STATES, MATRIX, None, None), "^arrays in one piece$"),
+    ("lstm", (GATES[:0], STATES, MATRIX, None, None), "^an empty array$"),
+    ("gru", (GATES, STATES, MATRIX.astype(float), None, None), "^weights in float32, got float64$"),
+    ("rnn", (GATES, STATES, MATRIX.T, None, GATES > 0, False), None),
+    ("lstm_backward", (GATES, GATES, STATES, MATRIX, None, GATES.astype(np.float16), STATES), "^float32, got float16$"),
+    ("rnn_backward", (GATES, GATES, STATES, MATRIX, None, GATES, STATES, True), None),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "why"), WHY_NOT)
+def test_why_a_version_declines(name, arguments, why):
+    (version,) = CUDA[name]
+    found = version.why_not(*arguments)
+    assert found is None if why is None else re.search(why, found), found
+    if why is not None:
+        assert version(*arguments) is NotImplemented
+
+
+def test_every_version_that_declines_says_why():
+    takes_all = {"operand", "operand_and_sums", "to_compute_dtype", "matmul"}
+    assert {name for name in CUDA if not hasattr(CUDA[name][0], "why_not")} == takes_all
+    assert {name for name in CUDA if name not in takes_all} == {name for name, *_ in WHY_NOT} | {"gru_backward"}
 
 
 # -------------------------------------------------------------------- the door

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,20 @@ from tricycle_accelerators.cuda import launch
 i32, i64, f32 = np.int32, np.int64, np.float32
 
 
-def kind(*arrays: Array) -> str | None:
-    """The element type of arrays that share it, as CUDA C++ names it; None where no kernel takes it."""
-    dtype = arrays[0].dtype
-    return launch.TYPES.get(dtype.name) if all(array.dtype == dtype for array in arrays) else None
+# Cache: valid for the life of the process: depends on the dtype alone.
+@cache
+def kind(dtype: np.dtype) -> str:
+    """An element type as CUDA C++ names it; empty where no kernel takes it."""
+    return launch.TYPES.get(dtype.name, "")
+
+
+def why_not_dtype(x: Array) -> str | None:
+    return None if kind(x.dtype) else f"float32, float16 or bfloat16, got {x.dtype}"
+
+
+def why_not(x: Array, *_: Any, **__: Any) -> str | None:
+    """Return why no kernel takes x, whatever the other arguments are."""
+    return why_not_dtype(x) if x.size else "an empty array"
 
 
 def dense(x: Array) -> Array:
@@ -33,16 +44,20 @@ def empty(like: Array, shape: tuple[int, ...] | None = None, dtype: Any = None) 
 
 
 def elements_at_once(n: int, kind: str, *arrays: Array) -> int:
-    """How many elements a thread may read at once of rows of n: 16 bytes of them, or 1."""
+    """How many elements a thread may read at once of rows of n: 16 bytes of them, or 1.
+
+    Arrays that are not contiguous count as the copies that `dense` makes of them.
+    """
     width = 4 if kind == "float" else 8
-    return width if n % width == 0 and all(launch.address(array) % 16 == 0 for array in arrays) else 1
+    aligned = all(not array.flags.c_contiguous or launch.address(array) % 16 == 0 for array in arrays)
+    return width if n % width == 0 and aligned else 1
 
 
 def cast(x: Array, dtype: np.dtype) -> Array:
     """x in another dtype, in the memory order that it has."""
     if x.dtype == dtype:
         return x
-    pair = launch.TYPES.get(x.dtype.name, ""), launch.TYPES.get(dtype.name, "")
+    pair = kind(x.dtype), kind(dtype)
     if pair not in launch.KERNELS["elementwise"]["cast"] or not x.size:
         return x.astype(dtype)
     if x.ndim == 2 and x.flags.f_contiguous and not x.flags.c_contiguous:

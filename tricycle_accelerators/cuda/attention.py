@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from tricycle.devices import Array, array_module
 from tricycle.kernels import Scoring
 from tricycle_accelerators.cuda import arrays, cudnn, launch
 from tricycle_accelerators.cuda.arrays import f32
+from tricycle_accelerators.providers import unless
 
 
 def _strides(x: Array) -> np.ndarray:
@@ -47,11 +48,9 @@ def _mask(mask: Array | None) -> tuple[np.ndarray, Array | None]:
     return launch.struct(launch.MASK, launch.address(mask), *strides), mask
 
 
-def _way(q: Array, k: Array, v: Array, *others: Array) -> SimpleNamespace | None:
-    """Which kernels take arrays (B, T, H, D) like these: on tensor cores or in float32; None: none do."""
-    kind, size = arrays.kind(q, k, v, *others), q.shape[-1]
-    if kind is None or not q.size or not k.size or size > 128 or k.shape != v.shape:
-        return None
+def _way(q: Array) -> SimpleNamespace:
+    """Which kernels take queries (B, T, H, D) like these: on tensor cores or in float32."""
+    kind, size = arrays.kind(q.dtype), q.shape[-1]
     if kind != "float" and size in launch.HEAD_SIZES and launch.has_tensor_cores():
         tile = launch.columns_tile(size)
         return SimpleNamespace(
@@ -80,16 +79,26 @@ def _way(q: Array, k: Array, v: Array, *others: Array) -> SimpleNamespace | None
     )
 
 
+def _why_not_attention(q: Array, k: Array, v: Array, *_: Any, **__: Any) -> str | None:
+    """Return why neither cuDNN, which takes less, nor a kernel takes these arrays."""
+    if q.shape[-1] > launch.PADDED_SIZES[-1]:
+        return f"a head size above {launch.PADDED_SIZES[-1]}"
+    if k.shape != v.shape:
+        return f"keys and values of one shape, got {k.shape} and {v.shape}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"queries, keys and values of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    return arrays.why_not(q) if k.size else "no keys"
+
+
+@unless(_why_not_attention)
 def attention(
     q: Array, k: Array, v: Array, scoring: Scoring, nothing: bool, mask: Array | None = None, dtype: Any = None
-) -> tuple[Array, Array] | NotImplementedType:
+) -> tuple[Array, Array]:
     dtype = dtype or q.dtype
     results = cudnn.forward(q, k, v, scoring, nothing, mask)
     if results is not None:
         return arrays.cast(results[0], dtype), results[1]
-    way = _way(q, k, v)
-    if way is None:
-        return NotImplemented
+    way = _way(q)
     n_items, n_queries, n_heads, _ = q.shape
     q, k, v = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (q, k, v))
     out, log_total = arrays.empty(q, q.shape), arrays.empty(q, (n_items, n_heads, n_queries), f32)
@@ -101,6 +110,15 @@ def attention(
     return arrays.cast(out, dtype), log_total
 
 
+def _why_not_attention_backward(
+    grad: Array, q: Array, k: Array, v: Array, out: Array, *_: Any, **__: Any
+) -> str | None:
+    if not grad.dtype == out.dtype == q.dtype:
+        return f"an output and a gradient in {q.dtype}, got {out.dtype} and {grad.dtype}"
+    return _why_not_attention(q, k, v)
+
+
+@unless(_why_not_attention_backward)
 def attention_backward(
     grad: Array,
     q: Array,
@@ -113,18 +131,16 @@ def attention_backward(
     dk: Array,
     dv: Array,
     mask: Array | None = None,
-) -> NotImplementedType | None:
+) -> None:
     if cudnn.backward(grad, q, k, v, out, log_total, scoring, dq, dk, dv, mask):
-        return None
-    way = _way(q, k, v, grad, out)
-    if way is None:
-        return NotImplemented
+        return
+    way = _way(q)
     n_items, n_queries, n_heads, _ = q.shape
     grad, q, k, v, out = (_in_rows(arrays.cast(x, way.dtype), way.bytes) for x in (grad, q, k, v, out))
     log_total, inner = arrays.floats(log_total), arrays.empty(q, (n_items, n_heads, n_queries), f32)
     sizes, (at, kept) = _sizes(q, k, scoring, False), _mask(mask)
     plan = launch.teams(inner.size, 1, 4)
-    kind = launch.TYPES[way.dtype.name]
+    kind = arrays.kind(way.dtype)
     launch.launch("attention", "attention_inner", (kind,), plan, grad, out, inner, sizes, _strides(grad), _strides(out))
     # gradients go straight to where they are wanted, if that lies as the kernels write
     wanted = dq, dk, dv
@@ -144,4 +160,3 @@ def attention_backward(
         if not fit:
             x[...] = result
     del kept
-    return None

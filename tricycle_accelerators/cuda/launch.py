@@ -196,13 +196,13 @@ def teams(n_rows: int, row_size: int, itemsize: int) -> Plan:
 
 
 NORM_BLOCKS = 528  # four for each multiprocessor of a large GPU
+# The longest rows by the elements that a thread reads at once, four times for each of the NORM_THREADS of norm.cu.
+LONGEST_NORM = {1: 4096, 4: 8192, 8: 8192}
 
 
-def norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Plan, int] | None:
-    """The plan, and how many times a thread reads so many elements of a row; None for rows that are too long."""
+def norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Plan, int]:
+    """The plan, and how many times a thread reads so many elements of a row, at most `LONGEST_NORM` of them."""
     threads = 32 * up(row_size, 4 * 32 * at_once)
-    if threads > {1: 1024, 4: 512, 8: 256}[at_once]:  # NORM_THREADS of norm.cu
-        return None
     n_teams = 4 if threads == 32 else 1
     plan = Plan((min(NORM_BLOCKS, up(n_rows, n_teams)), 1), (threads, n_teams), 8 * row_size if n_teams > 1 else 0)
     return plan.check(), 4 if at_once == 1 else up(row_size, threads * at_once)

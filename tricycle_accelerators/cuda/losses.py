@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
+from typing import Any
 
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, launch, sums
 from tricycle_accelerators.cuda.arrays import f32, i64
+from tricycle_accelerators.providers import unless
 
 
+def _why_not_cross_entropy(logits: Array, *_: Any, **__: Any) -> str | None:
+    return arrays.why_not(logits)
+
+
+@unless(_why_not_cross_entropy)
 def cross_entropy(
     logits: Array, labels: Array, weights: Array, smoothing: float = 0.0, with_slope: bool = True
-) -> tuple[Array, Array | None] | NotImplementedType:
-    kind = arrays.kind(logits)
-    if kind is None or not logits.size:
-        return NotImplemented
+) -> tuple[Array, Array | None]:
     slope = arrays.empty(logits) if with_slope else None
-    return _cross_entropy(kind, logits, labels, weights, smoothing, slope), slope
+    return _cross_entropy(logits, labels, weights, smoothing, slope), slope
 
 
-def _cross_entropy(
-    kind: str, logits: Array, labels: Array, weights: Array, smoothing: float, slope: Array | None
-) -> Array:
+def _cross_entropy(logits: Array, labels: Array, weights: Array, smoothing: float, slope: Array | None) -> Array:
     n_rows, size = logits.shape
     if labels.shape != (n_rows,) or weights.shape != (n_rows,):
         got = f"{labels.shape} and {weights.shape}"
@@ -31,5 +32,5 @@ def _cross_entropy(
     operands = arrays.dense(logits), ids, arrays.floats(weights)
     numbers = i64(n_rows), i64(size), f32(smoothing)
     plan = launch.teams(n_rows, size, logits.dtype.itemsize)
-    launch.launch("rows", "cross_entropy", (kind,), plan, *operands, costs, slope, *numbers)
+    launch.launch("rows", "cross_entropy", (arrays.kind(logits.dtype),), plan, *operands, costs, slope, *numbers)
     return sums.whole_sum(costs, "float", "false")

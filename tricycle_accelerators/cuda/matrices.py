@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, gemm, sums
+from tricycle_accelerators.providers import unless
 
 
 # Cache: valid for the life of the process: errors are not kept.
@@ -52,12 +52,12 @@ def matmul(
     return gemm.matmul(a, b, bias, out, dtype, precision)
 
 
-def sum_squares(x: Array) -> Array | NotImplementedType:
+@unless(arrays.why_not)
+def sum_squares(x: Array) -> Array:
     """The sum of x * x over everything, a 0-d float32 array."""
-    kind = arrays.kind(x)
-    return NotImplemented if kind is None or not x.size else sums.whole_sum(x, kind, "true")
+    return sums.whole_sum(x, arrays.kind(x.dtype), "true")
 
 
-def sum_rows(x: Array) -> Array | NotImplementedType:
-    kind = arrays.kind(x)
-    return NotImplemented if kind is None or not x.size else sums.column_sums(arrays.dense(x), kind)
+@unless(arrays.why_not)
+def sum_rows(x: Array) -> Array:
+    return sums.column_sums(arrays.dense(x), arrays.kind(x.dtype))

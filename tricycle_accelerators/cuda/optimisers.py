@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,22 @@ import numpy as np
 from tricycle.devices import Array, array_module
 from tricycle_accelerators.cuda import arrays, launch
 from tricycle_accelerators.cuda.arrays import f32, i64
+from tricycle_accelerators.providers import unless
 
 
+def _why_not_adamw(weights: Array, grad: Array, first: Array, second: Array, *_: Any, **__: Any) -> str | None:
+    turned = not weights.flags.c_contiguous and weights.flags.f_contiguous
+    for x in (weights, first, second):
+        if x.dtype != f32:
+            return f"weights and moments in float32, got {x.dtype}"
+        if not (x.flags.f_contiguous if turned else x.flags.c_contiguous):
+            return "weights and moments in one piece and one order"
+    if not grad.shape == first.shape == second.shape == weights.shape:
+        return f"a gradient and moments of shape {weights.shape}, got {grad.shape}, {first.shape} and {second.shape}"
+    return arrays.why_not_dtype(grad)
+
+
+@unless(_why_not_adamw)
 def adamw(
     weights: Array,
     grad: Array,
@@ -24,18 +37,12 @@ def adamw(
     eps: float,
     decay: float,
     factor: Array | float | None = None,
-) -> NotImplementedType | None:
+) -> None:
     """`step`, `learning_rate` and `factor` may be 0-d arrays on the device."""
-    changed = weights, first, second
-    if not weights.flags.c_contiguous and weights.flags.f_contiguous:
-        return adamw(weights.T, grad.T, first.T, second.T, step, learning_rate, betas, eps, decay, factor)
-    kind = arrays.kind(grad)
-    if kind is None or any(a.dtype != f32 or not a.flags.c_contiguous for a in changed):
-        return NotImplemented
-    if any(a.shape != weights.shape for a in (grad, *changed)):
-        return NotImplemented
     if not weights.size:
-        return None
+        return
+    if not weights.flags.c_contiguous:
+        weights, grad, first, second = weights.T, grad.T, first.T, second.T
 
     def number(value: Any) -> tuple[Any, Array | None]:
         on_device = hasattr(value, "ndim") and not isinstance(value, np.generic)
@@ -46,8 +53,7 @@ def adamw(
     numbers = *number(step), *number(learning_rate), at, *map(f32, betas), *logs, f32(eps), f32(decay)
     plan = launch.elementwise(weights.size, launch.pack(grad.dtype.itemsize))
     operands = weights, arrays.dense(grad), first, second, i64(weights.size)
-    launch.launch("adamw", "adamw", (kind,), plan, *operands, *numbers)
-    return None
+    launch.launch("adamw", "adamw", (arrays.kind(grad.dtype),), plan, *operands, *numbers)
 
 
 def _on_device(factor: Array | float, like: Array) -> Array:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
+from typing import Any
 
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, gemm, launch
 from tricycle_accelerators.cuda.arrays import f32, i32, i64
+from tricycle_accelerators.providers import unless
 
 
-def _fits(weights: Array, *others: Array | None) -> bool:
-    """Whether the kernels take these: contiguous float32 (and booleans), and something to do."""
-    present = [array for array in others if array is not None]
-    plain = all(a.flags.c_contiguous and a.size and a.dtype.name in ("float32", "bool") for a in present)
-    return plain and weights.dtype == f32
+def _why_not(weights: Array, *others: Array | None) -> str | None:
+    for x in others:
+        if x is None:
+            continue
+        if x.dtype.name not in ("float32", "bool"):
+            return f"float32, got {x.dtype}"
+        if not x.flags.c_contiguous:
+            return "arrays in one piece"
+        if not x.size:
+            return "an empty array"
+    return None if weights.dtype == f32 else f"weights in float32, got {weights.dtype}"
 
 
 def _forward(
     name: str, gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *options: bool
-) -> NotImplementedType | None:
-    if not _fits(weights, gates, states, bias, active):
-        return NotImplemented
+) -> None:
     n_steps, n_items, _ = gates.shape
     size = states.shape[-1]
     recurrent = arrays.empty(gates, gates.shape[1:])
@@ -31,7 +36,6 @@ def _forward(
         moves = None if active is None else active[t]
         gemm.matmul(before, weights, None, recurrent)
         launch.launch("recurrent", name, (), plan, gates[t], recurrent, bias, before, after, moves, *numbers)
-    return None
 
 
 def _backward(
@@ -44,9 +48,7 @@ def _backward(
     d_gates: Array,
     d_states: Array,
     *options: bool,
-) -> NotImplementedType | None:
-    if not _fits(weights, grad, gates, states, active, d_gates, d_states):
-        return NotImplemented
+) -> None:
     n_steps, n_items, _ = gates.shape
     size = states.shape[-1]
     across = weights.T
@@ -59,27 +61,44 @@ def _backward(
         operands = gates[t], states[0, t], states[0, t + 1], grad[0, t], d_states, d_gates[0, t], moves
         launch.launch("recurrent", name, (), plan, *operands, *numbers)
         d_output += gemm.matmul(d_gates[-1, t], across)
-    return None
 
 
-def rnn(
-    gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool
-) -> NotImplementedType | None:
-    return _forward("rnn", gates, states, weights, bias, active, relu)
+def _why_not_forward(
+    gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, *_: Any, **__: Any
+) -> str | None:
+    return _why_not(weights, gates, states, bias, active)
 
 
-def gru(
-    gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None
-) -> NotImplementedType | None:
-    return _forward("gru", gates, states, weights, bias, active)
+@unless(_why_not_forward)
+def rnn(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None, relu: bool) -> None:
+    _forward("rnn", gates, states, weights, bias, active, relu)
 
 
-def lstm(
-    gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None
-) -> NotImplementedType | None:
-    return _forward("lstm", gates, states, weights, bias, active)
+@unless(_why_not_forward)
+def gru(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
+    _forward("gru", gates, states, weights, bias, active)
 
 
+@unless(_why_not_forward)
+def lstm(gates: Array, states: Array, weights: Array, bias: Array | None, active: Array | None) -> None:
+    _forward("lstm", gates, states, weights, bias, active)
+
+
+def _why_not_backward(
+    grad: Array,
+    gates: Array,
+    states: Array,
+    weights: Array,
+    active: Array | None,
+    d_gates: Array,
+    d_states: Array,
+    *_: Any,
+    **__: Any,
+) -> str | None:
+    return _why_not(weights, grad, gates, states, active, d_gates, d_states)
+
+
+@unless(_why_not_backward)
 def rnn_backward(
     grad: Array,
     gates: Array,
@@ -89,17 +108,19 @@ def rnn_backward(
     d_gates: Array,
     d_states: Array,
     relu: bool,
-) -> NotImplementedType | None:
-    return _backward("rnn_backward", grad, gates, states, weights, active, d_gates, d_states, relu)
+) -> None:
+    _backward("rnn_backward", grad, gates, states, weights, active, d_gates, d_states, relu)
 
 
+@unless(_why_not_backward)
 def gru_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
-) -> NotImplementedType | None:
-    return _backward("gru_backward", grad, gates, states, weights, active, d_gates, d_states)
+) -> None:
+    _backward("gru_backward", grad, gates, states, weights, active, d_gates, d_states)
 
 
+@unless(_why_not_backward)
 def lstm_backward(
     grad: Array, gates: Array, states: Array, weights: Array, active: Array | None, d_gates: Array, d_states: Array
-) -> NotImplementedType | None:
-    return _backward("lstm_backward", grad, gates, states, weights, active, d_gates, d_states)
+) -> None:
+    _backward("lstm_backward", grad, gates, states, weights, active, d_gates, d_states)

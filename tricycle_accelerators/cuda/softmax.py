@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
-
 from tricycle.devices import Array
 from tricycle_accelerators.cuda import arrays, launch
 from tricycle_accelerators.cuda.arrays import i64
+from tricycle_accelerators.providers import unless
 
 
 def _rows(name: str, template: tuple[str, ...], x: Array, *others: Array) -> Array:
@@ -20,18 +19,22 @@ def _rows(name: str, template: tuple[str, ...], x: Array, *others: Array) -> Arr
     return out
 
 
-def softmax(x: Array, off_by_one: bool = False) -> Array | NotImplementedType:
-    kind = arrays.kind(x)
-    return NotImplemented if kind is None or not x.size else _rows("softmax", (kind, str(off_by_one).lower()), x)
+@unless(arrays.why_not)
+def softmax(x: Array, off_by_one: bool = False) -> Array:
+    return _rows("softmax", (arrays.kind(x.dtype), str(off_by_one).lower()), x)
 
 
-def log_softmax(x: Array) -> Array | NotImplementedType:
-    kind = arrays.kind(x)
-    return NotImplemented if kind is None or not x.size else _rows("log_softmax", (kind,), x)
+@unless(arrays.why_not)
+def log_softmax(x: Array) -> Array:
+    return _rows("log_softmax", (arrays.kind(x.dtype),), x)
 
 
-def softmax_backward(grad: Array, y: Array) -> Array | NotImplementedType:
-    kind = arrays.kind(grad, y)
-    if kind is None or not y.size or grad.shape != y.shape:
-        return NotImplemented
-    return _rows("softmax_backward", (kind,), grad, y)
+def _why_not_softmax_backward(grad: Array, y: Array) -> str | None:
+    if grad.shape != y.shape or grad.dtype != y.dtype:
+        return f"a gradient like the softmax, {y.shape} {y.dtype}, got {grad.shape} {grad.dtype}"
+    return arrays.why_not(y)
+
+
+@unless(_why_not_softmax_backward)
+def softmax_backward(grad: Array, y: Array) -> Array:
+    return _rows("softmax_backward", (arrays.kind(y.dtype),), grad, y)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
-
 from tricycle.devices import Array, array_module
 from tricycle_accelerators.cuda import arrays, launch
 from tricycle_accelerators.cuda.arrays import f32, i32, i64
+from tricycle_accelerators.providers import unless
 
 
-def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array | NotImplementedType:
-    kind = arrays.kind(grad)
-    if kind is None or not grad.size or not n_rows:
-        return NotImplemented
+def _why_not_embedding_backward(grad: Array, ids: Array, n_rows: int) -> str | None:
+    return arrays.why_not(grad) if n_rows else "a table without rows"
+
+
+@unless(_why_not_embedding_backward)
+def embedding_backward(grad: Array, ids: Array, n_rows: int) -> Array:
+    kind = arrays.kind(grad.dtype)
     xp = array_module(grad)
     n_tokens, size = grad.shape
     grad = arrays.dense(grad)
