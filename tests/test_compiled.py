@@ -1,5 +1,6 @@
 """What Numba compiles, beside the plain versions; `test_kernels.py` has more of these."""
 
+import re
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from tricycle_accelerators.compiled import (
     normalisation,
     optimisers,
     recurrence,
+    tables,
 )
 from tricycle_accelerators.compiled.loaded import loops
 
@@ -278,6 +280,105 @@ def test_which_large_products_are_left_to_blas(large):
     assert large(left, right, out=np.empty((8, 48), np.float32, "F")) is NotImplemented
 
 
+BIG = normal(300, 400)  # as many as are worth it
+IDS = np.zeros(300, np.int64)
+GATES, STATES, WEIGHTS = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
+LEFT, RIGHT = normal(8, 32), normal(32, 48)
+MANY_QUERIES = normal(1, 20, 4, 8), normal(1, 20, 2, 8), normal(1, 20, 2, 8)
+
+
+def backward_of(queries: tuple, dtype: type = np.float32) -> tuple:
+    q = queries[0]
+    return q, *queries, q, normal(1, 4, 20), Scoring(0.3), *(np.empty(array.shape, dtype) for array in queries)
+
+
+def locked(array: np.ndarray) -> np.ndarray:
+    array = array.copy()
+    array.setflags(write=False)
+    return array
+
+
+@pytest.mark.parametrize(
+    ("version", "arguments", "phrase"),
+    [
+        (elementwise.gelu, (BIG[:5],), None),
+        (elementwise.gelu, (BIG,), None),
+        (elementwise.gelu, (BIG[:20],), "fewer than 65536 elements: NumPy is as quick with more than 16 rows"),
+        (elementwise.gelu_with_slope, (BIG[:2].astype(np.float64),), "few rows of float32 alone, got float64"),
+        (elementwise.gelu_with_slope, (BIG.astype(np.float64),), "float32 or bfloat16, got float64"),
+        (elementwise.gelu_backward, (BIG, BIG, None), None),
+        (elementwise.gelu_backward, (BIG, BIG, BIG), "a slope that was kept"),
+        (elementwise.gelu_backward, (BIG[:2], BIG[:2], None), "fewer than 65536 elements: NumPy is as quick"),
+        (elementwise.swiglu, (BIG[:3, ::2],), "in one piece"),
+        (elementwise.swiglu, (BIG[0, 0],), "no rows"),
+        (elementwise.swiglu_backward, (BIG, BIG), None),
+        (elementwise.swiglu_backward, (BIG, BIG.astype(np.float64)), "one dtype, got float32 and float64"),
+        (elementwise.sum_rows, (BIG,), "bfloat16, got float32"),
+        (elementwise.sum_rows, (BIG[0],), "two axes"),
+        (elementwise.sum_squares, (BIG,), "fewer than 262144 elements: BLAS is as quick"),
+        (elementwise.sum_squares, (np.ones(300_000),), "float32, got float64"),
+        (elementwise.sum_squares, (normal(300_000),), None),
+        (elementwise.rotate, (normal(1, 2, 4, 8), normal(2, 4), normal(2, 4)), None),
+        (elementwise.rotate, (normal(2, 2, 4, 8), normal(2, 4), normal(2, 4)), "fewer than 65536"),
+        (elementwise.rotate, (normal(1, 2, 4, 16)[..., ::2], normal(2, 4), normal(2, 4)), "heads in one piece"),
+        (elementwise.rotate, (normal(1, 2, 4, 8), normal(2, 8)[:, ::2], normal(2, 4)), "cosines and sines of float32"),
+        (normalisation.layer_norm, (BIG[:2], BIG[0], None, 1e-5, False), None),
+        (normalisation.layer_norm, (BIG, BIG[0], BIG[1], 1e-5, True), None),
+        (normalisation.layer_norm, (BIG, BIG[0], BIG[1], 1e-5, False), "a bias of rows that are not centred"),
+        (normalisation.layer_norm, (BIG, BIG[0], None, 1e-5, True, np.float64), "rows of float32 with .* float64"),
+        (normalisation.layer_norm, (BIG[:2], BIG[0], None, 1e-5, True, np.float64), "results of float32 .* float64"),
+        (normalisation.layer_norm, (BIG[:2], locked(BIG[0]), None, 1e-5, True), "parameters and statistics"),
+        (normalisation.layer_norm_backward, (BIG, BIG, BIG[0], BIG[:, :1].copy(), IDS, True), "statistics of float32"),
+        (normalisation.layer_norm_backward, (locked(BIG), BIG, BIG[0], BIG[0], BIG[0], True), "a gradient in one"),
+        (losses.cross_entropy, (BIG, IDS, BIG[0]), None),
+        (losses.cross_entropy, (BIG[:2], IDS, BIG[0]), "fewer than 65536 elements"),
+        (tables.embedding_backward, (BIG, IDS, 5), None),
+        (tables.embedding_backward, (BIG, IDS.astype(np.int32), 5), "ids of int64, got int32"),
+        (optimisers.adamw, (BIG, BIG, BIG, BIG, 1, 0.1, (0.9, 0.9), 1e-8, 0.1), None),
+        (optimisers.adamw, (BIG.T, BIG, BIG.T, BIG.T, 1, 0.1, (0.9, 0.9), 1e-8, 0.1), None),
+        (optimisers.adamw, (BIG, np.broadcast_to(BIG[0], BIG.shape), BIG, BIG), None),
+        (optimisers.adamw, (BIG, locked(BIG), BIG, BIG), "a gradient that is aligned and not read-only"),
+        (optimisers.adamw, (BIG, BIG, BIG, BIG.T), "weights and moments that lie alike"),
+        (optimisers.adamw, (BIG, BIG.astype(np.float64), BIG, BIG), "float32 alone, got float64"),
+        (attention.attention, (*FEW_QUERIES, Scoring(0.3, 3), False), None),
+        (attention.attention, (*FEW_QUERIES, Scoring(0.3, 3), False, BIG), "a mask or a soft-cap"),
+        (attention.attention, (*FEW_QUERIES, Scoring(0.3, 1), False), "few queries that are not at the last keys"),
+        (attention.attention, (FEW_QUERIES[0].repeat(2, 0), *FEW_QUERIES[1:], Scoring(0.3), False), "one text alone"),
+        (
+            attention.attention,
+            (*FEW_QUERIES, Scoring(0.3, 3), False, None, np.float64),
+            "float32, got .*float64",
+        ),
+        (attention.attention, (*MANY_QUERIES, Scoring(0.3), False), None),
+        (attention.attention, (*MANY_QUERIES, Scoring(0.3, 0, None, 2.0), False), "a mask or a soft-cap"),
+        (attention.attention, (*MANY_QUERIES, Scoring(0.3, -3), False), "queries that see no key"),
+        (attention.attention, (*MANY_QUERIES, Scoring(-1.0), False), "a scale above 0, got -1.0"),
+        (attention.attention_backward, backward_of(MANY_QUERIES), None),
+        (attention.attention_backward, backward_of(MANY_QUERIES, np.float64), "gradients of float32.* got float64"),
+        (attention.attention_backward, backward_of(FEW_QUERIES), "fewer than 16 queries"),
+        (recurrence.repeated, (BIG.astype(np.float64),), "float32 alone, got float64"),
+        (recurrence.lstm, (GATES, STATES, WEIGHTS, None, None), None),
+        (recurrence.rnn, (GATES[:1], STATES[:, :2], WEIGHTS, None, None), "fewer than 16 rows"),
+        (recurrence.gru, (GATES[:, :, ::2], STATES, WEIGHTS, None, None), "steps of float32 in one piece"),
+        (recurrence.lstm, (GATES, STATES, WEIGHTS.astype(np.float64), None, None), "weights of float32"),
+        (recurrence.lstm_backward, (STATES, GATES, STATES, WEIGHTS, None, GATES, STATES), None),
+        (recurrence.rnn_backward, (STATES, GATES, STATES, WEIGHTS, None, GATES, locked(STATES), True), "not read-only"),
+        (recurrence.project, (GATES, WEIGHTS, None, GATES), "`repeated` has laid out"),
+        (recurrence.pipeline, (GATES, [], None, None), "fewer than 16 items"),
+        (recurrence.pipeline, (GATES.astype(np.float64), [], None, None), "float32 alone, got float64"),
+        (matrices.matmul, (LEFT, RIGHT), None),
+        (matrices.matmul, (np.asfortranarray(LEFT), RIGHT), "rows in one piece"),
+        (matrices.matmul, (LEFT[:6], RIGHT), "multiples of 4 rows and 16 columns, got 6 and 48"),
+        (matrices.matmul, (LEFT, RIGHT.astype(np.float64)), "float32 alone, .* got float32 and float64"),
+    ],
+)
+def test_they_say_why_they_decline(large, version, arguments, phrase):
+    why = version.why_not(*arguments)
+    assert why is None if phrase is None else re.search(phrase, why)
+    if phrase is not None:
+        assert version(*arguments) is NotImplemented
+
+
 def test_recurrent_layers_are_asked():
     """With weights laid out before, and without; not for a few steps, nor where an array is not in one piece."""
     gates, states, weights = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
@@ -395,7 +496,8 @@ def test_which_attention_is_taken():
     """So that the test above tests what it should."""
     for taken, cases in ((True, [case for case in ATTENTION if case[0].queries >= 16]), (False, LEFT_TO_OTHERS)):
         for sizes, scoring, _ in cases:
-            assert attention._takes(*heads(np.random.default_rng(6), sizes), scoring, None) is taken
+            why = attention.attention.why_not(*heads(np.random.default_rng(6), sizes), scoring, False)
+            assert (why is None) is taken
 
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0, 1e4])

@@ -15,8 +15,10 @@ from tricycle_accelerators import threads
 from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loaded import loops
+from tricycle_accelerators.providers import unless
 
 LEAST_QUERIES = 16
+MASK_OR_CAP = "a mask or a soft-cap"
 MANY_SCORES = 2**19  # of a query: more are shared by threads
 
 
@@ -29,30 +31,49 @@ def _loops() -> ModuleType:
     return attention_loops
 
 
-def _takes(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> bool:
-    """Whether this is our business: enough queries that each see a key, one dtype, a scale above 0, no mask or cap."""
+def _why_not_many(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None) -> str | None:
+    """Return why this is not our business: enough queries that each see a key, one dtype, and a scale above 0."""
     n_queries, n_keys = q.shape[1], k.shape[1]
-    if mask is not None or scoring.cap is not None or n_queries < LEAST_QUERIES or not v.size or not q.size:
-        return False
+    if mask is not None or scoring.cap is not None:
+        return MASK_OR_CAP
+    if n_queries < LEAST_QUERIES or not v.size or not q.size:
+        return f"fewer than {LEAST_QUERIES} queries, or no keys or heads"
     if not scoring.scale > 0:
-        return False
+        return f"a scale above 0, got {scoring.scale}"
     if not q.dtype == k.dtype == v.dtype or not (q.dtype == np.float32 or is_narrow(q)):
-        return False
-    return queries_seeing(scoring, n_queries, n_keys) == slice(0, n_queries)
+        return f"one dtype, float32 or of 16 bits, got {q.dtype}, {k.dtype} and {v.dtype}"
+    if queries_seeing(scoring, n_queries, n_keys) != slice(0, n_queries):
+        return "queries that see no key"
+    return None
 
 
-def _are_few_queries(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring) -> bool:
-    """Return whether these are the queries of the last tokens, and the keys and values of a cache, each contiguous."""
+def _why_not_few(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, mask: np.ndarray | None, dtype: Any
+) -> str | None:
+    """Return why these are not the queries of the last tokens, and the keys and values of a cache, each contiguous.
+
+    The caller has seen that they are at most FEW_ROWS.
+    """
     n_items, n_queries, n_heads, _ = q.shape
     n_keys = k.shape[1]
-    if n_items != 1 or not 0 < n_queries <= FEW_ROWS or n_heads * n_keys >= MANY_SCORES or v.shape != k.shape:
-        return False
-    if scoring.cap is not None or (scoring.offset is not None and scoring.offset + n_queries != n_keys):
-        return False
-    dtype = k.dtype
-    if q.dtype != FLOAT32 or v.dtype != dtype or not (dtype == FLOAT32 or is_narrow(k)) or not k.size:
-        return False
-    return q[0, 0].flags.carray and k[0].flags.carray and v[0].flags.carray
+    if mask is not None or scoring.cap is not None:
+        return MASK_OR_CAP
+    if n_items != 1 or not n_queries:
+        return f"few queries of one text alone, got {n_queries} of {n_items}"
+    if n_heads * n_keys >= MANY_SCORES:
+        return f"few queries with {MANY_SCORES} scores each or more"
+    if scoring.offset is not None and scoring.offset + n_queries != n_keys:
+        return "few queries that are not at the last keys"
+    if (dtype is not None and dtype != FLOAT32) or q.dtype != FLOAT32:
+        return f"few queries and their results of float32, got {q.dtype} and {dtype or q.dtype}"
+    kept = k.dtype
+    if v.dtype != kept or not (kept == FLOAT32 or is_narrow(k)):
+        return f"keys and values of one dtype, float32 or of 16 bits, got {kept} and {v.dtype}"
+    if v.shape != k.shape or not k.size:
+        return f"keys and values of one size, got {k.shape} and {v.shape}"
+    if not (q[0, 0].flags.carray and k[0].flags.carray and v[0].flags.carray):
+        return "few queries, keys and values, each in one piece, aligned and not read-only"
+    return None
 
 
 def _attend_few(q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, nothing: bool) -> Any:
@@ -97,6 +118,22 @@ def _settings(scoring: Scoring, n_queries: int, n_keys: int) -> tuple[float, int
     return scoring.scale, scoring.offset, window if window < n_queries + scoring.offset else 0
 
 
+def _why_not_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scoring: Scoring,
+    nothing: bool,
+    mask: np.ndarray | None = None,
+    dtype: Any = None,
+) -> str | None:
+    if q.shape[1] > FEW_ROWS:
+        return _why_not_many(q, k, v, scoring, mask)
+    why = _why_not_few(q, k, v, scoring, mask, dtype)
+    return why if why is None or q.shape[1] < LEAST_QUERIES else _why_not_many(q, k, v, scoring, mask)
+
+
+@unless(_why_not_attention)
 def attention(
     q: np.ndarray,
     k: np.ndarray,
@@ -106,10 +143,9 @@ def attention(
     mask: np.ndarray | None = None,
     dtype: Any = None,
 ) -> Any:
-    if mask is None and (dtype is None or dtype == FLOAT32) and _are_few_queries(q, k, v, scoring):
+    n_queries = q.shape[1]
+    if n_queries < LEAST_QUERIES or (n_queries <= FEW_ROWS and not _why_not_few(q, k, v, scoring, mask, dtype)):
         return _attend_few(q, k, v, scoring, nothing)
-    if not _takes(q, k, v, scoring, mask):
-        return NotImplemented
     dtype = dtype or q.dtype
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype
@@ -141,6 +177,33 @@ def attention(
     return out.astype(dtype, copy=False), log_total
 
 
+def _why_not_attention_backward(
+    grad: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray,
+    log_total: np.ndarray,
+    scoring: Scoring,
+    dq: np.ndarray,
+    dk: np.ndarray,
+    dv: np.ndarray,
+    mask: np.ndarray | None = None,
+) -> str | None:
+    if log_total.dtype != np.float32:
+        return f"logs of sums of float32, got {log_total.dtype}"
+    why = _why_not_many(q, k, v, scoring, mask)
+    if why is not None:
+        return why
+    dtype = dk.dtype
+    if not (dtype == np.float32 or (dtype == q.dtype and dtype.name == "bfloat16")):
+        return f"gradients of float32, or with all else of bfloat16, got {dtype} for {q.dtype}"
+    if any(array.dtype != dtype for array in (grad, out, dq, dv)):
+        return f"results and gradients of one dtype, here {dtype}"
+    return None if _behave(dq, dk, dv) else "places for gradients in one piece, aligned and not read-only"
+
+
+@unless(_why_not_attention_backward)
 def attention_backward(
     grad: np.ndarray,
     q: np.ndarray,
@@ -154,14 +217,9 @@ def attention_backward(
     dv: np.ndarray,
     mask: np.ndarray | None = None,
 ) -> Any:
-    if log_total.dtype != np.float32 or not _takes(q, k, v, scoring, mask):
-        return NotImplemented
     dtype = dk.dtype
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype
-    same = all(array.dtype == dtype for array in (grad, out, dq, dv)) and (narrow_results or dtype == np.float32)
-    if not same or not _behave(dq, dk, dv):
-        return NotImplemented
     settings = _settings(scoring, q.shape[1], k.shape[1])
     groups, in_parts = make_groups(q, k)
     sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of groups, for keys and values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
@@ -11,28 +10,40 @@ import numpy as np
 from tricycle.kernels import FEW_ROWS
 from tricycle_accelerators import pieces, threads
 from tricycle_accelerators.compiled.loaded import loops, training_loops
+from tricycle_accelerators.providers import unless
 
 SMALL = 2**16  # numbers below which NumPy is as quick, for they stay in a core's cache
 FLOAT32 = np.dtype(np.float32)
+TOO_SMALL = f"fewer than {SMALL} elements: NumPy is as quick"
+IN_ONE_PIECE = "in one piece, aligned and not read-only"
 
 
-def is_few_rows(x: np.ndarray) -> bool:
-    """Return whether these are float32 rows of a few tokens, contiguous: in generation a call of NumPy takes longer
-    than its work, and so would more than one thread.
+def why_not_few_rows(x: np.ndarray) -> str | None:
+    """Return why these are not float32 rows of a few tokens, contiguous: in generation a call of NumPy takes longer
+    than its work, and so would more than one thread. The caller has seen that they are SMALL.
     """
-    return (
-        x.ndim > 0 and 0 < x.size < SMALL and x.size <= FEW_ROWS * x.shape[-1] and x.dtype == FLOAT32 and x.flags.carray
-    )
+    if not x.ndim or not x.size:
+        return "no rows"
+    if x.size > FEW_ROWS * x.shape[-1]:
+        return f"{TOO_SMALL} with more than {FEW_ROWS} rows"
+    if x.dtype != FLOAT32:
+        return f"few rows of float32 alone, got {x.dtype}"
+    return None if x.flags.carray else IN_ONE_PIECE
 
 
-def fits(*arrays: np.ndarray) -> bool:
-    """Whether the loops take these and are worth it: the first is large, all are float32 in one piece and aligned."""
-    return arrays[0].size >= SMALL and all(a.dtype == FLOAT32 and a.flags.carray for a in arrays)
-
-
-def fit_16(*arrays: np.ndarray) -> bool:
-    """The same for bfloat16."""
-    return arrays[0].size >= SMALL and all(a.dtype.name == "bfloat16" and a.flags.carray for a in arrays)
+def why_not_large(*arrays: np.ndarray, dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> str | None:
+    """Return why the loops do not take these or are not worth it: the first is large, all have one dtype."""
+    if arrays[0].size < SMALL:
+        return TOO_SMALL
+    dtype = arrays[0].dtype
+    if ("float32" if dtype == FLOAT32 else str(dtype)) not in dtypes:
+        return f"{' or '.join(dtypes)}, got {dtype}"
+    for array in arrays:
+        if array.dtype != dtype:
+            return f"one dtype, got {dtype} and {array.dtype}"
+        if not array.flags.carray:
+            return IN_ONE_PIECE
+    return None
 
 
 def as_numbers(array: np.ndarray) -> np.ndarray:
@@ -42,8 +53,6 @@ def as_numbers(array: np.ndarray) -> np.ndarray:
 
 def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
     """What a loop over (N,) makes of arrays of one shape."""
-    if not (fits(*arrays) or fit_16(*arrays)):
-        return NotImplemented
     compute = _loop_of(name)
     flat = [as_numbers(array).reshape(-1) for array in arrays]
     result = np.empty_like(flat[0])
@@ -53,8 +62,6 @@ def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
 
 def _over_rows(name: str, arrays: Sequence[np.ndarray], size: int) -> Any:
     """What a loop over rows makes of arrays (..., C), rows of that size."""
-    if not (fits(*arrays) or fit_16(*arrays)):
-        return NotImplemented
     compute = _loop_of(name)
     rows = [as_numbers(array).reshape(-1, array.shape[-1]) for array in arrays]
     result = np.empty((len(rows[0]), size), rows[0].dtype)
@@ -66,40 +73,63 @@ def _loop_of(name: str) -> Any:
     return getattr(training_loops() if name.endswith("backward") else loops(), name)
 
 
+def _why_not_rows(x: np.ndarray) -> str | None:
+    return why_not_few_rows(x) if x.size < SMALL else why_not_large(x)
+
+
+@unless(_why_not_rows)
 def gelu(x: np.ndarray) -> Any:
-    if is_few_rows(x):
+    return _gelu(x)
+
+
+def _gelu(x: np.ndarray) -> Any:
+    if x.size < SMALL:
         y = np.empty_like(x)
         loops().gelu(x.reshape(-1), y.reshape(-1))
         return y
     return _over_numbers("gelu", x)
 
 
+@unless(_why_not_rows)
 def gelu_with_slope(x: np.ndarray) -> Any:
     """Without the slope, which is computed again in less time than it takes to be written and read."""
-    y = gelu(x)
-    return NotImplemented if isinstance(y, NotImplementedType) else (y, None)
+    return _gelu(x), None
 
 
-def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> Any:
-    return NotImplemented if slope is not None or x is None else _over_numbers("gelu_backward", grad, x)
+def _why_not_gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | None) -> str | None:
+    return "a slope that was kept" if slope is not None or x is None else why_not_large(grad, x)
 
 
+@unless(_why_not_gelu_backward)
+def gelu_backward(grad: np.ndarray, x: Any, slope: np.ndarray | None) -> Any:
+    return _over_numbers("gelu_backward", grad, x)
+
+
+@unless(_why_not_rows)
 def swiglu(x: np.ndarray) -> Any:
-    if is_few_rows(x):
+    if x.size < SMALL:
         y = np.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
         loops().swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
         return y
     return _over_rows("swiglu", [x], x.shape[-1] // 2)
 
 
+def _why_not_swiglu_backward(grad: np.ndarray, x: np.ndarray) -> str | None:
+    return why_not_large(grad, x)
+
+
+@unless(_why_not_swiglu_backward)
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> Any:
     return _over_rows("swiglu_backward", [grad, x], x.shape[-1])
 
 
-def sum_rows(x: np.ndarray) -> np.ndarray | NotImplementedType:
+def _why_not_sum_rows(x: np.ndarray) -> str | None:
+    return "two axes alone" if x.ndim != 2 else why_not_large(x, dtypes=("bfloat16",))
+
+
+@unless(_why_not_sum_rows)
+def sum_rows(x: np.ndarray) -> np.ndarray:
     """Of bfloat16; those of float32 BLAS sums."""
-    if x.ndim != 2 or not fit_16(x):
-        return NotImplemented
     bits = x.view(np.uint16)
 
     def work(piece: slice) -> np.ndarray:
@@ -111,29 +141,41 @@ def sum_rows(x: np.ndarray) -> np.ndarray | NotImplementedType:
     return total
 
 
-def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray | NotImplementedType:
-    """A thread takes an item at a time; a single item, as in generation, is computed in this thread."""
-    is_single = len(x) == 1 and x.dtype == FLOAT32
-    if not is_single and (x.size < SMALL or x.dtype.name not in ("float32", "bfloat16")):
-        return NotImplemented
+def _why_not_rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | None:
+    if len(x) != 1 or x.dtype != FLOAT32:
+        if x.size < SMALL:
+            return TOO_SMALL
+        if x.dtype.name not in ("float32", "bfloat16"):
+            return f"float32 or bfloat16, got {x.dtype}"
     if x.strides[-1] != x.itemsize or not x.flags.behaved:
-        return NotImplemented
+        return f"heads {IN_ONE_PIECE}"
     if not (cos.dtype == FLOAT32 and cos.flags.carray and sin.dtype == FLOAT32 and sin.flags.carray):
-        return NotImplemented
+        return f"cosines and sines of float32 {IN_ONE_PIECE}"
+    return None
+
+
+@unless(_why_not_rotate)
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """A thread takes an item at a time; a single item, as in generation, is computed in this thread."""
     y = np.empty(x.shape, x.dtype)
     compute = loops().rotate
-    if is_single:
-        compute(x[0], cos, sin, y[0])
+    heads, rotated = as_numbers(x), as_numbers(y)
+    if len(x) == 1:
+        compute(heads[0], cos, sin, rotated[0])
     else:
-        heads, rotated = as_numbers(x), as_numbers(y)
         threads.parallel(lambda i: compute(heads[i], cos, sin, rotated[i]), range(len(x)))
     return y
 
 
-def sum_squares(x: np.ndarray) -> np.ndarray | NotImplementedType:
+def _why_not_sum_squares(x: np.ndarray) -> str | None:
+    if x.size < pieces.PIECE:
+        return f"fewer than {pieces.PIECE} elements: BLAS is as quick"
+    return why_not_large(x, dtypes=("float32",))
+
+
+@unless(_why_not_sum_squares)
+def sum_squares(x: np.ndarray) -> np.ndarray:
     """As fast as memory gives the numbers: BLAS's product of a vector with itself takes half as long again."""
-    if x.size < pieces.PIECE or not fits(x):
-        return NotImplemented
     flat = x.reshape(-1)
     compute = training_loops().sum_squares
     return np.asarray(pieces.sum_over(lambda piece: compute(flat[piece]), pieces.cut(flat.size)), np.float32)

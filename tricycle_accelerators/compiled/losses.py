@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
 from tricycle_accelerators import pieces
-from tricycle_accelerators.compiled.elementwise import as_numbers, fit_16, fits
+from tricycle_accelerators.compiled.elementwise import as_numbers, why_not_large
 from tricycle_accelerators.compiled.loaded import training_loops
+from tricycle_accelerators.providers import unless
 
 
+def _why_not_cross_entropy(logits: np.ndarray, *_: Any, **__: Any) -> str | None:
+    return why_not_large(logits)
+
+
+@unless(_why_not_cross_entropy)
 def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_slope: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
-    if not (fits(logits) or fit_16(logits)) or not 0 <= labels.min() <= labels.max() < logits.shape[1]:
+    if not 0 <= labels.min() <= labels.max() < logits.shape[1]:
         return NotImplemented
     slope = np.empty(logits.shape if with_slope else (len(logits), 0), logits.dtype)
     rows, slopes = as_numbers(logits), as_numbers(slope)

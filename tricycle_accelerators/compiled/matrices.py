@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from functools import cache
 from itertools import pairwise
-from types import ModuleType, NotImplementedType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from tricycle_accelerators import processor, threads
+from tricycle_accelerators.providers import unless
 
 LEAST_ROWS = 128  # of the left matrix: of fewer it takes too long to lay out the right one
 NEAR = 2**20  # numbers of the left matrix that stay in the third cache while panels go by
@@ -36,6 +37,34 @@ def _loops() -> ModuleType | None:
     return matrix_loops
 
 
+def _why_not_matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> str | None:
+    n_rows, n_columns = len(a), b.shape[1]
+    if n_rows < LEAST_ROWS:
+        return f"fewer than {LEAST_ROWS} rows"
+    if a.size * n_columns < LEAST_WORK:
+        return f"fewer than {LEAST_WORK} multiplications"
+    if threads.inside_work():
+        return "a call by one of several threads at work"
+    if not _is_float32(a, b, bias, out) or not (dtype is None or np.dtype(dtype) == np.float32):
+        return f"float32 alone, aligned and not read-only, got {a.dtype} and {b.dtype}"
+    if a.strides[1] != 4 or 4 not in b.strides or (out is not None and out.strides[1] != 4):
+        return "rows in one piece: a transposed left matrix is left to BLAS"
+    loops = _loops()
+    if loops is None:
+        return "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as quick"
+    if n_rows % loops.ROWS or n_columns % loops.LANES:
+        return f"multiples of {loops.ROWS} rows and {loops.LANES} columns, got {n_rows} and {n_columns}"
+    return None
+
+
+@unless(_why_not_matmul)
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -43,17 +72,10 @@ def matmul(
     out: np.ndarray | None = None,
     dtype: Any = None,
     precision: str = "float32",
-) -> np.ndarray | NotImplementedType:
+) -> np.ndarray:
     """Of many rows that are in one piece each: a transposed left matrix, of a weight's gradient, is left to BLAS."""
     n_rows, n_columns = len(a), b.shape[1]
-    if n_rows < LEAST_ROWS or a.size * n_columns < LEAST_WORK or threads.inside_work():
-        return NotImplemented
-    fit = _is_float32(a, b, bias, out) and (dtype is None or np.dtype(dtype) == np.float32)
-    if not fit or a.strides[1] != 4 or 4 not in b.strides or (out is not None and out.strides[1] != 4):
-        return NotImplemented
-    loops = _loops()
-    if loops is None or n_rows % loops.ROWS or n_columns % loops.LANES:
-        return NotImplemented
+    loops: Any = _loops()
     product = np.empty((n_rows, n_columns), np.float32) if out is None else out
     shifts = np.empty(0, np.float32) if bias is None else np.ascontiguousarray(bias)
 

@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
 from typing import Any
 
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled.elementwise import FLOAT32, SMALL, as_numbers, is_few_rows
+from tricycle_accelerators.compiled.elementwise import (
+    FLOAT32,
+    IN_ONE_PIECE,
+    SMALL,
+    TOO_SMALL,
+    as_numbers,
+    why_not_few_rows,
+)
 from tricycle_accelerators.compiled.loaded import loops, training_loops
+from tricycle_accelerators.providers import unless
 
 # what is normed or its gradient, and what comes of it: all that the loops are compiled for
 CENTRED = {("float32", "float32"), ("float32", "bfloat16")}
 NOT_CENTRED = CENTRED | {("bfloat16", "bfloat16")}
 
 
-def _takes(x: np.ndarray, other: Any, centred: bool, *statistics: np.ndarray | None) -> bool:
-    """Whether there is a loop for rows and results of these dtypes, and it is worth it: x is large and in one piece."""
-    dtypes = x.dtype.name, np.dtype(other).name
-    fit = (a is None or (a.dtype == np.float32 and a.flags.carray) for a in statistics)
-    return x.size >= SMALL and dtypes in (CENTRED if centred else NOT_CENTRED) and x.flags.carray and all(fit)
+def _why_not_large(x: np.ndarray, other: Any, centred: bool) -> str | None:
+    """Return why there is no loop for many rows, and results of that dtype or none, or it is not worth it."""
+    if x.size < SMALL:
+        return TOO_SMALL
+    dtypes = x.dtype.name, x.dtype.name if other is None else np.dtype(other).name
+    if dtypes not in (CENTRED if centred else NOT_CENTRED):
+        return f"rows of {dtypes[0]} with results or gradients of {dtypes[1]}"
+    return None if x.flags.carray else f"rows {IN_ONE_PIECE}"
 
 
+def _why_not_float32(*statistics: np.ndarray | None) -> str | None:
+    for array in statistics:
+        if array is not None and not (array.dtype == FLOAT32 and array.flags.carray):
+            return f"parameters and statistics of float32 {IN_ONE_PIECE}"
+    return None
+
+
+def _why_not_layer_norm(
+    x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool, dtype: Any = None
+) -> str | None:
+    if bias is not None and not centred:
+        return "a bias of rows that are not centred"
+    if x.size >= SMALL:
+        return _why_not_large(x, dtype, centred) or _why_not_float32(gain, bias)
+    if dtype is not None and dtype != FLOAT32:
+        return f"results of float32 from few rows, got {np.dtype(dtype)}"
+    return why_not_few_rows(x) or _why_not_float32(gain, bias)
+
+
+@unless(_why_not_layer_norm)
 def layer_norm(
     x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool, dtype: Any = None
 ) -> Any:
-    if is_few_rows(x) and (dtype is None or dtype == FLOAT32) and gain.dtype == FLOAT32 and gain.flags.carray:
+    if x.size < SMALL:
         return _normalize_few_rows(x, gain, bias, eps, centred)
-    dtype = x.dtype if dtype is None else np.dtype(dtype)
-    if not _takes(x, dtype, centred, gain, bias) or not (centred or bias is None):
-        return NotImplemented
     rows = as_numbers(x).reshape(-1, x.shape[-1])
-    y = np.empty(rows.shape, dtype)
+    y = np.empty(rows.shape, x.dtype if dtype is None else dtype)
     out = as_numbers(y)
     means, scales = np.zeros((2, len(rows)), np.float32)
 
@@ -50,8 +77,6 @@ def layer_norm(
 
 def _normalize_few_rows(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None, eps: float, centred: bool) -> Any:
     """Compute `layer_norm` of a few tokens in this thread."""
-    if bias is not None and not (centred and bias.dtype == FLOAT32 and bias.flags.carray):
-        return NotImplemented
     shape = x.shape
     rows = x.reshape(-1, shape[-1])
     y = np.empty(rows.shape, FLOAT32)
@@ -64,11 +89,17 @@ def _normalize_few_rows(x: np.ndarray, gain: np.ndarray, bias: np.ndarray | None
     return y.reshape(shape), means.reshape(statistics), scales.reshape(statistics)
 
 
+def _why_not_layer_norm_backward(
+    grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
+) -> str | None:
+    why = _why_not_large(x, grad.dtype, centred) or _why_not_float32(gain, mean, scale)
+    return why if why or grad.flags.carray else f"a gradient {IN_ONE_PIECE}"
+
+
+@unless(_why_not_layer_norm_backward)
 def layer_norm_backward(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | NotImplementedType:
-    if not _takes(x, grad.dtype, centred, gain, mean, scale) or not grad.flags.carray:
-        return NotImplemented
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     dx = np.empty_like(x)
     rows, slopes, out = (as_numbers(a).reshape(-1, x.shape[-1]) for a in (x, grad, dx))
     means, scales = mean.reshape(-1), scale.reshape(-1)

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import math
-from types import NotImplementedType
+from typing import Any
 
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
-from tricycle_accelerators.compiled.elementwise import SMALL
+from tricycle_accelerators.compiled.elementwise import FLOAT32, IN_ONE_PIECE, SMALL, TOO_SMALL
 from tricycle_accelerators.compiled.loaded import training_loops
+from tricycle_accelerators.providers import unless
 
 
+def _why_not_adamw(
+    weights: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, *_: Any, **__: Any
+) -> str | None:
+    if weights.size < SMALL:
+        return TOO_SMALL
+    for array in (weights, grad, first, second):
+        if array.dtype != FLOAT32:
+            return f"float32 alone, got {array.dtype}"
+    changed = weights, first, second
+    alike = all(a.flags.c_contiguous for a in changed) or all(a.flags.f_contiguous for a in changed)
+    if not alike or not all(a.flags.behaved for a in changed):
+        return f"weights and moments that lie alike, {IN_ONE_PIECE}"
+    lies_alike = grad.flags.f_contiguous if weights.flags.f_contiguous else grad.flags.c_contiguous
+    if lies_alike and not grad.flags.behaved:  # another is copied
+        return "a gradient that is aligned and not read-only"
+    return None
+
+
+@unless(_why_not_adamw)
 def adamw(
     weights: np.ndarray,
     grad: np.ndarray,
@@ -23,16 +43,11 @@ def adamw(
     eps: float,
     decay: float,
     factor: np.ndarray | float | None = None,
-) -> NotImplementedType | None:
-    if weights.size < SMALL or any(a.dtype != np.float32 for a in (weights, grad, first, second)):
-        return NotImplemented
-    arrays = pieces.flat(weights, grad, first, second)
-    if arrays is None or not all(a.flags.carray for a in arrays):
-        return NotImplemented
+) -> None:
     share = 1.0 if factor is None else float(factor)
     if not share > 0:
-        return None
-    w, g, m, v = arrays
+        return
+    w, g, m, v = pieces.flat(weights, grad, first, second)  # type: ignore[misc]
     beta1, beta2 = betas
     correction = math.sqrt(1 - beta2**step)
     rate = learning_rate * correction / (1 - beta1**step)
@@ -44,4 +59,3 @@ def adamw(
         update(w[piece], g[piece], m[piece], v[piece], numbers)
 
     threads.parallel(work, pieces.cut(weights.size))
-    return None

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType, NotImplementedType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,11 @@ import numpy as np
 from tricycle.kernels.recurrent import Piece
 from tricycle_accelerators import threads
 from tricycle_accelerators.cpu.recurrence import Blocks
+from tricycle_accelerators.providers import unless
 
 FEWEST_ROWS = 16  # of a call, from which on it pays to lay out the weights
 FEWEST_ITEMS = 8  # of a thread: with fewer the weights come from memory more slowly than they are used
+STEPS = "steps of float32 in one piece, aligned and not read-only"
 ALL_ACTIVE = np.zeros((0, 0), np.bool_)
 
 
@@ -54,20 +56,26 @@ class _Panels(Blocks):
             return self.panels
 
 
-def repeated(matrix: np.ndarray) -> Any:
-    return _Panels(matrix) if matrix.dtype == np.float32 else NotImplemented
+def _why_not_repeated(matrix: np.ndarray) -> str | None:
+    return None if matrix.dtype == np.float32 else f"float32 alone, got {matrix.dtype}"
 
 
-def _fits(weights: Any, *arrays: np.ndarray) -> bool:
-    """Whether there is enough to do (in the first array), and what each step has of every array is in one piece."""
+@unless(_why_not_repeated)
+def repeated(matrix: np.ndarray) -> _Panels:
+    return _Panels(matrix)
+
+
+def _why_not(weights: Any, *arrays: np.ndarray) -> str | None:
+    """Return why not: too little to do (in the first array), or what a step has of an array is not in one piece."""
     matrix = weights.matrix if isinstance(weights, _Panels) else weights
-    return (
-        isinstance(matrix, np.ndarray)
-        and matrix.dtype == np.float32
-        and matrix.size > 0
-        and math.prod(arrays[0].shape[:2]) >= FEWEST_ROWS
-        and all(_whole_rows(a) and a.strides[-2] == 4 * a.shape[-1] for a in arrays)
-    )
+    if not isinstance(matrix, np.ndarray) or matrix.dtype != np.float32 or not matrix.size:
+        return "weights of float32 that the loops can lay out"
+    if math.prod(arrays[0].shape[:2]) < FEWEST_ROWS:
+        return f"fewer than {FEWEST_ROWS} rows: it does not pay to lay out the weights"
+    for array in arrays:
+        if not _whole_rows(array) or array.strides[-2] != 4 * array.shape[-1]:
+            return STEPS
+    return None
 
 
 def _whole_rows(array: np.ndarray) -> bool:
@@ -95,15 +103,21 @@ def _bias(bias: np.ndarray | None, panels: np.ndarray) -> np.ndarray:
     return padded
 
 
+def _why_not_pipeline(gates: np.ndarray, *_: Any, **__: Any) -> str | None:
+    if gates.dtype != np.float32:
+        return f"float32 alone, got {gates.dtype}"
+    if gates.shape[1] < 2 * FEWEST_ITEMS and threads.n_threads() > 1:
+        return f"fewer than {2 * FEWEST_ITEMS} items, too few for two threads"
+    return None
+
+
+@unless(_why_not_pipeline)
 def pipeline(
     gates: np.ndarray, pieces: list[Piece], first: Callable[[Piece], None], then: Callable[[Piece], None]
-) -> NotImplementedType | None:
+) -> None:
     """Threads take some items each through the whole sequence."""
     n_items = gates.shape[1]
-    n_parts = min(threads.n_threads(), n_items // FEWEST_ITEMS)
-    if gates.dtype != np.float32 or (n_parts < 2 and threads.n_threads() > 1):
-        return NotImplemented
-    n_parts = max(1, n_parts)
+    n_parts = max(1, min(threads.n_threads(), n_items // FEWEST_ITEMS))
     ends = [n_items * part // n_parts for part in range(n_parts + 1)]
 
     def work(part: int) -> None:
@@ -113,17 +127,22 @@ def pipeline(
             then((steps, items))
 
     threads.parallel(work, range(n_parts))
+
+
+def _why_not_project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> str | None:
+    if not isinstance(matrix, _Panels) or not matrix.matrix.size:
+        return "a matrix that `repeated` has laid out, with numbers"
+    if not _whole_rows(x) or not _whole_rows(out):
+        return STEPS
     return None
 
 
-def project(x: np.ndarray, matrix: Any, bias: np.ndarray | None, out: np.ndarray) -> NotImplementedType | None:
-    if not isinstance(matrix, _Panels) or not matrix.matrix.size or not _whole_rows(x) or not _whole_rows(out):
-        return NotImplemented
+@unless(_why_not_project)
+def project(x: np.ndarray, matrix: _Panels, bias: np.ndarray | None, out: np.ndarray) -> None:
     from tricycle_accelerators.compiled import products
 
     cut = matrix.cut()
     products.multiply(x, cut, _bias(bias, cut), out)
-    return None
 
 
 def _forward(
@@ -134,21 +153,37 @@ def _forward(
     bias: np.ndarray | None,
     active: np.ndarray | None,
     *options: Any,
-) -> NotImplementedType | None:
-    if not _fits(weights, gates, states):
-        return NotImplemented
+) -> None:
     cut = _panels(weights).cut()
     getattr(_loops(), loop)(gates, *states, cut, _bias(bias, cut), _mask(active), *options)
-    return None
+
+
+def _why_not_forward(gates: np.ndarray, states: np.ndarray, weights: Any, *_: Any, **__: Any) -> str | None:
+    return _why_not(weights, gates, states)
+
+
+def _why_not_backward(
+    grad: np.ndarray,
+    gates: np.ndarray,
+    states: np.ndarray,
+    weights: Any,
+    active: np.ndarray | None,
+    d_gates: np.ndarray,
+    d_states: np.ndarray,
+    relu: bool = False,
+) -> str | None:
+    return _why_not(weights, gates, grad, states, d_gates, d_states)
 
 
 # -------------------------------------------------------------------- Elman's
+@unless(_why_not_forward)
 def rnn(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None, relu: bool
-) -> NotImplementedType | None:
-    return _forward("rnn", gates, states, weights, bias, active, relu)
+) -> None:
+    _forward("rnn", gates, states, weights, bias, active, relu)
 
 
+@unless(_why_not_backward)
 def rnn_backward(
     grad: np.ndarray,
     gates: np.ndarray,
@@ -158,21 +193,20 @@ def rnn_backward(
     d_gates: np.ndarray,
     d_states: np.ndarray,
     relu: bool,
-) -> NotImplementedType | None:
-    if not _fits(weights, gates, grad, states, d_gates, d_states):
-        return NotImplemented
+) -> None:
     cut = _panels(weights).T.cut()
     _loops().rnn_back(*grad, *states, cut, _mask(active), *d_gates, *d_states, relu)
-    return None
 
 
 # -------------------------------------------------------------------- GRU
+@unless(_why_not_forward)
 def gru(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
-) -> NotImplementedType | None:
-    return _forward("gru", gates, states, weights, bias, active)
+) -> None:
+    _forward("gru", gates, states, weights, bias, active)
 
 
+@unless(_why_not_backward)
 def gru_backward(
     grad: np.ndarray,
     gates: np.ndarray,
@@ -181,21 +215,20 @@ def gru_backward(
     active: np.ndarray | None,
     d_gates: np.ndarray,
     d_states: np.ndarray,
-) -> NotImplementedType | None:
-    if not _fits(weights, gates, grad, states, d_gates, d_states):
-        return NotImplemented
+) -> None:
     cut = _panels(weights).T.cut()
     _loops().gru_back(*grad, gates, *states, cut, _mask(active), *d_gates, *d_states)
-    return None
 
 
 # -------------------------------------------------------------------- LSTM
+@unless(_why_not_forward)
 def lstm(
     gates: np.ndarray, states: np.ndarray, weights: Any, bias: np.ndarray | None, active: np.ndarray | None
-) -> NotImplementedType | None:
-    return _forward("lstm", gates, states, weights, bias, active)
+) -> None:
+    _forward("lstm", gates, states, weights, bias, active)
 
 
+@unless(_why_not_backward)
 def lstm_backward(
     grad: np.ndarray,
     gates: np.ndarray,
@@ -204,10 +237,7 @@ def lstm_backward(
     active: np.ndarray | None,
     d_gates: np.ndarray,
     d_states: np.ndarray,
-) -> NotImplementedType | None:
-    if not _fits(weights, gates, grad, states, d_gates, d_states):
-        return NotImplemented
+) -> None:
     _, c, tanh_c = states
     cut = _panels(weights).T.cut()
     _loops().lstm_back(*grad, gates, c, tanh_c, cut, _mask(active), *d_gates, *d_states)
-    return None

@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from functools import cache
-from types import ModuleType, NotImplementedType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy as np
 from tricycle.devices import Array
 from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import threads
+from tricycle_accelerators.compiled.elementwise import FLOAT32
+from tricycle_accelerators.providers import unless
 from tricycle_accelerators.spinning import Trust
 
 LEAST = 2**17  # bytes of a matrix of float32: smaller ones are left to NumPy
@@ -76,6 +78,29 @@ def _team() -> _Team:
     return _Team()
 
 
+def _why_not_matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> str | None:
+    if len(a) != 1:
+        return f"one row alone, got {len(a)}"
+    if out is not None or dtype is not None:
+        return "a place or a dtype for the result"
+    if not (a.dtype == b.dtype == FLOAT32):
+        return f"float32 alone, got {a.dtype} and {b.dtype}"
+    if b.nbytes < LEAST:
+        return f"a matrix of fewer than {LEAST} bytes: NumPy is as quick"
+    flags = b.flags
+    if not (flags.f_contiguous and flags.behaved and a.flags.carray):
+        return "a row and a matrix by columns, each in one piece, aligned and not read-only"
+    return None
+
+
+@unless(_why_not_matmul)
 def matmul(
     a: np.ndarray,
     b: np.ndarray,
@@ -83,15 +108,10 @@ def matmul(
     out: np.ndarray | None = None,
     dtype: Any = None,
     precision: str = "float32",
-) -> np.ndarray | NotImplementedType:
+) -> np.ndarray:
     """Of one row, where a matrix of float32 lies by columns, as a tied head's and most pretrained weights do."""
-    if len(a) != 1 or out is not None or dtype is not None or not (a.dtype == b.dtype == np.float32):
-        return NotImplemented
-    turned = b.T
-    if b.nbytes < LEAST or not (turned.flags.carray and a.flags.carray):
-        return NotImplemented
     product = np.empty((1, b.shape[1]), np.float32)
-    _team().multiply(a, turned, NO_SCALES, NO_SUMS, product)
+    _team().multiply(a, b.T, NO_SCALES, NO_SUMS, product)
     if bias is not None:
         product += bias
     return product
@@ -105,10 +125,8 @@ class _Rows(NamedTuple):
     sums: np.ndarray
 
 
-def _rows_of(matrix: FewBits) -> _Rows | None:
-    """Return the rows of a matrix, which are made once for it; None where no loop takes them."""
-    if matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size:
-        return None
+def _rows_of(matrix: FewBits) -> _Rows:
+    """Return the rows of a matrix, which are made once for it."""
     by_row = matrix.by_row()
     numbers = np.ascontiguousarray(by_row.values).view(np.int8 if matrix.dtype.name == "int8" else np.uint16)
     if not numbers.flags.writeable:  # loops take no array that is read-only, though they write nothing here
@@ -121,17 +139,26 @@ def _rows_of(matrix: FewBits) -> _Rows | None:
     return _Rows(numbers, scales, numbers.sum(axis=1, dtype=np.int32) if has_sums else NO_SUMS)
 
 
-def few_bits_matmul(
+def _why_not_few_bits_matmul(
     x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32"
-) -> Array | NotImplementedType:
+) -> str | None:
+    if len(x) != 1:
+        return f"one row alone, got {len(x)}"
+    if not matrix.turned:
+        return "a matrix whose columns lie in one piece each, got one that lies by rows"
+    if x.dtype != FLOAT32 or not x.flags.carray:
+        return f"a row of float32 in one piece, aligned and not read-only, got {x.dtype}"
+    if "rows" not in matrix.ready and (matrix.dtype.name not in ("int8", "bfloat16") or not matrix.size):
+        return f"a matrix of int8 or bfloat16 with numbers, got {matrix!r}"
+    return None
+
+
+@unless(_why_not_few_bits_matmul)
+def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
     """Of one row. Numbers of the matrix become float32 in registers, so that nothing else is rounded."""
-    if len(x) != 1 or not matrix.turned or x.dtype != np.float32 or not x.flags.carray:
-        return NotImplemented
-    if "rows" not in matrix.ready:
-        matrix.ready["rows"] = _rows_of(matrix)
-    rows: _Rows | None = matrix.ready["rows"]
+    rows: _Rows | None = matrix.ready.get("rows")
     if rows is None:
-        return NotImplemented
+        rows = matrix.ready["rows"] = _rows_of(matrix)
     product = np.empty((1, matrix.shape[1]), np.float32)
     _team().multiply(x, rows.numbers, rows.scales, rows.sums, product)
     if bias is not None:
