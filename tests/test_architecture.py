@@ -166,7 +166,7 @@ def test_a_real_step_comes_through_the_stops_in_their_order():
 
 def test_the_versions_of_a_product_are_asked_in_the_order_of_the_page():
     kernels.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
-    asked = [f"{version.__module__.replace('.', '/')}.py:matmul" for version in kernels.matmul.versions[np.ndarray]]
+    asked = [f"{version.__module__.replace('.', '/')}.py:matmul" for version in kernels.matmul.registered[np.ndarray]]
     (text,) = (text for *_, name, text in STOPS if name == "Kernel.__call__")
     named = re.findall(r"`(tricycle_accelerators/(?!cuda)\w+/\w+\.py:matmul)`", text)
     assert [place for place in named if place in asked] == asked
@@ -187,8 +187,9 @@ def test_the_table_says_which_provider_takes_each_kernel_of_a_step(monkeypatch):
         return noted
 
     for name, kernel in kernels.KERNELS.items():
-        versions = [noting(name, version, provider_of(version)) for version in kernel.look_up(np.ndarray)]
-        monkeypatch.setitem(kernel.versions, np.ndarray, (*versions, noting(name, kernel.plain, "plain")))
+        versions = [(version, provider_of(version)) for version in kernel.registered.get(np.ndarray, ())]
+        noted = [(None, noting(name, *version)) for version in (*versions, (kernel.plain, "plain"))]
+        monkeypatch.setitem(kernel.versions, np.ndarray, noted)
     (text,) = (text for *_, name, text in STOPS if name == "Kernel.__call__")
     rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| (.*?) ?\|$", text, re.MULTILINE)
     everywhere = {"numpy", "plain"}  # these take what others would elsewhere

@@ -263,6 +263,6 @@ def test_the_fast_kernels_are_in_use():
     import cupy
 
     kernels.gelu(cupy.ones(3, cupy.float32))
-    (version,) = kernels.gelu.versions[cupy.ndarray]
+    (version,) = kernels.gelu.registered[cupy.ndarray]
     assert version.__module__ == "tricycle_accelerators.cuda.elementwise"
     assert DebugConfig().precision == "float32"

@@ -181,7 +181,7 @@ def advice(shown: list[str], problem: str | None) -> list[str]:
 def kernel_report() -> str:
     """Return who is asked for each kernel of NumPy arrays, in order, and why other providers are not."""
     KERNELS["matmul"].look_up(np.ndarray)  # all providers register, and list their kernels
-    asked = {name: [provider_of(version) for version in kernel.look_up(np.ndarray)] for name, kernel in KERNELS.items()}
+    asked = {name: [*map(provider_of, kernel.registered.get(np.ndarray, ()))] for name, kernel in KERNELS.items()}
     width = max(map(len, asked))
     cpuinfo = Path("/proc/cpuinfo")
     lines = [f"CPU: {processor(cpuinfo.read_text(encoding='utf-8', errors='replace') if cpuinfo.exists() else '')}", ""]

@@ -19,6 +19,7 @@ import numpy as np
 P = ParamSpec("P")
 R = TypeVar("R")
 Version: TypeAlias = Callable[P, R | NotImplementedType]
+Asked: TypeAlias = tuple[Callable[P, str | None] | None, Version[P, R]]  # why not these arguments (None: it takes all)
 GROUP = "tricycle.kernels"
 KERNELS: dict[str, Kernel[..., Any]] = {}  # all of them, by name
 
@@ -34,7 +35,7 @@ class Kernel(Generic[P, R]):
     def __init__(self, plain: Callable[P, R]) -> None:
         self.plain = plain  # right on every array library: what faster versions are tested against
         self.registered: dict[type, list[Version[P, R]]] = {}
-        self.versions: dict[type, tuple[Version[P, R], ...]] = {}  # those asked, in order; filled when an array comes
+        self.versions: dict[type, list[Asked[P, R]]] = {}  # those asked, in order; filled when an array comes
         update_wrapper(self, plain)
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
@@ -42,15 +43,14 @@ class Kernel(Generic[P, R]):
             bound = inspect.signature(self.plain).bind(*args, **options)
             return self(*bound.args, **bound.kwargs)
         if not reference_only.get():
-            array_type = type(args[0])
-            try:
-                versions = self.versions[array_type]
-            except KeyError:
-                versions = self.look_up(array_type)
-            for version in versions:
-                result = version(*args, **options)
-                if result is not NotImplemented:
-                    return result
+            versions = self.versions.get(type(args[0]))
+            if versions is None:
+                versions = self.look_up(type(args[0]))
+            for why_not, run in versions:
+                if why_not is None or why_not(*args, **options) is None:
+                    result = run(*args, **options)
+                    if result is not NotImplemented:
+                        return result
         return self.plain(*args, **options)
 
     def on(self, array_type: type) -> Callable[[Version[P, R]], Version[P, R]]:
@@ -64,13 +64,13 @@ class Kernel(Generic[P, R]):
 
         return register
 
-    def look_up(self, array_type: type) -> tuple[Version[P, R], ...]:
+    def look_up(self, array_type: type) -> list[Asked[P, R]]:
         with _loading:  # no other thread may see half of what is being registered
             if array_type not in _loaded:
                 _load(array_type)
                 _loaded.add(array_type)
-            self.versions[array_type] = tuple(self.registered.get(array_type, ()))
-            return self.versions[array_type]
+            found = [(getattr(x, "why_not", None), getattr(x, "run", x)) for x in self.registered.get(array_type, ())]
+            return self.versions.setdefault(array_type, found)
 
     def __repr__(self) -> str:
         return f"<kernel {self.plain.__name__}>"

@@ -60,7 +60,8 @@ def explain(kernel: Kernel[..., Any] | str, *args: Any, **options: Any) -> Expla
     if not args:
         raise ValueError(f"explain: expected the arguments of {kernel!r}, the first an array, got none")
     answers = []
-    for version in kernel.look_up(type(args[0])):
+    kernel.look_up(type(args[0]))  # all have registered then
+    for version in kernel.registered.get(type(args[0]), ()):
         why_not = getattr(version, "why_not", None)
         reason = "within debug.use_reference()" if reference_only.get() else None
         if reason is None and why_not is not None:
