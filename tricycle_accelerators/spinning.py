@@ -25,7 +25,7 @@ LATE, SLOW = (
     2e9,
 )  # seconds, and bytes a second of a matrix: a product that takes longer than both together is late
 SHARED = 2**17  # bytes of a matrix from which on it takes longer to read than to share
-FORGETS = 0.98  # of late products, with each that is not
+FORGETS = 0.995  # of late products, with each that is not: one in each token of a small model is too many
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds
 
 
