@@ -73,10 +73,10 @@ def test_the_bits_do_not_depend_on_who_helps(team, monkeypatch, kind):
     matrix = matrix_of(kind, (1500, 576))
     x = np.random.default_rng(4).standard_normal((1, 576)).astype(np.float32)
     results, begin = set(), time.monotonic()
-    while not team.shared[team.loops.SERVING] and time.monotonic() < begin + 30:  # helpers come after the first
+    while not team.shared[team.loops.SERVING]:  # helpers come after the first
         results.add(product_of(x, matrix).tobytes())
+        assert time.monotonic() < begin + 60
     results |= {product_of(x, matrix).tobytes() for _ in range(50)}
-    assert team.shared[team.loops.SERVING] or time.monotonic() > begin + 1
     with threads.turn:  # another caller has the helpers
         results.add(product_of(x, matrix).tobytes())
     monkeypatch.setattr(threads, "n_threads", lambda: 1)
@@ -147,10 +147,11 @@ def test_callers_in_several_threads(team):
 
 
 def test_helpers_that_keep_others_waiting_are_left_out_for_a_while(team, monkeypatch):
-    monkeypatch.setattr(vectors, "LATE", -1)
+    monkeypatch.setattr(vectors, "LATE", -2)  # pauses: every product is late
     matrix = matrix_of("float32", (500, 300))
-    row = np.ones((1, 300), np.float32)
-    assert any(product_of(row, matrix) is not None and not team.trust for _ in range(10**5))
+    for _ in range(3):
+        product_of(np.ones((1, 300), np.float32), matrix)
+    assert not team.trust
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

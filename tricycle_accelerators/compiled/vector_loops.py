@@ -74,7 +74,7 @@ def _take(box: Any, place: int, part: int) -> bool:
         rows_of_bfloat16(box, stop - n, stop)
     elif box[KIND] == INT8:
         rows_of_int8(box, stop - n, stop)
-    elif HAS_BYTES:
+    else:
         rows_of_bytes(box, stop - n, stop)
     add(place, DONE, n)
     return True

@@ -195,7 +195,7 @@ def _dot_bytes(context: Any, upper: Any, lower: Any, row: Any, n_steps: Any, shi
 
 
 @numba.njit(**OPTIONS)
-def rows_of_bytes(box: Any, start: int, stop: int) -> None:
+def _rows_of_bytes(box: Any, start: int, stop: int) -> None:
     size, stride, x = box[SIZE], box[STRIDE], box[X]
     n_rows, n_steps = box[N_ROWS], size // (4 * LANES)
     out = numba.carray(_address(box[OUT], ZERO), (n_rows,))
@@ -203,6 +203,9 @@ def rows_of_bytes(box: Any, start: int, stop: int) -> None:
     sums = numba.carray(_address(box[SUMS], np.int32(0)), (n_rows,))
     for i in range(start, stop):
         out[i] = _dot_bytes(x, x + size, box[ROWS] + i * stride, n_steps, MIDDLE * sums[i], scales[i])
+
+
+rows_of_bytes = _rows_of_bytes if HAS_BYTES else rows_of_int8  # elsewhere no compiler knows the instruction
 
 
 @numba.njit(fastmath=ANY_ORDER, **OPTIONS)
