@@ -38,12 +38,7 @@ def _loops() -> ModuleType | None:
 
 
 def _why_not_matmul(
-    a: np.ndarray,
-    b: np.ndarray,
-    bias: np.ndarray | None = None,
-    out: np.ndarray | None = None,
-    dtype: Any = None,
-    precision: str = "float32",
+    a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     n_rows, n_columns = len(a), b.shape[1]
     if n_rows < LEAST_ROWS:

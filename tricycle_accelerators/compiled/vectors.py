@@ -79,12 +79,7 @@ def _team() -> _Team:
 
 
 def _why_not_matmul(
-    a: np.ndarray,
-    b: np.ndarray,
-    bias: np.ndarray | None = None,
-    out: np.ndarray | None = None,
-    dtype: Any = None,
-    precision: str = "float32",
+    a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     if len(a) != 1:
         return f"one row alone, got {len(a)}"

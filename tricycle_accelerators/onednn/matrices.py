@@ -60,12 +60,7 @@ def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndar
 
 
 def _why_not_matmul(
-    a: np.ndarray,
-    b: np.ndarray,
-    bias: np.ndarray | None = None,
-    out: np.ndarray | None = None,
-    dtype: Any = None,
-    precision: str = "float32",
+    a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
     if a.dtype != np.float32:
         if not a.dtype == b.dtype == library.bfloat16():
