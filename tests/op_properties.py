@@ -232,6 +232,22 @@ def _reshape(draw):
     return Call(lambda x: ops.reshape(x, *new), (x,), lambda torch, x: x.reshape(new))
 
 
+@of("split_heads")
+def _split_heads(draw):
+    n_heads, size = draw(SOME), draw(SOME)
+    x = signed(draw, (draw(SMALL), draw(SMALL), 2 * n_heads * size))
+
+    def run(x):
+        queries, keys = ops.split_heads(x, (n_heads, n_heads), size)
+        return queries + 2 * keys
+
+    def torch_run(torch, x):
+        queries, keys = x.reshape(*x.shape[:2], 2 * n_heads, size).split(n_heads, dim=2)
+        return queries + 2 * keys
+
+    return Call(run, (x,), torch_run)
+
+
 @of("transpose")
 def _transpose(draw):
     x = signed(draw, draw(SHAPES))
