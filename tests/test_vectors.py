@@ -20,7 +20,7 @@ SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 1
 
 @pytest.fixture
 def team(monkeypatch):
-    """A team with helpers of its own, even on a machine with one processor."""
+    """A team with two helpers, even on a machine with one processor."""
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     monkeypatch.setattr(vectors, "LEAST", 0)
     monkeypatch.setattr(vectors, "LATE", 10**9)  # there may be fewer processors

@@ -6,7 +6,6 @@ from types import ModuleType
 
 from tricycle.kernels.explained import ABSENT
 from tricycle_accelerators import compiled, cpu, onednn
-from tricycle_accelerators.providers import excluded
 
 
 def register_numpy(array: type) -> None:
@@ -26,7 +25,7 @@ def register_cupy(array: type) -> None:
 
 
 def _register(provider: ModuleType, array: type) -> None:
-    problem = excluded(provider.PROVIDER) or provider.problem()
+    problem = provider.problem()
     if problem is None:
         ABSENT.pop(provider.PROVIDER, None)
         provider.register(array)

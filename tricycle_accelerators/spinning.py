@@ -1,10 +1,10 @@
-"""The threads of BLAS and of OpenMP, for short products.
+"""Threads that spin, for short products: when they are used, and those of BLAS.
 
-They wait for work by spinning, so they begin within a microsecond, where ours (`threads.py`), which sleep, take thirty:
-in the hundred products of a token that is a third of its time. But all must come to the end of a product before it is
-done, and where the system has put one aside for another program, each product waits for it, for milliseconds. So they
-are asked while they keep up; after two late products ours, of which each takes what is left to do, have their turn for
-a while. Both give the same bits.
+The threads of BLAS, of OpenMP and of `compiled/vectors.py` wait for work by spinning, so they begin within a
+microsecond, where those that sleep (`threads.py`) take thirty: in the hundred products of a token that is a third of
+its time. But where the system has put one aside for another program, a product waits for it, for milliseconds. So they
+are used while they keep up; after two late products the calling thread does without them for a while. The bits are the
+same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds
 
 
 class Trust:
-    """Whether such threads are asked now.
+    """Whether threads that spin are used now.
 
     Attributes:
         n_late: of the products lately.
-        rest: seconds for which they will not be asked when they are late again.
-        until: when they are asked again.
+        rest: seconds for which they will not be used when they are late again.
+        until: when they are used again.
     """
 
     def __init__(self) -> None:
@@ -51,6 +51,7 @@ class Trust:
         self.learn(seconds >= LATE + n_bytes / SLOW)
 
     def learn(self, is_late: bool) -> None:
+        """Count a product."""
         if not is_late:
             self.n_late *= FORGETS
             if self.n_late < 0.01:

@@ -30,7 +30,7 @@ _loaded: set[type] = set()  # packages that are installed later are found after 
 
 
 class Kernel(Generic[P, R]):
-    """Call the first faster version for the first array's type that does not return NotImplemented, else `plain`."""
+    """Call the first faster version for the first array's type that does not decline, else `plain`."""
 
     def __init__(self, plain: Callable[P, R]) -> None:
         self.plain = plain  # right on every array library: what faster versions are tested against

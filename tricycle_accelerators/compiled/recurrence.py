@@ -163,14 +163,7 @@ def _why_not_forward(gates: np.ndarray, states: np.ndarray, weights: Any, *_: An
 
 
 def _why_not_backward(
-    grad: np.ndarray,
-    gates: np.ndarray,
-    states: np.ndarray,
-    weights: Any,
-    active: np.ndarray | None,
-    d_gates: np.ndarray,
-    d_states: np.ndarray,
-    relu: bool = False,
+    grad: Any, gates: Any, states: Any, weights: Any, active: Any, d_gates: Any, d_states: Any, relu: bool = False
 ) -> str | None:
     return _why_not(weights, gates, grad, states, d_gates, d_states)
 

@@ -45,16 +45,16 @@ from tricycle_accelerators.compiled.vector_rows import HAS_BYTES as HAS_BYTES
 # After a job in the mailbox come how many of its rows are done, how many threads serve, whether they are to stop, and a
 # word for each thread: the number of the job in its upper half, in the lower one the rows that are left of its part.
 DONE, SERVING, STOP, LEFT = 16, 24, 25, 32
-A_LINE = 8  # 64-bit integers in a cache line: each thread's word is on one of its own
+A_LINE = 8  # 64-bit integers in a cache line: the words of two threads share none
 MOST_PARTS = 64
 MAILBOX = LEFT + A_LINE * MOST_PARTS
 LOWER = 0xFFFFFFFF
 
-AT_ONCE = 2**15  # bytes of rows that a thread takes at a time
+CHUNK = 2**15  # bytes of rows that a thread computes at a time
 N_KNOWN = 509  # matrices of which a thread remembers the next, by a hash of their addresses
 BURST = 512  # bytes that are prefetched at once: a processor drops what it cannot ask for
-NEAR = 2**19  # bytes of the next matrix that a second cache has room for
-PATIENCE = 100_000  # pauses, 40 to 140 cycles each, until a thread with nothing to do stops watching
+MOST_PREFETCHED = 2**19  # bytes of the next matrix: a second cache has room for them
+SPIN_LIMIT = 100_000  # pauses, 40 to 140 cycles each, until a thread without work stops waiting
 
 
 @numba.njit(**OPTIONS)
@@ -64,7 +64,7 @@ def _take(box: Any, place: int, part: int) -> bool:
     left = word & LOWER
     if left == 0:
         return False
-    n = min(left, AT_ONCE // max(1, box[STRIDE]) + 1)
+    n = min(left, CHUNK // max(1, box[STRIDE]) + 1)
     stop = box[N_ROWS] * (part + 1) // box[N_PARTS] - (left - n)
     if not replace(place, LEFT + A_LINE * part, word, word - n):
         return True
@@ -82,7 +82,7 @@ def _take(box: Any, place: int, part: int) -> bool:
 
 @numba.njit(**OPTIONS)
 def _take_all(box: Any, place: int, part: int) -> None:
-    """Compute what is left of a thread's own part, and then what others have left of theirs."""
+    """Compute what is left of a thread's part, then what is left of the others' (work stealing)."""
     n_parts = box[N_PARTS]
     for i in range(n_parts):
         while _take(box, place, (part + i) % n_parts):
@@ -91,7 +91,7 @@ def _take_all(box: Any, place: int, part: int) -> None:
 
 @numba.njit(**OPTIONS)
 def _prefetch_next(box: Any, place: int, part: int, known: Any, last: int) -> int:
-    """Bring near this part of the matrix that came after the current one the last time; return the current one.
+    """Prefetch this part of the matrix that followed the current one the last time; return the current one.
 
     Args:
         known: (N_KNOWN, 4), addresses of matrices, and address, rows and stride of the next of each.
@@ -107,7 +107,7 @@ def _prefetch_next(box: Any, place: int, part: int, known: Any, last: int) -> in
     if following[0] == matrix:
         start = following[1] + following[3] * (following[2] * part // n_parts)
         stop = following[1] + following[3] * (following[2] * (part + 1) // n_parts)
-        for first in range(start, min(stop, start + NEAR), BURST):
+        for first in range(start, min(stop, start + MOST_PREFETCHED), BURST):
             for address in range(first, first + BURST, 64):
                 prefetch_line(address)
             pause()
@@ -123,7 +123,7 @@ def serve(box: np.ndarray, part: int) -> None:
     known = np.zeros((N_KNOWN, 4), np.int64)
     add(place, SERVING, 1)
     idle = last = 0
-    while idle < PATIENCE and not read(place, STOP):
+    while idle < SPIN_LIMIT and not read(place, STOP):
         if read(place, LEFT + A_LINE * part) & LOWER:
             _take_all(box, place, part)
             last = _prefetch_next(box, place, part, known, last)

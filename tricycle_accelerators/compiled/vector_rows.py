@@ -24,7 +24,7 @@ from tricycle_accelerators.compiled.jit import (
 )
 from tricycle_accelerators.compiled.registers import FLOAT, INDEX, LANES, PAIR, VECTOR, load
 
-# What a job says, by its place in a mailbox.
+# The fields of a job, by their places in a mailbox.
 X, ROWS, STRIDE, SIZE, N_ROWS, SCALES, SUMS, OUT, KIND, N_PARTS = range(10)
 FLOAT32, BFLOAT16, INT8, BYTES = range(4)  # BYTES: int8 times x as whole numbers
 UNROLLED = 4  # registers of sums

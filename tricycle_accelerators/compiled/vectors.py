@@ -50,6 +50,7 @@ class _Team:
     def multiply(
         self, x: np.ndarray, matrix: np.ndarray, scales: np.ndarray, sums: np.ndarray, out: np.ndarray
     ) -> None:
+        """Write x (1, K) times the rows of a matrix (M, K) into `out` (1, M): `vector_loops.multiply`."""
         if not self.trust or not threads.turn.acquire(blocking=False):
             self.loops.multiply(x, matrix, scales, sums, out, self.boxes.own, 1)
             return

@@ -23,12 +23,14 @@ from tricycle_accelerators.cpu import (
     recurrence,
     tables,
 )
+from tricycle_accelerators.providers import excluded
 
 PROVIDER = "numpy"
 
 
-def problem() -> None:
-    """NumPy is always there."""
+def problem() -> str | None:
+    """Return why these versions cannot be used; None when they can."""
+    return excluded(PROVIDER)
 
 
 def register(array: type) -> None:

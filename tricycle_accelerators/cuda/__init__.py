@@ -20,12 +20,14 @@ from tricycle_accelerators.cuda import (
     softmax,
     tables,
 )
+from tricycle_accelerators.providers import excluded
 
 PROVIDER = "cuda"
 
 
-def problem() -> None:
-    """Where there is an array of CuPy's, there is a GPU."""
+def problem() -> str | None:
+    """Return why these versions cannot be used; None when they can. Where an array is CuPy's, there is a GPU."""
+    return excluded(PROVIDER)
 
 
 def register(array: type) -> None:

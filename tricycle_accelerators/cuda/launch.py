@@ -201,7 +201,7 @@ LONGEST_NORM = {1: 4096, 4: 8192, 8: 8192}
 
 
 def norm_backward(n_rows: int, row_size: int, at_once: int) -> tuple[Plan, int]:
-    """The plan, and how many times a thread reads so many elements of a row, at most `LONGEST_NORM` of them."""
+    """The plan, and how many times a thread reads that many elements of a row, at most `LONGEST_NORM` of them."""
     threads = 32 * up(row_size, 4 * 32 * at_once)
     n_teams = 4 if threads == 32 else 1
     plan = Plan((min(NORM_BLOCKS, up(n_rows, n_teams)), 1), (threads, n_teams), 8 * row_size if n_teams > 1 else 0)
