@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from tricycle import kernels
-from tricycle.devices import Array, array_module, side_by_side
+from tricycle.devices import Array, array_module, owns_memory, side_by_side
 
 NeedsGrad: TypeAlias = Sequence[bool]  # which args of an operation need a gradient
 # backward(grad, needs_grad, *saved) returns one gradient for each arg from that of the result, an array: an array, a
@@ -170,7 +170,7 @@ class GradientSums:
 
     def own(self, leaf: Node, grad: Array) -> Array:
         """Return the gradient of a leaf in memory that nothing else uses: itself, or a copy if it is shared."""
-        is_shared = isinstance(grad, np.generic) or not grad.flags.owndata or id(grad) in self.handed_out
+        is_shared = isinstance(grad, np.generic) or not owns_memory(grad) or id(grad) in self.handed_out
         if is_shared and id(leaf) not in self.owned:
             grad = grad.copy()
         self.handed_out[id(grad)] = grad

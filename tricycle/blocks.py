@@ -27,9 +27,8 @@ def dtype_between(x: Tensor, precision: str, *products: Any) -> Any:
     """Return the dtype of activations between these layers: that of operands of matrix products, where all of the
     layers can give it; else None, for that of x, and for few rows in evaluation: their products are made in float32.
     """
-    if precision == "float32" or not all(takes(layer, "dtype") for layer in products):
-        return None
-    if math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating():
+    are_few = math.prod(x.shape[:-1]) <= FEW_ROWS and is_evaluating()
+    if precision == "float32" or are_few or not all(takes(layer, "dtype") for layer in products):
         return None
     dtype = kernels.operand(x.array[:0], precision).dtype
     return None if dtype == x.dtype else dtype

@@ -19,10 +19,8 @@ ARRAY_MODULES: dict[type, ModuleType] = {np.ndarray: np}
 
 def array_module(array: Array) -> ModuleType:
     """Return the module (`numpy` or `cupy`) whose functions work on `array`."""
-    try:
-        return ARRAY_MODULES[type(array)]
-    except KeyError:
-        pass
+    if module := ARRAY_MODULES.get(type(array)):
+        return module
     if isinstance(array, (np.ndarray, np.generic)):  # subclasses (memmap, ...) and scalars
         return np
     cupy = sys.modules.get("cupy")
@@ -80,10 +78,13 @@ def to_gpu(array: Array, device: int = 0) -> Array:
 
 def to_cpu(array: Array) -> np.ndarray:
     """Return the array in host memory, copied unless it is there."""
-    if isinstance(array, np.ndarray):
-        return array
     xp = array_module(array)
     return np.asarray(array) if xp is np else xp.asnumpy(array)
+
+
+def owns_memory(array: Array) -> bool:
+    """Return whether no other array is the base of this one, whose memory is then its alone but for its views."""
+    return array.flags.owndata or hasattr(array.base, "lent_to_one_array")  # by `tricycle_accelerators.buffers`
 
 
 def side_by_side(arrays: Sequence[Array]) -> Array | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import libraries, processor, threads
+from tricycle_accelerators import buffers, libraries, processor, threads
 
 DISTRIBUTION, LIBRARY, EXTRA = "mkl", "libmkl_rt.so", "pip install 'tricycle-gpt[mkl]'"
 LP64, SEQUENTIAL = 0, 1  # MKL_INTERFACE_LP64, MKL_THREADING_SEQUENTIAL
@@ -69,7 +69,7 @@ def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.
         product: np.ndarray = np.matmul(a, b, out=out)
         return product
     if out is None:
-        out = np.empty((a.shape[0], b.shape[1]), np.float32)
+        out = buffers.empty((a.shape[0], b.shape[1]), np.float32)
     elif not _fits(out) or out.strides[1] != out.itemsize:
         return np.matmul(a, b, out=out)
     _multiply(a, b, out)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.autograd import NeedsGrad, grad_enabled_for
-from tricycle.devices import Array
+from tricycle.devices import Array, owns_memory
 from tricycle.loss import CrossEntropy, times
 from tricycle.ops import as_tensor, floating, positive
 from tricycle.tensor import Operand, Tensor, record
@@ -89,7 +89,7 @@ def _groups(weights: Array, n_rows: int) -> Iterator[Any]:
 def _add(held: Array | None, new: Array | None, other: Array | None) -> Array | None:
     """Add a gradient to the sum that is held, in place: memory that is shared with anything else is copied first."""
     if held is None:
-        return new if new is None or (new.flags.owndata and new is not other) else new.copy()
+        return new if new is None or (owns_memory(new) and new is not other) else new.copy()
     if new is not None:
         held += new
     return held

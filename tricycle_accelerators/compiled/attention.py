@@ -11,7 +11,7 @@ import numpy as np
 from tricycle.kernels import FEW_ROWS, Scoring
 from tricycle.kernels.dispatch import is_narrow, wide
 from tricycle.kernels.ranges import queries_seeing
-from tricycle_accelerators import threads
+from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.attention_blocks import Group, heads_first, make_groups
 from tricycle_accelerators.compiled.elementwise import FLOAT32
 from tricycle_accelerators.compiled.loaded import loops
@@ -149,7 +149,7 @@ def attention(
     dtype = dtype or q.dtype
     narrow = q.dtype.name == "bfloat16"
     narrow_results = narrow and dtype == q.dtype
-    out = np.empty((*q.shape[:3], v.shape[3]), dtype if narrow_results else np.float32)
+    out = buffers.empty((*q.shape[:3], v.shape[3]), dtype if narrow_results else np.float32)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), np.float32)
     totals = np.empty_like(log_total)
     settings = _settings(scoring, q.shape[1], k.shape[1])

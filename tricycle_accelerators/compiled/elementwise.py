@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import FEW_ROWS
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.compiled.loaded import loops, training_loops
 from tricycle_accelerators.providers import unless
 
@@ -55,7 +55,7 @@ def _over_numbers(name: str, *arrays: np.ndarray) -> Any:
     """What a loop over (N,) makes of arrays of one shape."""
     compute = _loop_of(name)
     flat = [as_numbers(array).reshape(-1) for array in arrays]
-    result = np.empty_like(flat[0])
+    result = buffers.empty(flat[0].shape, flat[0].dtype)
     threads.parallel(lambda part: compute(*(x[part] for x in flat), result[part]), pieces.cut(result.size))
     return result.reshape(arrays[0].shape).view(arrays[0].dtype)
 
@@ -64,7 +64,7 @@ def _over_rows(name: str, arrays: Sequence[np.ndarray], size: int) -> Any:
     """What a loop over rows makes of arrays (..., C), rows of that size."""
     compute = _loop_of(name)
     rows = [as_numbers(array).reshape(-1, array.shape[-1]) for array in arrays]
-    result = np.empty((len(rows[0]), size), rows[0].dtype)
+    result = buffers.empty((len(rows[0]), size), rows[0].dtype)
     threads.parallel(lambda part: compute(*(x[part] for x in rows), result[part]), pieces.cut(len(result), 2 * size))
     return result.reshape(*arrays[0].shape[:-1], size).view(arrays[0].dtype)
 
@@ -108,7 +108,7 @@ def gelu_backward(grad: np.ndarray, x: Any, slope: np.ndarray | None) -> Any:
 @unless(_why_not_rows)
 def swiglu(x: np.ndarray) -> Any:
     if x.size < SMALL:
-        y = np.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
+        y = buffers.empty((*x.shape[:-1], x.shape[-1] // 2), FLOAT32)
         loops().swiglu(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]))
         return y
     return _over_rows("swiglu", [x], x.shape[-1] // 2)
@@ -157,7 +157,7 @@ def _why_not_rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> str | No
 @unless(_why_not_rotate)
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """A thread takes an item at a time; a single item, as in generation, is computed in this thread."""
-    y = np.empty(x.shape, x.dtype)
+    y = buffers.empty(x.shape, x.dtype)
     compute = loops().rotate
     heads, rotated = as_numbers(x), as_numbers(y)
     if len(x) == 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import pieces
+from tricycle_accelerators import buffers, pieces
 from tricycle_accelerators.compiled.elementwise import as_numbers, why_not_large
 from tricycle_accelerators.compiled.loaded import training_loops
 from tricycle_accelerators.providers import unless
@@ -23,7 +23,7 @@ def cross_entropy(
 ) -> tuple[np.ndarray, np.ndarray | None] | NotImplementedType:
     if not 0 <= labels.min() <= labels.max() < logits.shape[1]:
         return NotImplemented
-    slope = np.empty(logits.shape if with_slope else (len(logits), 0), logits.dtype)
+    slope = buffers.empty(logits.shape if with_slope else (len(logits), 0), logits.dtype)
     rows, slopes = as_numbers(logits), as_numbers(slope)
     places = labels.astype(np.int64)
     shares = weights.astype(np.float32)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import processor, threads
+from tricycle_accelerators import buffers, processor, threads
 from tricycle_accelerators.providers import unless
 
 LEAST_ROWS = 128  # of the left matrix: of fewer it takes too long to lay out the right one
@@ -71,7 +71,7 @@ def matmul(
     """Of many rows that are in one piece each: a transposed left matrix, of a weight's gradient, is left to BLAS."""
     n_rows, n_columns = len(a), b.shape[1]
     loops: Any = _loops()
-    product = np.empty((n_rows, n_columns), np.float32) if out is None else out
+    product = buffers.empty((n_rows, n_columns), np.float32) if out is None else out
     shifts = np.empty(0, np.float32) if bias is None else np.ascontiguousarray(bias)
 
     def work(part: tuple[slice, slice]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.compiled.elementwise import (
     FLOAT32,
     IN_ONE_PIECE,
@@ -59,7 +59,7 @@ def layer_norm(
     if x.size < SMALL:
         return _normalize_few_rows(x, gain, bias, eps, centred)
     rows = as_numbers(x).reshape(-1, x.shape[-1])
-    y = np.empty(rows.shape, x.dtype if dtype is None else dtype)
+    y = buffers.empty(rows.shape, x.dtype if dtype is None else dtype)
     out = as_numbers(y)
     means, scales = np.zeros((2, len(rows)), np.float32)
 
@@ -100,7 +100,7 @@ def _why_not_layer_norm_backward(
 def layer_norm_backward(
     grad: np.ndarray, x: np.ndarray, gain: np.ndarray, mean: np.ndarray, scale: np.ndarray, centred: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    dx = np.empty_like(x)
+    dx = buffers.empty(x.shape, x.dtype)
     rows, slopes, out = (as_numbers(a).reshape(-1, x.shape[-1]) for a in (x, grad, dx))
     means, scales = mean.reshape(-1), scale.reshape(-1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.compiled.elementwise import why_not_large
 from tricycle_accelerators.compiled.loaded import training_loops
 from tricycle_accelerators.providers import unless
@@ -20,7 +20,7 @@ def _why_not_embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) 
 @unless(_why_not_embedding_backward)
 def embedding_backward(grad: np.ndarray, ids: np.ndarray, n_rows: int) -> np.ndarray:
     """A thread takes some columns, so that no two add to one row."""
-    table = np.zeros((n_rows, grad.shape[1]), np.float32)
+    table = buffers.zeros((n_rows, grad.shape[1]), np.float32)
     add = training_loops().add_to_rows
     threads.parallel(lambda part: add(grad[:, part], ids, table[:, part]), pieces.parts(grad.shape[1], LEAST_COLUMNS))
     return table

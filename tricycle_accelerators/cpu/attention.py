@@ -21,7 +21,7 @@ from tricycle.kernels.dispatch import wide, widening
 from tricycle.kernels.in_place import widening_in_place
 from tricycle.kernels.ranges import keys_seen, queries_seeing, scoring_of_part
 from tricycle.kernels.reference.attention import Rows, RowsBackward
-from tricycle_accelerators import attention_blocks, pieces, threads
+from tricycle_accelerators import attention_blocks, buffers, pieces, threads
 from tricycle_accelerators.attention_blocks import Block, Group, heads_first, stack, unstack
 from tricycle_accelerators.providers import unless
 
@@ -197,7 +197,7 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     dtype = dtype or q.dtype
     q, k, v, mask = map(wide, (q, k, v, mask))
-    out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+    out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
     log_total = np.empty((q.shape[0], q.shape[2], q.shape[1]), q.dtype)
     seen = _seen(q, k, scoring)
     _fill_outside(out, seen.queries, 0)
@@ -372,7 +372,7 @@ def row_attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scoring: Scoring, rows: Rows, mask: np.ndarray | None = None
 ) -> np.ndarray:
     """Whole rows of scores, but for few queries at a time."""
-    out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+    out = buffers.empty((*q.shape[:3], v.shape[3]), q.dtype)
     seen = _seen(q, k, scoring)
     _fill_outside(out, seen.queries, 0)
     if seen.is_empty(q, k):

@@ -10,7 +10,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.kernels import SQRT_2_OVER_PI
 from tricycle.kernels.dispatch import is_narrow, wide, widening
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.providers import unless
 
 
@@ -21,7 +21,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 @widening(2)
 def gelu_with_slope(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    slope = np.empty(x.shape, x.dtype)
+    slope = buffers.empty(x.shape, x.dtype)
     return _gelu(x, slope), slope
 
 
@@ -33,7 +33,7 @@ def gelu_backward(grad: np.ndarray, x: np.ndarray | None, slope: np.ndarray | No
 
 def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
     flat = np.ascontiguousarray(x).reshape(-1)
-    y = np.empty_like(flat)
+    y = buffers.empty(flat.shape, flat.dtype)
     slopes = None if slope is None else slope.reshape(-1)
 
     def work(piece: slice) -> None:
@@ -61,8 +61,8 @@ def _gelu(x: np.ndarray, slope: np.ndarray | None) -> np.ndarray:
 
 def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     flat = np.ascontiguousarray(x).reshape(-1)
-    y = np.empty_like(flat)
-    slope = np.empty_like(flat)
+    y = buffers.empty(flat.shape, flat.dtype)
+    slope = buffers.empty(flat.shape, flat.dtype)
 
     def work(piece: slice) -> None:
         positive = np.maximum(flat[piece], 0, out=slope[piece])
@@ -77,7 +77,7 @@ def relu_squared(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def swiglu(x: np.ndarray) -> np.ndarray:
     half = x.shape[-1] // 2
     rows = _rows(x)
-    y = np.empty((len(rows), half), x.dtype)
+    y = buffers.empty((len(rows), half), x.dtype)
 
     def work(piece: slice) -> None:
         b = rows[piece, half:]
@@ -93,7 +93,7 @@ def swiglu(x: np.ndarray) -> np.ndarray:
 def swiglu_backward(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
     half = x.shape[-1] // 2
     rows, slopes = _rows(wide(x)), _rows(grad)
-    dx = np.empty(rows.shape, grad.dtype)
+    dx = buffers.empty(rows.shape, grad.dtype)
 
     def work(piece: slice) -> None:
         a, b, dy = rows[piece, :half], rows[piece, half:], slopes[piece]
@@ -150,7 +150,7 @@ def add(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarr
 
 def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | None) -> np.ndarray:
     """Large arrays go through memory once, by all threads."""
-    result = np.empty(a.shape, np.result_type(a, b)) if out is None else out
+    result = buffers.empty(a.shape, np.result_type(a, b)) if out is None else out
     flat_a, flat_b, flat = (array.reshape(-1) for array in (a, b, result))
     threads.parallel(lambda piece: compute(flat_a[piece], flat_b[piece], out=flat[piece]), pieces.cut(a.size))
     return result
@@ -160,7 +160,7 @@ def _shared(compute: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray | N
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """A thread takes an item at a time."""
     half = x.shape[-1] // 2
-    y = np.empty(x.shape, x.dtype)
+    y = buffers.empty(x.shape, x.dtype)
     cos, sin = cos[:, None, :], sin[:, None, :]
 
     def work(i: int) -> None:

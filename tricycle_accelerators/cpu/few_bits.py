@@ -9,7 +9,7 @@ import numpy as np
 from tricycle.devices import Array
 from tricycle.kernels.dispatch import is_narrow
 from tricycle.kernels.quantized import FewBits
-from tricycle_accelerators import threads
+from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.providers import unless
 
 
@@ -24,7 +24,7 @@ def _why_not_few_bits_matmul(x: Array, matrix: FewBits, *_: Any, **__: Any) -> s
 @unless(_why_not_few_bits_matmul)
 def few_bits_matmul(x: Array, matrix: FewBits, bias: Array | None = None, precision: str = "float32") -> Array:
     """Threads make float32 numbers of some columns each, and multiply with these while they are in the cache."""
-    product = np.empty((len(x), matrix.shape[1]), x.dtype)
+    product = buffers.empty((len(x), matrix.shape[1]), x.dtype)
 
     def work(piece: slice) -> None:
         np.matmul(x, matrix.rows(piece).astype(x.dtype, copy=False).T, out=product[:, piece])

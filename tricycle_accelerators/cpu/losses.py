@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels.dispatch import wide
-from tricycle_accelerators import pieces
+from tricycle_accelerators import buffers, pieces
 from tricycle_accelerators.providers import unless
 
 
@@ -20,7 +20,7 @@ def cross_entropy(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, smoothing: float = 0.0, with_slope: bool = True
 ) -> tuple[np.ndarray, np.ndarray | None]:
     wide_logits = wide(logits)
-    slope = np.empty(logits.shape, wide_logits.dtype) if with_slope else None
+    slope = buffers.empty(logits.shape, wide_logits.dtype) if with_slope else None
 
     def work(piece: slice) -> np.ndarray:
         here = None if slope is None else slope[piece]

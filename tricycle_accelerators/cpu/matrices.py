@@ -12,7 +12,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.kernels import batched
 from tricycle.kernels.dispatch import is_narrow, widening
-from tricycle_accelerators import blas, pieces, spinning, threads
+from tricycle_accelerators import blas, buffers, pieces, spinning, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
@@ -20,7 +20,7 @@ SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not wor
 UNCOPIED = 2**19  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
 SOME_ROWS = 16  # of so many a product is quickest in pieces of that size, where the other matrix is transposed
 WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
-FEW_ROWS = 4  # of so many the product takes the time in which the other matrix is read
+SUMMED_ROWS = 4  # up to so many, threads share the terms: each reads its part of the other matrix in one piece
 
 
 def operand(x: np.ndarray, precision: str) -> np.ndarray:
@@ -67,7 +67,7 @@ def matmul(
     if few or not threads.blas_libraries() or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
             return kernels.matmul.plain(a, b, bias, out, dtype)
-    if n_rows <= FEW_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
+    if n_rows <= SUMMED_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
         product = _few_rows(a, b, bias)
     elif n_rows == 1 and out is None and b.flags.f_contiguous:  # to the bit as BLAS's own threads, above
         product = _by_columns(a, b, bias, None)
@@ -85,7 +85,7 @@ def matmul(
 def _widened(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, dtype: Any) -> np.ndarray:
     """With some columns of b in 32 bits at a time."""
     a = a.astype(np.float32)
-    product = np.empty((len(a), b.shape[1]), np.float32) if out is None else out
+    product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
     width = max(1, WIDENED // max(1, len(b)))
     for i in range(0, b.shape[1], width):
         product[:, i : i + width] = a @ b[:, i : i + width].astype(np.float32)
@@ -124,7 +124,7 @@ def _some_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndar
     """By small pieces of a transposed b, such as the table of tokens, each of which lies in one piece."""
     n_columns = b.shape[1]
     step = max(SOME_ROWS, UNCOPIED // max(1, a.size) // SOME_ROWS * SOME_ROWS)
-    product = np.empty((len(a), n_columns), np.result_type(a, b))
+    product = buffers.empty((len(a), n_columns), np.result_type(a, b))
 
     def work(part: slice) -> None:
         for start in range(part.start, min(part.stop, n_columns), step):
@@ -138,7 +138,7 @@ def _some_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndar
 
 
 def _by_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None) -> np.ndarray:
-    product = np.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
+    product = buffers.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
 
     def work(part: slice) -> None:
         blas.multiply(a[part], b, product[part])
@@ -150,7 +150,7 @@ def _by_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndar
 
 
 def _by_columns(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None) -> np.ndarray:
-    product = np.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
+    product = buffers.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
 
     def work(part: slice) -> None:
         blas.multiply(a, b[:, part], product[:, part])
@@ -190,7 +190,7 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.size * n_columns < 2 * SMALL_PRODUCT or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
             return batched.batched_matmul.plain(a, b)
-    out = np.empty((*a.shape[:-1], n_columns), np.result_type(a, b))
+    out = buffers.empty((*a.shape[:-1], n_columns), np.result_type(a, b))
     items_a, items_b, items_out = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, out))
 
     def multiply_items(part: slice) -> None:

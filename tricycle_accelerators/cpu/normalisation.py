@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels.dispatch import wide
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.providers import unless
 
 
@@ -16,7 +16,7 @@ def layer_norm(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     dtype, x = dtype or x.dtype, wide(x)
     rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
-    y = np.empty_like(rows)
+    y = buffers.empty(rows.shape, rows.dtype)
     mean = np.zeros((len(rows), 1), x.dtype)
     scale = np.empty((len(rows), 1), x.dtype)
     average = pieces.ones(rows.shape[1], x) / max(1, rows.shape[1])
@@ -55,7 +55,7 @@ def layer_norm_backward(
     rows, row_grads = (np.ascontiguousarray(a).reshape(-1, x.shape[-1]) for a in (x, grad))
     mean = mean.reshape(-1, 1)
     scale = scale.reshape(-1, 1)
-    dx = np.empty_like(rows)
+    dx = buffers.empty(rows.shape, rows.dtype)
     average = pieces.ones(rows.shape[1], x) / max(1, rows.shape[1])
 
     def work(piece: slice) -> np.ndarray:

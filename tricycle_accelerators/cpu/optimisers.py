@@ -10,7 +10,7 @@ import numpy as np
 
 from tricycle.kernels import muon
 from tricycle.kernels.dispatch import is_narrow, widening
-from tricycle_accelerators import pieces, threads
+from tricycle_accelerators import buffers, pieces, threads
 from tricycle_accelerators.providers import unless
 
 SMALL = 2**18  # elements in all of functions that end before a second thread would wake up
@@ -20,7 +20,7 @@ LARGE = 2**22  # elements of a function that is worth all threads
 @widening(1)
 def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     """A matrix for each thread at a time."""
-    polar = np.empty_like(x)
+    polar = buffers.empty(x.shape, x.dtype)
 
     def work(i: int) -> None:
         polar[i] = muon.orthogonalise.plain(x[i : i + 1])[0]

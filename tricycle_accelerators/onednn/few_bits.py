@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from tricycle.devices import Array
+from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.quantized import FewBits
-from tricycle_accelerators import compiled, pieces, threads
+from tricycle_accelerators import buffers, compiled, pieces, threads
 from tricycle_accelerators.compiled.loaded import loops
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
-FEW_ROWS = 16  # products of at most so many rows have buffers of their own
 LARGEST, STEP = 32512.0, 256.0  # a number is whole steps of a row's largest / LARGEST; 127 * 256 of them at most
 OFFSET = 128 * STEP + 128 + 0.5  # makes steps positive: then what is behind the point is cut off
 SMALLEST = 1e-30  # of a row's largest: below that they are zeros
@@ -92,7 +92,7 @@ def _few_in_calls(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | Non
     if not loops().split_int8(x, few.x, scales):
         return None
     few.run()
-    product = np.empty((len(x), matrix.shape[1]), np.float32)
+    product = buffers.empty((len(x), matrix.shape[1]), np.float32)
     loops().join_int8(few.out, scales, product)
     return product
 
@@ -146,13 +146,13 @@ def _by_bfloat16(x: np.ndarray, matrix: library.LaidMatrix, exact: bool) -> np.n
             both: np.ndarray = few.out[:n_rows] + few.out[n_rows:]
             return both
     exact = (exact or n_rows <= FEW_ROWS) and bool(np.isfinite(x).all())
-    halves = np.empty((2 if exact else 1, *x.shape), library.bfloat16())
+    halves = buffers.empty((2 if exact else 1, *x.shape), library.bfloat16())
     halves[0] = x
     if exact:
         halves[1] = x - halves[0].astype(np.float32)
     if exact and n_rows <= FEW_ROWS:
         return _few_by_bfloat16(halves, matrix)
-    product = np.empty((n_rows, matrix.shape[1]), np.float32)
+    product = buffers.empty((n_rows, matrix.shape[1]), np.float32)
     _share_rows(partial(_many_by_bfloat16, halves, matrix, product), n_rows)
     return product
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import blas, pieces, processor, spinning, threads
+from tricycle.kernels import FEW_ROWS
+from tricycle_accelerators import blas, buffers, pieces, processor, spinning, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
-FEW_ROWS = 16  # of float32: more are NumPy's, for each number of rows is a primitive that takes a millisecond to make
 TERMS = 2048  # of a product's sums, that are made float32 at a time
 SMALL_PRODUCT = 2**18  # multiplications below which a product of float32 is NumPy's
 
@@ -33,7 +33,7 @@ def operand(x: np.ndarray, precision: str) -> np.ndarray:
 
 
 def _converted(x: np.ndarray) -> np.ndarray:
-    out = np.empty(x.shape, library.bfloat16())
+    out = buffers.empty(x.shape, library.bfloat16())
     flat = x.reshape(-1)
     flat_out = out.reshape(-1)
     threads.parallel(lambda piece: library.convert(flat[piece], flat_out[piece]), pieces.cut(x.size))
@@ -50,7 +50,7 @@ def _why_not_operand_and_sums(x: np.ndarray, precision: str) -> str | None:
 @unless(_why_not_operand_and_sums)
 def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndarray]:
     """The sums are made of pieces that the conversion has just brought near."""
-    out = np.empty(x.shape, library.bfloat16())
+    out = buffers.empty(x.shape, library.bfloat16())
 
     def work(piece: slice) -> np.ndarray:
         library.convert(x[piece], out[piece])
@@ -95,7 +95,7 @@ def matmul(
     n_columns = b.shape[1]
     fits = out is not None and out.strides[1] == out.itemsize
     narrow = out is None and dtype == library.bfloat16()
-    result: Any = out if fits else np.empty((n_rows, n_columns), library.bfloat16() if narrow else np.float32)
+    result: Any = out if fits else buffers.empty((n_rows, n_columns), library.bfloat16() if narrow else np.float32)
     if not a.size or not b.size:
         result[...] = 0 if bias is None else bias
     else:
@@ -118,7 +118,7 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
         multiply = library.shared_product if spinning.keep_up else library.product
         multiply(a, b, result)
     else:  # the other way round, for oneDNN copies the second factor where it is transposed
-        turned = np.empty((n_columns, n_rows), np.float32)
+        turned = buffers.empty((n_columns, n_rows), np.float32)
         _share(lambda part: (b.T[part], a.T, turned[part]), n_columns)
         result = np.ascontiguousarray(turned.T)
     if bias is not None:
@@ -189,7 +189,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
     """As float32, in the same layout."""
     if x.strides[0] == x.itemsize and x.strides[1] != x.itemsize:
         return _wide(x.T).T
-    out = np.empty(x.shape, np.float32)
+    out = buffers.empty(x.shape, np.float32)
     library.convert(x, out)
     return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tricycle.kernels.muon import POLAR
-from tricycle_accelerators import threads
+from tricycle_accelerators import buffers, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
@@ -22,7 +22,7 @@ def orthogonalise(x: np.ndarray, precision: str = "float32") -> np.ndarray:
     if x.shape[1] > x.shape[2]:
         return orthogonalise(x.swapaxes(1, 2), precision).swapaxes(1, 2)
     _, n_rows, n_columns = x.shape
-    polar = np.empty(x.shape, np.float32)
+    polar = buffers.empty(x.shape, np.float32)
     bfloat16 = library.bfloat16()
 
     def work(i: int) -> None:

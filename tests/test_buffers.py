@@ -1,0 +1,241 @@
+"""Memory of large results that is kept from one step to the next."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from tricycle import to_tensor
+from tricycle.configs import GPTConfig
+from tricycle.devices import owns_memory
+from tricycle.loss import CrossEntropy
+from tricycle.models import GPT
+from tricycle.optimisers import AdamW
+from tricycle_accelerators import buffers
+
+MB = 2**20
+on_unix = pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="Windows has no private mappings")
+
+
+@pytest.fixture
+def arena(monkeypatch):
+    """One of this test alone."""
+    monkeypatch.setattr(buffers, "_arena", buffers._Arena())
+    return buffers._arena
+
+
+def some(n_megabytes: float, dtype=np.float32) -> np.ndarray:
+    return buffers.empty((int(n_megabytes * MB) // np.dtype(dtype).itemsize,), dtype)
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+# -------------------------------------------------------------------- arrays
+@on_unix
+def test_a_large_array_is_aligned_and_owns_its_memory(arena):
+    array = buffers.empty((3, 5, 2**17 + 1), np.float32)
+    assert (array.shape, array.dtype, type(array)) == ((3, 5, 2**17 + 1), np.float32, np.ndarray)
+    assert array.flags.c_contiguous and array.flags.writeable and address(array) % 64 == 0
+    assert owns_memory(array) and owns_memory(np.empty(3))
+    for view in (array[1:], array.reshape(-1), array.T, array.view(np.uint32), np.empty(3)[:2]):
+        assert not owns_memory(view)
+    assert array.nbytes % 64 == 60 and array.nbytes + 4 in arena.starts  # nothing else is in its last cache line
+
+
+def test_a_small_array_is_an_ordinary_one(arena):
+    array = buffers.empty((10, 10), np.float64)
+    assert array.base is None and arena.bytes is None
+    assert not buffers.zeros((4, 4), np.float32).any()
+
+
+@on_unix
+def test_memory_comes_back_when_the_array_and_all_views_are_gone(arena):
+    first = some(2)
+    place, view = address(first), first[3:]
+    del first
+    other = some(2)
+    assert address(other) != place
+    del view
+    assert address(some(2)) == place
+
+
+@on_unix
+def test_zeros_in_memory_that_held_other_numbers(arena):
+    array = some(3)
+    array.fill(7)
+    place = address(array)
+    del array
+    zeros = buffers.zeros((3 * MB // 4,), np.float32)
+    assert address(zeros) == place and not zeros.any()
+
+
+@on_unix
+def test_what_is_free_is_joined(arena):
+    """Three arrays side by side leave room for one of their sum, in whatever order they go."""
+    for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
+        arrays = {i: some(1 + i) for i in range(3)}
+        place = address(arrays[0])
+        for i in order:
+            del arrays[i]
+        assert address(some(6)) == place
+        arena.collect()
+        assert len(arena.free) == 1
+
+
+@on_unix
+def test_no_two_arrays_ever_overlap(arena):
+    """Arrays of random sizes come and go; each keeps the number that it was filled with."""
+    rng = np.random.default_rng(0)
+    held: list[tuple[np.ndarray, float]] = []
+    for number in range(600):
+        if held and rng.random() < 0.5:
+            array, was = held.pop(rng.integers(len(held)))
+            assert (array == was).all()
+            del array
+        array = some(rng.uniform(1, 5))
+        array.fill(number)
+        held.append((array[rng.integers(3) :], number))  # some live on as views
+    assert all((array == was).all() for array, was in held)
+    assert arena.bytes.size - sum(size for size, _ in arena.free) >= sum(array.nbytes for array, _ in held)
+    del array
+    held.clear()
+    arena.collect()
+    assert arena.free == [(arena.bytes.size, 0)]
+
+
+@on_unix
+def test_threads_take_and_return_at_once(arena):
+    def work(number: int) -> None:
+        for _ in range(200):
+            array = some(1 + number % 3)
+            array[::1024] = number
+            wrong.extend([number] * int((array[::1024] != number).any()))
+
+    wrong: list[int] = []
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@on_unix
+def test_cycles_that_the_garbage_collector_finds(arena):
+    cycle: list = [some(2)]
+    cycle.append(cycle)
+    place = address(cycle[0])
+    del cycle
+    gc.collect()
+    assert address(some(2)) == place
+
+
+# -------------------------------------------------------------------- where there is none
+def test_a_system_that_gives_no_addresses(arena, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    array = some(2)
+    assert array.base is None
+    buffers.release()
+
+
+@on_unix
+def test_more_than_there_is(arena):
+    some(1)
+    assert arena.take(arena.bytes.size + 64) is None
+
+
+def test_a_lock_that_another_thread_held_at_a_fork(arena):
+    arena.lock.acquire()
+    assert some(2).base is None
+
+
+def test_memory_is_traced_where_somebody_traces_it(arena):
+    tracemalloc.start()
+    array = some(2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak >= array.nbytes and array.base is None
+
+
+# -------------------------------------------------------------------- back to the system
+def run_python(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+RESIDENT = """
+import os, time
+import numpy as np
+from tricycle_accelerators import buffers
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+before = resident()
+array = buffers.empty((64 * 2**18,), np.float32)
+kept = buffers.empty((2**18,), np.float32)
+array.fill(1)
+kept.fill(2)
+del array
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of a process")
+@pytest.mark.parametrize("how", ["buffers.release()", "time.sleep(1.0)"])
+def test_what_is_free_goes_back_to_the_system(how):
+    """When it is asked to, and by itself when nothing was taken for a while."""
+    code = RESIDENT.replace("before =", "buffers.IDLE_SECONDS = 0.2; before =")
+    code += f"held = resident()\n{how}\nprint(held - before, resident() - before, kept.min())"
+    held, left, number = map(float, run_python(code))
+    assert held > 60 and left < 20 and number == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS forbids much after a fork")
+def test_a_forked_process_has_memory_for_itself():
+    code = """
+import os, sys
+import numpy as np
+from tricycle_accelerators import buffers
+array = buffers.empty((2**20,), np.float32)
+array.fill(1)
+child = os.fork()
+if child == 0:
+    array.fill(2)
+    other = buffers.empty((2**20,), np.float32)
+    other.fill(3)
+    os._exit(int(array.max() != 2 or other.base is None))
+status = os.waitpid(child, 0)[1]
+print(status, array.max())
+"""
+    assert run_python(code) == ["0", "1.0"]
+
+
+# -------------------------------------------------------------------- training
+@on_unix
+def test_later_steps_take_no_more_than_the_second(arena, monkeypatch):
+    config = GPTConfig(vocab_size=512, context_window=128, embedding_dim=128, n_heads=4, n_layers=2, batch_size=8)
+    model, optimiser = GPT(config), AdamW(1e-3)
+    tokens = np.random.default_rng(0).integers(0, 512, (8, 129))
+    inputs, labels = to_tensor(tokens[:, :-1], dtype=int), to_tensor(tokens[:, 1:], dtype=int)
+    ends, take = [], arena.take
+    monkeypatch.setattr(arena, "take", lambda size: (lease := take(size), ends.append(sum(lease.place)))[0])
+    highest = []
+    for _ in range(4):
+        CrossEntropy()(labels, model(inputs)).backward()
+        model.update(optimiser)
+        highest.append(max(ends))
+    assert 0 < highest[0] <= highest[1] == highest[2] == highest[3]
