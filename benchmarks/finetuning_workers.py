@@ -107,10 +107,6 @@ STEPS: dict[str, Callable[..., Step]] = {"tricycle": tricycle_step, "torch": tor
 
 def main() -> None:
     side, folder, what, precision, n_rows, n_tokens, weights, *flags = sys.argv[1:]
-    if side == "tricycle":  # as our programs do
-        from tricycle_accelerators.host import tune_host
-
-        tune_host()
     arguments = Path(folder), what, precision, (int(n_rows), int(n_tokens)), "recompute" in flags
     step = STEPS[side](*arguments, weights)
     losses = []

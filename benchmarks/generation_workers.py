@@ -26,9 +26,7 @@ def threads() -> int:
 def tricycle_side(folder: Path, kind: str, cache: str | None) -> tuple[Reader, Restart]:
     from tricycle.decoding.speculative import SpeculativeState
     from tricycle.pretrained import load
-    from tricycle_accelerators.host import tune_host
 
-    tune_host()
     state = SpeculativeState(load(folder / "hf", kind).model, cache)
     text: list[int] = []
 

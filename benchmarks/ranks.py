@@ -20,7 +20,6 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker, batches, torch_step
 from tricycle.configs import GPTConfig
 from tricycle.distributed.processes import ALONE, Pending, Processes
-from tricycle_accelerators.host import tune_host
 from tricycle_mpi.launch import launched
 
 T = TypeVar("T")
@@ -205,7 +204,6 @@ def serve(shape: str) -> None:
         from tricycle_mpi.ranks import join
 
         processes = join(HOURS)
-    tune_host()
     steps = Steps(SHAPES[shape], processes)
     while True:
         request = json.loads(processes.agree(sys.stdin.readline() if processes.is_first else "") or END)

@@ -21,7 +21,6 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import PINS, tricycle_step
 from tricycle import kernels
 from tricycle.debug import use_reference
-from tricycle_accelerators.host import tune_host
 
 # Each part of a step and the kernels that belong to it; what is left is graph, sums, embeddings and reshapes.
 PARTS = {
@@ -110,7 +109,6 @@ def main() -> None:
     if any(name in os.environ for name in PINS):  # BLAS reads them when it is loaded
         clean = {name: value for name, value in os.environ.items() if name not in PINS}
         sys.exit(subprocess.run([sys.executable, "-m", "benchmarks.step", *sys.argv[1:]], env=clean).returncode)
-    tune_host()
     times = measure(arguments.shape, arguments.steps)
     print(f"{'milliseconds a step':<20}" + "".join(f"{name:>15}" for name in times))
     for part in [*PARTS, REST]:

@@ -24,7 +24,6 @@ from benchmarks.turns import Pace, take_turns
 from tricycle import kernels
 from tricycle.configs import GPTConfig
 from tricycle.softmaxes import SOFTMAXES
-from tricycle_accelerators.host import tune_host
 
 # Some build machines pin OpenBLAS to old kernels; users' machines do not.
 PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
@@ -241,9 +240,8 @@ def blas_kernels() -> str:
 
 def serve(side: str, step: Callable[[], Any], memory_before: float = 0.0, precision: str = "float32") -> None:
     """What a worker does: make a step, or say something about itself, as often as it is asked."""
-    if not side.startswith("torch"):  # as our programs do
-        tune_host()
 
+    # the library as imported: without `tune_host`, which only programs call
     def timed() -> float:
         start = time.perf_counter()
         step()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tricycle_accelerators import blas, libraries, processor, threads
+from tricycle_accelerators import blas, libraries, mkl, processor, threads
 
 rng = np.random.default_rng(0)
 
@@ -18,9 +18,9 @@ rng = np.random.default_rng(0)
 @pytest.fixture(autouse=True)
 def fresh():
     """MKL is looked for anew."""
-    blas._sgemm.cache_clear()
+    blas._mkl.cache_clear()
     yield
-    blas._sgemm.cache_clear()
+    blas._mkl.cache_clear()
 
 
 @pytest.fixture
@@ -32,21 +32,26 @@ def intel(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
-def matrix(address: int, shape: tuple[int, int], turned: bool, stride: int) -> np.ndarray:
-    """What BLAS reads there: rows of so many numbers each, of which the first are the matrix's."""
+def matrix(address: int, shape: tuple[int, int], turned: bool, stride: int, dtype=np.float32) -> np.ndarray:
+    """What BLAS reads there: rows of `stride` numbers each, of which the first are the matrix's."""
     n_rows, n_columns = shape[::-1] if turned else shape
-    numbers = ctypes.POINTER(ctypes.c_float)
+    size = np.dtype(dtype).itemsize
     assert stride >= n_columns
-    flat = np.ctypeslib.as_array(ctypes.cast(address, numbers), ((n_rows - 1) * stride + n_columns,))
-    rows = np.lib.stride_tricks.as_strided(flat, (n_rows, n_columns), (4 * stride, 4))
+    n_bytes = size * ((n_rows - 1) * stride + n_columns)
+    flat = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_ubyte)), (n_bytes,)).view(dtype)
+    rows = np.lib.stride_tricks.as_strided(flat, (n_rows, n_columns), (size * stride, size))
     return rows.T if turned else rows
 
 
-def cblas_sgemm(order, turn_a, turn_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
+def cblas_sgemm(order, turn_a, turn_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, dtype=np.float32):
     """By the text of the standard, so that what we call it with is checked where there is no MKL."""
     assert (order, alpha, beta) == (101, 1.0, 0.0)
-    left, right = matrix(a, (m, k), turn_a == 112, lda), matrix(b, (k, n), turn_b == 112, ldb)
-    matrix(c, (m, n), False, ldc)[...] = left @ right
+    left, right = matrix(a, (m, k), turn_a == 112, lda, dtype), matrix(b, (k, n), turn_b == 112, ldb, dtype)
+    matrix(c, (m, n), False, ldc)[...] = left.astype(np.float32) @ right.astype(np.float32)
+
+
+def cblas_gemm_bf16bf16f32(*arguments):
+    cblas_sgemm(*arguments, dtype=pytest.importorskip("ml_dtypes").bfloat16)
 
 
 def draw(shape: tuple[int, int], layout: str) -> np.ndarray:
@@ -66,7 +71,7 @@ def draw(shape: tuple[int, int], layout: str) -> np.ndarray:
 @pytest.mark.parametrize("right", ["plain", "turned", "part", "every second"])
 def test_products(monkeypatch, standard, shape, left, right):
     if standard:
-        monkeypatch.setattr(blas, "_sgemm", lambda: cblas_sgemm)
+        monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(cblas_sgemm, None))
     n_rows, n_inner, n_columns = shape
     a, b = draw((n_rows, n_inner), left), draw((n_inner, n_columns), right)
     expected = a.astype(np.float64) @ b
@@ -79,7 +84,7 @@ def test_products(monkeypatch, standard, shape, left, right):
 
 
 def test_other_dtypes_are_numpys(monkeypatch):
-    monkeypatch.setattr(blas, "_sgemm", lambda: None)  # a call of it would raise
+    monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))  # a call of these would raise
     a, b = rng.standard_normal((4, 3)), rng.standard_normal((3, 5))
     np.testing.assert_array_equal(blas.multiply(a, b), a @ b)
     narrow = b.astype(np.float32)
@@ -88,7 +93,7 @@ def test_other_dtypes_are_numpys(monkeypatch):
 
 def test_why_it_is_not_called(intel, monkeypatch, tmp_path):
     def why() -> str | None:
-        blas._sgemm.cache_clear()
+        blas._mkl.cache_clear()
         return blas.problem()
 
     def missing(distribution, name):
@@ -121,3 +126,74 @@ def test_the_same_bits_wherever_arrays_lie():
         room = np.empty(a.size + skip, np.float32)[skip:].reshape(a.shape)
         room[...] = a
         np.testing.assert_array_equal(blas.multiply(room, b), expected)
+
+
+# -------------------------------------------------------------------- bfloat16
+def installed_mkl() -> blas._Mkl | None:
+    """Return that of this environment, whatever the processor; it computes in 16 bits everywhere, though slowly."""
+    try:
+        path = libraries.shipped(blas.DISTRIBUTION, blas.LIBRARY)
+    except metadata.PackageNotFoundError:
+        return None
+    return None if path is None else blas.load(str(path))
+
+
+@pytest.fixture(params=["by the text", "this install's"])
+def amx(monkeypatch, request):
+    """An Intel processor with AMX and MKL."""
+    mkl = installed_mkl() if request.param == "this install's" else blas._Mkl(cblas_sgemm, cblas_gemm_bf16bf16f32)
+    if mkl is None:
+        pytest.skip("MKL is not installed")
+    monkeypatch.setattr(blas, "_mkl", lambda: mkl)
+    monkeypatch.setattr(processor, "has_matrix_tiles", lambda: True)
+    monkeypatch.setattr(threads, "n_threads", lambda: 3)
+
+
+@pytest.mark.parametrize("shape", [(17, 20, 33), (1100, 40, 65), (48, 64, 1601), (65, 2000, 17)], ids=str)
+@pytest.mark.parametrize("left", ["plain", "turned", "part", "every second"])
+@pytest.mark.parametrize("right", ["plain", "turned", "part", "every second"])
+def test_products_of_bfloat16(amx, shape, left, right):
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    assert mkl.problem() is None
+    n_rows, _, n_columns = shape
+    a, b = (
+        _narrow(draw(some, layout), layout, bfloat16) for some, layout in (((shape[:2]), left), ((shape[1:]), right))
+    )
+    bias = rng.standard_normal(n_columns).astype(np.float32)
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    out = np.full((n_rows, n_columns + 3), np.nan, np.float32)[:, 1:-2]
+    assert mkl.matrices.matmul(a, b, None, out) is out
+    for product, wanted in ((out, expected), (mkl.matrices.matmul(a, b, bias), expected + bias)):
+        np.testing.assert_allclose(product, wanted, 1e-4, 1e-3)
+
+
+def _narrow(x: np.ndarray, layout: str, dtype) -> np.ndarray:
+    """In the same layout."""
+    if layout == "turned":
+        return np.ascontiguousarray(x.T).astype(dtype).T
+    wide = np.zeros((len(x), 2 * x.shape[1] + 3), dtype)
+    view = {"plain": wide[:, : x.shape[1]].copy(), "part": wide[:, 3 : 3 + x.shape[1]]}.get(layout)
+    view = wide[:, : 2 * x.shape[1] : 2] if view is None else view
+    view[...] = x
+    return view
+
+
+def test_what_the_provider_declines():
+    narrow = np.zeros((64, 64), pytest.importorskip("ml_dtypes").bfloat16)
+    why_not = mkl.matrices.matmul.why_not
+    assert why_not(narrow, narrow) is None
+    assert why_not(narrow, narrow.astype(np.float32)) == "operands of bfloat16 alone"
+    assert why_not(narrow[:16], narrow).startswith("more than 16 rows")
+    assert why_not(narrow, narrow, None, np.zeros((64, 64), np.float32).T) == "an out of float32 with contiguous rows"
+    assert why_not(narrow, narrow, None, None, narrow.dtype) == "results of float32 alone, got bfloat16"
+
+
+def test_the_provider_is_for_processors_with_amx(intel, monkeypatch):
+    monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))
+    monkeypatch.setattr(processor, "has_matrix_tiles", lambda: False)
+    assert mkl.problem() == "this processor has no AMX for bfloat16"
+
+
+def test_mkl_can_be_excluded(intel, monkeypatch):
+    monkeypatch.setenv("TRICYCLE_KERNELS", "-mkl")
+    assert blas.problem() == mkl.problem() == "excluded by TRICYCLE_KERNELS=-mkl"

@@ -241,6 +241,11 @@ def benchmark_of_attention(request, line: str) -> None:
     assert "MB ours" in good(call(*line.split()[1:], *quick))
 
 
+def benchmark_of_products(request, line: str) -> None:
+    quick = ["--layer", "64", "64", "64", "--peer", "none", *ONE_TURN]
+    assert "weight gradient" in good(call(*line.split()[1:], *quick))
+
+
 def benchmark_of_tokeniser(request, line: str) -> None:
     quick = ["--texts", "code", "--megabytes", "0.05", "--vocab-sizes", "300", "--peer", "none", "--repeats", "1"]
     assert "tiktoken" in good(call(*line.split()[1:], *quick))
@@ -462,6 +467,7 @@ LINES = {
     "python -m tricycle_lab.exercises mine.py --write": exercises,
     "python -m tricycle_lab.exercises mine.py": exercises,
     "python -m benchmarks.train --shape S --peer torch": benchmark,
+    "python -m benchmarks.products --precision bfloat16": benchmark_of_products,
     "python -m benchmarks.step --shape S --out step.png": benchmark_of_a_step,
     "python -m benchmarks.attention": benchmark_of_attention,
     "python -m benchmarks.overhead": benchmark_of_overhead,

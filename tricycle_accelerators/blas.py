@@ -1,4 +1,4 @@
-"""One thread's products of float32: by NumPy's BLAS, or on an Intel processor by MKL where that is installed.
+"""One thread's products: by NumPy's BLAS, or on an Intel processor by MKL where that is installed.
 
 Intel's own library (`pip install 'tricycle-gpt[mkl]'`, 220 MB) is up to a quarter faster there than the OpenBLAS of
 NumPy's wheels; on AMD's processors it is slower. It is called with ctypes and without threads of its own, for ours
@@ -16,29 +16,39 @@ import sys
 from ctypes import c_float, c_int, c_void_p
 from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tricycle_accelerators import buffers, libraries, processor, threads
+from tricycle_accelerators.providers import excluded
 
 DISTRIBUTION, LIBRARY, EXTRA = "mkl", "libmkl_rt.so", "pip install 'tricycle-gpt[mkl]'"
 LP64, SEQUENTIAL = 0, 1  # MKL_INTERFACE_LP64, MKL_THREADING_SEQUENTIAL
 SAME_EVERY_RUN = 2  # MKL_CBWR_AUTO: the same bits from run to run, wherever the arrays lie
 ROW_MAJOR, AS_IT_IS, TRANSPOSED = 101, 111, 112  # CblasRowMajor, CblasNoTrans, CblasTrans
-SGEMM: list[Any] = [c_int] * 6 + [c_float, c_void_p, c_int, c_void_p, c_int, c_float, c_void_p, c_int]
+GEMM: list[Any] = [c_int] * 6 + [c_float, c_void_p, c_int, c_void_p, c_int, c_float, c_void_p, c_int]
+
+
+class _Mkl(NamedTuple):
+    """Its functions for operands of float32 and of bfloat16; both have results of float32."""
+
+    sgemm: Any
+    gemm_bf16: Any
 
 
 def problem() -> str | None:
-    """Why MKL is not called, in one line; None when it is."""
-    found = _sgemm()
+    """Return why MKL is not called, in one line; None when it is."""
+    found = _mkl()
     return found if isinstance(found, str) else None
 
 
 # Cache: valid for the life of the process: depends on the processor and on what is installed.
 @cache
-def _sgemm() -> Any:
-    """Its function, or why there is none."""
+def _mkl() -> _Mkl | str:
+    """Return its functions, or why there are none."""
+    if why := excluded("mkl"):
+        return why
     if not processor.is_intel():
         return "MKL is for Intel's processors"
     if any(library.internal_api == "mkl" for library in threads.blas_libraries()):
@@ -52,33 +62,56 @@ def _sgemm() -> Any:
     if path is None:
         return f"{DISTRIBUTION} holds no {LIBRARY} (reinstall it: {EXTRA})"
     try:
-        library = ctypes.CDLL(str(path))
-        library.MKL_Set_Interface_Layer(LP64)
-        library.MKL_Set_Threading_Layer(SEQUENTIAL)
-        library.MKL_CBWR_Set(SAME_EVERY_RUN)
-        sgemm = library.cblas_sgemm
+        return load(str(path))
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded: {error}"
-    sgemm.argtypes, sgemm.restype = SGEMM, None
-    return sgemm
+
+
+def load(path: str) -> _Mkl:
+    """Load MKL, which computes in one thread from then on.
+
+    Raises:
+        OSError, AttributeError: no such library, or one without these functions.
+    """
+    library = ctypes.CDLL(path)
+    library.MKL_Set_Interface_Layer(LP64)
+    library.MKL_Set_Threading_Layer(SEQUENTIAL)
+    library.MKL_CBWR_Set(SAME_EVERY_RUN)
+    functions = _Mkl(library.cblas_sgemm, library.cblas_gemm_bf16bf16f32)
+    for function in functions:
+        function.argtypes, function.restype = GEMM, None
+    return functions
 
 
 def multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """The product (M, N) of (M, K) and (K, N), written into `out` if that is given."""
-    if problem() is not None or not (_fits(a) and _fits(b)):
+    """Return the product (M, N) of (M, K) and (K, N), written into `out` if that is given."""
+    mkl = _mkl()
+    if isinstance(mkl, str) or not (_fits(a, np.float32) and _fits(b, np.float32)):
         product: np.ndarray = np.matmul(a, b, out=out)
         return product
     if out is None:
         out = buffers.empty((a.shape[0], b.shape[1]), np.float32)
-    elif not _fits(out) or out.strides[1] != out.itemsize:
+    elif not _fits(out, np.float32) or out.strides[1] != out.itemsize:
         return np.matmul(a, b, out=out)
-    _multiply(a, b, out)
+    _gemm(mkl.sgemm, a, b, out)
     return out
 
 
-def _fits(x: np.ndarray) -> bool:
-    """Whether a matrix is float32 with rows, or columns, in one piece each, none within another."""
-    if x.dtype != np.float32 or x.ndim != 2 or min(x.shape) < 2 or not x.flags.aligned:
+def multiply_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+    """Write the product of matrices of bfloat16, with contiguous rows or columns, into `out` of float32, by MKL.
+
+    The strides of a single row or column need not be valid leading dimensions, so it is copied.
+    """
+    mkl = _mkl()
+    if isinstance(mkl, str):
+        raise RuntimeError(f"multiply_bfloat16: {mkl}")
+    a, b = (x if _fits(x, x.dtype) else np.array(x, order="C") for x in (a, b))
+    _gemm(mkl.gemm_bf16, a, b, out)
+
+
+def _fits(x: np.ndarray, dtype: Any) -> bool:
+    """Return whether a matrix has that dtype and contiguous rows, or columns, none of which overlap."""
+    if x.dtype != dtype or x.ndim != 2 or min(x.shape) < 2 or not x.flags.aligned:
         return False
     down, across = x.strides
     n_rows, n_columns = x.shape
@@ -86,9 +119,9 @@ def _fits(x: np.ndarray) -> bool:
     return in_rows or (down == x.itemsize and across >= n_rows * x.itemsize and across % x.itemsize == 0)
 
 
-def _multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+def _gemm(function: Any, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     (n_rows, n_inner), n_columns = a.shape, b.shape[1]
-    _sgemm()(
+    function(
         ROW_MAJOR,
         *(AS_IT_IS if x.strides[1] == x.itemsize else TRANSPOSED for x in (a, b)),
         *(n_rows, n_columns, n_inner),

@@ -17,7 +17,7 @@ from tricycle.kernels.explained import PLAIN
 Run = TypeVar("Run", bound=Callable[..., Any])
 
 VARIABLE = "TRICYCLE_KERNELS"
-NAMES = ("numba", "onednn", "numpy", "cuda")
+NAMES = ("numba", "mkl", "onednn", "numpy", "cuda")
 
 
 def excluded(name: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from tricycle.kernels.explained import ABSENT
-from tricycle_accelerators import compiled, cpu, onednn
+from tricycle_accelerators import compiled, cpu, mkl, onednn
 
 
 def register_numpy(array: type) -> None:
@@ -13,7 +13,7 @@ def register_numpy(array: type) -> None:
 
     `tricycle.kernels` calls it when the first one comes (the entry point `numpy` in pyproject.toml).
     """
-    for provider in (compiled, onednn, cpu):
+    for provider in (compiled, mkl, onednn, cpu):
         _register(provider, array)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from tricycle import kernels
 from tricycle.kernels import batched
 from tricycle.kernels.dispatch import is_narrow, widening
-from tricycle_accelerators import blas, buffers, pieces, spinning, threads
+from tricycle_accelerators import blas, buffers, pieces, products, spinning, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
@@ -70,15 +70,15 @@ def matmul(
     if n_rows <= SUMMED_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
         product = _few_rows(a, b, bias)
     elif n_rows == 1 and out is None and b.flags.f_contiguous:  # to the bit as BLAS's own threads, above
-        product = _by_columns(a, b, bias, None)
+        product = np.empty((1, n_columns), np.result_type(a, b))
+        products.by_columns(_multiply, a, b, bias, product)
     elif n_rows <= SOME_ROWS < n_columns and out is None and b.flags.f_contiguous and b.size:
         product = _some_rows(a, b, bias)
     elif n_inner >= 2 * max(n_rows, n_columns) and out is None:
         product = _by_terms(a, b, bias)
-    elif n_rows >= n_columns:
-        product = _by_rows(a, b, bias, out)
     else:
-        product = _by_columns(a, b, bias, out)
+        product = buffers.empty((n_rows, n_columns), np.result_type(a, b)) if out is None else out
+        products.share(_multiply, a, b, bias, product)
     return product if dtype is None else product.astype(dtype, copy=False)
 
 
@@ -137,28 +137,10 @@ def _some_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndar
     return product
 
 
-def _by_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None) -> np.ndarray:
-    product = buffers.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
-
-    def work(part: slice) -> None:
-        blas.multiply(a[part], b, product[part])
-        if bias is not None:
-            product[part] += bias
-
-    threads.parallel(work, pieces.parts(len(a), 512))
-    return product
-
-
-def _by_columns(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None) -> np.ndarray:
-    product = buffers.empty((len(a), b.shape[1]), np.result_type(a, b)) if out is None else out
-
-    def work(part: slice) -> None:
-        blas.multiply(a, b[:, part], product[:, part])
-        if bias is not None:
-            product[:, part] += bias[part]
-
-    threads.parallel(work, pieces.parts(b.shape[1], 512))
-    return product
+def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+    blas.multiply(a, b, out)
+    if bias is not None:
+        out += bias
 
 
 def _unshared(n_rows: int, n_inner: int, n_columns: int) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tricycle.kernels import FEW_ROWS
-from tricycle_accelerators import blas, buffers, pieces, processor, spinning, threads
+from tricycle_accelerators import blas, buffers, pieces, processor, products, spinning, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
@@ -99,10 +99,12 @@ def matmul(
     if not a.size or not b.size:
         result[...] = 0 if bias is None else bias
     else:
-        multiply = _multiply_wide if processor.halves_bfloat16() and not processor.has_matrix_tiles() else _multiply
-        multiply(
-            _regular(a), _regular(b), None if bias is None else np.ascontiguousarray(bias, np.float32)[None], result
-        )
+        a, b = products.regular(a), products.regular(b)
+        shifts = None if bias is None else np.ascontiguousarray(bias, np.float32)
+        if processor.halves_bfloat16() and not processor.has_matrix_tiles():
+            _multiply_wide(a, b, shifts, result)
+        else:
+            products.share(_multiply, a, b, shifts, result)
     if out is not None and not fits:
         out[...] = result
         return out
@@ -140,16 +142,7 @@ def _share(operands: Callable[[slice], tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
-    def rows(part: slice) -> None:
-        library.product(a[part], b, result[part], bias)
-
-    def columns(part: slice) -> None:
-        library.product(a, b[:, part], result[:, part], None if bias is None else bias[:, part])
-
-    if len(a) >= b.shape[1]:
-        threads.parallel(rows, pieces.parts(len(a), 512))
-    else:
-        threads.parallel(columns, pieces.parts(b.shape[1], 512))
+    library.product(a, b, result, None if bias is None else bias[None])
 
 
 def _multiply_wide(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result: np.ndarray) -> None:
@@ -159,12 +152,12 @@ def _multiply_wide(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result
         _write(blas.multiply(_wide(a[part]), whole), bias, result[part])
 
     def columns(part: slice) -> None:
-        _write(blas.multiply(whole, _wide(b[:, part])), None if bias is None else bias[:, part], result[:, part])
+        _write(blas.multiply(whole, _wide(b[:, part])), None if bias is None else bias[part], result[:, part])
 
     def some_terms(part: slice) -> np.ndarray:
         cuts = [*range(part.start, min(part.stop, n_inner), TERMS), min(part.stop, n_inner)]
-        products = (blas.multiply(_wide(a[:, i:j]), _wide(b[i:j])) for i, j in pairwise(cuts))
-        return reduce(lambda total, product: np.add(total, product, out=total), products)
+        parts = (blas.multiply(_wide(a[:, i:j]), _wide(b[i:j])) for i, j in pairwise(cuts))
+        return reduce(lambda total, product: np.add(total, product, out=total), parts)
 
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
@@ -192,13 +185,3 @@ def _wide(x: np.ndarray) -> np.ndarray:
     out = buffers.empty(x.shape, np.float32)
     library.convert(x, out)
     return out
-
-
-def _regular(matrix: np.ndarray) -> np.ndarray:
-    """The matrix, copied unless its rows or its columns lie in one piece each and do not overlap."""
-    size = matrix.itemsize
-    n_rows, n_columns = matrix.shape
-    down, across = matrix.strides
-    if (across == size and down >= n_columns * size) or (down == size and across >= n_rows * size):
-        return matrix
-    return np.array(matrix, order="C")

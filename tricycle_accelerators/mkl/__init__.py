@@ -1,0 +1,22 @@
+"""Products of bfloat16 by Intel's MKL, which uses the matrix tiles of AMX (`pip install 'tricycle-gpt[mkl]'`).
+
+MKL's products of float32 are a choice of BLAS, `tricycle_accelerators/blas.py`, and need no version of a kernel.
+"""
+
+from __future__ import annotations
+
+from tricycle import kernels
+from tricycle_accelerators import blas, processor
+from tricycle_accelerators.mkl import matrices
+
+PROVIDER = "mkl"
+
+
+def problem() -> str | None:
+    """Return why these versions cannot be used; None when they can."""
+    return blas.problem() or (None if processor.has_matrix_tiles() else "this processor has no AMX for bfloat16")
+
+
+def register(array: type) -> None:
+    """Offer these versions for a type of arrays."""
+    kernels.matmul.on(array)(matrices.matmul)

@@ -1,0 +1,44 @@
+"""Products of matrices of bfloat16 with results of float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tricycle.kernels import FEW_ROWS
+from tricycle_accelerators import blas, buffers, products
+from tricycle_accelerators.providers import unless
+
+
+def _why_not_matmul(
+    a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
+) -> str | None:
+    if not a.dtype.name == b.dtype.name == "bfloat16":
+        return "operands of bfloat16 alone"
+    if min(*a.shape, *b.shape) <= FEW_ROWS:
+        return f"more than {FEW_ROWS} rows, columns and terms, got {a.shape} and {b.shape}"
+    if out is not None and (out.dtype != np.float32 or out.strides[1] != 4 or out.strides[0] < 4 * out.shape[1]):
+        return "an out of float32 with contiguous rows"
+    return None if dtype is None or np.dtype(dtype) == np.float32 else f"results of float32 alone, got {dtype}"
+
+
+@unless(_why_not_matmul)
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    bias: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+    dtype: Any = None,
+    precision: str = "float32",
+) -> np.ndarray:
+    """Threads take some rows or some columns of the result each."""
+    product = buffers.empty((len(a), b.shape[1]), np.float32) if out is None else out
+    products.share(_multiply, products.regular(a), products.regular(b), bias, product)
+    return product
+
+
+def _multiply(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+    blas.multiply_bfloat16(a, b, out)
+    if bias is not None:
+        out += bias

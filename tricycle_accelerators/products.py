@@ -1,0 +1,43 @@
+"""Matrix products shared by threads, by rows or by columns of the result; each part is one call of a library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tricycle_accelerators import pieces, threads
+
+# Writes a b + bias into the last: (N, K), (K, M), (M,) or None, (N, M), in one thread.
+Multiply = Callable[[np.ndarray, np.ndarray, "np.ndarray | None", np.ndarray], None]
+LEAST = 512  # rows, or columns, in each of two parts for a thread; of fewer each thread gets one
+
+
+def share(multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+    """Write a b + bias into `out`: threads take rows each, or columns where there are more of these."""
+    share_out = by_rows if len(a) >= b.shape[1] else by_columns
+    share_out(multiply, a, b, bias, out)
+
+
+def by_rows(multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+    """Write a b + bias into `out`, threads some rows each."""
+    threads.parallel(lambda part: multiply(a[part], b, bias, out[part]), pieces.parts(len(a), LEAST))
+
+
+def by_columns(multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
+    """Write a b + bias into `out`, threads some columns each."""
+
+    def work(part: slice) -> None:
+        multiply(a, b[:, part], None if bias is None else bias[part], out[:, part])
+
+    threads.parallel(work, pieces.parts(b.shape[1], LEAST))
+
+
+def regular(matrix: np.ndarray) -> np.ndarray:
+    """Return the matrix, copied unless its rows or its columns are contiguous and do not overlap."""
+    size = matrix.itemsize
+    n_rows, n_columns = matrix.shape
+    down, across = matrix.strides
+    if (across == size and down >= n_columns * size) or (down == size and across >= n_rows * size):
+        return matrix
+    return np.array(matrix, order="C")
