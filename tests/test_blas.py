@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tricycle_accelerators import blas, libraries, mkl, processor, threads
+from tricycle_accelerators import blas, libraries, mkl, processor, product_plan, threads
 
 rng = np.random.default_rng(0)
 
@@ -145,7 +145,8 @@ def amx(monkeypatch, request):
     if mkl is None:
         pytest.skip("MKL is not installed")
     monkeypatch.setattr(blas, "_mkl", lambda: mkl)
-    monkeypatch.setattr(processor, "has_matrix_tiles", lambda: True)
+    machine = product_plan.Machine("GenuineIntel", frozenset({"amx_bf16"}), "openblas", frozenset())
+    monkeypatch.setattr(product_plan, "this_machine", lambda: machine)
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
 
 
@@ -190,7 +191,8 @@ def test_what_the_provider_declines():
 
 def test_the_provider_is_for_processors_with_amx(intel, monkeypatch):
     monkeypatch.setattr(blas, "_mkl", lambda: blas._Mkl(None, None))
-    monkeypatch.setattr(processor, "has_matrix_tiles", lambda: False)
+    machine = product_plan.Machine("GenuineIntel", frozenset({"avx512f"}), "openblas", frozenset())
+    monkeypatch.setattr(product_plan, "this_machine", lambda: machine)
     assert mkl.problem() == "this processor has no AMX for bfloat16"
 
 

@@ -12,7 +12,7 @@ from versions import registered_by
 
 from tricycle import kernels
 from tricycle.kernels import Scoring, recurrent
-from tricycle_accelerators import compiled, registry, threads
+from tricycle_accelerators import compiled, product_plan, registry, threads
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
@@ -237,8 +237,8 @@ def large(monkeypatch):
     from tricycle_accelerators.compiled import matrix_loops
 
     monkeypatch.setattr(matrices, "_loops", lambda: matrix_loops)
-    monkeypatch.setattr(matrices, "LEAST_ROWS", 1)
-    monkeypatch.setattr(matrices, "LEAST_WORK", 1)
+    monkeypatch.setattr(product_plan, "TILED_ROWS", 1)
+    monkeypatch.setattr(product_plan, "TILED_WORK", 1)
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
     return matrices.matmul
 

@@ -17,7 +17,7 @@ def told(monkeypatch, tmp_path):
     path = tmp_path / "cpuinfo"
 
     def tell(text: str | None, python: str = "") -> None:
-        processor._told.cache_clear()
+        processor.identity.cache_clear()
         if text is None:
             path.unlink(missing_ok=True)
         else:
@@ -26,7 +26,7 @@ def told(monkeypatch, tmp_path):
         monkeypatch.setattr("platform.processor", lambda: python)
 
     yield tell
-    processor._told.cache_clear()
+    processor.identity.cache_clear()
 
 
 def test_intel(told):

@@ -17,8 +17,8 @@ def fields_of(cpuinfo: str) -> dict[str, str]:
 
 # Cache: valid for the life of the process: depends on the processor alone.
 @cache
-def _told() -> tuple[str, frozenset[str]]:
-    """Who made it, and its instructions by Linux's names; ("", none) where neither system nor Python says."""
+def identity() -> tuple[str, frozenset[str]]:
+    """Return its vendor and its features by Linux's names; ("", none) where neither the system nor Python tells."""
     if not CPUINFO.exists():
         return platform.processor(), frozenset()  # of Windows: "Intel64 Family 6 Model 143, GenuineIntel"
     fields = fields_of(CPUINFO.read_text(encoding="utf-8", errors="replace"))
@@ -26,7 +26,7 @@ def _told() -> tuple[str, frozenset[str]]:
 
 
 def is_intel() -> bool:
-    return "GenuineIntel" in _told()[0]
+    return "GenuineIntel" in identity()[0]
 
 
 def halves_bfloat16() -> bool:
@@ -39,4 +39,4 @@ def halves_bfloat16() -> bool:
 
 def has_matrix_tiles() -> bool:
     """Whether it has AMX for bfloat16, which is many times as fast as either."""
-    return "amx_bf16" in _told()[1]
+    return "amx_bf16" in identity()[1]

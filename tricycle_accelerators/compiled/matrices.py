@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import buffers, processor, threads
+from tricycle_accelerators import buffers, product_plan, threads
 from tricycle_accelerators.providers import unless
 
-LEAST_ROWS = 128  # of the left matrix: of fewer it takes too long to lay out the right one
 NEAR = 2**20  # numbers of the left matrix that stay in the third cache while panels go by
-LEAST_WORK = 2**24  # multiplications
 MANY = 8  # panels for each thread, of which it does not matter that one takes one more
 
 
@@ -29,8 +27,8 @@ def _loops() -> ModuleType | None:
     """
     from tricycle_accelerators.compiled import registers
 
-    names = {getattr(library, "internal_api", "") for library in threads.blas_libraries()}
-    if (registers.LANES, registers.N_REGISTERS) != (16, 32) or names != {"openblas"} or processor.is_intel():
+    features = frozenset(["avx512f"] if (registers.LANES, registers.N_REGISTERS) == (16, 32) else [])
+    if product_plan.why_no_tiles(product_plan.this_machine()._replace(features=features)) is not None:
         return None
     from tricycle_accelerators.compiled import matrix_loops
 
@@ -40,23 +38,19 @@ def _loops() -> ModuleType | None:
 def _why_not_matmul(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
-    n_rows, n_columns = len(a), b.shape[1]
-    if n_rows < LEAST_ROWS:
-        return f"fewer than {LEAST_ROWS} rows"
-    if a.size * n_columns < LEAST_WORK:
-        return f"fewer than {LEAST_WORK} multiplications"
+    shape = *a.shape, b.shape[1]
+    why = product_plan.why_not_tiled(shape, "rows" if a.strides[1] == a.itemsize else "columns")
+    if why is not None:
+        return why
     if threads.inside_work():
         return "a call by one of several threads at work"
     if not _is_float32(a, b, bias, out) or not (dtype is None or np.dtype(dtype) == np.float32):
         return f"float32 alone, aligned and not read-only, got {a.dtype} and {b.dtype}"
-    if a.strides[1] != 4 or 4 not in b.strides or (out is not None and out.strides[1] != 4):
-        return "rows in one piece: a transposed left matrix is left to BLAS"
-    loops = _loops()
-    if loops is None:
-        return "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as quick"
-    if n_rows % loops.ROWS or n_columns % loops.LANES:
-        return f"multiples of {loops.ROWS} rows and {loops.LANES} columns, got {n_rows} and {n_columns}"
-    return None
+    if 4 not in b.strides or (out is not None and out.strides[1] != 4):
+        return "a right matrix with contiguous rows or columns, and an out with contiguous rows"
+    if _loops() is None:
+        return product_plan.NO_TILES
+    return product_plan.why_not_whole_tiles(*shape[::2])
 
 
 @unless(_why_not_matmul)

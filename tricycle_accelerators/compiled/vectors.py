@@ -15,10 +15,10 @@ from tricycle.devices import Array
 from tricycle.kernels.quantized import FewBits
 from tricycle_accelerators import threads
 from tricycle_accelerators.compiled.elementwise import FLOAT32
+from tricycle_accelerators.product_plan import why_not_one_row
 from tricycle_accelerators.providers import unless
 from tricycle_accelerators.spinning import Trust
 
-LEAST = 2**17  # bytes of a matrix of float32: smaller ones are left to NumPy
 LATE = 5_000  # pauses: a thread that is waited for longer was put aside by the system
 NO_SCALES, NO_SUMS = np.empty(0, np.float32), np.empty(0, np.int32)
 
@@ -82,18 +82,15 @@ def _team() -> _Team:
 def _why_not_matmul(
     a: np.ndarray, b: np.ndarray, bias: Any = None, out: Any = None, dtype: Any = None, *_: Any, **__: Any
 ) -> str | None:
-    if len(a) != 1:
-        return f"one row alone, got {len(a)}"
+    flags = b.flags
+    why = why_not_one_row(len(a), b.nbytes, "columns" if flags.f_contiguous else "rows")
+    if why is not None:
+        return why
     if out is not None or dtype is not None:
         return "a place or a dtype for the result"
     if not (a.dtype == b.dtype == FLOAT32):
         return f"float32 alone, got {a.dtype} and {b.dtype}"
-    if b.nbytes < LEAST:
-        return f"a matrix of fewer than {LEAST} bytes: NumPy is as quick"
-    flags = b.flags
-    if not (flags.f_contiguous and flags.behaved and a.flags.carray):
-        return "a row and a matrix by columns, each in one piece, aligned and not read-only"
-    return None
+    return None if flags.behaved and a.flags.carray else "contiguous operands, aligned and not read-only"
 
 
 @unless(_why_not_matmul)

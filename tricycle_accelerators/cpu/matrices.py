@@ -12,15 +12,12 @@ import numpy as np
 from tricycle import kernels
 from tricycle.kernels import batched
 from tricycle.kernels.dispatch import is_narrow, widening
-from tricycle_accelerators import blas, buffers, pieces, products, spinning, threads
+from tricycle_accelerators import blas, buffers, pieces, product_plan, products, spinning, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
-SMALL_PRODUCT = 2**18  # multiplications below which a matrix product is not worth sharing
 UNCOPIED = 2**19  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
-SOME_ROWS = 16  # of so many a product is quickest in pieces of that size, where the other matrix is transposed
 WIDENED = 2**20  # numbers of 16 bits that are made 32 at once for a product, so that they stay in the cache
-SUMMED_ROWS = 4  # up to so many, threads share the terms: each reads its part of the other matrix in one piece
 
 
 def operand(x: np.ndarray, precision: str) -> np.ndarray:
@@ -63,22 +60,20 @@ def matmul(
         return kernels.matmul.plain(a, b, bias, out, dtype)
     if is_narrow(a) or is_narrow(b):
         return _widened(a, b, bias, out, dtype)
-    few = n_rows * n_inner * n_columns < SMALL_PRODUCT
-    if few or not threads.blas_libraries() or threads.inside_work():
+    right = "rows" if b.flags.c_contiguous else "columns" if b.flags.f_contiguous else ""
+    share = product_plan.share_of_blas((n_rows, n_inner, n_columns), right, out is not None)
+    if share == "nothing" or not threads.blas_libraries() or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
             return kernels.matmul.plain(a, b, bias, out, dtype)
-    if n_rows <= SUMMED_ROWS and out is None and b.flags.c_contiguous and b.size and a.size:
-        product = _few_rows(a, b, bias)
-    elif n_rows == 1 and out is None and b.flags.f_contiguous:  # to the bit as BLAS's own threads, above
-        product = np.empty((1, n_columns), np.result_type(a, b))
-        products.by_columns(_multiply, a, b, bias, product)
-    elif n_rows <= SOME_ROWS < n_columns and out is None and b.flags.f_contiguous and b.size:
+    if share == "terms":
+        by_terms = _few_rows if n_rows <= product_plan.SUMMED_ROWS and right == "rows" else _by_terms
+        product = by_terms(a, b, bias)
+    elif share == "pieces of columns":
         product = _some_rows(a, b, bias)
-    elif n_inner >= 2 * max(n_rows, n_columns) and out is None:
-        product = _by_terms(a, b, bias)
     else:
         product = buffers.empty((n_rows, n_columns), np.result_type(a, b)) if out is None else out
-        products.share(_multiply, a, b, bias, product)
+        share_out = products.by_rows if share == "rows" else products.by_columns
+        share_out(_multiply, a, b, bias, product)
     return product if dtype is None else product.astype(dtype, copy=False)
 
 
@@ -123,7 +118,7 @@ def _few_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarr
 def _some_rows(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """By small pieces of a transposed b, such as the table of tokens, each of which lies in one piece."""
     n_columns = b.shape[1]
-    step = max(SOME_ROWS, UNCOPIED // max(1, a.size) // SOME_ROWS * SOME_ROWS)
+    step = max(product_plan.SOME_ROWS, UNCOPIED // max(1, a.size) // product_plan.SOME_ROWS * product_plan.SOME_ROWS)
     product = buffers.empty((len(a), n_columns), np.result_type(a, b))
 
     def work(part: slice) -> None:
@@ -152,7 +147,7 @@ def _unshared(n_rows: int, n_inner: int, n_columns: int) -> AbstractContextManag
 
 def _is_unshared(n_rows: int, n_inner: int, n_columns: int) -> bool:
     """Whether BLAS would never share a product."""
-    most = SMALL_PRODUCT // 2 if n_rows > 1 < n_columns else pieces.UNSHARED
+    most = product_plan.SHARED_WORK // 2 if n_rows > 1 < n_columns else pieces.UNSHARED
     return n_rows * n_inner * n_columns < most
 
 
@@ -169,7 +164,7 @@ def batched_matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     n_columns = b.shape[-1]
     if a.ndim == 2 and a.dtype == b.dtype and a.dtype in (np.float32, np.float64):
         return matmul(a, b)
-    if a.size * n_columns < 2 * SMALL_PRODUCT or threads.inside_work():
+    if a.size * n_columns < 2 * product_plan.SHARED_WORK or threads.inside_work():
         with _unshared(n_rows, n_inner, n_columns):
             return batched.batched_matmul.plain(a, b)
     out = buffers.empty((*a.shape[:-1], n_columns), np.result_type(a, b))

@@ -6,7 +6,7 @@ MKL's products of float32 are a choice of BLAS, `tricycle_accelerators/blas.py`,
 from __future__ import annotations
 
 from tricycle import kernels
-from tricycle_accelerators import blas, processor
+from tricycle_accelerators import blas, product_plan
 from tricycle_accelerators.mkl import matrices
 
 PROVIDER = "mkl"
@@ -14,7 +14,7 @@ PROVIDER = "mkl"
 
 def problem() -> str | None:
     """Return why these versions cannot be used; None when they can."""
-    return blas.problem() or (None if processor.has_matrix_tiles() else "this processor has no AMX for bfloat16")
+    return blas.problem() or product_plan.why_no_amx(product_plan.this_machine())
 
 
 def register(array: type) -> None:

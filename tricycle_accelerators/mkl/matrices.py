@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels import FEW_ROWS
 from tricycle_accelerators import blas, buffers, products
+from tricycle_accelerators.product_plan import why_not_mkl
 from tricycle_accelerators.providers import unless
 
 
@@ -16,8 +16,9 @@ def _why_not_matmul(
 ) -> str | None:
     if not a.dtype.name == b.dtype.name == "bfloat16":
         return "operands of bfloat16 alone"
-    if min(*a.shape, *b.shape) <= FEW_ROWS:
-        return f"more than {FEW_ROWS} rows, columns and terms, got {a.shape} and {b.shape}"
+    why = why_not_mkl((*a.shape, b.shape[1]))
+    if why is not None:
+        return why
     if out is not None and (out.dtype != np.float32 or out.strides[1] != 4 or out.strides[0] < 4 * out.shape[1]):
         return "an out of float32 with contiguous rows"
     return None if dtype is None or np.dtype(dtype) == np.float32 else f"results of float32 alone, got {dtype}"

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tricycle.kernels import FEW_ROWS
-from tricycle_accelerators import blas, buffers, pieces, processor, products, spinning, threads
+from tricycle_accelerators import blas, buffers, pieces, processor, product_plan, products, spinning, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
 TERMS = 2048  # of a product's sums, that are made float32 at a time
-SMALL_PRODUCT = 2**18  # multiplications below which a product of float32 is NumPy's
 
 
 def _why_not_operand(x: np.ndarray, precision: str) -> str | None:
@@ -66,16 +64,13 @@ def _why_not_matmul(
         if not a.dtype == b.dtype == library.bfloat16():
             return "operands other than float32 or bfloat16"
         return None if out is None or out.dtype == np.float32 else f"an out of float32 alone, got {out.dtype}"
-    if len(a) < 2:
-        return "fewer than two rows of float32"
-    if len(a) > FEW_ROWS:
-        return "more than a few rows of float32"
+    why = product_plan.why_not_few_rows((*a.shape, b.shape[1]))
+    if why is not None:
+        return why
     if b.dtype != np.float32:
         return f"operands of one dtype, got float32 and {b.dtype}"
     if out is not None or dtype is not None:
         return "an out or a dtype for a product of float32"
-    if a.size * b.shape[1] < SMALL_PRODUCT:
-        return "a small product: NumPy is as fast"
     return None if a.flags.c_contiguous and b.flags.forc else "matrices in one piece"
 
 

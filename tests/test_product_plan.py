@@ -1,0 +1,92 @@
+"""Which provider makes a matrix product and what threads share, for processors that this machine is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tricycle import kernels
+from tricycle_accelerators import compiled, onednn, threads
+from tricycle_accelerators.product_plan import Machine, Plan, Product, plan_product, this_machine
+
+AVX512 = {"avx2", "avx512f"}
+ALL = frozenset({"numba", "mkl", "onednn"})
+MACHINES = {
+    "Zen 4": Machine("AuthenticAMD", frozenset(AVX512 | {"avx512_bf16"}), "openblas", ALL - {"mkl"}),
+    "Zen 5": Machine("AuthenticAMD", frozenset(AVX512 | {"avx512_bf16", "avx_vnni"}), "openblas", ALL - {"mkl"}),
+    "AMX": Machine("GenuineIntel", frozenset(AVX512 | {"avx512_bf16", "amx_bf16"}), "openblas", ALL),
+    "AMX, plain install": Machine("GenuineIntel", frozenset(AVX512 | {"amx_bf16"}), "openblas", frozenset()),
+    "Intel, no AMX": Machine("GenuineIntel", frozenset(AVX512 | {"avx512_bf16"}), "openblas", ALL),
+    "AVX2": Machine("AuthenticAMD", frozenset({"avx2"}), "openblas", frozenset({"numba"})),
+    "Zen 4 with MKL's NumPy": Machine("AuthenticAMD", frozenset(AVX512), "mkl", frozenset({"numba"})),
+    "Apple": Machine("", frozenset(), "accelerate", frozenset({"numba"})),
+    "ARM server": Machine("ARM", frozenset({"asimd"}), "openblas", frozenset({"numba"})),
+}
+FORWARD = Product(4096, 384, 1536)
+WEIGHT_GRADIENT = Product(384, 4096, 1536, left="columns")
+ONE_ROW, ONE_ROW_BY_ROWS = Product(1, 768, 3072, right="columns"), Product(1, 768, 3072)
+FEW, TRANSPOSED_HEAD = Product(8, 768, 3072), Product(16, 768, 50304, right="columns")
+ODD, SMALL = Product(4095, 384, 1537), Product(64, 16, 16)
+NARROW, FEW_NARROW = FORWARD._replace(dtype="bfloat16"), FEW._replace(dtype="bfloat16")
+WIDE = Product(512, 768, 50304)
+TABLE = [
+    (FORWARD, "Zen 4", 2, "numba", "rows and columns"),
+    (FORWARD, "Zen 5", 64, "numba", "rows and columns"),
+    (FORWARD, "AMX", 2, "numpy", "rows"),
+    (FORWARD, "AMX, plain install", 2, "numpy", "rows"),
+    (FORWARD, "Intel, no AMX", 2, "numpy", "rows"),
+    (FORWARD, "AVX2", 4, "numpy", "rows"),
+    (FORWARD, "Zen 4 with MKL's NumPy", 2, "numpy", "rows"),
+    (FORWARD, "Apple", 8, "numpy", "rows"),
+    (FORWARD, "ARM server", 64, "numpy", "rows"),
+    (FORWARD, "Zen 4", 1, "numba", "nothing"),
+    (FORWARD, "AMX", 1, "numpy", "nothing"),
+    (WIDE, "Zen 4", 2, "numba", "rows and columns"),
+    (WIDE, "AMX", 2, "numpy", "columns"),
+    (ODD, "Zen 4", 2, "numpy", "rows"),
+    (WEIGHT_GRADIENT, "Zen 4", 2, "numpy", "terms"),
+    (WEIGHT_GRADIENT, "AMX", 2, "numpy", "terms"),
+    (NARROW, "Zen 4", 2, "onednn", "rows"),
+    (NARROW, "AMX", 2, "mkl", "rows"),
+    (NARROW, "Intel, no AMX", 2, "onednn", "rows"),
+    (WIDE._replace(dtype="bfloat16"), "AMX", 16, "mkl", "columns"),
+    (FEW_NARROW, "AMX", 2, "onednn", "columns"),
+    (ONE_ROW, "Zen 4", 2, "numba", "columns"),
+    (ONE_ROW, "AVX2", 64, "numba", "columns"),
+    (ONE_ROW, "AMX, plain install", 2, "numpy", "columns"),
+    (ONE_ROW_BY_ROWS, "Zen 4", 2, "numpy", "terms"),
+    (FEW, "Zen 4", 2, "onednn", "columns"),
+    (FEW, "AVX2", 2, "numpy", "columns"),
+    (TRANSPOSED_HEAD, "Apple", 8, "numpy", "pieces of columns"),
+    (TRANSPOSED_HEAD, "Zen 5", 2, "onednn", "columns"),
+    (SMALL, "Zen 4", 2, "numpy", "nothing"),
+    (SMALL, "ARM server", 64, "numpy", "nothing"),
+]
+
+
+@pytest.mark.parametrize(("product", "machine", "n_threads", "provider", "share"), TABLE)
+def test_the_plan(product, machine, n_threads, provider, share):
+    assert plan_product(product, MACHINES[machine], n_threads) == Plan(provider, share)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_provider_that_cannot_be_used_is_never_planned(name):
+    machine = MACHINES[name]._replace(providers=frozenset())
+    for product in (FORWARD, WEIGHT_GRADIENT, ONE_ROW, FEW, NARROW, SMALL):
+        assert plan_product(product, machine, 2).provider == "numpy"
+
+
+@pytest.mark.parametrize("product", [FORWARD, WEIGHT_GRADIENT, ONE_ROW, ONE_ROW_BY_ROWS, FEW, ODD, NARROW, FEW_NARROW])
+def test_the_kernel_does_what_is_planned(product):
+    """On this machine, whichever it is."""
+    usable = frozenset(provider.PROVIDER for provider in (compiled, onednn) if provider.problem() is None)
+    if product.dtype == "bfloat16" and "onednn" not in usable:
+        pytest.skip(onednn.problem())
+    machine = this_machine()._replace(providers=usable)
+    if not machine.features:
+        pytest.skip("a system that does not tell the processor's features")
+    a = np.zeros((product.n_rows, product.n_inner), np.float32, "C" if product.left == "rows" else "F")
+    b = np.zeros((product.n_inner, product.n_columns), np.float32, "C" if product.right == "rows" else "F")
+    a, b = (kernels.operand(x, product.dtype) for x in (a, b))
+    planned = plan_product(product, machine, threads.n_threads())
+    assert kernels.explain(kernels.matmul, a, b).provider == planned.provider

@@ -1,0 +1,171 @@
+"""Which provider makes a matrix product, and how threads share it: pure functions of shapes, layouts and the machine.
+
+The providers' versions of `kernels.matmul` ask these functions, and check of the arrays only what a plan cannot know,
+such as whether they are aligned. Shapes: (N, K) times (K, M).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from tricycle.kernels import FEW_ROWS
+from tricycle_accelerators import processor, threads
+
+Shape = tuple[int, int, int]  # N, K, M
+
+ONE_ROW_BYTES = 2**17  # of the right matrix: for fewer NumPy is as fast
+TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
+TILED_WORK = 2**24  # multiplications
+TILE = 4, 16  # rows and columns that N and M are multiples of, with AVX-512
+FEW_WORK = SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
+NO_TILES = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as quick"
+SUMMED_ROWS = 4  # up to so many, threads share the terms: each reads its part of the right matrix in one piece
+SOME_ROWS = 16  # up to so many, a right matrix that lies by columns is multiplied in small pieces
+
+
+class Machine(NamedTuple):
+    """What a plan depends on.
+
+    Attributes:
+        vendor: of the processor, as CPUID gives it: "GenuineIntel", "AuthenticAMD", ...; "" where it is not known.
+        features: of the processor, by Linux's names: "avx512f", "avx512_bf16", "amx_bf16", ...
+        blas: NumPy's: "openblas", "mkl", "" (where it is not known), ...
+        providers: those that can be used.
+    """
+
+    vendor: str
+    features: frozenset[str]
+    blas: str
+    providers: frozenset[str]
+
+
+# Cache: valid for the life of the process: depends on the processor and on NumPy's BLAS.
+@cache
+def this_machine() -> Machine:
+    """Return this machine, with no providers: each knows by itself whether it can be used."""
+    vendor, features = processor.identity()
+    blas = {getattr(library, "internal_api", "") for library in threads.blas_libraries()}
+    return Machine(vendor, features, blas.pop() if len(blas) == 1 else "", frozenset())
+
+
+class Product(NamedTuple):
+    """What is multiplied: operands of one dtype; each is contiguous by "rows" or by "columns"."""
+
+    n_rows: int
+    n_inner: int
+    n_columns: int
+    dtype: str = "float32"
+    left: str = "rows"
+    right: str = "rows"
+
+
+class Plan(NamedTuple):
+    """Who makes a product, and what its threads share.
+
+    Attributes:
+        share: "rows" or "columns" of the result, "rows and columns", "pieces of columns" that stay in a cache, "terms"
+            of the sums, or "nothing".
+    """
+
+    provider: str
+    share: str
+
+
+def plan_product(product: Product, machine: Machine, n_threads: int) -> Plan:
+    """Return the plan of a product whose result is a new array of float32; operands are aligned and writable."""
+    shape = product[:3]
+    if product.dtype == "bfloat16":
+        reasons = {"mkl": why_not_mkl(shape) or why_no_amx(machine), "onednn": None}
+    else:
+        row = why_not_one_row(product.n_rows, 4 * product.n_inner * product.n_columns, product.right)
+        tiles = why_not_tiled(shape, product.left) or why_no_tiles(machine) or why_not_whole_tiles(*shape[::2])
+        reasons = {"numba": row and tiles, "onednn": why_not_few_rows(shape)}
+    takers = (name for name, why in reasons.items() if why is None and name in machine.providers)
+    provider = next(takers, "numpy")
+    if provider == "numpy":
+        share = share_of_blas(shape, product.right)
+    elif provider == "numba" and product.n_rows > 1:
+        share = "rows and columns"
+    else:
+        share = longer_axis(shape)
+    return Plan(provider, share if n_threads > 1 else "nothing")
+
+
+# -------------------------------------------------------------------- providers
+def why_not_one_row(n_rows: int, n_bytes: int, right: str) -> str | None:
+    """Return why Numba's loop over one row does not take a product of float32; `n_bytes` are the right matrix's."""
+    if n_rows != 1:
+        return f"one row alone, got {n_rows}"
+    if n_bytes < ONE_ROW_BYTES:
+        return f"a matrix of fewer than {ONE_ROW_BYTES} bytes: NumPy is as quick"
+    return None if right == "columns" else "a matrix by columns"
+
+
+def why_not_tiled(shape: Shape, left: str) -> str | None:
+    """Return why Numba's tiles do not take a product of float32, on whatever processor."""
+    n_rows, n_inner, n_columns = shape
+    if n_rows < TILED_ROWS:
+        return f"fewer than {TILED_ROWS} rows"
+    if n_rows * n_inner * n_columns < TILED_WORK:
+        return f"fewer than {TILED_WORK} multiplications"
+    return None if left == "rows" else "rows in one piece: a transposed left matrix is left to BLAS"
+
+
+def why_no_tiles(machine: Machine) -> str | None:
+    """Return why BLAS is as fast as the tiles, or may be: on processors without AVX-512 they are not measured."""
+    if "avx512f" in machine.features and machine.blas == "openblas" and "GenuineIntel" not in machine.vendor:
+        return None
+    return NO_TILES
+
+
+def why_not_whole_tiles(n_rows: int, n_columns: int) -> str | None:
+    if n_rows % TILE[0] or n_columns % TILE[1]:
+        return f"multiples of {TILE[0]} rows and {TILE[1]} columns, got {n_rows} and {n_columns}"
+    return None
+
+
+def why_no_amx(machine: Machine) -> str | None:
+    """Return why MKL's products of bfloat16 are slower than oneDNN's."""
+    return None if "amx_bf16" in machine.features else "this processor has no AMX for bfloat16"
+
+
+def why_not_mkl(shape: Shape) -> str | None:
+    """Return why MKL does not take a product of bfloat16."""
+    return None if min(shape) > FEW_ROWS else f"more than {FEW_ROWS} rows, columns and terms, got {shape}"
+
+
+def why_not_few_rows(shape: Shape) -> str | None:
+    """Return why oneDNN does not take a product of float32."""
+    n_rows, n_inner, n_columns = shape
+    if n_rows < 2:
+        return "fewer than two rows of float32"
+    if n_rows > FEW_ROWS:
+        return "more than a few rows of float32"
+    return "a small product: NumPy is as fast" if n_rows * n_inner * n_columns < FEW_WORK else None
+
+
+# -------------------------------------------------------------------- sharing
+def longer_axis(shape: Shape) -> str:
+    """Return what threads share of a product's result."""
+    return "rows" if shape[0] >= shape[2] else "columns"
+
+
+def share_of_blas(shape: Shape, right: str, has_out: bool = False) -> str:
+    """Return what threads share of a product that NumPy's BLAS makes, or "nothing" for a small one.
+
+    Where `has_out` the result has its place already, so that there are no partial sums to add up.
+    """
+    n_rows, n_inner, n_columns = shape
+    if n_rows * n_inner * n_columns < SHARED_WORK:
+        return "nothing"
+    if not has_out:
+        if n_rows <= SUMMED_ROWS and right == "rows":
+            return "terms"
+        if n_rows == 1 and right == "columns":
+            return "columns"
+        if n_rows <= SOME_ROWS < n_columns and right == "columns":
+            return "pieces of columns"
+        if n_inner >= 2 * max(n_rows, n_columns):
+            return "terms"
+    return longer_axis(shape)
