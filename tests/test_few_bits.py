@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from tricycle.models import GPT
 from tricycle.parameter import Parameter
 from tricycle.tensor import Tensor, to_tensor
 from tricycle.weights import quantize
-from tricycle_accelerators import compiled, onednn, spinning, threads
+from tricycle_accelerators import narrow_rows, onednn, spinning, threads
 
 KINDS = ("int8", "bfloat16", "float16")
 STEPS = {"int8": 1 / 254, "bfloat16": 2**-8, "float16": 2**-11}  # of a row's largest; of a number
@@ -143,11 +142,13 @@ def test_onednn_multiplies_as_the_plain_version(monkeypatch, kind, n_rows, shape
     bias = rng.standard_normal(matrix.shape[1]).astype(np.float32)
     expected = x.astype(np.float64) @ np.asarray(matrix.by_row(), np.float64) + bias
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
+    compiled_versions = {
+        kernel: kernel.look_up(np.ndarray) for kernel in (narrow_rows.product_by_int8, narrow_rows.product_by_bfloat16)
+    }
     for trusted, compiles in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(spinning.keep_up, "until", 0.0 if trusted else math.inf)
-        monkeypatch.setattr(
-            compiled, "available", lambda compiles=compiles: compiles and find_spec("numba") is not None
-        )
+        for kernel, versions in compiled_versions.items():
+            monkeypatch.setitem(kernel.versions, np.ndarray, versions if compiles else [])
         matrix.ready.clear()
         for scale in (1, 100, 1):
             product = onednn.few_bits.few_bits_matmul((x * scale).astype(dtype), matrix, bias)

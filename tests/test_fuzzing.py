@@ -36,7 +36,7 @@ from tricycle.recompute import recompute
 from tricycle.sampling import Sampling
 from tricycle.state.activations import free_activations
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import attention_blocks, cpu, pieces
+from tricycle_accelerators import attention_blocks, cpu, pieces, product_plan
 
 EXAMPLES = int(os.environ.get("TRICYCLE_EXAMPLES", 60))
 SEED = int(os.environ.get("TRICYCLE_SEED", datetime.date.today().toordinal()))

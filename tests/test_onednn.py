@@ -14,6 +14,7 @@ from tricycle import kernels
 from tricycle.blocks import MLPBlock
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.kernels import muon
+from tricycle.kernels.explained import ABSENT
 from tricycle.kernels.quantized import FewBits
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
@@ -324,6 +325,7 @@ def unusable(monkeypatch):
     distribution = onednn.DISTRIBUTION
     caches = (onednn._loaded, onednn._this_thread, cpu.matrices._say_why)
     monkeypatch.setattr(onednn, "DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setitem(ABSENT, "onednn", "")  # restored after the test
     for cached in caches:
         cached.cache_clear()
     offer(monkeypatch, np.ndarray, registered_by(registry.register_numpy))

@@ -1,8 +1,10 @@
 """Providers of kernels: their names, who of them is asked, and what they say of arguments (`kernels.explain`)."""
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tricycle.debug import use_reference
 from tricycle.kernels import KERNELS
 from tricycle.kernels.dispatch import Kernel
 from tricycle.kernels.explained import ABSENT, explain, provider_of
+from tricycle_accelerators import __path__ as accelerators
 from tricycle_accelerators import compiled, onednn, providers, registry
 
 A = np.ones((200, 160), np.float32)
@@ -147,3 +150,45 @@ def test_who_is_not_there_says_why(monkeypatch):
     assert ABSENT["numba"] == "not today"
     (answer,) = (answer for answer in kernels.explain("gelu", A).answers if answer.reason == "not today")
     assert answer.provider == "numba"
+
+
+# -------------------------------------------------------------------- packages
+FOLDER = Path(accelerators[0])
+PACKAGES = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
+
+
+def imported_by(tree: ast.AST, package: str) -> set[str]:
+    """Return the full names that a file of tricycle_accelerators.<package> imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = ["tricycle_accelerators", package][: 3 - node.level] if node.level else []
+            names |= {".".join(filter(None, (*parents, node.module, alias.name))) for alias in node.names}
+    return names
+
+
+def test_imports_of_all_forms_are_found():
+    code = """
+import tricycle_accelerators.a.x
+from tricycle_accelerators import b
+from tricycle_accelerators.c.x import y
+from .. import d
+from ..e.x import y
+def f():
+    from . import own
+"""
+    names = {name.split(".")[1] for name in imported_by(ast.parse(code), "mine")}
+    assert names == {"a", "b", "c", "d", "e", "mine"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_provider_imports_another(package):
+    """What two of them need is a module of tricycle_accelerators itself; registry.py alone knows them all."""
+    assert {"compiled", "cpu", "cuda", "onednn"} <= set(PACKAGES)
+    others = {("tricycle_accelerators", other) for other in PACKAGES if other != package}
+    for path in sorted((FOLDER / package).rglob("*.py")):
+        names = imported_by(ast.parse(path.read_text(encoding="utf-8")), package)
+        across = sorted(name for name in names if tuple(name.split(".")[:2]) in others)
+        assert not across, f"{path.relative_to(FOLDER)} imports {', '.join(across)}"

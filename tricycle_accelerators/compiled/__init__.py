@@ -17,11 +17,13 @@ from pathlib import Path
 from tricycle import kernels
 from tricycle.kernels import recurrent
 from tricycle.kernels.quantized import few_bits_matmul
+from tricycle_accelerators import narrow_rows as narrow
 from tricycle_accelerators.compiled import (
     attention,
     elementwise,
     losses,
     matrices,
+    narrow_rows,
     normalisation,
     optimisers,
     recurrence,
@@ -62,6 +64,8 @@ def register(array: type) -> None:
     kernels.attention_backward.on(array)(attention.attention_backward)
     kernels.matmul.on(array)(vectors.matmul)
     few_bits_matmul.on(array)(vectors.few_bits_matmul)
+    narrow.product_by_int8.on(array)(narrow_rows.product_by_int8)
+    narrow.product_by_bfloat16.on(array)(narrow_rows.product_by_bfloat16)
     kernels.matmul.on(array)(matrices.matmul)
     kernels.gelu.on(array)(elementwise.gelu)
     kernels.gelu_with_slope.on(array)(elementwise.gelu_with_slope)

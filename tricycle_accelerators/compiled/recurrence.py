@@ -13,8 +13,8 @@ import numpy as np
 
 from tricycle.kernels.recurrent import Piece
 from tricycle_accelerators import threads
-from tricycle_accelerators.cpu.recurrence import Blocks
 from tricycle_accelerators.providers import unless
+from tricycle_accelerators.recurrent_blocks import Blocks
 
 FEWEST_ROWS = 16  # of a call, from which on it pays to lay out the weights
 FEWEST_ITEMS = 8  # of a thread: with fewer the weights come from memory more slowly than they are used

@@ -12,8 +12,8 @@ import numpy as np
 from tricycle import kernels
 from tricycle.kernels import batched
 from tricycle.kernels.dispatch import is_narrow, widening
+from tricycle.kernels.explained import ABSENT
 from tricycle_accelerators import blas, buffers, pieces, product_plan, products, spinning, threads
-from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
 UNCOPIED = 2**19  # multiplications up to which OpenBLAS (on processors with AVX-512) reads matrices as they lie
@@ -34,7 +34,7 @@ def operand_and_sums(x: np.ndarray, precision: str) -> tuple[np.ndarray, np.ndar
 # Cache: valid for the life of the process: each precision is warned of once.
 @cache
 def _say_why(precision: str) -> None:
-    why = library.problem() if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
+    why = ABSENT.get("onednn") if precision == "bfloat16" else "a CPU's 16 bits are bfloat16"
     warnings.warn(f"precision {precision}: products are made in float32 here: {why}", stacklevel=2)
 
 

@@ -19,14 +19,9 @@ import numpy as np
 from tricycle.devices import Array
 from tricycle.kernels import FEW_ROWS
 from tricycle.kernels.quantized import FewBits
-from tricycle_accelerators import buffers, compiled, pieces, threads
-from tricycle_accelerators.compiled.loaded import loops
+from tricycle_accelerators import buffers, narrow_rows, pieces, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
-
-LARGEST, STEP = 32512.0, 256.0  # a number is whole steps of a row's largest / LARGEST; 127 * 256 of them at most
-OFFSET = 128 * STEP + 128 + 0.5  # makes steps positive: then what is behind the point is cut off
-SMALLEST = 1e-30  # of a row's largest: below that they are zeros
 
 _one_at_a_time = threading.Lock()
 
@@ -71,65 +66,26 @@ def few_bits_matmul(
 def _by_int8(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
     """None where there is infinity or NaN in x, which whole numbers have not."""
     n_rows = len(x)
-    if n_rows <= FEW_ROWS and compiled.available() and x.flags.carray:  # no loop takes what is read-only
-        return _few_in_calls(x, matrix)
-    sizes = np.abs(x)
-    largest = np.maximum.reduce(sizes, axis=1, keepdims=True)
-    if not np.maximum.reduce(largest, axis=None) < np.inf:
-        return None
-    np.maximum(largest, SMALLEST, out=largest)
     if n_rows <= FEW_ROWS:
-        return _few_by_int8(_bytes(x, largest, out=sizes), largest, matrix)
+        return narrow_rows.product_by_int8(x, matrix.few(2 * n_rows))
+    largest = narrow_rows.largest_sizes(x)
+    if largest is None:
+        return None
     product = np.empty((n_rows, matrix.shape[1]), np.float32)
     _share_rows(partial(_many_by_int8, x, largest, matrix, product), n_rows)
-    return product
-
-
-def _few_in_calls(x: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray | None:
-    """Return the product in three calls."""
-    few = matrix.few(2 * len(x))
-    scales = np.empty(len(x), np.float32)
-    if not loops().split_int8(x, few.x, scales):
-        return None
-    few.run()
-    product = buffers.empty((len(x), matrix.shape[1]), np.float32)
-    loops().join_int8(few.out, scales, product)
-    return product
-
-
-def _bytes(x: np.ndarray, largest: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Rows (N, K) as uint8 (2, N, K): what is left and what is large, in units of 256; of both 128 is to be taken.
-
-    Args:
-        out: float32 like x, for numbers on the way.
-    """
-    np.multiply(x, LARGEST / largest, out=out)
-    out += OFFSET
-    return out.astype("<u2", order="C").view(np.uint8).reshape(*x.shape, 2).transpose(2, 0, 1)
-
-
-def _few_by_int8(numbers: np.ndarray, largest: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray:
-    n_rows = numbers.shape[1]
-    few = matrix.few(2 * n_rows)
-    np.bitwise_xor(numbers, 128, out=few.x.view(np.uint8).reshape(numbers.shape))
-    few.run()
-    rest, large = few.out[:n_rows], few.out[n_rows:]
-    large *= STEP
-    large += rest
-    product: np.ndarray = large * (largest / LARGEST)  # to the last bit as for a row alone
     return product
 
 
 def _many_by_int8(
     x: np.ndarray, largest: np.ndarray, matrix: library.LaidMatrix, product: np.ndarray, rows: slice
 ) -> None:
-    numbers = _bytes(x[rows], largest[rows], np.empty(x[rows].shape, np.float32))
-    rest, large = np.bitwise_xor(numbers, 128, order="C").view(np.int8)
+    rest, large = parts = np.empty((2, *x[rows].shape), np.int8)
+    narrow_rows.write_int8_parts(x[rows], largest[rows], parts)
     out = product[rows]
     matrix.product(large, out)
-    out *= STEP
+    out *= narrow_rows.STEP
     matrix.product(rest, out, add=True)
-    out *= largest[rows] * (1 / LARGEST)
+    out *= largest[rows] * (1 / narrow_rows.LARGEST)
 
 
 # -------------------------------------------------------------------- bfloat16
@@ -139,30 +95,17 @@ def _by_bfloat16(x: np.ndarray, matrix: library.LaidMatrix, exact: bool) -> np.n
         exact: x is not rounded, though it has many rows.
     """
     n_rows = len(x)
-    if n_rows <= FEW_ROWS and compiled.available() and x.flags.carray:  # no loop takes what is read-only
-        few = matrix.few(2 * n_rows)
-        if loops().split_bfloat16(x, few.numbers):
-            few.run()
-            both: np.ndarray = few.out[:n_rows] + few.out[n_rows:]
-            return both
-    exact = (exact or n_rows <= FEW_ROWS) and bool(np.isfinite(x).all())
+    if n_rows <= FEW_ROWS:
+        product = narrow_rows.product_by_bfloat16(x, matrix.few(2 * n_rows))
+        if product is not None:
+            return product
+    exact = exact and bool(np.isfinite(x).all())
     halves = buffers.empty((2 if exact else 1, *x.shape), library.bfloat16())
     halves[0] = x
     if exact:
         halves[1] = x - halves[0].astype(np.float32)
-    if exact and n_rows <= FEW_ROWS:
-        return _few_by_bfloat16(halves, matrix)
     product = buffers.empty((n_rows, matrix.shape[1]), np.float32)
     _share_rows(partial(_many_by_bfloat16, halves, matrix, product), n_rows)
-    return product
-
-
-def _few_by_bfloat16(halves: np.ndarray, matrix: library.LaidMatrix) -> np.ndarray:
-    n_rows = halves.shape[1]
-    few = matrix.few(2 * n_rows)
-    few.x[...] = halves.reshape(few.x.shape)
-    few.run()
-    product: np.ndarray = few.out[:n_rows] + few.out[n_rows:]
     return product
 
 
