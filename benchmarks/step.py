@@ -11,16 +11,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
-from functools import wraps
 from pathlib import Path
-
-import numpy as np
 
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import PINS, tricycle_step
-from tricycle import kernels
 from tricycle.debug import use_reference
+from tricycle_cli.kernel_times import timed_kernels
 
 # Each part of a step and the kernels that belong to it; what is left is graph, sums, embeddings and reshapes.
 PARTS = {
@@ -30,41 +26,20 @@ PARTS = {
     "norms": ["layer_norm", "layer_norm_backward"],
     "sums for biases": ["operand_and_sums"],
     "loss": ["cross_entropy"],
-    "AdamW": ["adamw"],
+    "AdamW": ["adamw", "each"],
 }
 REST = "everything else"
 
 
-def time_kernels(seconds: Counter) -> None:
-    """Replace each kernel by one that adds its time to `seconds`."""
-    kernels.sum_squares(np.ones(1, np.float32))  # the faster versions are looked up first
-    for name, kernel in kernels.KERNELS.items():
-        home = kernels if hasattr(kernels, name) else sys.modules[kernel.__module__]
-        setattr(home, name, _timed(kernel, name, seconds))
-
-
-def _timed(kernel, name: str, seconds: Counter):
-    @wraps(kernel)  # with its attributes, such as the plain version
-    def run(*args, **options):
-        start = time.perf_counter()
-        result = kernel(*args, **options)
-        seconds[name] += time.perf_counter() - start
-        return result
-
-    return run
-
-
 def measure(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each part, with plain and with fast kernels: medians over steps that take turns."""
-    seconds: Counter = Counter()
-    time_kernels(seconds)
     step = tricycle_step(SHAPES[shape])
     times: dict[str, list[dict[str, float]]] = {"plain kernels": [], "fast kernels": []}
 
     def one() -> dict[str, float]:
-        seconds.clear()
         start = time.perf_counter()
-        step()
+        with timed_kernels() as seconds:
+            step()
         total = time.perf_counter() - start
         parts = {part: 1e3 * sum(seconds[name] for name in names) for part, names in PARTS.items()}
         return parts | {REST: 1e3 * total - sum(parts.values())}

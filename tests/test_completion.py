@@ -63,7 +63,7 @@ def test_the_flags_are_those_of_the_help(command, monkeypatch, capsys):
     first_columns = [re.split(r"  ", line.strip("│ "))[0] for part in parts for line in part.splitlines()]
     in_help = {flag for column in first_columns if column.startswith("-") for flag in HELP_FLAG.findall(column)}
     assert {flag.name for flag in flags_of(command)} == in_help
-    assert command != "machine" or in_help == {"--help", "--kernels", "--no-kernels"}
+    assert command != "machine" or in_help == {"--help", "--kernels", "--no-kernels", "--speed", "--no-speed"}
 
 
 def bash_offers(line: str, path: Path) -> list[str]:

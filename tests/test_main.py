@@ -39,7 +39,7 @@ def rows_of(out: str) -> dict[str, str]:
 @pytest.fixture
 def no_variables(monkeypatch):
     for name in os.environ:
-        if name in machine.PINS or name.endswith("_NUM_THREADS"):
+        if name in (*machine.PINS, machine.VARIABLE) or name.endswith("_NUM_THREADS"):
             monkeypatch.delenv(name)
 
 
@@ -51,6 +51,7 @@ def test_it_fits_on_a_screen(monkeypatch):
     assert len(out.splitlines()) <= 24
     rows = rows_of(out)
     assert [*rows] == [*ROWS, "faster"]
+    assert sum("tricycle machine --speed" in line for line in out.splitlines()) == 1
     assert rows["arrays"].startswith(f"NumPy {np.__version__}")
     assert rows["threads"].startswith("1, set by OMP_NUM_THREADS=1; of BLAS: ")
     told = r"([\d,]+) GFLOP/s in float32, of which a training step reaches (\d+)%"
@@ -152,12 +153,37 @@ def test_mkl_is_told_where_it_would_help(monkeypatch, no_variables):
         assert any("[mkl]" in line for line in machine.advice([], None)) == told
 
 
+@pytest.mark.parametrize("lacks_onednn", [True, False])
+@pytest.mark.parametrize("has_numba", [True, False])
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_the_extra_for_16_bits_is_named_once(monkeypatch, no_variables, lacks_onednn, has_numba, has_instructions):
+    problem = f"onednn-cpu-gomp is not installed ({machine.onednn.EXTRA})" if lacks_onednn else None
+    monkeypatch.setattr(machine.onednn, "problem", lambda: problem)
+    monkeypatch.setattr(machine, "installed", lambda *packages: [x for x in packages if has_numba or x != "numba"])
+    monkeypatch.setattr(machine.processor_facts, "computes_bfloat16", lambda: has_instructions)
+    lines = machine.advice([], "no GPU")
+    assert any("[fast]" in line for line in lines) == (not has_numba)  # it holds the other
+    assert any("[bf16]" in line for line in lines) == (lacks_onednn and has_numba and has_instructions)
+
+
+def test_providers_that_a_variable_excludes_are_named(monkeypatch, no_variables):
+    monkeypatch.setattr(machine, "installed", lambda *packages: [x for x in packages if x != "onednn-cpu-gomp"])
+    monkeypatch.setenv("TRICYCLE_KERNELS", "numba")
+    assert "unset TRICYCLE_KERNELS=numba: it excludes numpy" in machine.advice([], "no GPU")  # oneDNN is not there
+    monkeypatch.setenv("TRICYCLE_KERNELS", "-numba")
+    assert "unset TRICYCLE_KERNELS=-numba: it excludes numba" in machine.advice([], "no GPU")
+    monkeypatch.setenv("TRICYCLE_KERNELS", "-onednn")
+    assert not any("TRICYCLE_KERNELS" in line for line in machine.advice([], "no GPU"))
+
+
 def test_a_gpu_that_is_not_used_is_told(monkeypatch, no_variables):
     monkeypatch.setattr(machine, "installed", lambda *packages: [*packages])
     monkeypatch.setattr(machine.float32_products, "problem", lambda: None)
-    assert machine.advice([], "CuPy is not installed") == ["nothing that this program knows of"]
+    monkeypatch.setattr(machine.onednn, "problem", lambda: None)
+    assert machine.advice([], "CuPy is not installed") == []
+    assert machine.advice_lines([])[-1] == "  nothing that this program knows of"
     monkeypatch.setattr(machine, "gpu_libraries", lambda: {"cuBLASLt 13.0.2": None})
-    assert machine.advice(["GPU 0: H200"], None) == ["nothing that this program knows of"]
+    assert machine.advice(["GPU 0: H200"], None) == []
     assert machine.advice(["GPU 0: H200"], "CuPy is not installed") == ["use GPU 0: H200: CuPy is not installed"]
 
 

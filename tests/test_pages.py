@@ -464,6 +464,7 @@ LINES = {
     "tricycle look runs/a runs/b": compared,
     "tricycle look runs/a runs/b --out runs.html": compared,
     "python -m tricycle": machine,
+    "python -m tricycle machine --speed": machine,
     "python -m tricycle_lab.exercises mine.py --write": exercises,
     "python -m tricycle_lab.exercises mine.py": exercises,
     "python -m benchmarks.train --shape S --peer torch": benchmark,

@@ -40,3 +40,8 @@ def halves_bfloat16() -> bool:
 def has_matrix_tiles() -> bool:
     """Whether it has AMX for bfloat16, which is many times as fast as either."""
     return "amx_bf16" in identity()[1]
+
+
+def computes_bfloat16() -> bool:
+    """Return whether it has instructions for products of bfloat16 that are faster than those of float32."""
+    return has_matrix_tiles() or ("avx512_bf16" in identity()[1] and not halves_bfloat16())

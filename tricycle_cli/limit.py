@@ -29,27 +29,40 @@ def operations_a_token(config: GPTConfig) -> int:
     return 3 * 2 * (weights + attention)
 
 
-def product_rate(precision: str = "float32", n: int = 2048, repeats: int = 5) -> float:
-    """Operations a second of an n x n product of ours, the best of several."""
-    a = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
-    operand = kernels.operand(a, precision)
-    return 2 * n**3 / min(_times(lambda: kernels.matmul(operand, operand, precision=precision), repeats))
+def product_operand(precision: str = "float32", n: int = 2048) -> np.ndarray:
+    """Return an n x n matrix of random numbers as products of that precision take it."""
+    numbers = np.random.default_rng(0).standard_normal((n, n), dtype=np.float32)
+    return kernels.operand(numbers, precision)
 
 
-def share_of_limit(rate: float, precision: str = "float32", n_steps: int = 6) -> float:
-    """Of that rate, what a small GPT's training steps with AdamW come to in the median."""
+def product(operand: np.ndarray, precision: str = "float32") -> Callable[[], object]:
+    """Return a function that multiplies a square matrix by itself."""
+    return lambda: kernels.matmul(operand, operand, precision=precision)
+
+
+def training_step(config: GPTConfig, precision: str = "float32") -> Callable[[], object]:
+    """Build a GPT, and return a function that makes one training step with AdamW on random tokens."""
     from tricycle.loss import CrossEntropy
     from tricycle.models import GPT
     from tricycle.optimisers import AdamW
     from tricycle.training import labelled, train_on_batch
 
-    config = SMALL_GPT
     model, optimiser = GPT(config).use_precision(precision), AdamW(1e-4)
     loss_of = labelled(model, CrossEntropy())
     shape = (2, config.batch_size, config.context_window)
     batch = np.random.default_rng(0).integers(0, config.vocab_size, shape)
-    seconds = statistics.median(_times(lambda: train_on_batch(model, optimiser, loss_of, batch), n_steps))
-    return operations_a_token(config) * config.batch_size * config.context_window / seconds / rate
+    return lambda: train_on_batch(model, optimiser, loss_of, batch)
+
+
+def product_rate(precision: str = "float32", n: int = 2048, repeats: int = 5) -> float:
+    """Operations a second of an n x n product of ours, the best of several."""
+    return 2 * n**3 / min(_times(product(product_operand(precision, n), precision), repeats))
+
+
+def share_of_limit(rate: float, precision: str = "float32", n_steps: int = 6) -> float:
+    """Of that rate, what a small GPT's training steps with AdamW come to in the median."""
+    seconds = statistics.median(_times(training_step(SMALL_GPT, precision), n_steps))
+    return operations_a_token(SMALL_GPT) * SMALL_GPT.batch_size * SMALL_GPT.context_window / seconds / rate
 
 
 def _times(work: Callable[[], object], repeats: int) -> list[float]:

@@ -20,9 +20,11 @@ from tricycle.kernels import KERNELS
 from tricycle.kernels.explained import ABSENT, PLAIN, provider_of
 from tricycle_accelerators import blas as float32_products
 from tricycle_accelerators import host, threads
+from tricycle_accelerators import processor as processor_facts
 from tricycle_accelerators.cuda import cudnn, gemm
 from tricycle_accelerators.onednn import library as onednn
 from tricycle_accelerators.processor import fields_of
+from tricycle_accelerators.providers import VARIABLE, excluded
 from tricycle_cli import limit
 
 # What Linux calls the instructions that matter for speed.
@@ -34,6 +36,9 @@ OPTIONAL = """
     threadpoolctl tiktoken tqdm tyro safetensors matplotlib pooch requests datasets ml_dtypes onednn-cpu-gomp
     numba mkl
 """.split()
+PACKAGES = {"numba": "numba", "onednn": onednn.DISTRIBUTION}  # what providers need, by their names
+SPEED = "`tricycle machine --speed` measures fractions of peak, and where a step's time goes"
+NOTHING = "nothing that this program knows of"
 WIDTH, INDENT = 110, 12
 
 
@@ -43,9 +48,11 @@ class Arguments:
 
     Args:
         kernels: list all kernels with the providers that are asked for NumPy arrays, in order.
+        speed: measure for about 15 seconds which fraction of peak a training step reaches, and where its time goes.
     """
 
     kernels: bool = False
+    speed: bool = False
 
 
 def installed(*packages: str) -> list[str]:
@@ -157,25 +164,30 @@ def speed_report() -> str:
 
 
 def advice(shown: list[str], problem: str | None) -> list[str]:
-    """What would make it faster, given the GPUs that the driver shows and why none can be used."""
+    """Return what would make it faster, given the GPUs that the driver shows and why none can be used."""
     pins = [name for name in PINS if os.environ.get(name)]
     found = [f"unset {name}: it may keep NumPy from the best kernels for this processor" for name in pins]
     cores, name = os.cpu_count() or 1, setter()
     if name and threads.n_threads() < cores:
         found.append(f"unset {name}: {threads.n_threads()} of {cores} logical cores are in use")
+    names = [name for name in ("numba", "onednn", "numpy") if excluded(name) and installed(PACKAGES.get(name, name))]
+    if names:
+        found.append(f"unset {VARIABLE}={os.environ[VARIABLE]}: it excludes {', '.join(names)}")
     if not installed("threadpoolctl"):
         found.append("pip install threadpoolctl: Tricycle can then share all of its work between the cores")
     if not installed("numba"):
         found.append(
             "pip install 'tricycle-gpt[fast]': Numba compiles what lies between products, and models write faster"
         )
+    elif onednn.EXTRA in (onednn.problem() or "") and processor_facts.computes_bfloat16():
+        found.append(f"{onednn.EXTRA}: this processor has instructions for products of bfloat16")
     if float32_products.EXTRA in (float32_products.problem() or ""):
         found.append("pip install 'tricycle-gpt[mkl]': Intel's library multiplies fastest on this processor (220 MB)")
     if shown and problem:
         found.append(f"use {', '.join(shown)}: {problem}")
     if problem is None:
         found += [f"on the GPU: {lacking}" for lacking in gpu_libraries().values() if lacking]
-    return found or ["nothing that this program knows of"]
+    return found
 
 
 def kernel_report() -> str:
@@ -220,7 +232,24 @@ def report() -> str:
         )
         for name, value in rows.items()
     ]
-    return "\n".join([*lines, "", "What would make it faster:", *(f"  {line}" for line in advice(shown, problem))])
+    lines.insert([*rows].index("products") + 1, " " * INDENT + SPEED)
+    return "\n".join([*lines, *advice_lines(advice(shown, problem))])
+
+
+def advice_lines(found: list[str]) -> list[str]:
+    """Return the end of a report."""
+    return ["", "What would make it faster:", *(f"  {line}" for line in found or [NOTHING])]
+
+
+def fraction_report() -> str:
+    """Measure which fraction of peak a training step reaches; return the tables and the advice."""
+    from tricycle_cli import speed
+
+    host.tune_host()  # as the programs that train do
+    config = speed.config_for(limit.product_rate(repeats=1))
+    speeds = speed.measure_precisions(config)
+    found = advice(gpus(), devices.gpu_problem()) + speed.advice(speeds)
+    return "\n".join([speed.report(speeds, config), *advice_lines(found)])
 
 
 def main() -> int:
@@ -230,5 +259,10 @@ def main() -> int:
 
         arguments = parse(Arguments, description=__doc__ or "")
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    print(kernel_report() if arguments.kernels else report())
+    if arguments.kernels:
+        print(kernel_report())
+    if arguments.speed:
+        print(fraction_report())
+    if not (arguments.kernels or arguments.speed):
+        print(report())
     return 0

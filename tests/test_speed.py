@@ -1,0 +1,156 @@
+"""tricycle machine --speed: fractions of peak, where a step's time goes, and what follows from that."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from tricycle import kernels
+from tricycle.configs import GPTConfig
+from tricycle.kernels.dispatch import Kernel
+from tricycle_cli import limit, machine, speed
+from tricycle_cli.kernel_times import timed_kernels
+
+TINY = GPTConfig(vocab_size=31, context_window=8, embedding_dim=8, n_heads=2, n_layers=1, batch_size=2)
+
+
+class Clock:
+    """A clock that work sets forward."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds: float):
+        def run(*args) -> None:
+            self.now += seconds
+
+        return run
+
+
+def speed_of(precision: str, tokens_per_second: float, **shares: float) -> speed.Speed:
+    return speed.Speed(precision, 2e11, "numba", tokens_per_second, 0.5, shares)
+
+
+# -------------------------------------------------------------------- times
+def test_kernels_are_timed_without_those_that_they_call():
+    clock = Clock()
+    inner, outer = Kernel(clock.work(1.0)), Kernel(lambda x: (clock.work(2.0)(), inner(x)))
+    inner.plain.__name__, outer.plain.__name__ = "inner", "outer"
+    with timed_kernels(clock) as seconds:
+        outer(0)
+        inner(0)
+        inner(0)
+        thread = threading.Thread(target=inner, args=(0,))
+        thread.start()
+        thread.join()
+    inner(0)
+    assert seconds == {"outer": 3.0, "inner": 2.0}
+
+
+def test_a_kernel_that_fails_leaves_no_trace():
+    def fail(x):
+        raise ValueError
+
+    before, failing = Kernel.__call__, Kernel(fail)
+    with timed_kernels() as seconds:
+        with pytest.raises(ValueError):
+            failing(0)
+        kernels.sum_squares(np.ones(3, np.float32))
+    assert set(seconds) == {"fail", "sum_squares"}
+    assert Kernel.__call__ is before
+
+
+def test_rounds_are_interleaved_and_end():
+    clock, order = Clock(), []
+
+    def logged(name: str, seconds: float):
+        return lambda: (order.append(name), clock.work(seconds)())
+
+    sides = [speed.Side(x, "", logged(f"{x} product", 0.25), logged(f"{x} step", 0.5)) for x in "ab"]
+    speed.measure(sides, seconds=0, clock=clock)
+    assert order[:4] == ["a product", "a step", "b product", "b step"]  # not timed
+    turns = ["a product", "a product", "a step", "b product", "b product", "b step"]
+    assert order[4:] == turns * speed.N_ROUNDS
+    assert sides[0].product_seconds == [0.25] * 3 and sides[1].step_seconds == [0.5] * 3
+    speed.measure(sides, seconds=1e9, clock=clock)
+    assert len(sides[0].step_seconds) == 3 + speed.MAX_ROUNDS
+
+
+# -------------------------------------------------------------------- arithmetic
+def test_rates_and_shares():
+    side = speed.Side("float32", "numba", lambda: None, lambda: None)
+    side.product_seconds, side.step_seconds = [0.001, 0.002, 9.0], [1.0, 4.0, 1.0]
+    side.kernel_seconds.update({"matmul": 3.0, "attention": 1.0, "attention_backward": 0.5, "adamw": 0.25, "add": 1.0})
+    found = speed.summarize(side, TINY, n=100)
+    assert found.product_rate == 2 * 100**3 / 0.002
+    assert found.tokens_per_second == 16
+    assert found.fraction == pytest.approx(limit.operations_a_token(TINY) * 16 / 1e9)
+    shares = {"products": 0.5, "attention": 0.25, "norms + activations": 0, "optimizer": 0.25 / 6, "rest": 1.25 / 6}
+    assert found.shares == pytest.approx(shares)
+
+
+def test_groups_name_kernels_once():
+    names = [name for names in speed.GROUPS.values() for name in names]
+    assert len(names) == len(set(names))
+    assert set(names) <= set(kernels.KERNELS)
+
+
+def test_tables():
+    shares = dict(zip([*speed.GROUPS, speed.REST], (0.7, 0.1, 0.06, 0.04, 0.1)))
+    table = speed.tables([speed.Speed("float32", 2.5e11, "numba", 2400, 0.66, shares)]).splitlines()
+    rates_head, rates, _, _, shares_head, row = table
+    assert rates.split() == ["float32", "250", "numba", "2,400", "66%"]
+    assert row.split() == ["float32", "70%", "10%", "6%", "4%", "10%"]
+    assert len(rates_head) == len(rates) and len(shares_head) == len(row)
+
+
+def test_a_slow_processor_gets_smaller_batches():
+    assert speed.config_for(30e9).batch_size == 4 and speed.config_for(300e9).batch_size == 8
+
+
+# -------------------------------------------------------------------- advice
+def test_faster_16_bits_are_advised():
+    lines = [speed_of("float32", 1000, products=1), speed_of("bfloat16", 1500, products=1)]
+    assert speed.advice(lines) == ["train with --precision bfloat16: 1.5 times the tokens/s of float32"]
+    assert speed.advice(lines[:1]) == []
+    assert speed.advice([lines[0], speed_of("bfloat16", 1010, products=1)]) == []
+
+
+def test_the_largest_group_is_named_unless_it_is_products():
+    found = speed.advice([speed_of("float32", 1, products=0.4, attention=0.5, rest=0.1)])
+    assert found == ["reduce the time of attention in float32: 50% of a step, products take 40%"]
+    assert speed.advice([speed_of("float32", 1, products=0.5, attention=0.4, rest=0.1)]) == []
+
+
+# -------------------------------------------------------------------- a run
+def test_a_run_with_tiny_sizes(capsys):
+    speeds = speed.measure_precisions(TINY, n=32, seconds=0)
+    assert [x.precision for x in speeds] in (["float32"], ["float32", "bfloat16"])
+    for found in speeds:
+        assert found.product_rate > 0 and found.tokens_per_second > 0 and found.fraction > 0
+        assert sum(found.shares.values()) == pytest.approx(1) and min(found.shares.values()) >= 0
+        assert found.shares["products"] > 0 and found.shares["attention"] > 0 and found.shares["optimizer"] > 0
+    assert capsys.readouterr().err == "measuring for about 15 seconds\n"
+    assert "width 8, 1 layers, 8 tokens, batch 2" in speed.report(speeds, TINY, 32)
+
+
+def test_16_bits_without_a_provider_are_explained(monkeypatch):
+    monkeypatch.setattr(speed.onednn, "problem", lambda: "not installed")
+    speeds = speed.measure_precisions(TINY, n=32, seconds=0)
+    assert [x.precision for x in speeds] == ["float32"]
+    assert speed.report(speeds, TINY, 32).endswith("\nno bfloat16: not installed")
+
+
+def test_the_flag_measures(monkeypatch, capsys):
+    speeds = [speed_of("float32", 1000, **dict.fromkeys([*speed.GROUPS, speed.REST], 0.2))]
+    monkeypatch.setattr(speed, "measure_precisions", lambda config: speeds)
+    monkeypatch.setattr(limit, "product_rate", lambda repeats: 3e11)
+    monkeypatch.setattr(machine, "advice", lambda shown, problem: ["an advice"])
+    monkeypatch.setattr("sys.argv", ["tricycle", "--speed"])
+    monkeypatch.setattr("sys.stdout.reconfigure", lambda **_: None, raising=False)
+    assert machine.main() == 0
+    out = capsys.readouterr().out
+    assert "fraction of peak" in out and out.endswith("What would make it faster:\n  an advice\n")

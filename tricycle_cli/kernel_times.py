@@ -1,0 +1,43 @@
+"""Measure how long each kernel computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tricycle.kernels.dispatch import Kernel
+
+
+@contextmanager
+def timed_kernels(clock: Callable[[], float] = time.perf_counter) -> Iterator[defaultdict[str, float]]:
+    """Yield the seconds by kernel name, which grow with each kernel call of this thread in the block.
+
+    A kernel that another kernel calls counts as part of the caller, so that the sum is at most the elapsed time. Calls
+    of other threads do not count: they run within a call of this thread.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    kernel_class: Any = Kernel
+    owner, untimed = threading.get_ident(), kernel_class.__call__
+    inside = False
+
+    def call(kernel: Kernel[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal inside
+        if inside or threading.get_ident() != owner:
+            return untimed(kernel, *args, **options)
+        inside = True
+        start = clock()
+        try:
+            return untimed(kernel, *args, **options)
+        finally:
+            seconds[kernel.plain.__name__] += clock() - start
+            inside = False
+
+    kernel_class.__call__ = call
+    try:
+        yield seconds
+    finally:
+        kernel_class.__call__ = untimed

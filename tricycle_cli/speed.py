@@ -1,0 +1,215 @@
+"""Measure which fraction of peak a training step reaches, and where its time goes.
+
+Peak is the rate of a large matrix product. Products and steps are interleaved, because the clock rate of a processor
+changes under load.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from tricycle import kernels
+from tricycle.configs import GPTConfig
+from tricycle_accelerators import threads
+from tricycle_accelerators.onednn import library as onednn
+from tricycle_cli import limit
+from tricycle_cli.kernel_times import timed_kernels
+
+CONFIG = replace(limit.SMALL_GPT, n_layers=6, batch_size=8)
+PRODUCT_SIZE = 2048
+N_ROUNDS, MAX_ROUNDS = 3, 7
+SECONDS = 9.0  # after which no further round begins, once there were N_ROUNDS
+MIN_TURN = 0.5  # seconds that a turn of training steps lasts at least; a turn of products lasts half of it
+PRODUCTS, REST = "products", "rest"
+# What each group of a step consists of. Kernels that are in none are in REST, with all that is outside of kernels.
+GROUPS = {
+    PRODUCTS: ["matmul", "batched_matmul"],
+    "attention": [
+        "attention", "attention_backward", "attention_scores", "row_attention", "row_attention_backward", "softmax",
+        "softmax_backward", "for_items", "rotate",
+    ],
+    "norms + activations": [
+        "layer_norm", "layer_norm_backward", "gelu", "gelu_with_slope", "gelu_backward", "swiglu", "swiglu_backward",
+        "relu_squared", "sigmoid", "multiply",
+    ],
+    "optimizer": ["adamw", "each", "sum_squares"],
+}  # fmt: skip
+SLOW = 100e9  # operations a second of the product below which a smaller batch keeps the measurement short
+FASTER = 1.05  # how many times as fast bfloat16 has to be to be advised: less is within the noise of a short run
+
+
+class Speed(NamedTuple):
+    """What was measured in one precision.
+
+    Attributes:
+        product_rate: floating-point operations a second of the large product.
+        provider: of the kernel that computed the product.
+        tokens_per_second: of training steps.
+        fraction: rate of the floating-point operations of a step's products and attention, by the product's rate.
+        shares: of a step's time by group.
+    """
+
+    precision: str
+    product_rate: float
+    provider: str
+    tokens_per_second: float
+    fraction: float
+    shares: dict[str, float]
+
+
+@dataclass
+class Side:
+    """One precision with its work, and the seconds that were measured so far."""
+
+    precision: str
+    provider: str
+    multiply: Callable[[], object]
+    step: Callable[[], object]
+    product_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    kernel_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of all steps
+
+
+def config_for(product_rate: float) -> GPTConfig:
+    """Return the GPT that is trained on a processor whose large product has this rate."""
+    return replace(CONFIG, batch_size=4) if product_rate < SLOW else CONFIG
+
+
+def make_side(config: GPTConfig, precision: str, n: int = PRODUCT_SIZE) -> Side:
+    """Build the operands of an n x n product and a model with its optimizer."""
+    operand = limit.product_operand(precision, n)
+    provider = kernels.explain(kernels.matmul, operand, operand, precision=precision).provider
+    return Side(precision, provider, limit.product(operand, precision), limit.training_step(config, precision))
+
+
+def measure(
+    sides: Sequence[Side],
+    seconds: float = SECONDS,
+    progress: Callable[[str], None] = lambda message: None,
+    clock: Callable[[], float] = time.perf_counter,
+    min_turn: float = MIN_TURN,
+) -> None:
+    """Time products and training steps of all sides, interleaved, for at least `N_ROUNDS` rounds.
+
+    Args:
+        seconds: after which no further round begins, once there were enough.
+        min_turn: seconds that a turn of steps lasts at least; a turn of products lasts half of it, and its first
+            product does not count.
+    """
+    for side in sides:
+        progress(f"loading and compiling kernels for {side.precision}")
+        side.multiply()
+        side.step()
+    start = clock()
+    for number in range(1, MAX_ROUNDS + 1):
+        if number > N_ROUNDS and clock() - start >= seconds:
+            break
+        for side in sides:
+            progress(f"round {number}: products in {side.precision}")
+            side.multiply()
+            side.product_seconds += time_repeatedly(side.multiply, min_turn / 2, clock)
+            progress(f"round {number}: training steps in {side.precision}")
+            with timed_kernels(clock) as kernel_seconds:
+                side.step_seconds += time_repeatedly(side.step, min_turn, clock)
+            for name, kernel_time in kernel_seconds.items():
+                side.kernel_seconds[name] += kernel_time
+
+
+def time_repeatedly(work: Callable[[], object], min_seconds: float, clock: Callable[[], float]) -> list[float]:
+    """Return the seconds of each call; there is one at least, and calls until `min_seconds` are over."""
+    times: list[float] = []
+    while not times or sum(times) < min_seconds:
+        start = clock()
+        work()
+        times.append(clock() - start)
+    return times
+
+
+def summarize(side: Side, config: GPTConfig, n: int = PRODUCT_SIZE) -> Speed:
+    """Return rates from the medians of a side's times, and the groups' shares of all of its steps."""
+    product_rate = 2 * n**3 / statistics.median(side.product_seconds)
+    n_tokens = config.batch_size * config.context_window
+    tokens_per_second = n_tokens / statistics.median(side.step_seconds)
+    total = sum(side.step_seconds)
+    shares = {group: sum(side.kernel_seconds[name] for name in names) / total for group, names in GROUPS.items()}
+    shares[REST] = 1 - sum(shares.values())
+    fraction = limit.operations_a_token(config) * tokens_per_second / product_rate
+    return Speed(side.precision, product_rate, side.provider, tokens_per_second, fraction, shares)
+
+
+def tables(speeds: Sequence[Speed]) -> str:
+    """Return the table of rates and the table of groups."""
+    head = f"{'precision':<10}{'product GFLOP/s':>17}{'provider':>10}{'step tokens/s':>15}{'fraction of peak':>18}"
+    lines = [head]
+    for speed in speeds:
+        rates = f"{speed.product_rate / 1e9:>17,.0f}{speed.provider:>10}{speed.tokens_per_second:>15,.0f}"
+        lines.append(f"{speed.precision:<10}{rates}{speed.fraction:>18.0%}")
+    lines += ["", "Where a step's time goes:", f"{'precision':<10}" + "".join(map(_column, [*GROUPS, REST]))]
+    for speed in speeds:
+        lines.append(f"{speed.precision:<10}" + "".join(_column(name, f"{x:.0%}") for name, x in speed.shares.items()))
+    return "\n".join(lines)
+
+
+def _column(name: str, text: str | None = None) -> str:
+    return f"{name if text is None else text:>{len(name) + 3}}"
+
+
+def advice(speeds: Sequence[Speed]) -> list[str]:
+    """Return what the measured rates and shares say about how to train faster."""
+    found = []
+    by_precision = {speed.precision: speed for speed in speeds}
+    if "bfloat16" in by_precision:
+        gain = by_precision["bfloat16"].tokens_per_second / by_precision["float32"].tokens_per_second
+        if gain >= FASTER:
+            found.append(f"train with --precision bfloat16: {gain:.1f} times the tokens/s of float32")
+    for speed in speeds:
+        largest = max(speed.shares, key=lambda group: speed.shares[group])
+        if largest != PRODUCTS:
+            shares = f"{speed.shares[largest]:.0%} of a step, products take {speed.shares[PRODUCTS]:.0%}"
+            found.append(f"reduce the time of {largest} in {speed.precision}: {shares}")
+    return found
+
+
+def show_progress(message: str) -> None:
+    """Rewrite the progress line on a terminal; print nothing to a file or pipe."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
+
+
+def measure_precisions(config: GPTConfig, n: int = PRODUCT_SIZE, seconds: float = SECONDS) -> list[Speed]:
+    """Measure float32, and bfloat16 where a provider computes in 16 bits.
+
+    Args:
+        config: of the GPT that is trained.
+        n: rows and columns of the large product's matrices.
+        seconds: after which no further round begins; 0 for short turns, too.
+    """
+    precisions = ["float32"] + ["bfloat16"] * (onednn.problem() is None)
+    print("measuring for about 15 seconds", end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+    try:
+        sides = [make_side(config, precision, n) for precision in precisions]
+        measure(sides, seconds, show_progress, min_turn=MIN_TURN if seconds else 0.0)
+    finally:
+        show_progress("")
+    return [summarize(side, config, n) for side in sides]
+
+
+def report(speeds: Sequence[Speed], config: GPTConfig, n: int = PRODUCT_SIZE) -> str:
+    """Return what was measured, as text."""
+    problem, n_threads = onednn.problem(), threads.n_threads()
+    size = f"width {config.embedding_dim}, {config.n_layers} layers, {config.context_window} tokens"
+    lines = [
+        f"CPU, {n_threads} thread{'s' * (n_threads > 1)}; medians of {N_ROUNDS} or more interleaved rounds",
+        f"product: of matrices of {n:,} x {n:,} numbers",
+        f"step: forward, loss, backward and AdamW of a GPT ({size}, batch {config.batch_size})",
+        "",
+        tables(speeds),
+        f"{REST}: loss, embeddings, sums for biases, conversions to 16 bits, additions, and what is not in a kernel",
+    ]
+    return "\n".join([*lines, f"no bfloat16: {problem}"] if problem else lines)
