@@ -67,7 +67,7 @@ class _Arena:
         self.bytes = np.empty(0, np.uint8)
         try:
             size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
             self.memory = mmap.mmap(-1, size, flags=flags)
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         except (AttributeError, OSError, ValueError):  # not on Windows; a limit on addresses; no huge pages
@@ -77,7 +77,7 @@ class _Arena:
             self.insert(0, len(self.memory))
 
     def take(self, size: int) -> np.ndarray | None:
-        """Return so many bytes that nothing uses; None where there are not as many."""
+        """Return `size` bytes that nothing uses; None where no free part is as large."""
         if self.bytes is None:
             self.reserve()
         self.n_taken += 1

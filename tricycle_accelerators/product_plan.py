@@ -20,8 +20,8 @@ TILED_WORK = 2**24  # multiplications
 TILE = 4, 16  # rows and columns that N and M are multiples of, with AVX-512
 FEW_WORK = SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
 NO_TILES = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as quick"
-SUMMED_ROWS = 4  # up to so many, threads share the terms: each reads its part of the right matrix in one piece
-SOME_ROWS = 16  # up to so many, a right matrix that lies by columns is multiplied in small pieces
+SUMMED_ROWS = 4  # the most rows for which threads share the terms: each reads its part of the right matrix in one piece
+SOME_ROWS = 16  # the most rows for which a right matrix by columns is multiplied in pieces that stay in a cache
 
 
 class Machine(NamedTuple):
