@@ -49,12 +49,14 @@ def test_a_large_array_is_aligned_and_owns_its_memory(arena):
     assert owns_memory(array) and owns_memory(np.empty(3))
     for view in (array[1:], array.reshape(-1), array.T, array.view(np.uint32), np.empty(3)[:2]):
         assert not owns_memory(view)
-    assert array.nbytes % 64 == 60 and array.nbytes + 4 in arena.starts  # nothing else is in its last cache line
+    assert (
+        array.nbytes % 64 == 60 and address(array) + array.nbytes + 4 in arena.starts
+    )  # its last cache line is its own
 
 
 def test_a_small_array_is_an_ordinary_one(arena):
     array = buffers.empty((10, 10), np.float64)
-    assert array.base is None and arena.bytes is None
+    assert array.base is None and not arena.ranges
     assert not buffers.zeros((4, 4), np.float32).any()
 
 
@@ -93,8 +95,10 @@ def test_what_is_free_is_joined(arena):
 
 
 @on_unix
-def test_no_two_arrays_ever_overlap(arena):
-    """Arrays of random sizes come and go; each keeps the number that it was filled with."""
+@pytest.mark.parametrize("n_bytes", [2**30, 2**24])
+def test_no_two_arrays_ever_overlap(arena, monkeypatch, n_bytes):
+    """Arrays of random sizes come and go, in one range or many; each keeps the number that it was filled with."""
+    monkeypatch.setattr(buffers, "RANGE", n_bytes)
     rng = np.random.default_rng(0)
     held: list[tuple[np.ndarray, float]] = []
     for number in range(600):
@@ -106,11 +110,12 @@ def test_no_two_arrays_ever_overlap(arena):
         array.fill(number)
         held.append((array[rng.integers(3) :], number))  # some live on as views
     assert all((array == was).all() for array, was in held)
-    assert arena.bytes.size - sum(size for size, _ in arena.free) >= sum(array.nbytes for array, _ in held)
+    n_bytes = sum(whole.bytes.size for whole in arena.ranges)
+    assert n_bytes - sum(size for size, _ in arena.free) >= sum(array.nbytes for array, _ in held)
     del array
     held.clear()
     arena.collect()
-    assert arena.free == [(arena.bytes.size, 0)]
+    assert sorted(arena.free) == sorted((whole.bytes.size, whole.start) for whole in arena.ranges)
 
 
 @on_unix
@@ -152,9 +157,12 @@ def test_a_system_that_gives_no_addresses(arena, monkeypatch):
 
 
 @on_unix
-def test_more_than_there_is(arena):
-    some(1)
-    assert arena.take(arena.bytes.size + 64) is None
+def test_an_array_that_is_larger_than_a_range(arena, monkeypatch):
+    monkeypatch.setattr(buffers, "RANGE", 4 * MB)
+    array, others = some(10), [some(3), some(3)]
+    assert [whole.bytes.size for whole in arena.ranges].count(10 * MB) == 1 and len(arena.ranges) == 3
+    array.fill(1)
+    assert owns_memory(array) and len({address(each) for each in (array, *others)}) == 3
 
 
 def test_a_lock_that_another_thread_held_at_a_fork(arena):

@@ -36,10 +36,15 @@ def test_intel(told):
     assert processor.has_matrix_tiles()
 
 
-@pytest.mark.parametrize("vendor, flag, is_faster", [
-    ("GenuineIntel", "avx512_bf16", False), ("GenuineIntel", "amx_bf16", True), ("AuthenticAMD", "avx512_bf16", True),
-    ("AuthenticAMD", "avx512f", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "vendor, flag, is_faster",
+    [
+        ("GenuineIntel", "avx512_bf16", False),
+        ("GenuineIntel", "amx_bf16", True),
+        ("AuthenticAMD", "avx512_bf16", True),
+        ("AuthenticAMD", "avx512f", False),
+    ],
+)
 def test_whether_bfloat16_is_faster(told, vendor, flag, is_faster):
     told(EMERALD_RAPIDS.replace("GenuineIntel", vendor).replace("avx512_bf16", flag))
     assert processor.computes_bfloat16() == is_faster

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tricycle.kernels.quantized import FewBits
-from tricycle_accelerators import threads
+from tricycle_accelerators import product_plan, threads
 
 pytest.importorskip("numba")
 pytest.importorskip("ml_dtypes")
@@ -22,7 +22,7 @@ SHAPES = [(1, 1), (5, 64), (300, 576), (577, 100), (64, 1536), (4097, 67), (2, 1
 def team(monkeypatch):
     """A team with two helpers, even on a machine with one processor."""
     monkeypatch.setattr(threads, "n_threads", lambda: 3)
-    monkeypatch.setattr(vectors, "LEAST", 0)
+    monkeypatch.setattr(product_plan, "ONE_ROW_BYTES", 0)
     monkeypatch.setattr(vectors, "LATE", 10**9)  # there may be fewer processors
     vectors._team.cache_clear()
     yield vectors._team()
@@ -194,5 +194,5 @@ def test_they_say_why(team, monkeypatch, kind):
         return
     assert "by columns" in why_not(x, np.ascontiguousarray(matrix))
     assert why_not(x, matrix, out=np.empty((1, 40), np.float32)) == "a place or a dtype for the result"
-    monkeypatch.setattr(vectors, "LEAST", 2**17)
+    monkeypatch.setattr(product_plan, "ONE_ROW_BYTES", 2**17)
     assert why_not(x, matrix) == "a matrix of fewer than 131072 bytes: NumPy is as quick"

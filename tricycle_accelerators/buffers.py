@@ -1,38 +1,45 @@
 """Memory for large results of kernels, kept from one training step to the next.
 
 malloc gives the memory of a large array back to the system, which clears every page before it hands it out again: a
-tenth of a training step. `empty` takes arrays from a range of addresses of our own, by best fit, and joins what is
-free again to what is free beside it, so that the gradients of a step lie where its activations were. The range is as
-large as the machine's memory; what was never written to takes none of it. When no array was taken for some seconds,
-all that is free goes back to the system.
+tenth of a training step. `empty` takes arrays from ranges of addresses of our own, by best fit, and joins what is free
+again to what is free beside it, so that the gradients of a step lie where its activations were. What was never written
+to takes no memory. When no array was taken for some seconds, all that is free goes back to the system.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-import os
 import threading
 import time
 import tracemalloc
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 LEAST = 2**20  # bytes: malloc keeps the memory of smaller arrays itself
 ALIGNMENT = 64  # bytes: a cache line, and a register of AVX-512
+RANGE = 2**30  # bytes: most training steps have enough of one, and limits on addresses are seldom lower
 IDLE_SECONDS = 5.0
 
 
-class _Range(np.ndarray):
-    """Bytes. Of another type than the arrays in them, or NumPy would give these as their base, past the lease."""
+class _Bytes(np.ndarray):
+    """Those of a range. Of another type than the arrays in it, or NumPy would give it as their base, past the lease."""
+
+
+class _Range(NamedTuple):
+    """Addresses that the system has given us; those of two ranges do not adjoin, for the last page is never used."""
+
+    start: int
+    bytes: np.ndarray
+    memory: mmap.mmap
 
 
 class _Lease(np.ndarray):
-    """Bytes of the range that are the base of one array, and are free when it and all views of it are gone."""
+    """Bytes of a range that are the base of one array, and are free when it and all views of it are gone."""
 
     lent_to_one_array = True  # for `tricycle.devices.owns_memory`
     returned: deque[tuple[int, int]]
@@ -43,12 +50,13 @@ class _Lease(np.ndarray):
 
 
 class _Arena:
-    """Which bytes of the range are free. The caller of a method holds the lock.
+    """Which addresses of its ranges are free. The caller of a method holds the lock.
 
     Attributes:
-        returned: offsets and sizes of what is free, but not joined yet: a `_Lease` may end within any method.
-        free: the size and the offset of each free part, sorted.
-        starts, ends: the size of the free part that starts, or ends, at an offset.
+        returned: addresses and sizes of what is free, but not joined yet: a `_Lease` may end within any method.
+        free: the size and the address of each free part, sorted.
+        starts, ends: the size of the free part that starts, or ends, at an address.
+        ranges: by their addresses.
     """
 
     def __init__(self) -> None:
@@ -57,43 +65,46 @@ class _Arena:
         self.free: list[tuple[int, int]] = []
         self.starts: dict[int, int] = {}
         self.ends: dict[int, int] = {}
-        self.memory: mmap.mmap | None = None
-        self.bytes: Any = None
+        self.ranges: list[_Range] = []
         self.n_taken = 0
         self.watcher: threading.Thread | None = None
 
-    def reserve(self) -> None:
-        """Ask for addresses, once; where the system gives none nothing is ever free here."""
-        self.bytes = np.empty(0, np.uint8)
-        try:
-            size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-            self.memory = mmap.mmap(-1, size, flags=flags)
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
-        except (AttributeError, OSError, ValueError):  # not on Windows; a limit on addresses; no huge pages
-            pass
-        if self.memory is not None:
-            self.bytes = np.ndarray.__new__(_Range, len(self.memory), np.uint8, self.memory)
-            self.insert(0, len(self.memory))
-
     def take(self, size: int) -> np.ndarray | None:
-        """Return `size` bytes that nothing uses; None where no free part is as large."""
-        if self.bytes is None:
-            self.reserve()
+        """Return `size` bytes that nothing uses; None where the system has no addresses for them."""
         self.n_taken += 1
         if self.watcher is None or not self.watcher.is_alive():
             self.watch()
         self.collect()
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
-            return None
+            if not self.reserve(size):
+                return None
+            place = bisect_left(self.free, (size, 0))
         found, start = self.free[place]
         self.remove(start, found)
         if found > size:
             self.insert(start + size, found - size)
-        lease: _Lease = self.bytes[start : start + size].view(_Lease)
+        whole = self.range_of(start)
+        lease: _Lease = whole.bytes[start - whole.start : start - whole.start + size].view(_Lease)
         lease.returned, lease.place = self.returned, (start, size)
         return lease
+
+    def reserve(self, size: int) -> bool:
+        """Ask the system for another range, in which so many bytes are free; return whether it has given one."""
+        n_pages = -(-max(size, RANGE) // mmap.PAGESIZE) + 1
+        try:
+            memory = mmap.mmap(-1, n_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (AttributeError, OSError):  # on Windows; a limit on addresses
+            return False
+        with suppress(AttributeError, OSError):  # not every system has huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        usable = np.ndarray.__new__(_Bytes, (n_pages - 1) * mmap.PAGESIZE, np.uint8, memory)
+        insort(self.ranges, _Range(usable.ctypes.data, usable, memory), key=lambda each: each.start)
+        self.insert(usable.ctypes.data, usable.size)
+        return True
+
+    def range_of(self, address: int) -> _Range:
+        return self.ranges[bisect_right(self.ranges, address, key=lambda each: each.start) - 1]
 
     def collect(self) -> None:
         """Join what has come back to what is free beside it."""
@@ -134,9 +145,11 @@ class _Arena:
         """Give the free pages back to the system. Their addresses stay."""
         self.collect()
         for size, start in self.free:
-            first, last = -(-start // mmap.PAGESIZE), (start + size) // mmap.PAGESIZE
-            if self.memory is not None and first < last:
-                self.memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+            whole = self.range_of(start)
+            first, last = start - whole.start, start - whole.start + size
+            first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                whole.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 _arena = _Arena()
@@ -146,7 +159,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return an array as `np.empty` does; a large one in memory that an earlier array had."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
-    # tracemalloc cannot see into the range, and a forked process may inherit the lock held
+    # tracemalloc cannot see into a range, and a forked process may inherit the lock held
     if size < LEAST or tracemalloc.is_tracing() or not _arena.lock.acquire(blocking=False):
         return np.empty(shape, dtype)
     try:

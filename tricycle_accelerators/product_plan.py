@@ -157,7 +157,8 @@ def share_of_blas(shape: Shape, right: str, has_out: bool = False) -> str:
     Where `has_out` the result has its place already, so that there are no partial sums to add up.
     """
     n_rows, n_inner, n_columns = shape
-    if n_rows * n_inner * n_columns < SHARED_WORK:
+    work = n_rows * n_inner * n_columns
+    if not work or work < SHARED_WORK:
         return "nothing"
     if not has_out:
         if n_rows <= SUMMED_ROWS and right == "rows":

@@ -31,15 +31,30 @@ PRODUCTS, REST = "products", "rest"
 GROUPS = {
     PRODUCTS: ["matmul", "batched_matmul"],
     "attention": [
-        "attention", "attention_backward", "attention_scores", "row_attention", "row_attention_backward", "softmax",
-        "softmax_backward", "for_items", "rotate",
+        "attention",
+        "attention_backward",
+        "attention_scores",
+        "row_attention",
+        "row_attention_backward",
+        "softmax",
+        "softmax_backward",
+        "for_items",
+        "rotate",
     ],
     "norms + activations": [
-        "layer_norm", "layer_norm_backward", "gelu", "gelu_with_slope", "gelu_backward", "swiglu", "swiglu_backward",
-        "relu_squared", "sigmoid", "multiply",
+        "layer_norm",
+        "layer_norm_backward",
+        "gelu",
+        "gelu_with_slope",
+        "gelu_backward",
+        "swiglu",
+        "swiglu_backward",
+        "relu_squared",
+        "sigmoid",
+        "multiply",
     ],
     "optimizer": ["adamw", "each", "sum_squares"],
-}  # fmt: skip
+}
 SLOW = 100e9  # operations a second of the product below which a smaller batch keeps the measurement short
 FASTER = 1.05  # how many times as fast bfloat16 has to be to be advised: less is within the noise of a short run
 

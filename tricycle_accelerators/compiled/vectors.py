@@ -90,7 +90,7 @@ def _why_not_matmul(
         return "a place or a dtype for the result"
     if not (a.dtype == b.dtype == FLOAT32):
         return f"float32 alone, got {a.dtype} and {b.dtype}"
-    return None if flags.behaved and a.flags.carray else "contiguous operands, aligned and not read-only"
+    return None if flags.behaved and a.flags.carray else "operands in one piece each, aligned and not read-only"
 
 
 @unless(_why_not_matmul)
