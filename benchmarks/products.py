@@ -1,7 +1,7 @@
 """Matrix products of a layer, by provider, beside PyTorch's: python -m benchmarks.products --precision bfloat16
 
 Of each layer x (N, K) times weights (K, M) three products are measured, as `linear` makes them: forward, the gradient
-of x, and that of the weights. Each side has a process of its own, and they are interleaved: Tricycle with all
+of x, and that of the weights. Each side runs in a separate process, and they are interleaved: Tricycle with all
 providers, without one of those that are usable here (`TRICYCLE_KERNELS=-onednn`), and PyTorch. Operands have the
 precision already; Tricycle's results are float32, PyTorch's have the precision of the operands.
 """

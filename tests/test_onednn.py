@@ -20,7 +20,7 @@ from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW
 from tricycle.tensor import to_tensor
-from tricycle_accelerators import cpu, pieces, processor, registry, spinning, threads
+from tricycle_accelerators import cpu, pieces, product_plan, registry, spinning, threads
 from tricycle_accelerators import onednn as table
 from tricycle_accelerators.onednn import library as onednn
 from tricycle_accelerators.onednn import matrices
@@ -101,8 +101,8 @@ SIZES = [(1, 1, 1), (3, 5, 7), (1, 64, 300), (300, 64, 1), (130, 33, 65), (600, 
 @pytest.mark.parametrize("layout", ["plain", "a transposed", "b transposed", "both transposed", "slices", "reversed"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products(many_threads, monkeypatch, wide, size, layout, with_bias):
-    monkeypatch.setattr(processor, "halves_bfloat16", lambda: wide)
-    monkeypatch.setattr(processor, "has_matrix_tiles", lambda: False)
+    machine = product_plan.Machine("GenuineIntel" if wide else "AuthenticAMD", frozenset(), "openblas", frozenset())
+    monkeypatch.setattr(product_plan, "this_machine", lambda: machine)
     monkeypatch.setattr(matrices, "TERMS", 700)
     n_rows, n_inner, n_columns = size
     rng = np.random.default_rng(1)

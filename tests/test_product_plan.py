@@ -49,6 +49,8 @@ TABLE = [
     (NARROW, "Zen 4", 2, "onednn", "rows"),
     (NARROW, "AMX", 2, "mkl", "rows"),
     (NARROW, "Intel, no AMX", 2, "onednn", "rows"),
+    (WEIGHT_GRADIENT._replace(dtype="bfloat16"), "Intel, no AMX", 2, "onednn", "terms"),
+    (WEIGHT_GRADIENT._replace(dtype="bfloat16"), "Zen 4", 2, "onednn", "columns"),
     (WIDE._replace(dtype="bfloat16"), "AMX", 16, "mkl", "columns"),
     (FEW_NARROW, "AMX", 2, "onednn", "columns"),
     (ONE_ROW, "Zen 4", 2, "numba", "columns"),

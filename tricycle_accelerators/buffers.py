@@ -71,15 +71,15 @@ class _Arena:
 
     def take(self, size: int) -> np.ndarray | None:
         """Return `size` bytes that nothing uses; None where the system has no addresses for them."""
-        self.n_taken += 1
-        if self.watcher is None or not self.watcher.is_alive():
-            self.watch()
         self.collect()
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
             if not self.reserve(size):
                 return None
             place = bisect_left(self.free, (size, 0))
+        self.n_taken += 1
+        if self.watcher is None or not self.watcher.is_alive():
+            self.watch()
         found, start = self.free[place]
         self.remove(start, found)
         if found > size:
@@ -90,7 +90,7 @@ class _Arena:
         return lease
 
     def reserve(self, size: int) -> bool:
-        """Ask the system for another range, in which so many bytes are free; return whether it has given one."""
+        """Map another range with at least `size` free bytes; return False where the system refuses."""
         n_pages = -(-max(size, RANGE) // mmap.PAGESIZE) + 1
         try:
             memory = mmap.mmap(-1, n_pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -87,8 +87,10 @@ def plan_product(product: Product, machine: Machine, n_threads: int) -> Plan:
         share = share_of_blas(shape, product.right)
     elif provider == "numba" and product.n_rows > 1:
         share = "rows and columns"
+    elif provider == "onednn" and product.dtype == "float32":
+        share = "columns"
     else:
-        share = longer_axis(shape)
+        share = terms_or_axis(shape) if provider == "onednn" and widens_bfloat16(machine) else longer_axis(shape)
     return Plan(provider, share if n_threads > 1 else "nothing")
 
 
@@ -130,6 +132,11 @@ def why_no_amx(machine: Machine) -> str | None:
     return None if "amx_bf16" in machine.features else "this processor has no AMX for bfloat16"
 
 
+def widens_bfloat16(machine: Machine) -> bool:
+    """Return whether products of bfloat16 are computed in float32, as is faster on Intel's without AMX."""
+    return "GenuineIntel" in machine.vendor and why_no_amx(machine) is not None
+
+
 def why_not_mkl(shape: Shape) -> str | None:
     """Return why MKL does not take a product of bfloat16."""
     return None if min(shape) > FEW_ROWS else f"more than {FEW_ROWS} rows, columns and terms, got {shape}"
@@ -151,6 +158,12 @@ def longer_axis(shape: Shape) -> str:
     return "rows" if shape[0] >= shape[2] else "columns"
 
 
+def terms_or_axis(shape: Shape) -> str:
+    """Return "terms" where a product sums many more of them than its result has rows or columns."""
+    n_rows, n_inner, n_columns = shape
+    return "terms" if n_inner >= 2 * max(n_rows, n_columns) else longer_axis(shape)
+
+
 def share_of_blas(shape: Shape, right: str, has_out: bool = False) -> str:
     """Return what threads share of a product that NumPy's BLAS makes, or "nothing" for a small one.
 
@@ -160,13 +173,10 @@ def share_of_blas(shape: Shape, right: str, has_out: bool = False) -> str:
     work = n_rows * n_inner * n_columns
     if not work or work < SHARED_WORK:
         return "nothing"
-    if not has_out:
-        if n_rows <= SUMMED_ROWS and right == "rows":
-            return "terms"
-        if n_rows == 1 and right == "columns":
-            return "columns"
-        if n_rows <= SOME_ROWS < n_columns and right == "columns":
-            return "pieces of columns"
-        if n_inner >= 2 * max(n_rows, n_columns):
-            return "terms"
-    return longer_axis(shape)
+    if has_out:
+        return longer_axis(shape)
+    if n_rows <= SUMMED_ROWS and right == "rows":
+        return "terms"
+    if n_rows == 1 and right == "columns":
+        return "columns"
+    return "pieces of columns" if n_rows <= SOME_ROWS < n_columns and right == "columns" else terms_or_axis(shape)

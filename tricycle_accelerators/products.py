@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tricycle_accelerators import pieces, threads
+from tricycle_accelerators.product_plan import longer_axis
 
 # Writes a b + bias into the last: (N, K), (K, M), (M,) or None, (N, M), in one thread.
 Multiply = Callable[[np.ndarray, np.ndarray, "np.ndarray | None", np.ndarray], None]
@@ -15,7 +16,7 @@ LEAST = 512  # rows, or columns, in each of two parts for a thread; of fewer eac
 
 def share(multiply: Multiply, a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, out: np.ndarray) -> None:
     """Write a b + bias into `out`: threads take rows each, or columns where there are more of these."""
-    share_out = by_rows if len(a) >= b.shape[1] else by_columns
+    share_out = by_rows if longer_axis((*a.shape, b.shape[1])) == "rows" else by_columns
     share_out(multiply, a, b, bias, out)
 
 

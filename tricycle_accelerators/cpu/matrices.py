@@ -72,8 +72,7 @@ def matmul(
         product = _some_rows(a, b, bias)
     else:
         product = buffers.empty((n_rows, n_columns), np.result_type(a, b)) if out is None else out
-        share_out = products.by_rows if share == "rows" else products.by_columns
-        share_out(_multiply, a, b, bias, product)
+        products.share(_multiply, a, b, bias, product)
     return product if dtype is None else product.astype(dtype, copy=False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_accelerators import blas, buffers, pieces, processor, product_plan, products, spinning, threads
+from tricycle_accelerators import blas, buffers, pieces, product_plan, products, spinning, threads
 from tricycle_accelerators.onednn import library
 from tricycle_accelerators.providers import unless
 
@@ -96,7 +96,7 @@ def matmul(
     else:
         a, b = products.regular(a), products.regular(b)
         shifts = None if bias is None else np.ascontiguousarray(bias, np.float32)
-        if processor.halves_bfloat16() and not processor.has_matrix_tiles():
+        if product_plan.widens_bfloat16(product_plan.this_machine()):
             _multiply_wide(a, b, shifts, result)
         else:
             products.share(_multiply, a, b, shifts, result)
@@ -156,10 +156,11 @@ def _multiply_wide(a: np.ndarray, b: np.ndarray, bias: np.ndarray | None, result
 
     n_rows, n_inner = a.shape
     n_columns = b.shape[1]
-    if n_inner >= 2 * max(n_rows, n_columns):  # one part a thread, for each has a sum of its own to hold
+    share = product_plan.terms_or_axis((n_rows, n_inner, n_columns))
+    if share == "terms":  # one part a thread, for each has a sum of its own to hold
         terms = pieces.parts(n_inner, n_inner)
         _write(pieces.sum_over(some_terms, terms), bias, result)
-    elif n_rows >= n_columns:
+    elif share == "rows":
         whole = _wide(b)
         threads.parallel(rows, pieces.parts(n_rows, 512))
     else:
