@@ -4,6 +4,8 @@ moment.
 
 import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,72 @@ def test_each_cache_says_when_it_is_valid():
                     silent.append(f"{path.relative_to(ROOT)}:{number + 1}")
     assert not silent, f"{len(silent)} of {found} caches lack a line '# Cache: ' above them: {silent}"
     assert found > 40
+
+
+FILL_CACHES = """
+import importlib, inspect, pkgutil, re, sys
+from types import ModuleType
+import numpy as np
+from threadpoolctl import threadpool_limits
+import tricycle, tricycle_accelerators
+from tricycle import kernels
+from tricycle_accelerators import threads
+
+threads._n_processors = lambda: 2
+for library in threads.blas_libraries():
+    threads.set_blas_threads(library, 2)
+
+def caches():
+    for package in (tricycle, tricycle_accelerators):
+        for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if ".cuda" in found.name or found.name.endswith("__main__"):
+                continue
+            module = importlib.import_module(found.name)
+            for name, value in vars(module).items():
+                is_cache = hasattr(value, "cache_info") and value.__module__ == found.name
+                if is_cache and not inspect.signature(value).parameters:
+                    yield f"{found.name}.{name}", value
+
+def described(value):
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, *map(described, value)]
+    return re.sub(" at 0x[0-9a-f]+|handle [0-9a-f]+|, num_threads=[0-9]+|0x[0-9a-f]+|[0-9]{9,}", "", repr(value))
+
+def fill():
+    for name, cache in sorted(found, key=lambda item: item[0], reverse=REVERSE):
+        if not name.endswith("host._tune"):  # whose purpose is to change the process
+            try:
+                print(name, described(cache()))
+            except ImportError as error:
+                print(name, error)
+
+found = list(caches())
+"""
+MOMENTS = {
+    "a hold": "with threads.one_blas_thread(): fill()",
+    "shared work": "threads.parallel(lambda part: fill() if part == 0 else None, range(4))",
+    "a user's limit": "with threadpool_limits(1): fill()",
+}
+
+
+def _filled(moment: str, reverse: bool) -> list[str]:
+    code = FILL_CACHES.replace("REVERSE", str(reverse)) + moment
+    return sorted(
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    )
+
+
+@pytest.mark.slow_except(1)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_is_cached_does_not_depend_on_the_moment(moment):
+    """Each cache of a function without arguments, filled while threads or BLAS are held, beside a quiet process."""
+    quiet = _filled("fill()", reverse=False)
+    assert len(quiet) > 15
+    assert _filled(MOMENTS[moment], reverse=True) == quiet
 
 
 @dataclass(frozen=True)

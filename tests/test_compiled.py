@@ -1,8 +1,11 @@
 """What Numba compiles, beside the plain versions; `test_kernels.py` has more of these."""
 
+import os
+import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -273,7 +276,7 @@ def test_which_large_products_are_left_to_blas(large):
     assert large(left, right) is not NotImplemented
     assert large(np.asfortranarray(left), right) is NotImplemented
     assert large(left[:6], right) is NotImplemented  # not whole tiles
-    assert large(left, right[:, :40]) is NotImplemented
+    assert large(left, right[:, :34]) is NotImplemented
     assert large(left, np.repeat(right, 2, axis=1)[::2, ::2][:, :16]) is NotImplemented
     assert large(left.astype(np.float64), right.astype(np.float64)) is NotImplemented
     assert large(left, right, dtype=np.float64) is NotImplemented
@@ -368,7 +371,7 @@ def locked(array: np.ndarray) -> np.ndarray:
         (recurrence.pipeline, (GATES.astype(np.float64), [], None, None), "float32 alone, got float64"),
         (matrices.matmul, (LEFT, RIGHT), None),
         (matrices.matmul, (np.asfortranarray(LEFT), RIGHT), "rows in one piece"),
-        (matrices.matmul, (LEFT[:6], RIGHT), "multiples of 4 rows and 16 columns, got 6 and 48"),
+        (matrices.matmul, (LEFT[:6], RIGHT), "multiples of 4 rows and .* columns, got 6 and 48"),
         (matrices.matmul, (LEFT, RIGHT.astype(np.float64)), "float32 alone, .* got float32 and float64"),
     ],
 )
@@ -640,3 +643,30 @@ def test_norms_of_16_bits(centred):
         assert back[0].dtype == dtype
         for mine, theirs in zip(back, expected):
             np.testing.assert_allclose(mine.astype(np.float64), theirs, 2**-7, 1e-2)
+
+
+# -------------------------------------------------------------------- other processors
+OLDER = {
+    "AVX2": ("haswell", "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt"),
+    "SSE2": ("x86-64", "+sse,+sse2"),
+}
+AS_OLDER = """
+import numpy as np, pytest
+from tricycle_accelerators.compiled import registers
+print(registers.LANES, int(pytest.main(["-q", "-p", "no:cacheprovider", "-x", *FILES])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names processors of x86-64")
+@pytest.mark.parametrize(("name", "lanes"), [("AVX2", 8), ("SSE2", 4)])
+def test_loops_that_are_compiled_for_older_processors(name, lanes, tmp_path):
+    """The tests of attention and of matrices by rows, with what Numba compiles for a processor without AVX-512."""
+    cpu, features = OLDER[name]
+    files = [str(Path(__file__).with_name(file)) for file in ("test_kernel_attention.py", "test_vectors.py")]
+    variables = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    code = AS_OLDER.replace("FILES", repr(files))
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=600
+    )
+    assert run.stdout.rstrip().endswith(f"\n{lanes} 0"), run.stdout

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from tricycle.kernels import FEW_ROWS
 from tricycle_accelerators import processor, threads
+from tricycle_accelerators.instruction_sets import widest
 
 Shape = tuple[int, int, int]  # N, K, M
 
 ONE_ROW_BYTES = 2**17  # of the right matrix: for fewer NumPy is as fast
 TILED_ROWS = 128  # for fewer it takes too long to pack the right matrix
 TILED_WORK = 2**24  # multiplications
-TILE = 4, 16  # rows and columns that N and M are multiples of, with AVX-512
 FEW_WORK = SHARED_WORK = 2**18  # multiplications: a smaller product is as fast in one thread, by NumPy
-NO_TILES = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as quick"
+NO_TILES = "OpenBLAS and AVX-512 on a processor not of Intel's: elsewhere BLAS is as fast"
 SUMMED_ROWS = 4  # the most rows for which threads share the terms: each reads its part of the right matrix in one piece
 SOME_ROWS = 16  # the most rows for which a right matrix by columns is multiplied in pieces that stay in a cache
 
@@ -79,7 +79,9 @@ def plan_product(product: Product, machine: Machine, n_threads: int) -> Plan:
         reasons = {"mkl": why_not_mkl(shape) or why_no_amx(machine), "onednn": None}
     else:
         row = why_not_one_row(product.n_rows, 4 * product.n_inner * product.n_columns, product.right)
-        tiles = why_not_tiled(shape, product.left) or why_no_tiles(machine) or why_not_whole_tiles(*shape[::2])
+        vectors = widest(machine.features)
+        tiles = why_not_tiled(shape, product.left) or why_no_tiles(machine)
+        tiles = tiles or why_not_whole_tiles(*shape[::2], vectors.tile_rows, vectors.lanes)
         reasons = {"numba": row and tiles, "onednn": why_not_few_rows(shape)}
     takers = (name for name, why in reasons.items() if why is None and name in machine.providers)
     provider = next(takers, "numpy")
@@ -115,15 +117,15 @@ def why_not_tiled(shape: Shape, left: str) -> str | None:
 
 
 def why_no_tiles(machine: Machine) -> str | None:
-    """Return why BLAS is as fast as the tiles, or may be: on processors without AVX-512 they are not measured."""
-    if "avx512f" in machine.features and machine.blas == "openblas" and "GenuineIntel" not in machine.vendor:
-        return None
-    return NO_TILES
+    """Return why BLAS is as fast as the tiles."""
+    slower_blas = widest(machine.features).slower_blas
+    return None if machine.blas in slower_blas and "GenuineIntel" not in machine.vendor else NO_TILES
 
 
-def why_not_whole_tiles(n_rows: int, n_columns: int) -> str | None:
-    if n_rows % TILE[0] or n_columns % TILE[1]:
-        return f"multiples of {TILE[0]} rows and {TILE[1]} columns, got {n_rows} and {n_columns}"
+def why_not_whole_tiles(n_rows: int, n_columns: int, tile_rows: int, lanes: int) -> str | None:
+    """Return why a result is not made of whole tiles of `tile_rows` rows and registers of `lanes` columns."""
+    if n_rows % tile_rows or n_columns % lanes:
+        return f"multiples of {tile_rows} rows and {lanes} columns, got {n_rows} and {n_columns}"
     return None
 
 

@@ -23,7 +23,13 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck":
 
 
 def _features() -> dict[str, bool]:
-    """What this processor has, by LLVM's names."""
+    """Return the features of the processor that Numba compiles for, by LLVM's names.
+
+    That is this one, unless NUMBA_CPU_NAME names another; NUMBA_CPU_FEATURES lists its features then.
+    """
+    if numba.config.CPU_NAME:
+        words = (numba.config.CPU_FEATURES or "").split(",")
+        return {word[1:]: word[0] == "+" for word in words if word}
     try:
         return dict(binding.get_host_cpu_features())
     except RuntimeError:  # LLVM does not know how to ask this system
@@ -31,7 +37,8 @@ def _features() -> dict[str, bool]:
 
 
 FEATURES = _features()
-HAS_FMA = FEATURES.get("fma", False) or binding.get_default_triple().startswith(("aarch64", "arm64"))
+IS_ARM64 = binding.get_default_triple().startswith(("aarch64", "arm64"))
+HAS_FMA = FEATURES.get("fma", False) or IS_ARM64
 HAS_BFLOAT = FEATURES.get("avx512bf16", False)
 ZERO, ONE = np.float32(0), np.float32(1)
 LOG2_E = np.float32(math.log2(math.e))

@@ -22,12 +22,11 @@ MANY = 8  # panels for each thread, of which it does not matter that one takes o
 def _loops() -> ModuleType | None:
     """What Numba compiles; the first call imports it, and compiles where that has not been done before.
 
-    None where BLAS is as quick, as it is on Intel's processors, or may be: without AVX-512 nobody has measured it, and
-    MKL and Accelerate were made by those who made the processors.
+    None where BLAS is as fast (`instruction_sets.InstructionSet.slower_blas`).
     """
     from tricycle_accelerators.compiled import registers
 
-    features = frozenset(["avx512f"] if (registers.LANES, registers.N_REGISTERS) == (16, 32) else [])
+    features = frozenset(registers.INSTRUCTION_SET.names)  # which Numba compiles for
     if product_plan.why_no_tiles(product_plan.this_machine()._replace(features=features)) is not None:
         return None
     from tricycle_accelerators.compiled import matrix_loops
@@ -48,9 +47,10 @@ def _why_not_matmul(
         return f"float32 alone, aligned and not read-only, got {a.dtype} and {b.dtype}"
     if 4 not in b.strides or (out is not None and out.strides[1] != 4):
         return "a right matrix with contiguous rows or columns, and an out with contiguous rows"
-    if _loops() is None:
+    loops = _loops()
+    if loops is None:
         return product_plan.NO_TILES
-    return product_plan.why_not_whole_tiles(*shape[::2])
+    return product_plan.why_not_whole_tiles(*shape[::2], loops.ROWS, loops.LANES)
 
 
 @unless(_why_not_matmul)

@@ -12,22 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.core import cgutils
 
-from tricycle_accelerators.compiled.jit import FEATURES, BFloat
+from tricycle_accelerators.compiled.jit import FEATURES, IS_ARM64, BFloat
+from tricycle_accelerators.instruction_sets import widest
 
-
-def _registers() -> tuple[int, int]:
-    """How many float32 a vector register of this processor holds, and how many such registers there are."""
-    if binding.get_default_triple().startswith(("aarch64", "arm64")):
-        return 4, 32
-    if FEATURES.get("avx512f"):
-        return 16, 32
-    return (8 if FEATURES.get("avx2") else 4), 16
-
-
-LANES, N_REGISTERS = _registers()
+INSTRUCTION_SET = widest(["neon"] if IS_ARM64 else [name for name, is_there in FEATURES.items() if is_there])
+LANES, N_REGISTERS = INSTRUCTION_SET.lanes, INSTRUCTION_SET.n_registers
 INDEX, PAIR, FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 VECTOR = ir.VectorType(FLOAT, LANES)
 TOGETHER = ("contract",)  # a product and a sum may be one instruction

@@ -27,8 +27,8 @@ from tricycle_accelerators.compiled.jit import HAS_BFLOAT as HAS_BFLOAT
 from tricycle_accelerators.compiled.jit import OPTIONS, at, bits_of, intrinsic, number_of, overload
 from tricycle_accelerators.compiled.registers import (
     INDEX,
+    INSTRUCTION_SET,
     LANES,
-    N_REGISTERS,
     PAIR,
     VECTOR,
     after,
@@ -37,8 +37,7 @@ from tricycle_accelerators.compiled.registers import (
     store,
 )
 
-ROWS = 4
-VECTORS = 4 if N_REGISTERS == 32 else 2  # registers side by side in a tile
+ROWS, VECTORS = INSTRUCTION_SET.tile_rows, INSTRUCTION_SET.tile_vectors  # of a tile; a vector is a register of columns
 HAS_PAIRS = HAS_BFLOAT and not processor.halves_bfloat16()
 LINE = 16  # float32 in a line of a cache
 
@@ -125,7 +124,7 @@ def _product(pairs: bool) -> Any:
 
 
 _of_numbers = _product(False)
-_of_pairs = _product(True)
+_of_pairs = _product(True) if HAS_BFLOAT else _of_numbers  # where there is no such instruction, nor are there pairs
 
 
 def multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray, add: bool) -> None:
