@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from tricycle.configs import GPTConfig
+from tricycle.finetuning.distillation import distillation_loss
 from tricycle.layers import Dense, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimisers import AdamW, Optimiser, StochasticGradientDescent, clip_gradients, decays
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import to_tensor
+from tricycle.training import train_on_batch
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -225,6 +227,30 @@ def test_twenty_steps_of_training_agree(config: GPTConfig) -> None:
 
     np.testing.assert_allclose(ours_trace, their_trace, rtol=0, atol=1e-3)
     assert ours_trace[-1] < ours_trace[0] - 0.3 and n_clipped > 0  # it did learn, and clipping did happen
+    for name, p in model.named_parameters():
+        assert_close(p.array, theirs.p[name], name, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("hard_weight", [0.0, 0.25])
+def test_ten_updates_of_distillation_agree(hard_weight: float) -> None:
+    model, theirs = a_pair(replace(BASE, weight_decay=0.0))
+    teacher, their_teacher = a_pair(replace(BASE, n_layers=3, seed=9))
+    for name, p in teacher.named_parameters():
+        if p.ndim == 2:  # so that it does not predict all tokens alike
+            p.array *= 8
+            their_teacher.p[name].data *= 8
+    loss_of = distillation_loss(model, teacher, 2.0, hard_weight)
+    optimiser, theirs_optimiser = AdamW(3e-3, weight_decay=0.0), torch.optim.Adam(theirs.p.values(), 3e-3)
+    for inputs, outputs in batches(BASE)[:10]:
+        loss = train_on_batch(model, optimiser, loss_of, (inputs, outputs))
+        student_log = (theirs(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1)
+        teacher_log = (their_teacher(torch.from_numpy(inputs)) / 2).log_softmax(-1).flatten(0, 1).detach()
+        soft = 4 * F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
+        their_loss = (1 - hard_weight) * soft + hard_weight * theirs.loss(inputs, outputs)
+        theirs_optimiser.zero_grad()
+        their_loss.backward()
+        theirs_optimiser.step()
+        assert loss == pytest.approx(their_loss.item(), rel=1e-3)
     for name, p in model.named_parameters():
         assert_close(p.array, theirs.p[name], name, tolerance=1e-2)
 

@@ -7,12 +7,10 @@ import types
 from dataclasses import replace
 
 import pytest
-from test_training import CONFIG, TOKENS, new_run
+from test_training import CONFIG, TOKENS, new_run, train
 
 from tricycle.training_state import new_state
-from tricycle_cli import clock
-from tricycle_cli import run as running
-from tricycle_cli.run import train
+from tricycle_cli import clock, updates
 
 
 def test_the_clock_goes_with_time_and_not_with_the_date(monkeypatch):
@@ -65,7 +63,7 @@ def steps_made(folder, monkeypatch, jumps: dict[int, float]) -> int:
         now[0] += 1.0 + jumps.get(calls[0], 0.0)
         return now[0]
 
-    monkeypatch.setattr(running.clock, "awake_seconds", tick)
+    monkeypatch.setattr(updates.clock, "awake_seconds", tick)
     config = replace(CONFIG, minutes=5.0, steps=0, accumulation_steps=1, eval_interval=1000)
     state = new_state(config, TOKENS)
     assert train(state, new_run(folder)) is True

@@ -31,7 +31,7 @@ from tricycle.pretrained import load
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
-from tricycle_cli import init_from, run
+from tricycle_cli import init_from, updates
 from tricycle_cli.main import COMMANDS, MODULE, main
 from tricycle_lab.plot import attention_page
 from tricycle_lab.probe import Probe
@@ -313,7 +313,7 @@ def test_the_first_loss_is_that_of_the_model(tuned, theirs, texts):
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    log = run.RunSession.log
+    log = updates.RunSession.log
 
     def stopped(session, loss, norm):
         if session.step == 2:
@@ -321,7 +321,7 @@ def test_a_run_that_began_so_is_resumed(tuned, theirs, texts, tmp_path, monkeypa
         log(session, loss, norm)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.RunSession, "log", stopped)
+        patch.setattr(updates.RunSession, "log", stopped)
         out = good(call(*start(theirs, texts, folder)))
     assert f"tricycle train --resume {folder}" in out
     good(call("train", "--resume", folder))

@@ -46,6 +46,7 @@ from tricycle.tensor import Tensor, to_tensor
 from tricycle.training import NonFiniteError, train_on_batch
 from tricycle.training_state import new_state, read_steps, resume_state, train_step
 from tricycle_cli import run as running
+from tricycle_cli import updates
 
 CONFIG = replace(DebugConfig(), vocab_size=64, dropout=0.1, accumulation_steps=2)
 VARIANTS = [
@@ -274,16 +275,16 @@ def test_a_step_reads_nothing_back(device, changes, precision):
 
 
 def test_a_run_reads_every_n_steps(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(running, "UNREAD_STEPS", 5)
-    monkeypatch.setattr(running, "ESTIMATE_STEPS", ())
+    monkeypatch.setattr(updates, "UNREAD_STEPS", 5)
+    monkeypatch.setattr(updates, "ESTIMATE_STEPS", ())
     monkeypatch.setattr(running.Run, "save", lambda run, state, path: run.flush())
     config = replace(STEADY, vocab_size=257, steps=23, eval_interval=1000, sample_interval=0)
     run, lines = test_training.new_run(tmp_path / "device"), []
-    assert running.train(new_state(config, test_training.TOKENS, True), run) is True
+    assert test_training.train(new_state(config, test_training.TOKENS, True), run) is True
     # after 4 (the first steps are slow, and timed apart), 9, 14, 19 and 23
     assert fake_device.reads == ["asnumpy"] * 5
     other = test_training.new_run(tmp_path / "host")
-    running.train(new_state(config, test_training.TOKENS), other)
+    test_training.train(new_state(config, test_training.TOKENS), other)
     lines = [test_training.losses(each) for each in (run, other)]
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == list(range(1, 24))
     for mine, theirs in zip(*lines):
@@ -294,7 +295,7 @@ def test_a_run_on_the_device_stops_at_once(device, tmp_path):
     run = test_training.new_run(tmp_path / "run")
     state = new_state(replace(test_training.CONFIG, eval_interval=1000), test_training.TOKENS, True)
     run.stop = lambda: state.step == 7
-    assert running.train(state, run) is False
+    assert test_training.train(state, run) is False
     assert state.step == 7 and len(running.read_metrics(run.metrics)) == 7
     assert resume_state(run.last, test_training.TOKENS, True).step == 7
 

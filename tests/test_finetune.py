@@ -22,7 +22,7 @@ from tricycle.generate import generate
 from tricycle.pretrained import load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.export import export_folder
-from tricycle_cli import run
+from tricycle_cli import updates
 from tricycle_cli.evaluate import main as evaluate
 from tricycle_cli.export import main as export
 from tricycle_cli.finetune import main as finetune
@@ -425,7 +425,7 @@ def test_it_takes_no_less_than_is_said(words, theirs, data, tmp_path, monkeypatc
     if "dpo" in words:
         lines(data, preferences())
     estimates = []
-    check = run.check_room
+    check = updates.check_room
 
     def checked(needed: int, on_gpu: bool) -> None:
         check(needed, on_gpu)

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_training import CONFIG, TOKENISER, TOKENS, new_run, stop_at
+from test_training import CONFIG, TOKENISER, TOKENS, new_run, stop_at, train
 
 from tricycle.configs import DebugConfig
 from tricycle.training_state import new_state
 from tricycle_cli import compare, look
 from tricycle_cli.compare import Runs, are_runs, names_of, read_run
-from tricycle_cli.run import train
 from tricycle_lab.look.runs import MOST_POINTS, RunRead, comparison, differences
 
 

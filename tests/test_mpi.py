@@ -259,9 +259,9 @@ def test_two_ranks_write_the_run_of_one_with_accumulation(bench, flags):
 def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
     """Three batches an update: by three ranks until it is stopped, then by one, then by two that share moments out."""
     assert train(bench, 0, "whole", "--accumulation-steps", "3", "--steps", "12")[0] == 0
-    step = "from tricycle_cli import run\nusual = run.RunSession.batches\ndef batches(session, source):\n"
+    step = "from tricycle_cli import updates\nusual = updates.RunSession.batches\ndef batches(session, source):\n"
     step += "    run.Run.must_stop = lambda self: session.step == %d\n    return usual(session, source)\n"
-    step += "run.RunSession.batches = batches"
+    step += "updates.RunSession.batches = batches"
     status, said = train(bench, 3, "parts", "--steps", "12", "--shard-optimiser", prelude=step % 3)
     assert status == 0 and "stopped after step 3; everything is saved" in said, said
     status, said = train(bench, 0, "", "--resume", str(bench / "parts"), prelude=step % 6)
@@ -276,14 +276,14 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(bench):
 
 
 AT_STEP_6 = """
-from tricycle_cli import run
-usual = run.RunSession.batches
+from tricycle_cli import updates
+usual = updates.RunSession.batches
 def batches(session, source):
     if session.step == 5 and rank == 1:
         import os, signal, time
         {act}
     return usual(session, source)
-run.RunSession.batches = batches
+updates.RunSession.batches = batches
 """
 
 
@@ -319,8 +319,8 @@ def test_when_one_rank_fails_all_end_and_the_run_goes_on(bench, act, words, requ
 
 NAN = """
 from tricycle import training
-from tricycle_cli import run
-usual, usual_batches = training.labelled, run.RunSession.batches
+from tricycle_cli import updates
+usual, usual_batches = training.labelled, updates.RunSession.batches
 n = [0]
 def batches(session, source):
     n[0] += 1
@@ -329,7 +329,7 @@ def labelled(model, loss_fn):
     loss_of = usual(model, loss_fn)
     bad = lambda: rank == 1 and n[0] in (6, 7)
     return lambda batch, factor: loss_of(batch, factor * float("nan")) if bad() else loss_of(batch, factor)
-training.labelled, run.RunSession.batches = labelled, batches
+training.labelled, updates.RunSession.batches = labelled, batches
 """
 
 
@@ -362,11 +362,11 @@ def test_a_signal_in_one_rank_stops_all_of_them(bench):
 
 
 FULL = """
-from tricycle_cli import full_disk, run
+from tricycle_cli import full_disk, updates
 from tricycle.system import files
 import errno, time
 full_disk.LONGEST_SECONDS = 0.3
-usual, usual_sync, full_until = run.RunSession.batches, files._sync, [0.0]
+usual, usual_sync, full_until = updates.RunSession.batches, files._sync, [0.0]
 def batches(session, source):
     if session.step == 3 and rank == 0:
         full_until[0] = time.monotonic() + 4
@@ -375,7 +375,7 @@ def sync(handle):
     if time.monotonic() < full_until[0]:
         raise OSError(errno.ENOSPC, "No space left on device")
     usual_sync(handle)
-run.RunSession.batches, files._sync = batches, sync
+updates.RunSession.batches, files._sync = batches, sync
 """
 
 

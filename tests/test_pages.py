@@ -348,6 +348,24 @@ def finetune(request, line: str) -> None:
     good(call("-m", "tricycle", *words, "--length", "3", folder=folder))
 
 
+def distilled(request, line: str) -> None:
+    """With a tiny model in place of SmolLM2, and a few steps."""
+    pytest.importorskip("jinja2")
+    from tiny_models import write_folder
+
+    folder = request.getfixturevalue("place")
+    if not (folder / "tiny").exists():
+        write_folder(folder / "tiny", context_window=100)
+    first = next(line for line in LINES if "tricycle distill" in line)
+    words = ["tiny" if word == "smollm2" else word for word in shlex.split(first)[1:]]
+    if not (folder / "runs" / "student").exists():
+        (folder / "my_notes").mkdir(exist_ok=True)
+        (folder / "my_notes" / "a.txt").write_text("the small birds sing of rain. " * 300, encoding="utf-8")
+        assert "loss curve" in good(call("-m", "tricycle", *words, "--steps", "3", folder=folder))
+    if line != first:
+        good(call("-m", "tricycle", *shlex.split(line)[1:], "--length", "3", folder=folder))
+
+
 def serve(request, line: str) -> None:
     """With a tiny model in place of SmolLM2."""
     first, second = line.split(" && ")
@@ -435,6 +453,10 @@ LINES = {
     'pip install -e ".[serve]" && tricycle serve smollm2': serve,
     "tricycle finetune smollm2 --data chats.jsonl --run-folder runs/mine": finetune,
     "tricycle chat smollm2 --adapter runs/mine": finetune,
+    (
+        "tricycle distill smollm2 --student-preset debug --data text --files my_notes/ --run-folder runs/student"
+    ): distilled,
+    'tricycle generate runs/student "the birds"': distilled,
     "tricycle export smollm2 my-model --adapter runs/mine": finetune,
     'pip install -e ".[docs]" && sphinx-build -j auto -W docs site': the_site,
     "python -m benchmarks.gpu --output gpu_report": benchmark_of_a_gpu,

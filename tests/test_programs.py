@@ -207,16 +207,16 @@ sys.path.insert(0, {str(ROOT)!r})
 sys.argv[0] = "train_smol_gpt.py"
 import tricycle_cli.train as program
 from tricycle import training_state
-from tricycle_cli import run
+from tricycle_cli import text_task, updates
 from tricycle_cli.flags import run_main
 
 def after(step, action):
-    log = run.RunSession.log
+    log = updates.RunSession.log
     def patched(session, loss, norm):
         if session.step == step:
             action()
         log(session, loss, norm)
-    run.RunSession.log = patched
+    updates.RunSession.log = patched
 
 {snippet}
 run_main(program.main)
@@ -281,7 +281,7 @@ def test_the_final_evaluation_can_be_interrupted(tmp_path, finished, text, name,
     """And the run is saved before it begins."""
     folder = tmp_path / "run"
     words = [*QUICK, "--data", "text", "--files", text, "--run-folder", folder]
-    done = call_with(f"program.evaluate = {send(name)}", *words)
+    done = call_with(f"text_task.load_checkpoint = {send(name)}", *words)
     assert done.returncode == status
     assert lines_said(done.stderr) == (["train_smol_gpt.py: interrupted"] if status == 130 else [])
     assert load_checkpoint(folder / "last.safetensors").about["progress"]["step"] == 12

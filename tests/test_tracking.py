@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from test_programs import QUICK, TRAIN, cache, call, good, lines_said, text  # noqa: F401 (fixtures)
-from test_training import CONFIG, TOKENS, new_run, same_files, stop_at, whole  # noqa: F401 (fixtures)
+from test_training import CONFIG, TOKENS, new_run, same_files, stop_at, train, whole  # noqa: F401 (fixtures)
 
 from tricycle.training_state import new_state, resume_state
 from tricycle_cli import trackers, tracking
-from tricycle_cli.run import read_metrics, train
+from tricycle_cli.run import read_metrics
 from tricycle_cli.trackers import NAMES, TRACKERS, Tracker, expect_trackers, logged_in_to_wandb
 from tricycle_cli.tracking import Tracking
 

@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,9 +25,10 @@ from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training import NonFiniteError, apply, gradients, labelled, train_on_batch
 from tricycle.training_state import count_labels, new_state, read_steps, resume_state, train_step
-from tricycle_cli import full_disk
+from tricycle_cli import full_disk, text_task, updates
 from tricycle_cli import run as running
-from tricycle_cli.run import Run, estimate, read_metrics, show_sample, train
+from tricycle_cli.run import Run, read_metrics
+from tricycle_cli.text_task import TextTask, show_sample
 
 TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
 TOKENISER = BPETokeniser(257)
@@ -50,8 +52,19 @@ CONFIG = DebugConfig(
 
 def new_run(folder, **settings) -> Run:
     folder.mkdir(exist_ok=True)
-    held_out = HeldOut(TOKENS[:100], 99)
-    return Run(folder, TOKENISER, held_out, say=lambda text: None, show_progress=False, **settings)
+    return Run(folder, TOKENISER, say=lambda text: None, show_progress=False, **settings)
+
+
+def new_task() -> TextTask:
+    task = TextTask(SimpleNamespace(track=()))
+    task.held_out = HeldOut(TOKENS[:100], 99)
+    return task
+
+
+def train(state, run) -> bool:
+    """Train as a command does, and return whether training came to its end."""
+    with updates.updates(state, run, new_task()) as session:
+        return training.train(**state.arguments(), session=session)
 
 
 def stop_at(state, step):
@@ -210,12 +223,14 @@ def test_the_loss_falls_on_a_small_text(tmp_path):
 def test_a_checkpoint_stands_before_estimates_and_samples(tmp_path, monkeypatch):
     run = new_run(tmp_path)
     saved = []
-    for name in ("estimate", "show_sample"):
 
-        def look(state, run, name=name):
-            saved.append((name, state.step, load_checkpoint(run.last).about["progress"]["step"]))
+    def look(name):
+        return lambda state, run, *task: saved.append(
+            (name, state.step, load_checkpoint(run.last).about["progress"]["step"])
+        )
 
-        monkeypatch.setattr(running, name, look)
+    monkeypatch.setattr(updates, "estimate", look("estimate"))
+    monkeypatch.setattr(text_task, "show_sample", look("show_sample"))
     train(new_state(replace(CONFIG, sample_interval=4), TOKENS), run)
     evaluated = [("estimate", step, step) for step in (5, 10, 15)]
     sampled = [("show_sample", step, step) for step in (4, 8, 12, 16)]
@@ -242,11 +257,11 @@ def test_stopping_at_the_end_is_the_end(tmp_path):
 
 def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path, monkeypatch):
     values = iter([3.0, 2.0, 2.5, 1.5])
-    monkeypatch.setattr(running, "evaluate", lambda *args, **more: (next(values), 99))
+    monkeypatch.setattr(text_task, "evaluate", lambda *args, **more: (next(values), 99))
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
     best = []
     for state.step in (5, 10, 15, 20):
-        assert estimate(state, run) > 0
+        assert updates.estimate(state, run, new_task()) > 0
         best.append(load_checkpoint(run.best).about["progress"])
     assert [progress["step"] for progress in best] == [5, 10, 10, 20]
     assert [progress["best_loss"] for progress in best] == [3.0, 2.0, 2.0, 1.5]
@@ -286,10 +301,10 @@ def test_no_update_has_a_rate_of_0(n_steps):
 def test_a_limit_in_minutes(tmp_path, monkeypatch, minutes, steps, expected):
     """With a clock that says one second an update: about as many updates as fit, and some time for the end."""
     clock = iter(range(10**9))
-    monkeypatch.setattr(running.clock, "awake_seconds", lambda: float(next(clock)))
+    monkeypatch.setattr(updates.clock, "awake_seconds", lambda: float(next(clock)))
     config = replace(CONFIG, minutes=minutes, steps=steps, accumulation_steps=1, eval_interval=100)
     state = new_state(config, TOKENS)
-    assert state.total_steps == (steps if 0 < steps <= running.ESTIMATE_STEPS[0] else 0)
+    assert state.total_steps == (steps if 0 < steps <= updates.ESTIMATE_STEPS[0] else 0)
     assert train(state, new_run(tmp_path)) is True
     assert expected[0] <= state.step <= expected[1]
     assert state.step == state.total_steps
@@ -300,7 +315,7 @@ def test_time_spent_before_counts(tmp_path, monkeypatch):
     n_steps = []
     for spent in (0.0, 120.0):
         clock = iter(range(10**9))
-        monkeypatch.setattr(running.clock, "awake_seconds", lambda clock=clock: float(next(clock)))
+        monkeypatch.setattr(updates.clock, "awake_seconds", lambda clock=clock: float(next(clock)))
         state = new_state(replace(CONFIG, minutes=5.0, steps=0, eval_interval=1000), TOKENS)
         train(state, new_run(tmp_path / str(spent), spent=spent))
         n_steps.append(state.step)
@@ -578,9 +593,10 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update(monkeypatch):
     ],
 )
 def test_too_little_memory_is_said_with_what_to_lower(monkeypatch, on_gpu, precision, there, besides):
-    monkeypatch.setattr(running, "gpu_memory", lambda: (1.5e9, 80e9))
+    monkeypatch.setattr(updates, "gpu_memory", lambda: (1.5e9, 80e9))
     config, asked = replace(CONFIG, precision=precision), "Unable to allocate 3.00 TiB"
-    with pytest.raises(MemoryError) as caught, running.naming_what_to_lower(config, on_gpu):
+    what = new_task().what_to_lower(config, on_gpu)
+    with pytest.raises(MemoryError) as caught, updates.advise_on_memory(on_gpu, what):
         raise MemoryError(f"{asked}.")
     advice = "lower --batch-size (now 2; --accumulation-steps makes up for it) or --context-window (now 8)"
     advice += f", or make the model smaller: it has {least_numbers(config):,} weights"

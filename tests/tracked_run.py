@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from test_training import CONFIG, TOKENS, new_run
+from test_training import CONFIG, TOKENS, new_run, new_task, train
 
 from tricycle.training_state import new_state, resume_state
-from tricycle_cli.run import estimate, train
 from tricycle_cli.trackers import expect_trackers
 from tricycle_cli.tracking import Tracking
+from tricycle_cli.updates import estimate
 
 Row = tuple[int, str, float]
 
@@ -43,7 +43,9 @@ def run(folder: Path, tracker: str, end: str) -> None:
     run.stop = stop
     with run.tracking.finishing():
         if train(state, run):
-            run.record(step=state.step, final_loss=estimate(state, run), final_bits_per_byte=1.5, best_step=20)
+            run.record(
+                step=state.step, final_loss=estimate(state, run, new_task()), final_bits_per_byte=1.5, best_step=20
+            )
             run.flush()
 
 

@@ -85,7 +85,9 @@ class TrainingState:
         samples_size: bytes of samples that the run had written when it was saved; -1 where nobody counted.
         n_skips: how many of the latest updates were left out because something was not finite.
         n_rollbacks: how often training went back to a checkpoint because something was not finite.
+        n_worse: how many of the latest evaluations had no lower loss than the best.
         processes: those that train together: the batches of an update are shared out among them.
+        loss_of: the loss of a batch; None for the cross-entropy of inputs and labels.
         draws: what one batch takes of the model's generator; None until it is needed and measured.
     """
 
@@ -102,11 +104,13 @@ class TrainingState:
     samples_size: int = -1
     n_skips: int = 0
     n_rollbacks: int = 0
+    n_worse: int = 0
     processes: Processes = ALONE
+    loss_of: LossOf | None = None
     draws: Draws | None = None
 
     PROGRESS = ("step", "total_steps", "seconds", "evaluated_step", "best_loss")
-    LATER = ("samples_size", "n_skips", "n_rollbacks")  # the same, which older checkpoints lack
+    LATER = ("samples_size", "n_skips", "n_rollbacks", "n_worse")  # the same, which older checkpoints lack
 
     def save(
         self, path: Path, tokeniser: Tokeniser | None, states: dict[Tensor, tuple[int, State]] | None = None
@@ -130,11 +134,6 @@ class TrainingState:
     def n_tokens(self) -> int:
         """That an update reads."""
         return self.config.batch_size * self.config.context_window * self.config.accumulation_steps
-
-    @property
-    def loss_of(self) -> LossOf | None:
-        """The loss of a batch; None for the cross-entropy of inputs and labels."""
-        return None
 
     def count_labels(self, batch: Any) -> Any:
         """Count the labels of a batch."""

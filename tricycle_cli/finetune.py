@@ -13,11 +13,10 @@ import hashlib
 import math
 import reprlib
 import shlex
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +27,7 @@ from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
 from tricycle.configs.model import model_fields
 from tricycle.devices import to_cpu
-from tricycle.evaluation import HeldOut
+from tricycle.distributed.processes import Processes
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig
 from tricycle.finetuning.packing import PackedDataset, packs
 from tricycle.finetuning.preferences import PairDataset
@@ -39,28 +38,19 @@ from tricycle.pretrained import Pretrained
 from tricycle.pretrained.adapters import new_adapter
 from tricycle.recompute import recompute
 from tricycle.system.files import read_json_object
-from tricycle.system.locks import FolderLock
-from tricycle.training_state import memory_of_pass, new_optimiser
-from tricycle_cli import clock
+from tricycle.training import train
+from tricycle.training_state import TrainingState, memory_of_pass, new_optimiser
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk
 from tricycle_cli.init_from import started_from
 from tricycle_cli.models import Device, Weights, load_model
-from tricycle_cli.run import OnNaN, Run, check_room, naming_what_to_lower, read_metrics, train
-from tricycle_cli.signals import Interrupted, Signals, leave_by
-from tricycle_cli.streams import patient_streams
+from tricycle_cli.run import OnNaN, Run, read_metrics
+from tricycle_cli.session import open_session, say
+from tricycle_cli.task import Task, begin_folder, claim_new, other_command
 from tricycle_cli.together import expect_one_process
 from tricycle_cli.trackers import TrackerName, expect_trackers
-from tricycle_cli.tracking import Tracking
-from tricycle_cli.train import begin_folder, clear_left_overs, holds_a_run, say, saying_what_is_saved, tracked
-from tricycle_cli.tuning import (
-    ADAPTER,
-    HeldOutPairs,
-    HeldOutRows,
-    TuningState,
-    measurer,
-    write_samples,
-)
+from tricycle_cli.tuning import ADAPTER, HeldOutPairs, HeldOutRows, TuningState, write_samples
+from tricycle_cli.updates import advise_on_memory, check_room, estimate
 from tricycle_datasets.examples import PREFERENCES, Examples, Reader, Record, load_examples, read_records
 from tricycle_lab.plot import plot_losses
 
@@ -159,36 +149,24 @@ class Arguments:
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
     expect_one_process("finetune")
-    arguments = parse(Arguments, args=args, description=DESCRIPTION)
-    with patient_streams(), Signals() as signals:
-        try:
-            return _start_or_resume(arguments, signals)
-        except Interrupted as error:
-            if error.number != signal.SIGINT:
-                sys.stdout.flush()
-                leave_by(error.number)
-            raise
+    with open_session(partial(task_of, sys.argv[1:] if args is None else list(args))) as session:
+        session.finished = train(**session.state.arguments(), session=session)
+    return 0
 
 
-def _start_or_resume(arguments: Arguments, signals: Signals) -> int:
-    if arguments.resume is not None:
-        folder = arguments.resume
-        with FolderLock(folder):
-            kept = read_arguments(folder)
-            kept = dataclasses.replace(kept, track=arguments.track or kept.track)
-            expect_trackers(kept.track)
-            return _tune(folder, kept, signals)
-    if not arguments.model or not arguments.data:
-        raise ValueError("expected a model and --data, or --resume with a run folder")
-    check_arguments(arguments)
-    expect_trackers(arguments.track)
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = arguments.run_folder or Path("runs") / f"{Path(arguments.model).stem}-finetuned-{stamp}"
-    with FolderLock(folder):
-        if holds_a_run(folder):
-            raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
-        (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
-        return _tune(folder, arguments, signals)
+def task_of(words: Sequence[str], processes: Processes) -> FinetuneTask:
+    """Return the run that a command line begins or resumes.
+
+    Raises:
+        ValueError: one line about what is wrong, before anything is written.
+    """
+    arguments = parse(Arguments, args=words, description=DESCRIPTION)
+    if arguments.resume is None:
+        if not arguments.model or not arguments.data:
+            raise ValueError("expected a model and --data, or --resume with a run folder")
+        check_arguments(arguments)
+        expect_trackers(arguments.track)
+    return FinetuneTask(arguments, arguments.resume or arguments.run_folder)
 
 
 def check_arguments(arguments: Arguments) -> None:
@@ -208,41 +186,6 @@ def check_arguments(arguments: Arguments) -> None:
         value = getattr(arguments, name)
         if not lowest <= value < math.inf:
             raise ValueError(f"expected --{name.replace('_', '-')} of {lowest} or more, got {value}")
-
-
-def _tune(folder: Path, arguments: Arguments, signals: Signals) -> int:
-    """All of a sitting.
-
-    Raises:
-        Interrupted: a signal came before training, or after it; what there was to save is saved.
-    """
-    try:
-        with signals.heard():
-            state, run, description = prepare(folder, arguments, signals)
-            if arguments.track:
-                run.tracking = tracking_of(folder, arguments, state.config)
-            with saying_what_is_saved(run), tracked(run):
-                with signals.finishing():
-                    finished = train(state, run)
-                if finished:
-                    signals.check()
-                    report(state, run, arguments, description)
-                    return 0
-        print(f"stopped after step {state.step}; everything is saved. Continue with\n  {resuming(folder)}")
-    except Interrupted:
-        if (folder / "config.json").exists():
-            print(f"interrupted. Continue with\n  {resuming(folder)}", flush=True)
-        raise
-    return 0
-
-
-def command(name: str) -> str:
-    program = sys.argv[0].removesuffix(" finetune")
-    return f"{program} {name}" if program != sys.argv[0] else f"tricycle {name}"
-
-
-def resuming(folder: Path) -> str:
-    return f"{command('finetune')} --resume {shlex.quote(folder.as_posix())}"
 
 
 def read_arguments(folder: Path) -> Arguments:
@@ -287,71 +230,203 @@ def _as_json(arguments: Arguments) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ("run_folder", "resume")}
 
 
-# -------------------------------------------------------------------- before training
-def prepare(folder: Path, arguments: Arguments, signals: Signals) -> tuple[TuningState, Run, dict[str, Any]]:
-    """The data in tokens, the model, and the first files of the folder.
+# -------------------------------------------------------------------- the task
+class FinetuneTask(Task):
+    """Fine-tuning of a pretrained model on examples or preferences.
 
-    Raises:
-        ValueError: one line about what is wrong, before anything is written.
+    Attributes:
+        loaded: the model with its tokeniser.
+        dataset: what is learnt from.
+        held_out: what is held out.
+        before: the figures of the model before training, by the names of `measure`.
+        prompts: texts and ids that the samples begin with.
     """
-    started = clock.awake_seconds()
-    adapter_config = None
-    if arguments.method == "lora":
-        adapter_config = LoRAConfig(
-            arguments.rank,
-            arguments.alpha,
-            arguments.targets,
-            arguments.lora_dropout,
-            rank_stabilised=arguments.rank_stabilised,
-            dora=arguments.dora,
+
+    command = "finetune"
+    loaded: Pretrained
+    dataset: PackedDataset
+    held_out: HeldOutRows | HeldOutPairs
+    before: dict[str, float]
+    prompts: list[tuple[str, list[int]]]
+
+    @property
+    def name(self) -> str:
+        return f"{Path(self.arguments.model).stem}-finetuned"
+
+    def claim(self, folder: Path, processes: Processes) -> None:
+        if self.arguments.resume is None:
+            claim_new(folder)
+            return
+        stored = read_arguments(folder)
+        self.arguments = dataclasses.replace(stored, track=self.arguments.track or stored.track)
+        expect_trackers(self.arguments.track)
+
+    def prepare(self, run: Run) -> TuningState:
+        arguments, lora = self.arguments, _lora_config(self.arguments)
+        records = read_records(arguments.data)
+        held_out = read_records(arguments.held_out) if arguments.held_out else []
+        expect_kind(arguments.loss, [*records, *held_out])
+        self.loaded = loaded = load_model(arguments.model, None, None, arguments.device, arguments.weights)
+        run.tokeniser = loaded.tokeniser
+        longest = loaded.model.config.context_window
+        window = arguments.context_window or min(longest, LONGEST_WINDOW)
+        if not 2 <= window <= longest:
+            raise ValueError(f"expected --context-window from 2 to {longest}, as the model has it, got {window}")
+        examples = load_examples(records, Reader(loaded.tokeniser, window, arguments.cut_answers), held_out)
+        self._split(examples, window)
+        config = config_of(arguments, loaded, self.dataset)
+        base, adapter = fingerprint(loaded.model), None
+        if lora is not None:
+            adapter = new_adapter(loaded, lora, arguments.seed, arguments.model)
+        on_gpu = next(loaded.model.parameters()).on_gpu
+        with advise_on_memory(on_gpu, self.what_to_lower(config, on_gpu)):
+            check_room(memory_of_tuning(config, self.dataset, adapter or loaded.model), on_gpu)
+        if adapter is None:
+            loaded.model = started_from(loaded.model, config)
+        loaded.model.use_precision(config.precision)
+        if isinstance(self.held_out, HeldOutPairs):  # an adapter that has learnt nothing yet changes nothing
+            measure_references(loaded.model, [self.dataset, self.held_out.dataset])
+        state = self._new_state(config, adapter, base)
+        say_what_there_is(examples, self.dataset, state, arguments)
+        self._begin_or_resume(state, run, examples)
+        self.patience = arguments.patience
+        return state
+
+    def _split(self, examples: Examples, window: int) -> None:
+        """Make the datasets of what is learnt from, and of what is held out."""
+        arguments, loaded = self.arguments, self.loaded
+        order = arguments.batch_size, window, arguments.seed
+        n_held = arguments.eval_batches * arguments.batch_size
+        if arguments.loss == "dpo":
+            pairs = PairDataset(examples.held_out[: 2 * n_held], *order)
+            self.dataset, self.held_out = PairDataset(examples.train, *order), HeldOutPairs(pairs, arguments.beta)
+            return
+        side_by_side = arguments.pack and packs(loaded.model)
+        rows = PackedDataset(examples.held_out, *order, side_by_side)
+        self.dataset = PackedDataset(examples.train, *order, side_by_side)
+        self.held_out = HeldOutRows.of(rows, n_held, loaded.tokeniser)
+
+    def _new_state(self, config: GPTConfig, adapter: Adapter | None, base: str) -> TuningState:
+        arguments, model = self.arguments, self.loaded.model
+        model.recompute = recompute if config.recompute else None
+        model.train()
+        dataset: Any = self.dataset
+        beta = arguments.beta if arguments.loss == "dpo" else 0.0
+        state = TuningState(
+            config, model, new_optimiser(config), dataset, adapter=adapter, loaded=self.loaded, base=base, beta=beta
         )
-    records = read_records(arguments.data)
-    held_out = read_records(arguments.held_out) if arguments.held_out else []
-    expect_kind(arguments.loss, [*records, *held_out])
-    loaded = load_model(arguments.model, None, None, arguments.device, arguments.weights)
-    longest = loaded.model.config.context_window
-    window = arguments.context_window or min(longest, LONGEST_WINDOW)
-    if not 2 <= window <= longest:
-        raise ValueError(f"expected --context-window from 2 to {longest}, as the model has it, got {window}")
-    examples = load_examples(records, Reader(loaded.tokeniser, window, arguments.cut_answers), held_out)
-    dataset, held = datasets_of(examples, arguments, loaded, window)
-    config = config_of(arguments, loaded, dataset)
-    base = fingerprint(loaded.model)
-    advice = what_to_lower(arguments, dataset)
-    adapter = None
-    if adapter_config is not None:
-        adapter = new_adapter(loaded, adapter_config, arguments.seed, arguments.model)
-    with naming_what_to_lower(config, on_gpu(loaded), advice):
-        check_room(memory_of_tuning(config, dataset, adapter or loaded.model), on_gpu(loaded))
-    if adapter is None:
-        loaded.model = started_from(loaded.model, config)
-    loaded.model.use_precision(config.precision)
-    if isinstance(held, HeldOutPairs):  # an adapter that has learnt nothing yet changes nothing
-        measure_references(loaded.model, [dataset, held.dataset])
-    state = new_state(config, loaded, adapter, dataset, arguments)
-    state.base = base
-    run = Run(
-        folder,
-        loaded.tokeniser,
-        HeldOut(range(2), 1),
-        say=say,
-        stop=signals,
-        interruptible=signals.interruptible,
-        on_nan=arguments.on_nan,
-        on_full_disk=arguments.on_full_disk,
-        measure=measurer(held),
-        spent=clock.awake_seconds() - started,
-        advice=advice,
-    )
-    say_what_there_is(examples, dataset, state, arguments)
-    description = begin_or_go_on(state, run, arguments, examples, held)
-    return state, run, description
+        state.total_steps = config.steps
+        return state
+
+    def _begin_or_resume(self, state: TuningState, run: Run, examples: Examples) -> None:
+        """Resume from the last checkpoint; or measure and sample the model as it is, and write the first files.
+
+        Raises:
+            ValueError: the data or the model have changed since the run began.
+        """
+        path = run.folder / "data.json"
+        if path.is_file() and run.last.exists():
+            description = read_json_object(path)
+            self._check_unchanged(description, state, run, examples)
+            before = description.get("before", {})
+            self.before = {"held_out_loss": before.get("loss", math.nan), **before}
+            self.prompts = read_prompts(path, description)
+            checkpoint = load_checkpoint(run.last)
+            if checkpoint.config != state.config:
+                raise ValueError(f"{run.last}: expected a checkpoint of this run's settings, got another's")
+            state.read(checkpoint)
+            state.take_up(checkpoint)
+            print(f"run folder: {run.folder}, going on after step {state.step}")
+            return
+        print(f"run folder: {run.folder}")
+        run.samples.unlink(missing_ok=True)  # of a session that ended before there was a checkpoint
+        self.before = self.measure(state)
+        print(f"before: held-out loss {self.figures_text(self.before)} ({self.held_out.size})")
+        self.prompts = _prompts(self.arguments, examples)
+        self._write_samples(run, "before")
+        description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest}
+        description |= {"base": state.base, "arguments": _as_json(self.arguments)}
+        description |= {"before": {"loss": self.before["held_out_loss"], **self.before}}
+        description["prompts"] = [[text, ids] for text, ids in self.prompts]
+        begin_folder(run.folder, state.config, description, run.tokeniser)
+
+    def _check_unchanged(
+        self, description: Mapping[str, Any], state: TuningState, run: Run, examples: Examples
+    ) -> None:
+        if description.get("corpus") != examples.digest:
+            raise ValueError(f"{run.folder}: expected the data that it was trained on, which have changed since")
+        if description.get("base", state.base) != state.base:
+            raise ValueError(
+                f"{run.folder}: expected the model that it began with, {self.arguments.model} has changed since"
+            )
+
+    def facts(self, state: TrainingState) -> dict[str, Any]:
+        flags = {name: value for name, value in _as_json(self.arguments).items() if name != "track"}
+        return {**flags, **state.config.to_dict()}
+
+    def what_to_lower(self, config: GPTConfig, on_gpu: bool) -> str:
+        arguments = self.arguments
+        ways = [] if arguments.recompute else ["take --recompute"]
+        if arguments.batch_size > 1:
+            ways.append(f"lower --batch-size (now {arguments.batch_size}; --accumulation-steps makes up for it)")
+        ways.append(f"lower --context-window (now {self.dataset.window})")
+        if arguments.method == "all":
+            ways.append("take --method lora")
+        elif arguments.weights == "float32":
+            ways.append("take --weights bfloat16 or int8")
+        return ", or ".join(ways)
+
+    def measure(self, state: TrainingState) -> dict[str, float]:
+        return self.held_out.measure(state.model)
+
+    def figures_text(self, figures: Mapping[str, float]) -> str:
+        return self.held_out.figures_text(figures)
+
+    def _write_samples(self, run: Run, title: str) -> None:
+        if self.prompts and self.arguments.sample_tokens:
+            write_samples(self.loaded, run, title, self.prompts, self.arguments.sample_tokens)
+
+    def report(self, state: TrainingState, run: Run) -> None:
+        assert isinstance(state, TuningState)  # `prepare` made it
+        if state.evaluated_step != state.step:
+            estimate(state, run, self)
+        checkpoint = load_checkpoint(run.best)
+        state.read(checkpoint)
+        best_step = checkpoint.about["progress"]["step"]
+        metrics = read_metrics(run.metrics)
+        after = next((line for line in metrics if "held_out_loss" in line and line["step"] == best_step), {})
+        self._write_samples(run, "after")
+        picture, is_dpo = run.folder / "loss.png", isinstance(self.held_out, HeldOutPairs)
+        bits_per_nat = 1.0 if is_dpo else after.get("bits_per_byte", math.nan) / (state.best_loss or math.nan)
+        unit = "nats a pair (DPO)" if is_dpo else "bits a byte"
+        title = f"{sum(parameter.size for parameter in state.kept().parameters()):,} parameters learn"
+        run.write(lambda: plot_losses(metrics, picture, bits_per_nat, {}, title, unit))
+        print(
+            f"\n{state.total_steps} updates, {state.seconds / 60:.1f} minutes of training; the best: step {best_step}"
+        )
+        text = self.figures_text({**after, "held_out_loss": state.best_loss})
+        print(f"held-out loss before: {self.figures_text(self.before)}; after: {text}")
+        print(f"loss curve: {picture}; samples: {run.samples}")
+        self._print_next_commands(run.folder)
+
+    def _print_next_commands(self, folder: Path) -> None:
+        talks = bool(self.loaded.tokeniser.chat_template)
+        verb = other_command("chat" if talks else "generate", self.command)
+        if self.arguments.method == "all":
+            print(f"{'talk' if talks else 'generate'} with\n  {verb} {shlex.quote(folder.as_posix())}")
+            return
+        adapter = shlex.quote((folder / ADAPTER).as_posix())
+        model = shlex.quote(self.arguments.model)
+        print(f"{'talk' if talks else 'generate'} with\n  {verb} {model} --adapter {adapter}")
+        export = other_command("export", self.command)
+        print(f"write a whole model with\n  {export} {model} FOLDER --adapter {adapter}")
 
 
-def tracking_of(folder: Path, arguments: Arguments, config: GPTConfig) -> Tracking:
-    """The trackers of a run, and what they say of it: its flags, and the config that came of them."""
-    flags = {name: value for name, value in _as_json(arguments).items() if name != "track"}
-    return Tracking(arguments.track, folder, {**flags, **config.to_dict()}, say).start()
+def _lora_config(arguments: Arguments) -> LoRAConfig | None:
+    if arguments.method != "lora":
+        return None
+    flags = {"rank_stabilised": arguments.rank_stabilised, "dora": arguments.dora}
+    return LoRAConfig(arguments.rank, arguments.alpha, arguments.targets, arguments.lora_dropout, **flags)
 
 
 def expect_kind(loss: str, records: Sequence[Record]) -> None:
@@ -366,20 +441,6 @@ def expect_kind(loss: str, records: Sequence[Record]) -> None:
             raise ValueError(
                 f'{record.where}: "chosen" and "rejected" are learnt from with --loss dpo, got --loss {loss}'
             )
-
-
-def datasets_of(
-    examples: Examples, arguments: Arguments, loaded: Pretrained, window: int
-) -> tuple[PackedDataset, HeldOutRows | HeldOutPairs]:
-    """What is learnt from, and what is held out."""
-    order = arguments.batch_size, window, arguments.seed
-    n_held = arguments.eval_batches * arguments.batch_size
-    if arguments.loss == "dpo":
-        held_out = PairDataset(examples.held_out[: 2 * n_held], *order)
-        return PairDataset(examples.train, *order), HeldOutPairs(held_out, arguments.beta)
-    side_by_side = arguments.pack and packs(loaded.model)
-    rows = PackedDataset(examples.held_out, *order, side_by_side)
-    return PackedDataset(examples.train, *order, side_by_side), HeldOutRows.of(rows, n_held, loaded.tokeniser)
 
 
 def measure_references(model: GPT, datasets: Sequence[Any]) -> None:
@@ -402,28 +463,11 @@ def fingerprint(model: GPT) -> str:
     return digest.hexdigest()
 
 
-def on_gpu(loaded: Pretrained) -> bool:
-    return next(loaded.model.parameters()).on_gpu
-
-
 def memory_of_tuning(config: GPTConfig, dataset: PackedDataset, learning: Layer) -> int:
     """Bytes that it takes besides the model: gradients and moments of what learns, and a pass over the longest rows."""
     n_rows = config.batch_size * (2 if isinstance(dataset, PairDataset) else 1)
     n_learning = sum(parameter.size for parameter in learning.parameters())
     return 3 * 4 * n_learning + memory_of_pass(config, n_rows * dataset.longest_row)
-
-
-def what_to_lower(arguments: Arguments, dataset: PackedDataset) -> str:
-    """What needs less memory."""
-    ways = [] if arguments.recompute else ["take --recompute"]
-    if arguments.batch_size > 1:
-        ways.append(f"lower --batch-size (now {arguments.batch_size}; --accumulation-steps makes up for it)")
-    ways.append(f"lower --context-window (now {dataset.window})")
-    if arguments.method == "all":
-        ways.append("take --method lora")
-    elif arguments.weights == "float32":
-        ways.append("take --weights bfloat16 or int8")
-    return ", or ".join(ways)
 
 
 def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) -> GPTConfig:
@@ -451,19 +495,6 @@ def config_of(arguments: Arguments, loaded: Pretrained, dataset: PackedDataset) 
     )
 
 
-def new_state(
-    config: GPTConfig, loaded: Pretrained, adapter: Adapter | None, dataset: PackedDataset, arguments: Arguments
-) -> TuningState:
-    loaded.model.recompute = recompute if config.recompute else None
-    loaded.model.train()
-    steps_on: Any = dataset
-    state = TuningState(config, loaded.model, new_optimiser(config), steps_on)
-    state.adapter, state.loaded, state.patience = adapter, loaded, arguments.patience
-    state.beta = arguments.beta if arguments.loss == "dpo" else 0.0
-    state.total_steps = config.steps
-    return state
-
-
 def say_what_there_is(examples: Examples, dataset: PackedDataset, state: TuningState, arguments: Arguments) -> None:
     reader = examples.reader
     rows = "pairs" if isinstance(dataset, PairDataset) else "rows"
@@ -482,47 +513,6 @@ def say_what_there_is(examples: Examples, dataset: PackedDataset, state: TuningS
     print(f"model: {n_all:,} parameters; {n_learning:,} learn ({arguments.method}), for {state.total_steps:,} updates")
 
 
-def begin_or_go_on(
-    state: TuningState, run: Run, arguments: Arguments, examples: Examples, held: HeldOutRows | HeldOutPairs
-) -> dict[str, Any]:
-    """Go on from the last checkpoint; or measure and sample the model as it is, and write the folder's first files.
-
-    Returns:
-        what data.json says.
-
-    Raises:
-        ValueError: the data or the model have changed since the run began.
-    """
-    clear_left_overs(run.folder)
-    if (run.folder / "data.json").is_file() and run.last.exists():
-        description = read_json_object(run.folder / "data.json")
-        if description.get("corpus") != examples.digest:
-            raise ValueError(f"{run.folder}: expected the data that it was trained on, which have changed since")
-        if description.get("base", state.base) != state.base:
-            raise ValueError(
-                f"{run.folder}: expected the model that it began with, {arguments.model} has changed since"
-            )
-        checkpoint = load_checkpoint(run.last)
-        if checkpoint.config != state.config:
-            raise ValueError(f"{run.last}: expected a checkpoint of this run's settings, got another's")
-        state.read(checkpoint)
-        state.take_up(checkpoint)
-        print(f"run folder: {run.folder}, going on after step {state.step}")
-        return description
-    print(f"run folder: {run.folder}")
-    run.samples.unlink(missing_ok=True)  # of a sitting that ended before there was a checkpoint
-    before = held.measure(state.model)
-    print(f"before: held-out loss {held.said(before)} ({held.size})")
-    prompts = _prompts(arguments, examples)
-    if prompts and state.loaded is not None:
-        write_samples(state.loaded, run, "before", prompts, arguments.sample_tokens)
-    description = {"data": "finetune", "files": [], "tokeniser": "own", "corpus": examples.digest, "base": state.base}
-    description |= {"arguments": _as_json(arguments), "before": {"loss": before["held_out_loss"], **before}}
-    description["prompts"] = [[text, ids] for text, ids in prompts]
-    begin_folder(run.folder, state.config, description, run.tokeniser)
-    return description
-
-
 def _prompts(arguments: Arguments, examples: Examples) -> list[tuple[str, list[int]]]:
     if not arguments.sample_tokens:
         return []
@@ -534,35 +524,8 @@ def _prompts(arguments: Arguments, examples: Examples) -> list[tuple[str, list[i
     return [(text, examples.reader.prompt_ids(text)) for text in arguments.prompts]
 
 
-# -------------------------------------------------------------------- after training
-def report(state: TuningState, run: Run, arguments: Arguments, description: dict[str, Any]) -> None:
-    """The final figures, the loss curve, samples, and how to go on."""
-    if state.evaluated_step != state.step and run.measure is not None:
-        run.measure(state, run)
-    checkpoint = load_checkpoint(run.best)
-    state.read(checkpoint)
-    best_step = checkpoint.about["progress"]["step"]
-    before = description.get("before", {})
-    before = {"held_out_loss": before.get("loss", math.nan), **before}
-    metrics = read_metrics(run.metrics)
-    after = next((line for line in metrics if "held_out_loss" in line and line["step"] == best_step), {})
-    if arguments.sample_tokens and state.loaded is not None:
-        write_samples(state.loaded, run, "after", _read_prompts(run, description), arguments.sample_tokens)
-    picture = run.folder / "loss.png"
-    is_dpo = arguments.loss == "dpo"
-    bits_per_nat = 1.0 if is_dpo else after.get("bits_per_byte", math.nan) / (state.best_loss or math.nan)
-    unit = "nats a pair (DPO)" if is_dpo else "bits a byte"
-    title = f"{sum(parameter.size for parameter in state.kept().parameters()):,} parameters learn"
-    run.write(lambda: plot_losses(metrics, picture, bits_per_nat, {}, title, unit))
-    print(f"\n{state.total_steps} updates, {state.seconds / 60:.1f} minutes of training; the best: step {best_step}")
-    said = HeldOutPairs.said if is_dpo else HeldOutRows.said
-    print(f"held-out loss before: {said(before)}; after: {said({**after, 'held_out_loss': state.best_loss})}")
-    print(f"loss curve: {picture}; samples: {run.samples}")
-    _say_how_to_go_on(run.folder, arguments, state.loaded)
-
-
-def _read_prompts(run: Run, description: dict[str, Any]) -> list[tuple[str, list[int]]]:
-    """Those of the samples before.
+def read_prompts(path: Path, description: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """Return the prompts of the samples that were drawn before training.
 
     Raises:
         ValueError: data.json does not say them as a run writes it.
@@ -571,20 +534,6 @@ def _read_prompts(run: Run, description: dict[str, Any]) -> list[tuple[str, list
     for pair in description.get("prompts", []):
         sound = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], list)
         if not sound or not all(type(token) is int for token in pair[1]):
-            raise ValueError(
-                f"{run.folder / 'data.json'}: expected prompts of a text and ids, got {reprlib.repr(pair)}"
-            )
+            raise ValueError(f"{path}: expected prompts of a text and ids, got {reprlib.repr(pair)}")
         prompts.append((pair[0], pair[1]))
     return prompts
-
-
-def _say_how_to_go_on(folder: Path, arguments: Arguments, loaded: Pretrained | None) -> None:
-    talks = loaded is not None and bool(loaded.tokeniser.chat_template)
-    verb = command("chat" if talks else "generate")
-    if arguments.method == "all":
-        print(f"{'talk' if talks else 'generate'} with\n  {verb} {shlex.quote(folder.as_posix())}")
-        return
-    adapter = shlex.quote((folder / ADAPTER).as_posix())
-    model = shlex.quote(arguments.model)
-    print(f"{'talk' if talks else 'generate'} with\n  {verb} {model} --adapter {adapter}")
-    print(f"write a whole model with\n  {command('export')} {model} FOLDER --adapter {adapter}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
 
 import tricycle
 from tricycle_cli.flags import fail, one_line_errors, run_main
@@ -11,6 +11,7 @@ from tricycle_cli.flags import fail, one_line_errors, run_main
 COMMANDS = {
     "train": "train a GPT on text, from the first token to samples",
     "finetune": "teach a model that somebody has trained, by LoRA or all its weights",
+    "distill": "train a small model to predict as a larger one does",
     "sweep": "look for good settings of a training, a run each",
     "generate": "continue a text with a model",
     "chat": "talk with a model",
@@ -46,7 +47,8 @@ def main(program: str = PROGRAM) -> None:
         fail(f"expected a command, one of {', '.join(COMMANDS)}, got {words[0]!r}", status=2)
     sys.argv[0] = f"{program} {words[0]}"
     with one_line_errors():
-        sys.exit(_function_of(words[0])())
+        # imported when it is needed: a command should not wait for what another one needs
+        sys.exit(importlib.import_module(f"tricycle_cli.{words[0]}").main())
 
 
 def print_completion() -> None:
@@ -64,50 +66,3 @@ def overview(program: str) -> str:
     return "\n".join(
         [*lines, "--print-completion bash (or zsh, fish), what that shell is to offer at the tabulator key."]
     )
-
-
-def _function_of(command: str) -> Callable[[], int | None]:
-    """Imported when it is needed: a command should not wait for what another one needs."""
-    if command == "train":
-        from tricycle_cli.train import main as train
-
-        return train
-    if command == "finetune":
-        from tricycle_cli.finetune import main as finetune
-
-        return finetune
-    if command == "sweep":
-        from tricycle_cli.sweep import main as sweep
-
-        return sweep
-    if command == "generate":
-        from tricycle_cli.generate import main as generate
-
-        return generate
-    if command == "chat":
-        from tricycle_cli.chat import main as chat
-
-        return chat
-    if command == "serve":
-        from tricycle_cli.serve import main as serve
-
-        return serve
-    if command == "evaluate":
-        from tricycle_cli.evaluate import main as evaluate
-
-        return evaluate
-    if command == "export":
-        from tricycle_cli.export import main as export
-
-        return export
-    if command == "bench":
-        from tricycle_cli.bench import main as bench
-
-        return bench
-    if command == "look":
-        from tricycle_cli.look import main as look
-
-        return look
-    from tricycle_cli.machine import main as machine
-
-    return machine

@@ -16,7 +16,6 @@ from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
 from tricycle.weights import quantize
 from tricycle_cli.pickles import load_pickled_model
-from tricycle_cli.run import SAMPLING
 
 Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
 Device = Literal["auto", "cpu", "gpu"]
@@ -26,6 +25,9 @@ PICKLES = (".pkl", ".pickle")
 MODELS = (".safetensors", ".gguf", ".bin")
 # What ends in one of these is meant to be a file, and no name on huggingface.co.
 FILES = (*MODELS, *PICKLES, ".pt", ".pth", ".json", ".txt", ".npz")
+
+# What suits small models: those that copy well fall into circles.
+SAMPLING = PenalizedSampling(temperature=0.9, min_p=0.1, repetition_penalty=1.15, no_repeat_ngram_size=6)
 
 
 def cache_dtype(cache: str) -> str | None:

@@ -7,21 +7,15 @@ network, and ends with the command that generates from the result. --help lists 
 from __future__ import annotations
 
 import argparse
-import bz2
-import contextlib
 import importlib
-import json
-import lzma
 import reprlib
 import shlex
-import signal
 import sys
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -29,40 +23,29 @@ from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
 from tricycle.distributed.processes import Processes
-from tricycle.evaluation import HeldOut, evaluate
+from tricycle.evaluation import HeldOut
 from tricycle.pretrained import Pretrained
-from tricycle.system.files import atomic_write, read_json_object
-from tricycle.system.locks import FolderLock
-from tricycle.training import NonFiniteError, train
+from tricycle.system.files import read_json_object
+from tricycle.training import train
 from tricycle.training_state import TrainingState, least_memory, new_state, resume_state
-from tricycle_cli import clock
 from tricycle_cli.find_rate import find_rate
 from tricycle_cli.flags import parse
 from tricycle_cli.full_disk import OnFullDisk, room_said
 from tricycle_cli.init_from import check_shape, default_config, load_start, started_from
 from tricycle_cli.models import use_gpu
-from tricycle_cli.run import (
-    FINAL_OVERLAP,
-    OnNaN,
-    Run,
-    RunSession,
-    check_room,
-    contexts,
-    estimate,
-    naming_what_to_lower,
-    read_metrics,
-    show_sample,
-    updates,
-)
-from tricycle_cli.signals import Interrupted, Signals, leave_by
+from tricycle_cli.run import OnNaN, Run
+from tricycle_cli.session import new_folder, open_session
+from tricycle_cli.signals import Signals
 from tricycle_cli.streams import patient_streams
+from tricycle_cli.task import begin_folder, claim_new, holds_a_run
+from tricycle_cli.text_task import TextTask
 from tricycle_cli.together import by_the_first, check_batches, check_same, common_facts, parsed, together
 from tricycle_cli.trackers import NAMES, TrackerName, expect_trackers
-from tricycle_cli.tracking import Tracking
+from tricycle_cli.updates import advise_on_memory, check_room
 from tricycle_datasets.gpt2 import gpt2_tokeniser
-from tricycle_lab.plot import plot_losses
 
 DESCRIPTION = __doc__ or ""
+Preset = Literal["debug", "laptop", "portable", "shakespeare", "smol", "gpt2"]
 Tokenisers = Literal["own", "portable", "gpt2"]
 Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
 CORPORA = {
@@ -72,7 +55,6 @@ CORPORA = {
     "codeparrot": ("codeparrot", "CodeParrot"),
     "fineweb": ("fineweb", "FineWeb"),
 }
-COMPRESSED_AT_ONCE = 2**18  # bytes
 # How the samples at the end begin, besides those of a new text.
 PROMPTS = {"python": ("", "def ", "class "), "codeparrot": ("", "def ", "class ")}
 
@@ -81,7 +63,7 @@ PROMPTS = {"python": ("", "def ", "class "), "codeparrot": ("", "def ", "class "
 class Arguments:
     """What to train, on what, and where to leave it."""
 
-    preset: Literal["debug", "laptop", "portable", "shakespeare", "smol", "gpt2"] = "laptop"
+    preset: Preset = "laptop"
     """where the settings below start from; without it "smol" on a GPU, else "laptop" """
     data: Data = "python"
     """the text: Python's standard library, tiny Shakespeare, your own --files, or a streamed corpus"""
@@ -130,184 +112,56 @@ class ResumeArguments:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    with open_program(sys.argv[1:] if args is None else args) as program:
-        if program is not None:
-            with program.updates() as session:
-                program.finished = train(**program.state.arguments(), session=session)
-            if program.finished:
-                program.report()
+    words = sys.argv[1:] if args is None else list(args)
+    if any(word.replace("_", "-") == "--find-learning-rate" for word in words):
+        return find(words)
+    with open_session(partial(task_of, words)) as session:
+        session.finished = train(**session.state.arguments(), session=session)
     return 0
 
 
-@contextlib.contextmanager
-def open_program(args: Sequence[str]) -> Iterator[Program | None]:
-    """Do what the command line says, but for the training itself; None where there is nothing to train.
-
-    Raises:
-        Interrupted: a signal came before training, or after it; what there was to save is saved.
-        ValueError: processes that are not alike.
-    """
-    with patient_streams(), Signals() as signals, together() as processes:
-        signals.says_so = processes.size == 1
-        try:
-            with open_run(args, Context(signals, processes, clock.awake_seconds())) as run:
-                if run is None:
-                    yield None
-                else:
-                    with open_session(run) as program:
-                        yield program
-        except Interrupted as error:
-            if error.number != signal.SIGINT and processes.size == 1:
-                sys.stdout.flush()
-                leave_by(error.number)
-            raise
-
-
-@contextlib.contextmanager
-def open_run(args: Sequence[str], context: Context) -> Iterator[RunFolder | None]:
-    """Yield the run folder that the command line begins or resumes, locked; None where it asks for a range test."""
-    processes = context.processes
-    check_same(processes, {"command line": list(args), **common_facts()} if processes.size > 1 else {})
-    if any(word.split("=")[0] == "--resume" for word in args):
-        resumed = parsed(processes, lambda: parse(ResumeArguments, args=args, description="Resume a run."))
-        by_the_first(processes, lambda: read_run(resumed.resume))  # says what is wrong before anything is written
-        with lock_of(resumed.resume, processes):
-            yield resume(resumed, context)
-        return
-    arguments, start = parsed(processes, lambda: parse_arguments(args))
-    if not arguments.files and any(word.split("=")[0] == "--files" for word in args):
-        raise ValueError("expected files or folders after --files, got none")
-    by_the_first(processes, lambda: expect_trackers(arguments.track))
-    on_gpu = use_gpu(arguments.device)
-    description = description_of(arguments)
-    if arguments.find_learning_rate:
-        find(arguments, start, on_gpu, processes)
-        yield None
-        return
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = arguments.preset if start is None else Path(arguments.init_from or "").stem
-    folder = arguments.run_folder or Path("runs") / f"{name}-{arguments.data}-{stamp}"
-    folder = processes.agree(folder)
-    # an update has the batches of all processes
-    config = replace(arguments.config, accumulation_steps=processes.size * arguments.config.accumulation_steps)
-    choices = Choices(on_gpu, arguments.on_full_disk, arguments.shard_optimiser)
-    with lock_of(folder, processes):
-        by_the_first(processes, lambda: clear_folder(folder))
-        yield RunFolder(folder, config, description, choices, context, start)
-
-
-def resume(resumed: ResumeArguments, context: Context) -> RunFolder:
-    """Return the run that is resumed, with what the command line changes."""
-    folder, processes = resumed.resume, context.processes
-    config, description = by_the_first(processes, lambda: read_run(folder))
-    check_batches(processes, config.accumulation_steps, config.batch_size)
-    start = None
-    has_last = by_the_first(processes, (folder / "last.safetensors").exists)
-    if description.get("init_from") and not has_last:
-        start = load_start(description["init_from"])
-    description["on_nan"] = resumed.on_nan or description.get("on_nan", "skip")
-    if resumed.track is not None:
-        description["track"] = list(resumed.track)
-    by_the_first(processes, lambda: expect_trackers(description.get("track", [])))
-    choices = Choices(use_gpu(resumed.device), resumed.on_full_disk, resumed.shard_optimiser)
-    return RunFolder(folder, config, description, choices, context, start)
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a start of the program has around it.
-
-    Attributes:
-        started: when, as `clock.awake_seconds` tells it.
-    """
-
-    signals: Signals
-    processes: Processes
-    started: float
-
-
-def find(arguments: Arguments, start: Pretrained | None, on_gpu: bool, processes: Processes) -> int:
-    """A range test of the learning rate, on the text and with the model of a run that is not begun.
+def find(words: Sequence[str]) -> int:
+    """Run a range test of the learning rate, on the text and with the model of a run that is not begun.
 
     Raises:
         ValueError: several processes.
     """
-    if processes.size > 1:
-        raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
-    config = arguments.config
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = arguments.run_folder or Path("runs") / f"learning-rate-{arguments.preset}-{arguments.data}-{stamp}"
-    with naming_what_to_lower(config, on_gpu):
-        check_room(least_memory(config), on_gpu)
-        tokeniser = gpt2_tokeniser() if arguments.tokeniser == "gpt2" else start and start.tokeniser
-        corpus = load_corpus(description_of(arguments), config.vocab_size, tokeniser)
-        model = None if start is None else started_from(start.model, config)
-        find_rate(config, corpus.train, model, on_gpu, folder)
+    with patient_streams(), Signals(), together() as processes:
+        arguments, start = parsed(processes, lambda: parse_arguments(words))
+        if processes.size > 1:
+            raise ValueError(f"expected one process with --find-learning-rate, got {processes.size}")
+        task = TrainTask(arguments, None, start)
+        config, on_gpu = arguments.config, use_gpu(arguments.device)
+        folder = arguments.run_folder or new_folder(f"learning-rate-{arguments.preset}-{arguments.data}")
+        with advise_on_memory(on_gpu, task.what_to_lower(config, on_gpu)):
+            check_room(least_memory(config), on_gpu)
+            tokeniser = gpt2_tokeniser() if arguments.tokeniser == "gpt2" else start and start.tokeniser
+            corpus = load_corpus(description_of(arguments), config.vocab_size, tokeniser)
+            model = None if start is None else started_from(start.model, config)
+            find_rate(config, corpus.train, model, on_gpu, folder)
     return 0
 
 
-def lock_of(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Any]:
-    """The lock of a run folder, which rank 0 takes for all."""
-    return FolderLock(folder) if processes.is_first else contextlib.nullcontext()
+def task_of(words: Sequence[str], processes: Processes) -> TrainTask:
+    """Return the run that a command line begins or resumes.
 
-
-def clear_folder(folder: Path) -> None:
-    """
     Raises:
-        ValueError: the folder holds a run.
+        ValueError, FileNotFoundError: one line about what is wrong, before anything is written.
     """
-    if holds_a_run(folder):
-        raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
-    (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
-
-
-def holds_a_run(folder: Path) -> bool:
-    """Whether there is something to go on with. A folder that has not got so far is begun anew."""
-    begun = (folder / "config.json").exists() and (folder / "data.json").exists()
-    return begun or (folder / "last.safetensors").exists()
-
-
-class Choices(NamedTuple):
-    """What a start may choose anew, whatever the run."""
-
-    on_gpu: bool
-    on_full_disk: OnFullDisk
-    shard_optimiser: bool
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """A run that is begun or resumed.
-
-    Attributes:
-        folder: the run folder.
-        description: what data.json says.
-        start: the model that a new run starts from.
-    """
-
-    folder: Path
-    config: GPTConfig
-    description: dict[str, Any]
-    choices: Choices
-    context: Context
-    start: Pretrained | None
-
-    @property
-    def last(self) -> Path:
-        """The checkpoint to go on from, if it is there."""
-        return self.folder / "last.safetensors"
-
-    @property
-    def signals(self) -> Signals:
-        return self.context.signals
-
-    @property
-    def processes(self) -> Processes:
-        return self.context.processes
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.choices.on_gpu
+    check_same(processes, {"command line": list(words), **common_facts()} if processes.size > 1 else {})
+    if any(word.split("=")[0] == "--resume" for word in words):
+        resumed = parsed(processes, lambda: parse(ResumeArguments, args=words, description="Resume a run."))
+        by_the_first(processes, lambda: read_run(resumed.resume))
+        return TrainTask(Arguments(), resumed)
+    arguments, start = parsed(processes, lambda: parse_arguments(words))
+    if not arguments.files and any(word.split("=")[0] == "--files" for word in words):
+        raise ValueError("expected files or folders after --files, got none")
+    by_the_first(processes, lambda: expect_trackers(arguments.track))
+    use_gpu(arguments.device)
+    description_of(arguments)
+    # an update has the batches of all processes
+    config = replace(arguments.config, accumulation_steps=processes.size * arguments.config.accumulation_steps)
+    return TrainTask(replace(arguments, config=config), None, start)
 
 
 def description_of(arguments: Arguments) -> dict[str, Any]:
@@ -396,174 +250,120 @@ def load_corpus(description: dict[str, Any], vocab_size: int, tokeniser: Any = N
     return corpus
 
 
-@dataclass
-class Program:
-    """A run that is ready to train.
+# -------------------------------------------------------------------- the task
+class TrainTask(TextTask):
+    """Training of a GPT on a corpus.
 
     Attributes:
-        finished: whether training came to its end.
+        resumed: the command line that resumes the run; None for a new one.
+        start: the model that a new run starts from.
+        digest: of the text that the resumed run was trained on; "" where that is not known.
     """
 
-    state: TrainingState
-    run: Run
-    opened: RunFolder
-    finished: bool = False
+    command = "train"
 
-    @contextlib.contextmanager
-    def updates(self) -> Iterator[RunSession]:
-        """Yield the session of the training loop; an update is finished before a signal is answered."""
-        with self.opened.signals.finishing(), updates(self.state, self.run) as session:
-            yield session
+    def __init__(self, arguments: Arguments, resumed: ResumeArguments | None, start: Pretrained | None = None) -> None:
+        super().__init__(arguments, arguments.run_folder if resumed is None else resumed.resume)
+        self.resumed, self.start, self.digest = resumed, start, ""
 
-    def report(self) -> None:
-        """Print the final figures."""
-        self.opened.signals.check()
-        report(self.state, self.run, self.opened.on_gpu, self.opened.description["data"])
+    @property
+    def name(self) -> str:
+        arguments = self.arguments
+        return f"{Path(arguments.init_from or arguments.preset).stem}-{arguments.data}"
 
+    def claim(self, folder: Path, processes: Processes) -> None:
+        if self.resumed is None:
+            by_the_first(processes, lambda: claim_new(folder))
+            return
+        stored, self.digest = by_the_first(processes, lambda: self.read(folder))
+        check_batches(processes, stored.config.accumulation_steps, stored.config.batch_size)
+        given = {name: getattr(self.resumed, name) for name in ("device", "on_full_disk", "shard_optimiser")}
+        given |= {name: value for name in ("on_nan", "track") if (value := getattr(self.resumed, name)) is not None}
+        self.arguments = replace(stored, **given)
+        by_the_first(processes, lambda: expect_trackers(self.arguments.track))
 
-@contextlib.contextmanager
-def open_session(opened: RunFolder) -> Iterator[Program]:
-    """Prepare a run, from its last checkpoint if it has one; print how to go on with one that did not finish.
+    def read(self, folder: Path) -> tuple[Arguments, str]:
+        """Return the arguments that a run folder was begun with, and the digest of its text."""
+        return read_run(folder)
 
-    Raises:
-        Interrupted: a signal came before training, or after it; what there was to save is saved.
-    """
-    folder = opened.folder
-    try:
-        with opened.signals.heard():
-            state, run = prepare(opened)
-            program = Program(state, run, opened)
-            with saying_what_is_saved(run), tracked(run):
-                yield program
-        if not program.finished:
-            print(f"stopped after step {state.step}; everything is saved. Continue with\n  {resuming(folder)}")
-    except Interrupted:
-        if opened.processes.is_first and (folder / "config.json").exists():
-            print(f"interrupted. Continue with\n  {resuming(folder)}", flush=True)
-        raise
+    def describe(self) -> dict[str, Any]:
+        """Return what data.json holds besides the digest of the text."""
+        return description_of(self.arguments)
 
+    def prepare(self, run: Run) -> TrainingState:
+        arguments, config, processes = self.arguments, self.arguments.config, run.processes
+        on_gpu = use_gpu(arguments.device)
+        with advise_on_memory(on_gpu, self.what_to_lower(config, on_gpu)):
+            check_room(least_memory(config), on_gpu)  # before anything is prepared
+        has_last = run.has(run.last)
+        if arguments.init_from and not has_last and self.start is None:
+            self.start = load_start(arguments.init_from)
+        print(f"data: {arguments.data} (text is tokenised once and cached)")
+        description = self.describe()
+        corpus = load_corpus(description, config.vocab_size, self.first_tokeniser(run, has_last))
+        run.tokeniser = tokeniser = corpus.tokeniser
+        device = "a GPU" if on_gpu else "the CPU"
+        check_same(processes, {"text": corpus.digest, "config": config.to_dict(), "device": device})
+        if has_last and (self.digest or corpus.digest) != corpus.digest:
+            advice = f"--init-from {shlex.quote(run.last.as_posix())} begins a new run with its weights"
+            raise ValueError(
+                f"{run.folder}: expected the text that it was trained on, which has changed since; {advice}"
+            )
+        description["corpus"] = corpus.digest
+        by_the_first(processes, lambda: begin_folder(run.folder, config, description, tokeniser))
+        self.prompts, self.held_out_bytes = PROMPTS.get(arguments.data, ("",)), corpus.validation_bytes
+        # the end of some other text stands before the first token, so that it too is predicted
+        tokens = np.concatenate([[tokeniser.end_of_text], corpus.validation])
+        self.held_out = HeldOut(tokens, len(self.held_out_bytes))
+        state = self.new_state(run, corpus.train, on_gpu, has_last)
+        if processes.is_first:
+            self._print_summary(state, run, on_gpu)
+        return state
 
-@contextlib.contextmanager
-def saying_what_is_saved(run: Run) -> Iterator[None]:
-    """Within this block errors say what is saved: all until the last checkpoint, where there is one."""
-    going_on = f"continue with {resuming(run.folder)}"
-    try:
-        yield
-    except NonFiniteError as error:
-        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower --max-learning-rate") from None
-    except OSError as error:
-        if not run.last.exists():
-            raise
-        raise OSError(f"{error}. The last checkpoint is whole: {going_on}") from None
+    def new_state(self, run: Run, tokens: Any, on_gpu: bool, has_last: bool) -> TrainingState:
+        """Return the state of a new run, or that of the last checkpoint."""
+        config, shard = self.arguments.config, self.arguments.shard_optimiser
+        if has_last:
+            return resume_state(run.last, tokens, on_gpu, run.processes, shard)
+        model = None if self.start is None else started_from(self.start.model, config)
+        return new_state(config, tokens, on_gpu, model, run.processes, shard)
 
+    def first_tokeniser(self, run: Run, has_last: bool) -> Any:
+        """Return the tokeniser of a run that has one before its text is read; else None.
 
-def tracked(run: Run) -> contextlib.AbstractContextManager[None]:
-    """Return the block at whose end the trackers of a run end."""
-    return contextlib.nullcontext() if run.tracking is None else run.tracking.finishing()
+        Raises:
+            ValueError: the last checkpoint contradicts the folder.
+        """
+        if has_last:
+            checkpoint = by_the_first(run.processes, lambda: load_checkpoint(run.last))
+            tokeniser = checkpoint.tokeniser()
+            if tokeniser is None:
+                raise ValueError(f"{run.last}: expected a checkpoint with its tokeniser, it has none")
+            if checkpoint.config != self.arguments.config:
+                path = run.folder / "config.json"
+                raise ValueError(f"{path}: expected the config of its checkpoint, got another")
+            return tokeniser
+        if self.start is not None:
+            return self.start.tokeniser
+        return gpt2_tokeniser() if self.arguments.tokeniser == "gpt2" else None
 
+    def facts(self, state: TrainingState) -> dict[str, Any]:
+        return {"data": self.arguments.data, "n_parameters": state.model.n_parameters, **state.config.to_dict()}
 
-def resuming(folder: Path) -> str:
-    """The command that goes on with a run."""
-    return f"{command('train')} --resume {shlex.quote(folder.as_posix())}"
-
-
-def prepare(opened: RunFolder) -> tuple[TrainingState, Run]:
-    """Everything before the first update: the text in tokens, the model, and the first files of the folder.
-
-    Raises:
-        ValueError: the folder's files contradict each other or the text.
-    """
-    with naming_what_to_lower(opened.config, opened.on_gpu):
-        check_room(least_memory(opened.config), opened.on_gpu)  # before anything is prepared
-    folder, config, description = opened.folder, opened.config, opened.description
-    processes, last = opened.processes, opened.last
-    print(f"data: {description['data']} (text is tokenised once and cached)")
-    has_last = by_the_first(processes, last.exists)
-    corpus = load_corpus(description, config.vocab_size, first_tokeniser(opened, has_last))
-    tokeniser = corpus.tokeniser
-    device = "a GPU" if opened.on_gpu else "the CPU"
-    check_same(processes, {"text": corpus.digest, "config": config.to_dict(), "device": device})
-    if has_last and description.get("corpus", corpus.digest) != corpus.digest:
-        advice = f"--init-from {shlex.quote(last.as_posix())} begins a new run with its weights"
-        raise ValueError(f"{folder}: expected the text that it was trained on, which has changed since; {advice}")
-    description["corpus"] = corpus.digest
-    by_the_first(processes, lambda: clear_left_overs(folder))
-    by_the_first(processes, lambda: begin_folder(folder, config, description, tokeniser))
-    held_out_bytes = corpus.validation_bytes
-    # the end of some other text stands before the first token, so that it too is predicted
-    held_out = HeldOut(np.concatenate([[tokeniser.end_of_text], corpus.validation]), len(held_out_bytes))
-    shard = opened.choices.shard_optimiser
-    if has_last:
-        state = resume_state(last, corpus.train, opened.on_gpu, processes, shard)
-    else:
-        model = None if opened.start is None else started_from(opened.start.model, config)
-        state = new_state(config, corpus.train, opened.on_gpu, model, processes, shard)
-    if processes.is_first:
-        introduce(state, held_out, opened, tokeniser)
-    tracking = tracking_of(opened, state)
-    run = Run(
-        folder,
-        tokeniser,
-        held_out,
-        say=say,
-        stop=opened.signals,
-        # several processes leave together, between two updates
-        interruptible=opened.signals.interruptible if processes.size == 1 else contextlib.nullcontext,
-        on_nan=description["on_nan"],
-        spent=clock.awake_seconds() - opened.context.started,
-        held_out_bytes=held_out_bytes,
-        show_progress=processes.is_first,
-        on_full_disk=opened.choices.on_full_disk,
-        processes=processes,
-        tracking=tracking,
-    )
-    return state, run
-
-
-def tracking_of(opened: RunFolder, state: TrainingState) -> Tracking | None:
-    """The trackers of a run: rank 0 alone speaks to them."""
-    names = opened.description.get("track", ())
-    if not names or not opened.processes.is_first:
-        return None
-    facts = {"data": opened.description["data"], "n_parameters": state.model.n_parameters, **state.config.to_dict()}
-    return Tracking(names, opened.folder, facts, say).start()
-
-
-def first_tokeniser(opened: RunFolder, has_last: bool) -> Any:
-    """The tokeniser of a run that has one before its text is read; else None.
-
-    Raises:
-        ValueError: the last checkpoint contradicts the folder.
-    """
-    if has_last:
-        checkpoint = by_the_first(opened.processes, lambda: load_checkpoint(opened.last))
-        tokeniser = checkpoint.tokeniser()
-        if tokeniser is None:
-            raise ValueError(f"{opened.last}: expected a checkpoint with its tokeniser, it has none")
-        if checkpoint.config != opened.config:
-            path = opened.folder / "config.json"
-            raise ValueError(f"{path}: expected the config of its checkpoint, got another")
-        return tokeniser
-    if opened.start is not None:
-        return opened.start.tokeniser
-    return gpt2_tokeniser() if opened.description.get("tokeniser") == "gpt2" else None
-
-
-def introduce(state: TrainingState, held_out: HeldOut, opened: RunFolder, tokeniser: Any) -> None:
-    """Say what is going to be trained, on what, and where it is left."""
-    folder, processes = opened.folder, opened.processes
-    print(
-        f"model: {state.model.n_parameters:,} parameters on the {'GPU' if opened.on_gpu else 'CPU'}; "
-        f"{len(state.dataset.tokens):,} training tokens, {len(held_out.tokens) - 1:,} held out "
-        f"({held_out.n_bytes:,} bytes)"
-    )
-    if processes.size > 1:
-        n_batches, size = state.config.accumulation_steps, state.config.batch_size
-        print(f"{processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
-    print(f"run folder: {folder}" + (f", going on after step {state.step}" if state.step else ""))
-    print(f"disk: the run folder may take {room_said(state, tokeniser, folder)}")
-    if not opened.on_gpu and _is_yet_to_compile():
-        print("the first step takes some seconds more than the others: Numba compiles its loops, once")
+    def _print_summary(self, state: TrainingState, run: Run, on_gpu: bool) -> None:
+        """Print what is going to be trained, on what, and where it is left."""
+        config, n_held_out = state.config, len(self.held_out.tokens) - 1
+        print(
+            f"model: {state.model.n_parameters:,} parameters on the {'GPU' if on_gpu else 'CPU'}; "
+            f"{len(state.dataset.tokens):,} training tokens, {n_held_out:,} held out ({self.held_out.n_bytes:,} bytes)"
+        )
+        if run.processes.size > 1:
+            n_batches, size = config.accumulation_steps, config.batch_size
+            print(f"{run.processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
+        print(f"run folder: {run.folder}" + (f", going on after step {state.step}" if state.step else ""))
+        print(f"disk: the run folder may take {room_said(state, run.tokeniser, run.folder)}")
+        if not on_gpu and _is_yet_to_compile():
+            print("the first step takes some seconds more than the others: Numba compiles its loops, once")
 
 
 def _is_yet_to_compile() -> bool:
@@ -574,22 +374,12 @@ def _is_yet_to_compile() -> bool:
     return is_yet_to_compile()
 
 
-def begin_folder(folder: Path, config: GPTConfig, description: dict[str, Any], tokeniser: Any) -> None:
-    """Write what a run folder says of itself."""
-    for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json stands for both
-        with atomic_write(folder / f"{name}.json", text=True) as file:
-            json.dump(content, file, indent=2)
-    tokeniser.save(folder / "tokeniser.json")
+def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
+    """Return the arguments that a run folder was begun with, and the digest of its text ("" where it has none).
 
-
-def clear_left_overs(folder: Path) -> None:
-    """Take away what a kill cut off while it was being written."""
-    for left_over in folder.rglob(".*.part"):
-        left_over.unlink()
-
-
-def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
-    """The config and the data that a run folder names."""
+    Raises:
+        FileNotFoundError, ValueError: it is no folder of a run of that command.
+    """
     found = []
     for path in (folder / "config.json", folder / "data.json"):
         if not path.is_file():
@@ -597,79 +387,15 @@ def read_run(folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
             raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}{hint}")
         found.append(read_json_object(path))
     config, data = found
-    files = data.get("files")
+    files, track = data.get("files"), data.get("track", [])
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
     is_known = data.get("data") in get_args(Data) and data.get("on_nan", "skip") in get_args(OnNaN)
-    track = data.get("track", [])
     are_trackers = isinstance(track, list) and all(name in NAMES for name in track)
     if not is_known or not are_paths or not are_trackers:
         got = reprlib.repr(data)
         raise ValueError(f"{folder / 'data.json'}: expected data and files as a run writes them, got {got}")
-    return GPTConfig.from_dict(config), data
-
-
-def say(text: str) -> None:
-    from tqdm import tqdm
-
-    tqdm.write(text)
-
-
-def report(state: TrainingState, run: Run, on_gpu: bool, data: str) -> None:
-    """The final figures, the loss curve, samples, and how to go on."""
-    config = state.config
-    if state.evaluated_step != state.step:
-        estimate(state, run)
-    checkpoint = by_the_first(run.processes, lambda: load_checkpoint(run.best))
-    best_step = checkpoint.about["progress"]["step"]
-    model = checkpoint.model()
-    if on_gpu:
-        model.to_gpu()
-    stride = max(1, config.context_window // FINAL_OVERLAP)
-    print("measuring the best checkpoint on all held-out text ...")
-    tokens = run.held_out.tokens
-    loss, n_tokens = evaluate(model, tokens, config.batch_size, stride=stride, processes=run.processes)
-    if not run.processes.is_first:
-        return
-    bits = run.held_out.bits_per_byte(loss)
-    run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
-    run.flush()
-    others = compressed_bits(run.held_out_bytes)
-    bits_per_nat = run.held_out.bits_per_byte(1.0)
-    picture = run.folder / "loss.png"
-    title = f"{state.model.n_parameters:,} parameters"
-    metrics, held_out_contexts = read_metrics(run.metrics), contexts(config.context_window)
-    run.write(lambda: plot_losses(metrics, picture, bits_per_nat, others, title, contexts=held_out_contexts))
-    state.model, state.step = model, best_step  # the samples are of the model that stays
-    for prompt in PROMPTS.get(data, ("",)):
-        show_sample(state, run, 250, prompt)
-    minutes = f"{state.seconds / 60:.1f} minutes of training"
-    print(f"\n{state.total_steps} steps, {minutes}; best checkpoint: step {best_step}")
-    sizes = f"{n_tokens:,} tokens, {len(run.held_out_bytes):,} bytes, {held_out_contexts[1]}"
-    print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({sizes})")
-    print("bits a byte for the same held-out bytes:")
-    for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
-        print(f"  {name:<12}{value:6.3f}")
-    print(f"loss curve: {picture}")
-    print(f"generate with\n  {command('generate')} {shlex.quote(run.folder.as_posix())}")
-
-
-def compressed_bits(content: bytes) -> dict[str, float]:
-    """Bits a byte of the usual compressors at their best settings."""
-    compressors: dict[str, Any] = {
-        "gzip -9": zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS),
-        "bz2 -9": bz2.BZ2Compressor(9),
-        "xz -9": lzma.LZMACompressor(preset=9),
-    }
-    sizes = dict.fromkeys(compressors, 0)
-    for name, compressor in compressors.items():
-        for start in range(0, len(content), COMPRESSED_AT_ONCE):  # a signal is answered between two pieces
-            sizes[name] += len(compressor.compress(content[start : start + COMPRESSED_AT_ONCE]))
-        sizes[name] += len(compressor.flush())
-    return {name: 8 * size / max(1, len(content)) for name, size in sizes.items()}
-
-
-def command(name: str) -> str:
-    """How the other programs are started by somebody who has started this one so."""
-    if sys.argv[0].endswith(" train"):
-        return f"{sys.argv[0].removesuffix(' train')} {name}"
-    return {"train": "python train_smol_gpt.py", "generate": "python inference.py"}[name]
+    if data.get("command", "train") != command:
+        raise ValueError(f"{folder}: expected a run of `tricycle {command}`, got one of {data['command']!r}")
+    same = {name: data[name] for name in ("data", "tokeniser", "on_nan", "init_from") if name in data}
+    arguments = Arguments(**same, files=tuple(map(Path, files)), track=tuple(track), config=GPTConfig.from_dict(config))
+    return arguments, data.get("corpus", "")

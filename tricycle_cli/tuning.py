@@ -51,8 +51,6 @@ class TuningState(TrainingState):
         loaded: the model that the adapter is on.
         base: of the model as it was, what `finetune.fingerprint` gives.
         beta: of DPO, which it learns by; 0 where every token that counts is to become likelier.
-        n_worse: estimates since the best.
-        patience: after so many it ends; 0 for never.
         margins: of the batches of an update, by DPO.
     """
 
@@ -60,20 +58,16 @@ class TuningState(TrainingState):
     loaded: Pretrained | None = None
     base: str = ""
     beta: float = 0.0
-    n_worse: int = 0
-    patience: int = 0
     margins: list[Any] = field(default_factory=list)
-
-    LATER = (*TrainingState.LATER, "n_worse")  # type: ignore[assignment]
 
     def kept(self) -> Any:
         if self.adapter is None:
             return self.model
         return _Learning(self.adapter, self.config, self.model.generator)
 
-    @property
-    def loss_of(self) -> LossOf:
-        return dpo_loss(self.model, self.beta, self.margins.append) if self.beta else loss_of_batches(self.model)
+    def __post_init__(self) -> None:
+        model, beta = self.model, self.beta
+        self.loss_of = dpo_loss(model, beta, self.margins.append) if beta else loss_of_batches(model)
 
     def count_labels(self, batch: Any) -> Any:
         return batch.n_labels
@@ -169,7 +163,7 @@ class HeldOutRows:
         return {"held_out_loss": total / count, "bits_per_byte": bits}
 
     @staticmethod
-    def said(figures: Mapping[str, float]) -> str:
+    def figures_text(figures: Mapping[str, float]) -> str:
         bits = figures.get("bits_per_byte", math.nan)
         return f"{figures.get('held_out_loss', math.nan):.4f} nats a token, {bits:.3f} bits a byte"
 
@@ -202,38 +196,9 @@ class HeldOutPairs:
             return {"held_out_loss": float(pair_losses(joined).mean()), **figures_of(joined)}
 
     @staticmethod
-    def said(figures: Mapping[str, float]) -> str:
+    def figures_text(figures: Mapping[str, float]) -> str:
         loss, margin, share = (figures.get(name, math.nan) for name in PAIR_FIGURES)
         return f"{loss:.4f} nats a pair, reward margin {margin:.3f}, {share:.0%} of pairs in order"
-
-
-def measurer(held_out: HeldOutRows | HeldOutPairs) -> Any:
-    """What a run calls to estimate the held-out loss: keeps the best checkpoint, and ends what grows no better."""
-
-    def measure(state: TuningState, run: Run) -> float:
-        figures = held_out.measure(state.model)
-        loss = figures["held_out_loss"]
-        state.evaluated_step = state.step
-        if math.isfinite(loss):
-            run.record(step=state.step, **figures)
-        else:
-            run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
-        is_best = loss < state.best_loss
-        is_first = state.best_loss == math.inf
-        state.n_worse = 0 if is_best else state.n_worse + 1
-        best = "the first estimate" if is_first else "the best so far"
-        said = best if is_best else f"not better for {state.n_worse} estimates"
-        run.say(f"step {state.step}: held-out loss {held_out.said(figures)}: {said}")
-        if is_best or not run.best.exists():
-            state.best_loss = loss if is_best else state.best_loss
-            run.save(state, run.best)
-        if state.patience and state.n_worse >= state.patience and state.step < state.total_steps:
-            run.say(f"step {state.step}: it grows no better: training ends here (--patience {state.patience})")
-            state.total_steps = state.step
-        run.flush()
-        return loss
-
-    return measure
 
 
 # -------------------------------------------------------------------- samples

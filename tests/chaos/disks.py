@@ -596,7 +596,7 @@ def _run(case: Case, words: Sequence[str], disk: Disk | None) -> int:
 
 def make_quick_and_repeatable() -> None:
     """For the rest of this process: no true disk, no picture, a clock that counts how often it was asked."""
-    from tricycle_cli import train
+    from tricycle_cli import text_task
 
     def draw(metrics: Any, path: Path, *rest: Any, **settings: Any) -> None:
         losses = [line.get("loss", line.get("held_out_loss")) for line in metrics]
@@ -606,8 +606,8 @@ def make_quick_and_repeatable() -> None:
     ticks = count()
     os.fsync = lambda handle: None
     time.perf_counter = time.monotonic = lambda: next(ticks) / 1000  # type: ignore[assignment]
-    train.plot_losses = draw
-    train.compressed_bits = lambda content: {}
+    text_task.plot_losses = draw
+    text_task.compressed_bits = lambda content: {}
 
 
 def go_on(case: Case) -> Outcome:
@@ -657,14 +657,14 @@ def make_bed(folder: Path) -> Bed:
 # After a sample, with lines of metrics that are to be forgotten.
 KILLED = """
 import signal
-from tricycle_cli import run
+from tricycle_cli import run, updates
 run.LINES_GATHERED = 1
-usual = run.RunSession.batches
+usual = updates.RunSession.batches
 def batches(session, source):
     if session.step == 7:
         os.kill(os.getpid(), signal.SIGKILL)
     return usual(session, source)
-run.RunSession.batches = batches
+updates.RunSession.batches = batches
 """
 
 

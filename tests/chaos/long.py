@@ -83,14 +83,14 @@ def size_of(folder: Path) -> int:
 def watch_training(path: str, every: int) -> None:
     """Measure this process every so many steps of its training, and write the measures to a file."""
     from tricycle.training_state import TrainingState
-    from tricycle_cli import run
+    from tricycle_cli import updates
 
     measures = Measures()
-    usual, usual_save = run.RunSession.log, TrainingState.save
+    usual, usual_save = updates.RunSession.log, TrainingState.save
     largest = [0]
     folder: list[Path] = []
 
-    def log(session: run.RunSession, loss: object, norm: object) -> None:
+    def log(session: updates.RunSession, loss: object, norm: object) -> None:
         usual(session, loss, norm)
         if session.step % every == 0 and folder:
             measures.take(session.step, folder[0])
@@ -104,7 +104,7 @@ def watch_training(path: str, every: int) -> None:
         finally:
             os.fsync = sync
 
-    run.RunSession.log, TrainingState.save = log, save  # type: ignore[assignment, method-assign]
+    updates.RunSession.log, TrainingState.save = log, save  # type: ignore[assignment, method-assign]
 
 
 def _larger(size: int, folder: Path) -> int:

@@ -262,8 +262,8 @@ def profile_of(case: Case, n: int = 2) -> Profile:
 # Before an update, or instead of a number that it computes.
 FAILING = """
 from tricycle import training
-from tricycle_cli import run
-usual_batches, usual_labelled = run.RunSession.batches, training.labelled
+from tricycle_cli import updates
+usual_batches, usual_labelled = updates.RunSession.batches, training.labelled
 is_bad = [False]
 def batches(session, source):
     is_bad[0] = session.step + 1 == {step} and rank == {rank}
@@ -275,7 +275,7 @@ def batches(session, source):
 def labelled(model, loss_fn):
     loss_of = usual_labelled(model, loss_fn)
     return lambda batch, factor: loss_of(batch, factor * float("nan") if {is_nan} and is_bad[0] else factor)
-run.RunSession.batches, training.labelled = batches, labelled
+updates.RunSession.batches, training.labelled = batches, labelled
 """
 SILENT_SECONDS = 2.0  # after which others ask, in what follows
 # By what happens: what is done, and a pattern of the one line that says so; {rank} and {other} are numbers.

@@ -48,13 +48,13 @@ PHASES = {
     "tokeniser training": "tricycle.tokeniser:BPETokeniser.train",
     "dataset building": "tricycle_datasets.corpus:Corpus._write",
     "update": "tricycle.training:gradients",
-    "evaluation": "tricycle_cli.run:evaluate",
-    "sampling": "tricycle_cli.run:show_sample",
+    "evaluation": "tricycle_cli.text_task:evaluate",
+    "sampling": "tricycle_cli.text_task:show_sample",
     "checkpoint": "tricycle.training_state:save_checkpoint",
-    "final report": "tricycle_cli.train:report",
-    "final evaluation": "tricycle_cli.train:evaluate",
-    "compression": "tricycle_cli.train:compressed_bits",
-    "plot": "tricycle_cli.train:plot_losses",
+    "final report": "tricycle_cli.text_task:TextTask.report",
+    "final evaluation": "tricycle_cli.text_task:evaluate",
+    "compression": "tricycle_cli.text_task:compressed_bits",
+    "plot": "tricycle_cli.text_task:plot_losses",
 }
 
 # What a program is: a few lines that change what it uses, and then the program as a user starts it.

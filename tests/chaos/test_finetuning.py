@@ -37,7 +37,7 @@ class Tuning(Case):
     name: ClassVar[str] = "tricycle finetune"
     module: ClassVar[str] = "finetune"
     phases: ClassVar[dict[str, str]] = {
-        "run": "tricycle_cli.finetune:_start_or_resume",
+        "run": "tricycle_cli.finetune:main",
         "reading": "tricycle_cli.finetune:load_examples",
         "reference": "tricycle_cli.finetune:measure_references",
         "first files": "tricycle_cli.finetune:begin_folder",
@@ -47,7 +47,7 @@ class Tuning(Case):
         "checkpoint": "tricycle.training_state:save_checkpoint",
         "adapter": "tricycle_cli.tuning:save_adapter",
         "samples": "tricycle_cli.finetune:write_samples",
-        "report": "tricycle_cli.finetune:report",
+        "report": "tricycle_cli.finetune:FinetuneTask.report",
         "plot": "tricycle_cli.finetune:plot_losses",
     }
 

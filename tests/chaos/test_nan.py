@@ -6,15 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_training
-from test_training import TOKENISER, TOKENS
+from test_training import TOKENISER, TOKENS, train
 
 from tricycle import training, training_state
 from tricycle.checkpoint import NotFiniteError, load_checkpoint
-from tricycle.evaluation import HeldOut
 from tricycle.training import NonFiniteError
 from tricycle.training_state import new_state, resume_state
-from tricycle_cli import run as running
-from tricycle_cli.run import Run, read_metrics, train
+from tricycle_cli import text_task, updates
+from tricycle_cli.run import Run, read_metrics
 
 CONFIG = replace(test_training.CONFIG, accumulation_steps=1, sample_interval=10)
 BAD_STEP = 8
@@ -28,7 +27,7 @@ class Poison:
     def __init__(self, kind: str, monkeypatch) -> None:
         self.kind, self.count = kind, 0
         self.left = {"always": 10**9}.get(kind, 1)
-        usual_batches, usual_loss, usual_norm = running.RunSession.batches, training.labelled, training.gradient_norm
+        usual_batches, usual_loss, usual_norm = updates.RunSession.batches, training.labelled, training.gradient_norm
 
         def batches(session, source):
             state = session.state
@@ -60,7 +59,7 @@ class Poison:
                 dict(model.named_parameters())[WEIGHT].grad.array[0, 0] = np.inf
             return usual_norm(model)
 
-        monkeypatch.setattr(running.RunSession, "batches", batches)
+        monkeypatch.setattr(updates.RunSession, "batches", batches)
         monkeypatch.setattr(training, "labelled", labelled)
         monkeypatch.setattr(training, "gradient_norm", gradient_norm)
 
@@ -90,7 +89,7 @@ def saved(monkeypatch) -> list:
 def new_run(folder, **settings) -> Run:
     folder.mkdir(exist_ok=True)
     settings = {"say": lambda text: None, "show_progress": False, **settings}
-    return Run(folder, TOKENISER, HeldOut(TOKENS[:100], 99), **settings)
+    return Run(folder, TOKENISER, **settings)
 
 
 def events(run: Run) -> list:
@@ -205,9 +204,9 @@ def test_a_spike_ends_nothing(tmp_path, monkeypatch, saved):
 
 
 def test_a_held_out_loss_that_is_not_finite_is_said(tmp_path, monkeypatch, saved):
-    usual = running.evaluate
+    usual = text_task.evaluate
     losses = iter([np.nan, np.inf])
-    monkeypatch.setattr(running, "evaluate", lambda *args, **more: (next(losses, usual(*args)[0]), 99))
+    monkeypatch.setattr(text_task, "evaluate", lambda *args, **more: (next(losses, usual(*args)[0]), 99))
     run, state = new_run(tmp_path), new_state(CONFIG, TOKENS)
     assert train(state, run) is True
     said = [line for line in read_metrics(run.metrics) if "not_finite" in line]

@@ -1,0 +1,160 @@
+"""Distillation: the loss and its gradient. PyTorch's updates are in test_against_pytorch.py, kills in tests/chaos."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from tiny_models import write_folder
+
+from tricycle.configs import DebugConfig
+from tricycle.finetuning.distillation import _soft_loss, distillation_loss
+from tricycle.gradcheck import gradcheck
+from tricycle.models import GPT
+from tricycle.pretrained import load
+from tricycle.tensor import Tensor
+from tricycle_cli.distill import main as distill
+from tricycle_cli.run import read_metrics
+from tricycle_cli.train import main as train
+
+CONFIG = DebugConfig(vocab_size=60, context_window=8, embedding_dim=16, n_layers=1, n_heads=2, dropout=0.0, seed=1)
+TEACHER = DebugConfig(vocab_size=60, context_window=12, embedding_dim=24, n_layers=2, n_heads=2, dropout=0.0, seed=2)
+
+
+def batches(n, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, 60, (n, 3, 9))
+    return [(some[:, :-1], some[:, 1:]) for some in tokens]
+
+
+def spread(model, scale=20.0):
+    """Make a model's predictions far from uniform."""
+    for _, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.array *= scale
+    return model
+
+
+def log_softmax(x):
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize(("temperature", "hard_weight"), [(2.0, 0.0), (1.0, 0.3), (4.0, 1.0)])
+def test_the_loss(temperature, hard_weight):
+    student, teacher = GPT(CONFIG), spread(GPT(TEACHER))
+    (batch,) = batches(1)
+    loss = float(distillation_loss(student, teacher, temperature, hard_weight)(batch, 0.5))
+    s, t = (model(Tensor(batch[0], False)).array.astype(np.float64) for model in (student, teacher))
+    p, q = log_softmax(t / temperature), log_softmax(s / temperature)
+    soft = (np.exp(p) * (p - q)).sum(-1).mean() * temperature**2
+    hard = -np.take_along_axis(log_softmax(s), batch[1][..., None], -1).mean()
+    assert loss == pytest.approx(0.5 * ((1 - hard_weight) * soft + hard_weight * hard), rel=1e-5)
+    assert soft > 0.1
+
+
+def test_a_student_that_predicts_as_its_teacher_has_nothing_to_learn():
+    teacher = spread(GPT(CONFIG))
+    student = GPT(CONFIG)
+    student.load_state_dict(teacher.state_dict())
+    loss = distillation_loss(student, teacher, 3.0, 0.0)(batches(1)[0], 1.0)
+    loss.backward()
+    assert abs(float(loss)) < 1e-5
+    assert max(np.abs(parameter.grad.array).max() for _, parameter in student.named_parameters()) < 1e-5
+
+
+def test_gradients_are_those_of_finite_differences():
+    generator = np.random.default_rng(3)
+    logits, target = generator.standard_normal((2, 2, 3, 7)) * 3
+    gradcheck(lambda x: _soft_loss(x, target, 2.5, 0.7), [logits])
+
+
+@pytest.mark.parametrize(
+    ("student", "numbers"),
+    [
+        (CONFIG, (0.0, 0.1)),
+        (CONFIG, (-1.0, 0.1)),
+        (CONFIG, (2.0, 1.5)),
+        (CONFIG, (math.nan, 0.1)),
+        (DebugConfig(vocab_size=61), (2.0, 0.1)),
+        (DebugConfig(vocab_size=60, context_window=13), (2.0, 0.1)),
+    ],
+)
+def test_what_does_not_fit_is_refused(student, numbers):
+    with pytest.raises(ValueError, match="distillation_loss: expected"):
+        distillation_loss(GPT(student), GPT(TEACHER), *numbers)
+
+
+# -------------------------------------------------------------------- the command
+WORDS = "--student-preset debug --steps 12 --eval-interval 6 --sample-interval 0 --data text".split()
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("teacher"), context_window=100)
+
+
+@pytest.fixture(scope="module")
+def distilled(teacher, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distilled")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog while it rains. " * 200)
+    words = [str(teacher), *WORDS, "--files", str(folder / "text.txt"), "--run-folder", str(folder / "run")]
+    assert distill(words) == 0
+    return folder / "run", words
+
+
+def test_a_student_has_the_teachers_tokens_and_learns(distilled, teacher):
+    folder, _ = distilled
+    data = json.loads((folder / "data.json").read_text())
+    assert (data["command"], data["distill"]["teacher"]) == ("distill", str(teacher.resolve()))
+    student = load(folder)
+    assert student.model.config.vocab_size == load(teacher).model.config.vocab_size
+    assert student.tokeniser.encode("the fox") == load(teacher).tokeniser.encode("the fox")
+    losses = [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+    assert len(losses) == 12 and losses[-1] < losses[0]
+
+
+def test_a_distillation_is_not_resumed_as_a_training(distilled):
+    with pytest.raises(ValueError, match="expected a run of `tricycle train`, got one of 'distill'"):
+        train(["--resume", str(distilled[0])])
+
+
+def test_a_finished_distillation_is_resumed_and_reports_again(distilled, capsys):
+    assert distill(["--resume", str(distilled[0])]) == 0
+    assert "going on after step 12" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "0"], "expected --temperature above 0"),
+        (["--hard-weight", "1.5"], "--hard-weight from 0 to 1"),
+        (["--vocab-size", "999"], "expected no --vocab-size but the teacher's"),
+        (["--context-window", "200"], "expected --context-window of at most 100"),
+    ],
+)
+def test_wrong_flags_are_refused(distilled, tmp_path, flags, message):
+    words = [*distilled[1][:-1], str(tmp_path / "run"), *flags]
+    with pytest.raises(ValueError, match=message):
+        distill(words)
+    assert not (tmp_path / "run" / "last.safetensors").exists()
+
+
+def test_another_teacher_is_refused(distilled, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(distilled[0], folder)
+    data = json.loads((folder / "data.json").read_text())
+    data["distill"]["teacher"] = str(write_folder(tmp_path / "other", context_window=100, n_layers=1))
+    (folder / "data.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="expected the teacher that it began with"):
+        distill(["--resume", str(folder)])
+
+
+@pytest.mark.parametrize("own", [None, [], {"teacher": 3, "temperature": 2.0, "hard_weight": 0.1}])
+def test_a_folder_without_the_facts_is_refused(distilled, tmp_path, own):
+    folder = tmp_path / "run"
+    shutil.copytree(distilled[0], folder)
+    data = json.loads((folder / "data.json").read_text())
+    (folder / "data.json").write_text(json.dumps({**data, "distill": own}))
+    with pytest.raises(ValueError, match="expected the teacher and the numbers"):
+        distill(["--resume", str(folder)])

@@ -1,0 +1,182 @@
+"""Distil a pretrained teacher into a smaller student.
+
+The student reads the same texts as in `tricycle train` and learns the probabilities that the teacher gives to each next
+token (Hinton et al. 2015). It has the teacher's tokeniser, and any shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from tricycle.configs import PRESETS, GPTConfig
+from tricycle.distributed.processes import Processes
+from tricycle.finetuning.distillation import distillation_loss
+from tricycle.pretrained import Pretrained
+from tricycle.system.files import read_json_object
+from tricycle.training import train
+from tricycle.training_state import TrainingState
+from tricycle_cli.finetune import fingerprint
+from tricycle_cli.flags import parse
+from tricycle_cli.models import load_model, use_gpu
+from tricycle_cli.run import Run
+from tricycle_cli.session import open_session
+from tricycle_cli.together import by_the_first, check_same, common_facts, parsed
+from tricycle_cli.trackers import expect_trackers
+from tricycle_cli.train import Arguments as TrainArguments
+from tricycle_cli.train import Preset, ResumeArguments, Tokenisers, TrainTask, read_run
+
+DESCRIPTION = __doc__ or ""
+Hidden = tyro.conf.Suppress
+
+
+@dataclass(frozen=True)
+class Arguments(TrainArguments):
+    """The teacher, the student, and the text."""
+
+    teacher: tyro.conf.Positional[str] = ""
+    """a model, as `tricycle generate` takes it"""
+    preset: Annotated[Preset, tyro.conf.arg(name="student-preset")] = "laptop"
+    """the student: where the settings below start from"""
+    temperature: float = 2.0
+    """both models' logits are divided by it: higher brings out the teacher's small probabilities"""
+    hard_weight: float = 0.1
+    """share of the loss that is the cross-entropy of the text itself, 0 to 1; the rest is the teacher's"""
+    tokeniser: Hidden[Tokenisers] = "own"
+    init_from: Hidden[str | None] = None
+    find_learning_rate: Hidden[bool] = False
+
+
+OWN = ("teacher", "temperature", "hard_weight")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if args is None else list(args)
+    with open_session(partial(task_of, words)) as session:
+        session.finished = train(**session.state.arguments(), session=session)
+    return 0
+
+
+def task_of(words: Sequence[str], processes: Processes) -> DistillTask:
+    """Return the run that a command line begins or resumes.
+
+    Raises:
+        ValueError, FileNotFoundError: one line about what is wrong, before anything is written.
+    """
+    check_same(processes, {"command line": list(words), **common_facts()} if processes.size > 1 else {})
+    if any(word.split("=")[0] == "--resume" for word in words):
+        resumed = parsed(processes, lambda: parse(ResumeArguments, args=words, description="Resume a distillation."))
+        by_the_first(processes, lambda: read_distillation(resumed.resume))
+        return DistillTask(Arguments(), resumed)
+    arguments = parsed(processes, lambda: parse_arguments(words))
+    check_arguments(arguments)
+    by_the_first(processes, lambda: expect_trackers(arguments.track))
+    use_gpu(arguments.device)
+    teacher = load_model(arguments.teacher, device=arguments.device)
+    config, size, longest = arguments.config, teacher.model.config.vocab_size, teacher.model.config.context_window
+    if config.vocab_size not in (size, PRESETS[arguments.preset]().vocab_size):
+        raise ValueError(f"expected no --vocab-size but the teacher's, {size}, got {config.vocab_size}")
+    if config.context_window > longest:
+        raise ValueError(
+            f"expected --context-window of at most {longest}, as the teacher has it, got {config.context_window}"
+        )
+    config = replace(config, vocab_size=size, accumulation_steps=processes.size * config.accumulation_steps)
+    return DistillTask(replace(arguments, config=config), None, teacher)
+
+
+def parse_arguments(words: Sequence[str]) -> Arguments:
+    """Return the arguments of a command line, whose settings start from the student's preset."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--student-preset", "--student_preset", default=Arguments.preset)
+    preset = first.parse_known_args(list(words))[0].student_preset
+    preset = preset if preset in PRESETS else Arguments.preset  # a wrong one is refused below
+    config = GPTConfig.from_dict(PRESETS[preset]().to_dict())
+    return parse(Arguments, Arguments(preset=preset, config=config), words, description=DESCRIPTION)
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """
+    Raises:
+        ValueError: no teacher, or a number out of range.
+    """
+    if not arguments.teacher:
+        raise ValueError("expected a teacher, or --resume with a run folder")
+    if not 0 < arguments.temperature < math.inf or not 0 <= arguments.hard_weight <= 1:
+        got = f"{arguments.temperature} and {arguments.hard_weight}"
+        raise ValueError(f"expected --temperature above 0 and --hard-weight from 0 to 1, got {got}")
+
+
+def read_distillation(folder: Path) -> tuple[Arguments, str]:
+    """Return the arguments that a run folder was begun with, and the digest of its text.
+
+    Raises:
+        FileNotFoundError, ValueError: it is no folder of a run of this command.
+    """
+    stored, digest = read_run(folder, "distill")
+    own = read_json_object(folder / "data.json").get("distill")
+    if not isinstance(own, dict) or {name: type(value) for name, value in own.items()} != {
+        name: type(getattr(Arguments(), name)) for name in OWN
+    }:
+        raise ValueError(f"{folder / 'data.json'}: expected the teacher and the numbers of a distillation, got {own!r}")
+    arguments = Arguments(**{field.name: getattr(stored, field.name) for field in fields(stored)}, **own)
+    check_arguments(arguments)
+    return arguments, digest
+
+
+class DistillTask(TrainTask):
+    """Training of a student on a corpus and the probabilities of a teacher.
+
+    Attributes:
+        teacher: the model with its tokeniser; None until it is loaded.
+        teacher_digest: of the weights that the run began with.
+    """
+
+    command = "distill"
+
+    def __init__(
+        self, arguments: Arguments, resumed: ResumeArguments | None, teacher: Pretrained | None = None
+    ) -> None:
+        super().__init__(arguments, resumed)
+        self.teacher, self.teacher_digest = teacher, ""
+
+    @property
+    def name(self) -> str:
+        return f"{Path(self.arguments.teacher).stem}-distilled"
+
+    def read(self, folder: Path) -> tuple[TrainArguments, str]:
+        self.teacher_digest = read_json_object(folder / "data.json").get("base", "")
+        return read_distillation(folder)
+
+    def describe(self) -> dict[str, Any]:
+        own = {name: getattr(self.arguments, name) for name in OWN}
+        if Path(own["teacher"]).exists():
+            own["teacher"] = str(Path(own["teacher"]).resolve())
+        return {**super().describe(), "command": self.command, "distill": own, "base": self.teacher_digest}
+
+    def prepare(self, run: Run) -> TrainingState:
+        arguments = self.arguments
+        self.teacher = self.teacher or load_model(arguments.teacher, device=arguments.device)
+        print(f"teacher: {arguments.teacher}, {self.teacher.model.n_parameters:,} parameters")
+        digest = fingerprint(self.teacher.model)
+        if self.teacher_digest not in ("", digest):
+            raise ValueError(f"{run.folder}: expected the teacher that it began with, {arguments.teacher} has changed")
+        self.teacher_digest = digest
+        state = super().prepare(run)
+        teacher, temperature, hard_weight = self.teacher.model, arguments.temperature, arguments.hard_weight
+        state.loss_of = distillation_loss(state.model, teacher, temperature, hard_weight)
+        return state
+
+    def first_tokeniser(self, run: Run, has_last: bool) -> Any:
+        assert self.teacher is not None  # `prepare` has loaded it
+        return super().first_tokeniser(run, has_last) if has_last else self.teacher.tokeniser
+
+    def title(self, state: TrainingState) -> str:
+        return f"{super().title(state)}; training: the distillation loss"

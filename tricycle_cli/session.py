@@ -1,0 +1,145 @@
+"""The session of a run that trains: everything but its task.
+
+A session has the lock of the run folder, signals, processes, trackers, and the order of a run: claim the folder,
+prepare, train, report. What is trained is a `Task`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tricycle.distributed.processes import Processes
+from tricycle.system.locks import FolderLock
+from tricycle.training import NonFiniteError
+from tricycle.training_state import TrainingState
+from tricycle_cli import clock
+from tricycle_cli.run import Run
+from tricycle_cli.signals import Interrupted, Signals, leave_by
+from tricycle_cli.streams import patient_streams
+from tricycle_cli.task import Task, other_command
+from tricycle_cli.together import together
+from tricycle_cli.tracking import Tracking
+from tricycle_cli.updates import RunSession, updates
+
+
+@contextlib.contextmanager
+def open_session(task_of: Callable[[Processes], Task]) -> Iterator[RunSession]:
+    """Yield what `training.train` takes as its session, before it everything up to the first update; then report.
+
+        with open_session(task_of) as session:
+            session.finished = train(**session.state.arguments(), session=session)
+
+    Args:
+        task_of: reads the command line; raises before anything is written.
+
+    Raises:
+        Interrupted: a signal came before training, or after it; what there was to save is saved.
+        ValueError: processes that are not alike; and what the task raises.
+    """
+    with patient_streams(), Signals() as signals, together() as processes:
+        signals.says_so = processes.size == 1
+        started = clock.awake_seconds()
+        try:
+            task = task_of(processes)
+            folder = processes.agree(task.folder or new_folder(task.name))
+            with lock_of(folder, processes):
+                task.claim(folder, processes)
+                run = _new_run(task, folder, signals, processes)
+                with _run_task(task, run, signals, started) as session:
+                    yield session
+        except Interrupted as error:
+            if error.number != signal.SIGINT and processes.size == 1:
+                sys.stdout.flush()
+                leave_by(error.number)
+            raise
+
+
+@contextlib.contextmanager
+def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterator[RunSession]:
+    """Prepare, yield the session of the updates, and report; print how to resume a run that did not finish."""
+    resume = resume_command(task, run.folder)
+    try:
+        with signals.heard():
+            state = task.prepare(run)
+            run.spent = clock.awake_seconds() - started
+            run.tracking = start_tracking(task, run, state)
+            with add_checkpoint_hint_to_errors(run, resume), _tracked(run):
+                with signals.finishing(), updates(state, run, task) as session:
+                    yield session
+                if session.finished:
+                    signals.check()
+                    task.report(state, run)
+        if not session.finished:
+            print(f"stopped after step {state.step}; everything is saved. Continue with\n  {resume}")
+    except Interrupted:
+        if run.processes.is_first and (run.folder / "config.json").exists():
+            print(f"interrupted. Continue with\n  {resume}", flush=True)
+        raise
+
+
+def new_folder(name: str) -> Path:
+    """Return the path of a new run folder in runs/."""
+    return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+
+
+def lock_of(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Any]:
+    """Return the lock of a run folder, which rank 0 takes for all."""
+    return FolderLock(folder) if processes.is_first else contextlib.nullcontext()
+
+
+def _new_run(task: Task, folder: Path, signals: Signals, processes: Processes) -> Run:
+    return Run(
+        folder,
+        say=say,
+        stop=signals,
+        # several processes leave together, between two updates
+        interruptible=signals.interruptible if processes.size == 1 else contextlib.nullcontext,
+        on_nan=task.arguments.on_nan,
+        on_full_disk=task.arguments.on_full_disk,
+        show_progress=processes.is_first,
+        processes=processes,
+    )
+
+
+def say(text: str) -> None:
+    """Print a line above the progress bar."""
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
+def start_tracking(task: Task, run: Run, state: TrainingState) -> Tracking | None:
+    """Start the trackers of a run: rank 0 alone sends to them."""
+    names = task.arguments.track
+    if not names or not run.processes.is_first:
+        return None
+    return Tracking(names, run.folder, task.facts(state), say).start()
+
+
+def _tracked(run: Run) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if run.tracking is None else run.tracking.finishing()
+
+
+def resume_command(task: Task, folder: Path) -> str:
+    """Return the command that resumes a run."""
+    return f"{other_command(task.command, task.command)} --resume {shlex.quote(folder.as_posix())}"
+
+
+@contextlib.contextmanager
+def add_checkpoint_hint_to_errors(run: Run, resume: str) -> Iterator[None]:
+    """Within this block errors say what is saved: all until the last checkpoint, where there is one."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower learning rate") from None
+    except OSError as error:
+        if not run.last.exists():
+            raise
+        raise OSError(f"{error}. The last checkpoint is whole: continue with {resume}") from None

@@ -1,0 +1,129 @@
+"""What a run trains: the base class of the tasks that a session runs (`tricycle_cli/session.py`).
+
+`tricycle train`, `finetune` and `distill` each are a subclass and the dataclass of their command line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tricycle.configs import GPTConfig
+from tricycle.configs.size import least_numbers
+from tricycle.distributed.processes import Processes
+from tricycle.system.files import atomic_write
+from tricycle.training_state import TrainingState
+from tricycle_cli.run import Run
+
+SCRIPTS = {"train": "python train_smol_gpt.py", "generate": "python inference.py"}
+
+
+class Task:
+    """The data, the model and the evaluation of a run.
+
+    Attributes:
+        command: the subcommand of `tricycle` that begins and resumes such runs.
+        arguments: of the command line, or of the run that is resumed: with `on_nan`, `on_full_disk` and `track`.
+        folder: the run folder; None for a new one in runs/.
+        patience: evaluations in a row without a lower loss that end training; 0 for any number.
+    """
+
+    command: ClassVar[str] = ""
+    patience = 0
+
+    def __init__(self, arguments: Any, folder: Path | None = None) -> None:
+        self.arguments = arguments
+        self.folder = folder
+
+    # -------------------------------------------------------------------- before training
+    @property
+    def name(self) -> str:
+        """The first part of the name of a new run folder."""
+        raise NotImplementedError
+
+    def claim(self, folder: Path, processes: Processes) -> None:
+        """Refuse a folder that holds another run; or read the settings of the run that is resumed, under its lock.
+
+        Raises:
+            ValueError, FileNotFoundError: the folder is not of such a run.
+        """
+        raise NotImplementedError
+
+    def prepare(self, run: Run) -> TrainingState:
+        """Read the data and the model, from the last checkpoint if there is one, and write the folder's first files.
+
+        Raises:
+            ValueError: the folder's files contradict each other, the data or the model.
+        """
+        raise NotImplementedError
+
+    def facts(self, state: TrainingState) -> dict[str, Any]:
+        """Return what trackers record as the run's settings."""
+        return state.config.to_dict()
+
+    def what_to_lower(self, config: GPTConfig, on_gpu: bool) -> str:
+        """Return which settings need less memory."""
+        advice = f"lower --batch-size (now {config.batch_size}; --accumulation-steps makes up for it)"
+        advice += f" or --context-window (now {config.context_window})"
+        advice += f", or make the model smaller: it has {least_numbers(config):,} weights"
+        if on_gpu and config.precision in ("float32", "tf32"):
+            advice += ", or take --precision bfloat16"
+        return advice
+
+    # -------------------------------------------------------------------- while it trains
+    def measure(self, state: TrainingState) -> dict[str, float]:
+        """Evaluate the model on held-out data: "held_out_loss", which is to fall, and further figures."""
+        raise NotImplementedError
+
+    def figures_text(self, figures: Mapping[str, float]) -> str:
+        """Return the figures of `measure` as words."""
+        raise NotImplementedError
+
+    def sample(self, state: TrainingState, run: Run) -> None:
+        """Print samples and add them to samples.txt; called every `sample_interval` updates."""
+
+    def closing_seconds(self, seconds_per_batch: float, config: GPTConfig) -> float:
+        """Estimate how long `report` takes, from the seconds of a forward pass of a batch."""
+        return 0.0
+
+    # -------------------------------------------------------------------- afterwards
+    def report(self, state: TrainingState, run: Run) -> None:
+        """Print the final figures, draw the loss curve, and print how to use the result."""
+        raise NotImplementedError
+
+
+def other_command(name: str, own: str) -> str:
+    """Return how a command is started by a user who started `own` as this process was."""
+    program = sys.argv[0].removesuffix(f" {own}")
+    if program != sys.argv[0]:
+        return f"{program} {name}"
+    return SCRIPTS.get(name, f"tricycle {name}") if own == "train" else f"tricycle {name}"
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Return whether there is a run to resume: a folder that has not got so far is begun anew."""
+    begun = (folder / "config.json").exists() and (folder / "data.json").exists()
+    return begun or (folder / "last.safetensors").exists()
+
+
+def claim_new(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: the folder holds a run.
+    """
+    if holds_a_run(folder):
+        raise ValueError(f"{folder} holds a run already: continue it with --resume, or name another --run-folder")
+    (folder / "config.json").unlink(missing_ok=True)  # of a run that was hardly begun
+
+
+def begin_folder(folder: Path, config: GPTConfig, description: Mapping[str, Any], tokeniser: Any) -> None:
+    """Write the files that describe a run, after removing those that a kill left half written."""
+    for left_over in folder.rglob(".*.part"):
+        left_over.unlink()
+    for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json stands for both
+        with atomic_write(folder / f"{name}.json", text=True) as file:
+            json.dump(content, file, indent=2)
+    tokeniser.save(folder / "tokeniser.json")

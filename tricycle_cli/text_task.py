@@ -1,0 +1,139 @@
+"""Training on text: held-out losses in bits per byte, samples, and the final report beside the usual compressors."""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import shlex
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tricycle.checkpoint import load_checkpoint
+from tricycle.configs import GPTConfig
+from tricycle.evaluation import HeldOut, evaluate
+from tricycle.generate import generate
+from tricycle.system.files import append
+from tricycle.training_state import TrainingState
+from tricycle_cli.models import SAMPLING
+from tricycle_cli.run import Run, read_metrics
+from tricycle_cli.task import Task, other_command
+from tricycle_cli.together import by_the_first
+from tricycle_cli.updates import estimate
+from tricycle_lab.plot import plot_losses
+
+SAMPLE_TOKENS, FINAL_SAMPLE_TOKENS = 160, 250
+COMPRESSED_AT_ONCE = 2**18  # bytes
+CLOSING_SECONDS = 10  # of the final report, besides its evaluation
+# Windows of held-out text move on by half their length: each token sees at least half a window before it.
+OVERLAP = 2
+
+
+class TextTask(Task):
+    """A task whose held-out data is text.
+
+    Attributes:
+        held_out: the tokens of the held-out text; the first is only read.
+        held_out_bytes: the text itself.
+        prompts: how the samples at the end begin.
+    """
+
+    held_out: HeldOut
+    held_out_bytes = b""
+    prompts: tuple[str, ...] = ("",)
+
+    def measure(self, state: TrainingState) -> dict[str, float]:
+        """Evaluate on the same `eval_batches` batches of windows each time, spread evenly over the held-out text."""
+        loss, _ = self._evaluate(state, state.model, state.config.eval_batches)
+        return {"held_out_loss": loss, "bits_per_byte": self.held_out.bits_per_byte(loss)}
+
+    def _evaluate(self, state: TrainingState, model: Any, n_batches: int = 0) -> tuple[float, int]:
+        config = state.config
+        stride = max(1, config.context_window // OVERLAP)
+        tokens, size = self.held_out.tokens, config.batch_size
+        return evaluate(model, tokens, size, n_batches, stride, processes=state.processes)
+
+    def figures_text(self, figures: Mapping[str, float]) -> str:
+        return f"{figures['held_out_loss']:.4f} nats a token, {figures['bits_per_byte']:.3f} bits a byte"
+
+    def closing_seconds(self, seconds_per_batch: float, config: GPTConfig) -> float:
+        n_batches = OVERLAP * len(self.held_out.tokens) / (config.batch_size * config.context_window)
+        return n_batches * seconds_per_batch + CLOSING_SECONDS
+
+    def sample(self, state: TrainingState, run: Run) -> None:
+        show_sample(state, run)
+
+    def title(self, state: TrainingState) -> str:
+        """Return the title of the loss curve."""
+        return f"{state.model.n_parameters:,} parameters"
+
+    def report(self, state: TrainingState, run: Run) -> None:
+        """Print the final figures, draw the loss curve, and print samples and how to generate."""
+        config = state.config
+        if state.evaluated_step != state.step:
+            estimate(state, run, self)
+        checkpoint = by_the_first(run.processes, lambda: load_checkpoint(run.best))
+        best_step = checkpoint.about["progress"]["step"]
+        model = checkpoint.model()
+        if next(state.model.parameters()).on_gpu:
+            model.to_gpu()
+        print("measuring the best checkpoint on all held-out text ...")
+        loss, n_tokens = self._evaluate(state, model)
+        if not run.processes.is_first:
+            return
+        bits = self.held_out.bits_per_byte(loss)
+        run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
+        run.flush()
+        others = compressed_bits(self.held_out_bytes)
+        picture, title = run.folder / "loss.png", self.title(state)
+        metrics, bits_per_nat = read_metrics(run.metrics), self.held_out.bits_per_byte(1.0)
+        run.write(lambda: plot_losses(metrics, picture, bits_per_nat, others, title))
+        state.model, state.step = model, best_step  # the samples are of the model that stays
+        for prompt in self.prompts:
+            show_sample(state, run, FINAL_SAMPLE_TOKENS, prompt)
+        minutes = f"{state.seconds / 60:.1f} minutes of training"
+        print(f"\n{state.total_steps} steps, {minutes}; best checkpoint: step {best_step}")
+        context = f"context {config.context_window - config.context_window // OVERLAP} to {config.context_window - 1}"
+        sizes = f"{n_tokens:,} tokens, {len(self.held_out_bytes):,} bytes, {context}"
+        print(f"held-out loss: {loss:.4f} nats a token = {bits:.3f} bits a byte ({sizes})")
+        print("bits a byte for the same held-out bytes:")
+        for name, value in sorted({**others, "this model": bits}.items(), key=lambda item: -item[1]):
+            print(f"  {name:<12}{value:6.3f}")
+        print(f"loss curve: {picture}")
+        print(f"generate with\n  {other_command('generate', self.command)} {shlex.quote(run.folder.as_posix())}")
+
+
+def show_sample(state: TrainingState, run: Run, n_tokens: int = SAMPLE_TOKENS, prompt: str = "") -> str:
+    """Print some generated text and add it to samples.txt; rank 0 does."""
+    tokeniser: Any = run.tokeniser
+    if not run.processes.is_first:
+        return ""
+    end = tokeniser.end_of_text
+    ids = list(tokeniser.encode(prompt))[-state.config.context_window :] or [end]
+    seed = (state.config.seed, state.step)
+    sampling = replace(SAMPLING, seed=seed, stop_tokens=end, n_vocab=tokeniser.n_vocab)
+    drawn = []
+    for token in generate(state.model, ids, n_tokens, sampling):
+        run.processes.answer()  # the others wait
+        drawn += [token] if token != end else []
+    text = prompt + tokeniser.decode(drawn)
+    title = f"--- sample at step {state.step}"
+    run.write(lambda: append(run.samples, f"{title}\n{text}\n"))
+    run.say(f"{title}\n{text}\n---")
+    return text
+
+
+def compressed_bits(content: bytes) -> dict[str, float]:
+    """Return the bits per byte of the usual compressors at their best settings."""
+    compressors: dict[str, Any] = {
+        "gzip -9": zlib.compressobj(9, wbits=16 + zlib.MAX_WBITS),
+        "bz2 -9": bz2.BZ2Compressor(9),
+        "xz -9": lzma.LZMACompressor(preset=9),
+    }
+    sizes = dict.fromkeys(compressors, 0)
+    for name, compressor in compressors.items():
+        for start in range(0, len(content), COMPRESSED_AT_ONCE):  # a signal is answered between two pieces
+            sizes[name] += len(compressor.compress(content[start : start + COMPRESSED_AT_ONCE]))
+        sizes[name] += len(compressor.flush())
+    return {name: 8 * size / max(1, len(content)) for name, size in sizes.items()}
