@@ -548,7 +548,7 @@ RESUME_WRONG = [
     ("--resume field", "expected only known fields, got n_hats"),
     ("--resume 'other data'", "expected data and files as a run writes them"),
     ("--resume cut", "last.safetensors: expected a whole checkpoint of Tricycle"),
-    ("--resume 'gone text'", "there is none at gone.txt"),
+    ("--resume 'gone text'", "gone.txt"),
     ("--resume cut --steps 3", "--steps"),
     ("--resume", "--resume"),
 ]

@@ -81,7 +81,7 @@ def plan_product(product: Product, machine: Machine, n_threads: int) -> Plan:
         row = why_not_one_row(product.n_rows, 4 * product.n_inner * product.n_columns, product.right)
         vectors = widest(machine.features)
         tiles = why_not_tiled(shape, product.left) or why_no_tiles(machine)
-        tiles = tiles or why_not_whole_tiles(*shape[::2], vectors.tile_rows, vectors.lanes)
+        tiles = tiles or why_not_whole_tiles(shape[0], shape[2], vectors.tile_rows, vectors.lanes)
         reasons = {"numba": row and tiles, "onednn": why_not_few_rows(shape)}
     takers = (name for name, why in reasons.items() if why is None and name in machine.providers)
     provider = next(takers, "numpy")

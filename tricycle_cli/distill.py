@@ -35,7 +35,6 @@ from tricycle_cli.train import Arguments as TrainArguments
 from tricycle_cli.train import Preset, ResumeArguments, Tokenisers, TrainTask, read_run
 
 DESCRIPTION = __doc__ or ""
-Hidden = tyro.conf.Suppress
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class Arguments(TrainArguments):
     """both models' logits are divided by it: higher brings out the teacher's small probabilities"""
     hard_weight: float = 0.1
     """share of the loss that is the cross-entropy of the text itself, 0 to 1; the rest is the teacher's"""
-    tokeniser: Hidden[Tokenisers] = "own"
-    init_from: Hidden[str | None] = None
-    find_learning_rate: Hidden[bool] = False
+    tokeniser: tyro.conf.Suppress[Tokenisers] = "own"
+    init_from: tyro.conf.Suppress[str | None] = None
+    find_learning_rate: tyro.conf.Suppress[bool] = False
 
 
 OWN = ("teacher", "temperature", "hard_weight")
@@ -175,8 +174,8 @@ class DistillTask(TrainTask):
         return state
 
     def first_tokeniser(self, run: Run, has_last: bool) -> Any:
-        assert self.teacher is not None  # `prepare` has loaded it
-        return super().first_tokeniser(run, has_last) if has_last else self.teacher.tokeniser
+        teacher: Any = self.teacher  # which `prepare` has loaded
+        return super().first_tokeniser(run, has_last) if has_last else teacher.tokeniser
 
     def title(self, state: TrainingState) -> str:
         return f"{super().title(state)}; training: the distillation loss"

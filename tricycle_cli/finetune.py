@@ -243,6 +243,7 @@ class FinetuneTask(Task):
     """
 
     command = "finetune"
+    rate_flag = "--learning-rate"
     loaded: Pretrained
     dataset: PackedDataset
     held_out: HeldOutRows | HeldOutPairs
@@ -386,8 +387,7 @@ class FinetuneTask(Task):
         if self.prompts and self.arguments.sample_tokens:
             write_samples(self.loaded, run, title, self.prompts, self.arguments.sample_tokens)
 
-    def report(self, state: TrainingState, run: Run) -> None:
-        assert isinstance(state, TuningState)  # `prepare` made it
+    def report(self, state: Any, run: Run) -> None:
         if state.evaluated_step != state.step:
             estimate(state, run, self)
         checkpoint = load_checkpoint(run.best)

@@ -24,7 +24,7 @@ from tricycle_cli.run import Run
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.streams import patient_streams
 from tricycle_cli.task import Task, other_command
-from tricycle_cli.together import together
+from tricycle_cli.together import by_the_first, together
 from tricycle_cli.tracking import Tracking
 from tricycle_cli.updates import RunSession, updates
 
@@ -51,6 +51,7 @@ def open_session(task_of: Callable[[Processes], Task]) -> Iterator[RunSession]:
             folder = processes.agree(task.folder or new_folder(task.name))
             with lock_of(folder, processes):
                 task.claim(folder, processes)
+                by_the_first(processes, lambda: remove_half_written(folder))
                 run = _new_run(task, folder, signals, processes)
                 with _run_task(task, run, signals, started) as session:
                     yield session
@@ -70,7 +71,7 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
             state = task.prepare(run)
             run.spent = clock.awake_seconds() - started
             run.tracking = start_tracking(task, run, state)
-            with add_checkpoint_hint_to_errors(run, resume), _tracked(run):
+            with add_checkpoint_hint_to_errors(task, run, resume), _tracked(run):
                 with signals.finishing(), updates(state, run, task) as session:
                     yield session
                 if session.finished:
@@ -87,6 +88,12 @@ def _run_task(task: Task, run: Run, signals: Signals, started: float) -> Iterato
 def new_folder(name: str) -> Path:
     """Return the path of a new run folder in runs/."""
     return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+
+
+def remove_half_written(folder: Path) -> None:
+    """Remove what a kill cut off while it was being written."""
+    for left_over in folder.rglob(".*.part"):
+        left_over.unlink()
 
 
 def lock_of(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Any]:
@@ -133,12 +140,12 @@ def resume_command(task: Task, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def add_checkpoint_hint_to_errors(run: Run, resume: str) -> Iterator[None]:
+def add_checkpoint_hint_to_errors(task: Task, run: Run, resume: str) -> Iterator[None]:
     """Within this block errors say what is saved: all until the last checkpoint, where there is one."""
     try:
         yield
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower learning rate") from None
+        raise NonFiniteError(f"{error}. Checkpoints are as they were; try a lower {task.rate_flag}") from None
     except OSError as error:
         if not run.last.exists():
             raise

@@ -26,12 +26,14 @@ class Task:
 
     Attributes:
         command: the subcommand of `tricycle` that begins and resumes such runs.
+        rate_flag: the flag of the learning rate.
         arguments: of the command line, or of the run that is resumed: with `on_nan`, `on_full_disk` and `track`.
         folder: the run folder; None for a new one in runs/.
         patience: evaluations in a row without a lower loss that end training; 0 for any number.
     """
 
     command: ClassVar[str] = ""
+    rate_flag: ClassVar[str] = "--max-learning-rate"
     patience = 0
 
     def __init__(self, arguments: Any, folder: Path | None = None) -> None:
@@ -120,9 +122,7 @@ def claim_new(folder: Path) -> None:
 
 
 def begin_folder(folder: Path, config: GPTConfig, description: Mapping[str, Any], tokeniser: Any) -> None:
-    """Write the files that describe a run, after removing those that a kill left half written."""
-    for left_over in folder.rglob(".*.part"):
-        left_over.unlink()
+    """Write the files that describe a run."""
     for name, content in {"data": description, "config": config.to_dict()}.items():  # config.json stands for both
         with atomic_write(folder / f"{name}.json", text=True) as file:
             json.dump(content, file, indent=2)

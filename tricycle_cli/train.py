@@ -317,7 +317,7 @@ class TrainTask(TextTask):
         self.held_out = HeldOut(tokens, len(self.held_out_bytes))
         state = self.new_state(run, corpus.train, on_gpu, has_last)
         if processes.is_first:
-            self._print_summary(state, run, on_gpu)
+            self._print_summary(state, run, tokeniser, on_gpu)
         return state
 
     def new_state(self, run: Run, tokens: Any, on_gpu: bool, has_last: bool) -> TrainingState:
@@ -350,7 +350,7 @@ class TrainTask(TextTask):
     def facts(self, state: TrainingState) -> dict[str, Any]:
         return {"data": self.arguments.data, "n_parameters": state.model.n_parameters, **state.config.to_dict()}
 
-    def _print_summary(self, state: TrainingState, run: Run, on_gpu: bool) -> None:
+    def _print_summary(self, state: TrainingState, run: Run, tokeniser: Any, on_gpu: bool) -> None:
         """Print what is going to be trained, on what, and where it is left."""
         config, n_held_out = state.config, len(self.held_out.tokens) - 1
         print(
@@ -361,7 +361,7 @@ class TrainTask(TextTask):
             n_batches, size = config.accumulation_steps, config.batch_size
             print(f"{run.processes.size} ranks share the {n_batches} batches of {size} sequences of an update")
         print(f"run folder: {run.folder}" + (f", going on after step {state.step}" if state.step else ""))
-        print(f"disk: the run folder may take {room_said(state, run.tokeniser, run.folder)}")
+        print(f"disk: the run folder may take {room_said(state, tokeniser, run.folder)}")
         if not on_gpu and _is_yet_to_compile():
             print("the first step takes some seconds more than the others: Numba compiles its loops, once")
 
@@ -387,7 +387,8 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
             raise FileNotFoundError(f"{folder}: expected a run folder, it has no {path.name}{hint}")
         found.append(read_json_object(path))
     config, data = found
-    files, track = data.get("files"), data.get("track", [])
+    files: Any = data.get("files")
+    track = data.get("track", [])
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
     is_known = data.get("data") in get_args(Data) and data.get("on_nan", "skip") in get_args(OnNaN)
     are_trackers = isinstance(track, list) and all(name in NAMES for name in track)

@@ -317,14 +317,14 @@ def estimate(state: TrainingState, run: Run, task: Task) -> float:
     figures = task.measure(state)
     loss = figures["held_out_loss"]
     state.evaluated_step = state.step
-    is_best = loss < state.best_loss
+    is_first, is_best = state.best_loss == math.inf, loss < state.best_loss
     state.n_worse = 0 if is_best else state.n_worse + 1
     if math.isfinite(loss):
         run.record(step=state.step, **figures)
     else:
         run.record(step=state.step, not_finite=f"the held-out loss is {loss}")
-    worse = "" if is_best else f"; not better for {state.n_worse} evaluations"
-    run.say(f"step {state.step}: held-out loss {task.figures_text(figures)}{worse}")
+    rank = "the best so far" if is_best else f"not better for {state.n_worse} evaluations"
+    run.say(f"step {state.step}: held-out loss {task.figures_text(figures)}" + ("" if is_first else f": {rank}"))
     if is_best or not run.has(run.best):
         state.best_loss = loss if is_best else state.best_loss
         run.save(state, run.best)

@@ -27,8 +27,9 @@ def _features() -> dict[str, bool]:
 
     That is this one, unless NUMBA_CPU_NAME names another; NUMBA_CPU_FEATURES lists its features then.
     """
-    if numba.config.CPU_NAME:
-        words = (numba.config.CPU_FEATURES or "").split(",")
+    config: Any = numba.config
+    if config.CPU_NAME:
+        words = (config.CPU_FEATURES or "").split(",")
         return {word[1:]: word[0] == "+" for word in words if word}
     try:
         return dict(binding.get_host_cpu_features())

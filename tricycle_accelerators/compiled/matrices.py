@@ -50,7 +50,7 @@ def _why_not_matmul(
     loops = _loops()
     if loops is None:
         return product_plan.NO_TILES
-    return product_plan.why_not_whole_tiles(*shape[::2], loops.ROWS, loops.LANES)
+    return product_plan.why_not_whole_tiles(shape[0], shape[2], loops.ROWS, loops.LANES)
 
 
 @unless(_why_not_matmul)
