@@ -24,19 +24,34 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
     """
     import tyro
 
+    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    known: Any = {"description": description, "config": settings} | ({} if default is None else {"default": default})
     args = [_current_name(word) for word in (sys.argv[1:] if args is None else args)]
+    if {"-h", "--help", "--help-all"} & set(args) and "config" in getattr(kind, "__dataclass_fields__", ()):
+        _print_help(lambda: tyro.cli(kind, args=["--help"], **known), "--help-all" in args)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            settings = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-            known: Any = {} if default is None else {"default": default}
-            return tyro.cli(kind, args=args, description=description, config=settings, **known)
+            return tyro.cli(kind, args=args, **known)
     except SystemExit as leaving:
         if leaving.code not in (0, None):
             print(f"{_program()}: {_one_line(complaint.getvalue())}", file=sys.stderr)
         raise
     except ValueError as error:  # a config refuses its values when it is made
         fail(str(error), status=2)
+
+
+def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
+    """Print the help in groups, and leave the program."""
+    from tricycle_cli.help_text import WIDE, rewritten
+
+    columns, text = os.environ.get("COLUMNS"), io.StringIO()
+    os.environ["COLUMNS"] = str(WIDE)
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        print_tyros()
+    os.environ["COLUMNS"] = columns or ""
+    print(rewritten(text.getvalue(), show_all), end="")
+    raise SystemExit(0)
 
 
 def _current_name(word: str) -> str:

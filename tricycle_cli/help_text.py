@@ -1,0 +1,69 @@
+"""The help of a command with many flags: tyro's text, in groups and two columns; `--help-all` shows rare flags, too."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+
+WIDE = 10_000  # columns, so that tyro breaks no line of its own
+LEFT, MOST_COLUMNS = 34, 120
+# Where a flag is shown; the flags of a config that are named nowhere are those of other people's models.
+GROUPS = {
+    "model": """vocab-size context-window embedding-dim n-heads n-layers n-key-heads expansion-ratio activation gated norm
+        positions window softmax softmax-blocks bias tied dropout""",
+    "training": """batch-size accumulation-steps steps minutes optimiser schedule max-learning-rate min-learning-rate
+        warmup-steps weight-decay max-gradient-norm precision recompute seed""",
+    "evaluation": "eval-interval eval-batches sample-interval",
+}
+NAME = re.compile(r"--([\w-]+)")
+
+
+def rewritten(text: str, show_all: bool) -> str:
+    """Return tyro's help text, printed without colors at `WIDE` columns, in groups."""
+    head, *boxes = re.split(r"\n (?=\S[^\n]*\n -{9})", text)
+    sections: dict[str, list[tuple[str, str]]] = {}
+    n_hidden = 0
+    for box in boxes:
+        title, _, rest = box.partition("\n")
+        for name, words in _entries(rest):
+            found = NAME.search(name)
+            group = next((key for key, names in GROUPS.items() if found and found[1] in names.split()), "")
+            if title.strip() != "config options":
+                sections.setdefault(title.strip(), []).append((name, words))
+            elif group or show_all:
+                sections.setdefault(group or "rare", []).append((name, words))
+            else:
+                n_hidden += 1
+    columns = min(MOST_COLUMNS, shutil.get_terminal_size((MOST_COLUMNS, 50)).columns)
+    lines = ["\n\n".join(textwrap.fill(paragraph, columns) for paragraph in head.strip().split("\n\n"))]
+    for title, entries in sections.items():
+        lines.append(f"\n{title}:")
+        for name, words in entries:
+            lines += _columns(name, words, columns)
+    if n_hidden:
+        lines.append(f"\n--help-all shows {n_hidden} more flags: shapes of other models, and rare settings of training.")
+    return "\n".join(lines) + "\n"
+
+
+def _entries(box: str) -> Iterator[tuple[str, str]]:
+    """Yield the flags of a box with their metavariables, and what the help says of each."""
+    name, words = "", []
+    for line in box.splitlines():
+        if re.match(r"  [-\[]\S", line) and set(line.strip()) != {"-"}:
+            if name:
+                yield name, " ".join(words)
+            name, *words = re.split(r"\s{3,}", line.strip(), maxsplit=1)
+        elif name and line.strip():
+            words.append(line.strip())
+    if name:
+        yield name, " ".join(words)
+
+
+def _columns(name: str, words: str, columns: int) -> list[str]:
+    words = re.sub(r" \(default: (|None|False|0|0\.0)\)$", "", words)
+    wrapped = textwrap.wrap(words, max(30, columns - LEFT - 2)) or [""]
+    if len(name) > LEFT - 1:
+        return [f"  {name}", *(f"  {'':{LEFT}}{line}" for line in wrapped)]
+    return [f"  {name if i == 0 else '':{LEFT}}{line}" for i, line in enumerate(wrapped)]
