@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 SHELLS = ("bash", "zsh", "fish")
@@ -50,6 +50,8 @@ def flags_of(command: str) -> list[Flag]:
     flags = {flag.name: flag for flag in _flags(module.Arguments)}
     if hasattr(module, "ResumeArguments"):
         flags = {flag.name: flag for flag in _flags(module.ResumeArguments)} | flags
+    if "config" in module.Arguments.__dataclass_fields__:
+        flags["--help-all"] = Flag("--help-all", alone=True)
     return [*flags.values(), Flag("--help", alone=True)]
 
 
@@ -58,14 +60,15 @@ def _flags(kind: Any) -> Iterator[Flag]:
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        if not field.init or _is_positional(hint):
-            continue
+        name, marks = field.name.replace("_", "-"), list[Any]()
         if get_origin(hint) is Annotated:
-            hint = get_args(hint)[0]
+            hint, *marks = get_args(hint)
+            name = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
+        if not field.init or _is_no_flag(marks):
+            continue
         if dataclasses.is_dataclass(hint):
             yield from _flags(hint)
             continue
-        name = field.name.replace("_", "-")
         if hint is bool:
             yield Flag(f"--{name}", alone=True)
             yield Flag(f"--no-{name}", alone=True)
@@ -73,11 +76,12 @@ def _flags(kind: Any) -> Iterator[Flag]:
             yield Flag(f"--{name}", tuple(_choices(hint)))
 
 
-def _is_positional(hint: Any) -> bool:
-    from tyro.conf import Positional
+def _is_no_flag(marks: Sequence[Any]) -> bool:
+    """Return whether tyro's marks of a field make it positional, or take it off the command line."""
+    from tyro.conf import Positional, Suppress
 
-    marks = (Positional, *get_args(Positional[str])[1:])
-    return get_origin(hint) is Annotated and any(mark in marks for mark in get_args(hint)[1:])
+    no_flags = [Positional, Suppress, *get_args(Positional[str])[1:], *get_args(Suppress[str])[1:]]
+    return any(mark in no_flags for mark in marks)
 
 
 def _choices(hint: Any) -> Iterator[str]:

@@ -11,8 +11,8 @@ WIDE = 10_000  # columns, so that tyro breaks no line of its own
 LEFT, MOST_COLUMNS = 34, 120
 # Where a flag is shown; the flags of a config that are named nowhere are those of other people's models.
 GROUPS = {
-    "model": """vocab-size context-window embedding-dim n-heads n-layers n-key-heads expansion-ratio activation gated norm
-        positions window softmax softmax-blocks bias tied dropout""",
+    "model": """vocab-size context-window embedding-dim n-heads n-layers n-key-heads expansion-ratio activation gated
+        norm positions window softmax softmax-blocks bias tied dropout""",
     "training": """batch-size accumulation-steps steps minutes optimiser schedule max-learning-rate min-learning-rate
         warmup-steps weight-decay max-gradient-norm precision recompute seed""",
     "evaluation": "eval-interval eval-batches sample-interval",
@@ -43,7 +43,9 @@ def rewritten(text: str, show_all: bool) -> str:
         for name, words in entries:
             lines += _columns(name, words, columns)
     if n_hidden:
-        lines.append(f"\n--help-all shows {n_hidden} more flags: shapes of other models, and rare settings of training.")
+        lines.append(
+            f"\n--help-all shows {n_hidden} more flags: shapes of other models, and rare settings of training."
+        )
     return "\n".join(lines) + "\n"
 
 
