@@ -54,7 +54,9 @@ def test_the_flags_are_those_of_the_help(command, monkeypatch, capsys):
     """No flag is missing, and none is made up."""
     monkeypatch.setenv("COLUMNS", "200")
     every = "--help-all" if command in ("train", "distill", "sweep") else "--help"
-    lines = [[command, every]] + ([[command, "--resume", "runs/x", "--help"]] if command in ("train", "distill") else [])
+    lines = [[command, every]] + (
+        [[command, "--resume", "runs/x", "--help"]] if command in ("train", "distill") else []
+    )
     parts = []
     for words in lines:
         monkeypatch.setattr(sys, "argv", ["tricycle", *words])

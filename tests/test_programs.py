@@ -390,7 +390,7 @@ def test_a_run_that_diverges_says_so_in_one_line(tmp_path, cache, text, flag):
 # -------------------------------------------------------------------- help
 @pytest.mark.parametrize("preset", [None, "debug", "shakespeare"])
 def test_help_lists_every_field_with_its_default(preset):
-    out = good(call_here(TRAIN, *(["--preset", preset] if preset else []), "--help"))
+    out = good(call_here(TRAIN, *(["--preset", preset] if preset else []), "--help-all"))
     words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
     for field in dataclasses.fields(GPTConfig):
         flag = "--" + field.name.replace("_", "-")

@@ -255,6 +255,19 @@ def test_stopping_at_the_end_is_the_end(tmp_path):
     assert train(state, run) is True
 
 
+@pytest.mark.parametrize("window", [8, 5])
+def test_an_evaluation_of_all_windows_is_the_final_figure(tmp_path, window):
+    """The windows and the context of evaluations during training are those of the report."""
+    config = replace(CONFIG, context_window=window, eval_batches=1000)
+    task, state = new_task(), new_state(config, TOKENS)
+    tokens = task.held_out.tokens
+    loss, n_tokens = text_task.evaluate(state.model, tokens, 2, stride=max(1, window // 2))
+    assert task.measure(state)["held_out_loss"] == loss and n_tokens == len(tokens) - 1
+    sampled = task.measure(new_state(replace(config, eval_batches=2), TOKENS))["held_out_loss"]
+    assert sampled != loss and abs(sampled - loss) < 0.05 * loss
+    assert sampled == task.measure(new_state(replace(config, eval_batches=2), TOKENS))["held_out_loss"]
+
+
 def test_the_best_checkpoint_is_the_one_with_the_lowest_loss(tmp_path, monkeypatch):
     values = iter([3.0, 2.0, 2.5, 1.5])
     monkeypatch.setattr(text_task, "evaluate", lambda *args, **more: (next(values), 99))

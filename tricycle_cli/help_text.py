@@ -18,6 +18,7 @@ GROUPS = {
     "evaluation": "eval-interval eval-batches sample-interval",
 }
 NAME = re.compile(r"--([\w-]+)")
+NO_DEFAULT = re.compile(r" \(default: (|None|False|0|0\.0)\)$")
 
 
 def rewritten(text: str, show_all: bool) -> str:
@@ -41,7 +42,7 @@ def rewritten(text: str, show_all: bool) -> str:
     for title, entries in sections.items():
         lines.append(f"\n{title}:")
         for name, words in entries:
-            lines += _columns(name, words, columns)
+            lines += _columns(name, words if show_all else NO_DEFAULT.sub("", words), columns)
     if n_hidden:
         lines.append(
             f"\n--help-all shows {n_hidden} more flags: shapes of other models, and rare settings of training."
@@ -64,7 +65,6 @@ def _entries(box: str) -> Iterator[tuple[str, str]]:
 
 
 def _columns(name: str, words: str, columns: int) -> list[str]:
-    words = re.sub(r" \(default: (|None|False|0|0\.0)\)$", "", words)
     wrapped = textwrap.wrap(words, max(30, columns - LEFT - 2)) or [""]
     if len(name) > LEFT - 1:
         return [f"  {name}", *(f"  {'':{LEFT}}{line}" for line in wrapped)]

@@ -7,7 +7,6 @@ network, and ends with the command that generates from the result. --help-all li
 from __future__ import annotations
 
 import argparse
-import importlib
 import reprlib
 import shlex
 import sys
@@ -42,21 +41,13 @@ from tricycle_cli.text_task import TextTask
 from tricycle_cli.together import by_the_first, check_batches, check_same, common_facts, parsed, together
 from tricycle_cli.trackers import NAMES, TrackerName, expect_trackers
 from tricycle_cli.updates import advise_on_memory, check_room
+from tricycle_datasets.corpora import CORPORA, load_corpus
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 DESCRIPTION = __doc__ or ""
 Preset = Literal["debug", "laptop", "portable", "shakespeare", "smol", "gpt2"]
 Tokenisers = Literal["own", "portable", "gpt2"]
 Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
-CORPORA = {
-    "python": ("python_code", "PythonCode"),
-    "shakespeare": ("shakespeare", "Shakespeare"),
-    "text": ("text", "TextFiles"),
-    "codeparrot": ("codeparrot", "CodeParrot"),
-    "fineweb": ("fineweb", "FineWeb"),
-}
-# How the samples at the end begin, besides those of a new text.
-PROMPTS = {"python": ("", "def ", "class "), "codeparrot": ("", "def ", "class ")}
 
 
 @dataclass(frozen=True)
@@ -136,7 +127,7 @@ def find(words: Sequence[str]) -> int:
         with advise_on_memory(on_gpu, task.what_to_lower(config, on_gpu)):
             check_room(least_memory(config), on_gpu)
             tokeniser = gpt2_tokeniser() if arguments.tokeniser == "gpt2" else start and start.tokeniser
-            corpus = load_corpus(description_of(arguments), config.vocab_size, tokeniser)
+            corpus = task.load_corpus(tokeniser)
             model = None if start is None else started_from(start.model, config)
             find_rate(config, corpus.train, model, on_gpu, folder)
     return 0
@@ -228,28 +219,6 @@ def arguments_from_a_model(known: argparse.Namespace, args: Sequence[str]) -> tu
     return arguments, loaded
 
 
-def load_corpus(description: dict[str, Any], vocab_size: int, tokeniser: Any = None) -> Any:
-    """The corpus of a run's flags.
-
-    Args:
-        tokeniser: a ready one; without, the corpus learns one of so many tokens.
-
-    Raises:
-        ValueError: a tokeniser of more tokens than the model knows.
-    """
-    n_known = vocab_size
-    if tokeniser is not None:  # other people's models may have more rows than tokens
-        vocab_size = tokeniser.vocab_size
-    module, name = CORPORA[description["data"]]
-    new_corpus = getattr(importlib.import_module(f"tricycle_datasets.{module}"), name)
-    paths = ([Path(name) for name in description["files"]],) if description["data"] == "text" else ()
-    split = "gpt2" if description.get("tokeniser") == "portable" else "tricycle"
-    corpus = new_corpus(*paths, vocab_size, tokeniser=tokeniser, split=split)
-    if corpus.tokeniser.n_vocab > n_known:
-        raise ValueError(f"expected a tokeniser of at most {n_known} tokens, got {corpus.tokeniser.n_vocab}")
-    return corpus
-
-
 # -------------------------------------------------------------------- the task
 class TrainTask(TextTask):
     """Training of a GPT on a corpus.
@@ -299,8 +268,7 @@ class TrainTask(TextTask):
         if arguments.init_from and not has_last and self.start is None:
             self.start = load_start(arguments.init_from)
         print(f"data: {arguments.data} (text is tokenised once and cached)")
-        description = self.describe()
-        corpus = load_corpus(description, config.vocab_size, self.first_tokeniser(run, has_last))
+        corpus = self.load_corpus(self.first_tokeniser(run, has_last))
         run.tokeniser = tokeniser = corpus.tokeniser
         device = "a GPU" if on_gpu else "the CPU"
         check_same(processes, {"text": corpus.digest, "config": config.to_dict(), "device": device})
@@ -309,9 +277,9 @@ class TrainTask(TextTask):
             raise ValueError(
                 f"{run.folder}: expected the text that it was trained on, which has changed since; {advice}"
             )
-        description["corpus"] = corpus.digest
+        description = {**self.describe(), "corpus": corpus.digest}
         by_the_first(processes, lambda: begin_folder(run.folder, config, description, tokeniser))
-        self.prompts, self.held_out_bytes = PROMPTS.get(arguments.data, ("",)), corpus.validation_bytes
+        self.prompts, self.held_out_bytes = CORPORA[arguments.data].prompts, corpus.validation_bytes
         # the end of some other text stands before the first token, so that it too is predicted
         tokens = np.concatenate([[tokeniser.end_of_text], corpus.validation])
         self.held_out = HeldOut(tokens, len(self.held_out_bytes))
@@ -319,6 +287,13 @@ class TrainTask(TextTask):
         if processes.is_first:
             self._print_summary(state, run, tokeniser, on_gpu)
         return state
+
+    def load_corpus(self, tokeniser: Any) -> Any:
+        """Return the prepared text, with a tokeniser that is given, or one that is learnt from it."""
+        arguments = self.arguments
+        files = [path.resolve() for path in arguments.files]
+        split = "gpt2" if arguments.tokeniser == "portable" else "tricycle"
+        return load_corpus(arguments.data, files, arguments.config.vocab_size, tokeniser, split)
 
     def new_state(self, run: Run, tokens: Any, on_gpu: bool, has_last: bool) -> TrainingState:
         """Return the state of a new run, or that of the last checkpoint."""
