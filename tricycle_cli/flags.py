@@ -22,15 +22,24 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
         default: values of the flags that are not given.
         args: the words of the command line; those of this program if None.
     """
+    known: Any = {} if default is None else {"default": default}
+    return _parse(kind, sys.argv[1:] if args is None else args, description=description, **known)
+
+
+def parse_known(kind: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
+    """Parse as `parse` does the flags that a dataclass has; returns the other words of the command line, too."""
+    return _parse(kind, args, return_unknown_args=True)
+
+
+def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
     import tyro
 
-    args = [_current_name(word) for word in (sys.argv[1:] if args is None else args)]
+    args = [_current_name(word) for word in args]
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             settings = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-            known: Any = {} if default is None else {"default": default}
-            return tyro.cli(kind, args=args, description=description, config=settings, **known)
+            return tyro.cli(kind, args=args, config=settings, **options)
     except SystemExit as leaving:
         if leaving.code not in (0, None):
             print(f"{_program()}: {_one_line(complaint.getvalue())}", file=sys.stderr)

@@ -7,7 +7,6 @@ sweep.png, and a run folder for each trial; a sweep that was cut off goes on wit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import importlib.util
@@ -20,19 +19,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import tyro
 
-from tricycle.configs import GPTConfig
 from tricycle.system.files import atomic_write, read_json_object
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli.databases import sqlite_url
-from tricycle_cli.flags import fail, on_one_line, parse
+from tricycle_cli.flags import on_one_line, parse, parse_known
 from tricycle_cli.run import read_metrics
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.swept import Over, check, config_of, flags_of, grid_of, read_over
@@ -52,8 +50,8 @@ NOT_OURS = ("--find-learning-rate",)
 
 
 @dataclass(frozen=True)
-class Arguments(TrainArguments):
-    """What to look through, and what all runs have in common."""
+class SweepArguments:
+    """The flags of the sweep itself."""
 
     over: tuple[str, ...] = ()
     """fields of the config and their values, each as FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:5 (so many
@@ -73,6 +71,11 @@ class Arguments(TrainArguments):
 
 
 @dataclass(frozen=True)
+class Arguments(SweepArguments, TrainArguments):
+    """What to look through, and what all runs have in common."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What sweep.json says.
 
@@ -80,6 +83,9 @@ class Plan:
         train: the words that all runs of `tricycle train` get.
         over: the words of --over.
         where: the folder that relative paths in `train` start from.
+
+    Raises:
+        ValueError: a number out of range.
     """
 
     train: list[str]
@@ -89,6 +95,17 @@ class Plan:
     prune: bool
     seed: int
     where: str
+
+    def __post_init__(self) -> None:
+        if self.trials < 1:
+            raise ValueError(f"expected --trials of 1 or more, got {self.trials}")
+        if self.seed < 0:
+            raise ValueError(f"expected --sampler-seed of 0 or more, got {self.seed}")
+
+    def write(self, folder: Path) -> None:
+        """Write sweep.json."""
+        with atomic_write(folder / "sweep.json", text=True) as file:
+            json.dump(asdict(self), file, indent=2)
 
 
 @dataclass
@@ -106,20 +123,13 @@ class Sweep:
     over: Over
     study: Any
 
-    @property
-    def said(self) -> list[str]:
-        """The fields that the command line sets."""
-        return fields_said(self.plan.train)
-
-    def config(self, params: dict[str, Any]) -> GPTConfig:
-        return config_of(self.base.config, params, self.said)
-
     def run_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number:04d}"
 
     def flags(self, params: dict[str, Any]) -> list[str]:
         """What makes the run of a trial of the common one."""
-        return flags_of(self.base.config, self.config(params))
+        config = config_of(self.base.config, params, fields_said(self.plan.train))
+        return flags_of(self.base.config, config)
 
 
 # -------------------------------------------------------------------- the command
@@ -128,7 +138,7 @@ def main(args: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if args is None else list(args)
     if {"--help", "-h"} & set(words):
         parse(Arguments, args=["--help"], description=__doc__ or "")
-    own, train = parser().parse_known_args(words)
+    own, train = parse_known(SweepArguments, words)
     if importlib.util.find_spec("optuna") is None:
         raise ModuleNotFoundError(
             'tricycle sweep needs a library that is not installed: pip install "tricycle-gpt[sweep]"'
@@ -136,30 +146,12 @@ def main(args: Sequence[str] | None = None) -> int:
     with Signals() as signals:
         try:
             with signals.heard():
-                return resume(own, train) if own.resume is not None else begin(own, train)
+                return begin(own, train) if own.resume is None else resume(own.resume, own, train)
         except Interrupted as error:
             if error.number != signal.SIGINT:
                 sys.stdout.flush()
                 leave_by(error.number)
             raise
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(message, status=2)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Takes the flags of the sweep itself, and leaves the words of `tricycle train` as they are, for the runs."""
-    flags = _Parser(add_help=False, allow_abbrev=False)
-    flags.add_argument("--over", nargs="+", default=[])
-    flags.add_argument("--trials", type=int)
-    flags.add_argument("--sampler", choices=SAMPLERS, default="tpe")
-    flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=False)
-    flags.add_argument("--sampler-seed", "--sampler_seed", type=int, default=0)
-    flags.add_argument("--run-folder", "--run_folder", type=Path)
-    flags.add_argument("--resume", type=Path)
-    return flags
 
 
 def fields_said(words: Sequence[str]) -> list[str]:
@@ -168,7 +160,7 @@ def fields_said(words: Sequence[str]) -> list[str]:
     return [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
 
 
-def begin(own: argparse.Namespace, train: list[str]) -> int:
+def begin(own: SweepArguments, train: list[str]) -> int:
     """Begin a sweep.
 
     Raises:
@@ -185,8 +177,7 @@ def begin(own: argparse.Namespace, train: list[str]) -> int:
     check(base.config, over, fields_said(train))
     combinations = len(grid_of(over)) if own.sampler == "grid" else None
     trials = own.trials if own.trials is not None else combinations or TRIALS
-    plan = Plan(train, own.over, trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
-    check_plan(plan)
+    plan = Plan(train, list(own.over), trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = own.run_folder or Path("runs") / f"sweep-{base.preset}-{base.data}-{stamp}"
     with FolderLock(folder):
@@ -194,37 +185,19 @@ def begin(own: argparse.Namespace, train: list[str]) -> int:
             raise ValueError(f"{folder} holds a sweep already: continue it with --resume, or name another --run-folder")
         if holds_a_run(folder):
             raise ValueError(f"{folder} holds a run: name another --run-folder")
-        write_plan(folder, plan)
+        plan.write(folder)
         return sweep(folder, plan, base, over)
 
 
-def check_plan(plan: Plan) -> None:
-    """
-    Raises:
-        ValueError: a number out of range.
-    """
-    if plan.trials < 1:
-        raise ValueError(f"expected --trials of 1 or more, got {plan.trials}")
-    if plan.seed < 0:
-        raise ValueError(f"expected --sampler-seed of 0 or more, got {plan.seed}")
-
-
-def write_plan(folder: Path, plan: Plan) -> None:
-    with atomic_write(folder / "sweep.json", text=True) as file:
-        json.dump(vars(plan), file, indent=2)
-
-
-def resume(own: argparse.Namespace, train: list[str]) -> int:
+def resume(folder: Path, own: SweepArguments, train: list[str]) -> int:
     """Go on with a sweep."""
     if train or own.over:
         raise ValueError(f"expected nothing but --trials with --resume, got {' '.join([*own.over, *train])}")
-    folder = own.resume
     plan = read_plan(folder)
     with FolderLock(folder):
         if own.trials is not None:
-            plan = Plan(**{**vars(plan), "trials": own.trials})
-            check_plan(plan)
-            write_plan(folder, plan)
+            plan = replace(plan, trials=own.trials)
+            plan.write(folder)
         with contextlib.chdir(plan.where):
             base, _ = parse_arguments(plan.train)
         return sweep(folder, plan, base, read_over(plan.over))
@@ -256,10 +229,11 @@ def sweep(folder: Path, plan: Plan, base: TrainArguments, over: Over) -> int:
     )
     failures = 0
     while (trial := next_trial(work)) is not None:
-        failures = 0 if try_one(work, trial) else failures + 1
+        reason = try_one(work, trial)
+        failures = 0 if reason is None else failures + 1
         write_report(work)
         if failures == MOST_FAILURES:
-            raise RuntimeError(f"{failures} trials in a row failed, the last with: {reason_of(work, trial.number)}")
+            raise RuntimeError(f"{failures} trials in a row failed, the last with: {reason}")
     report(work)
     return 0
 
@@ -301,11 +275,11 @@ def next_trial(work: Sweep) -> Any:
     return work.study.ask() if number < work.plan.trials else None
 
 
-def try_one(work: Sweep, trial: Any) -> bool:
+def try_one(work: Sweep, trial: Any) -> str | None:
     """Train with the settings of a trial, to its end, or until it is pruned.
 
     Returns:
-        False where it failed.
+        why it failed; None where it did not.
     """
     from optuna.trial import TrialState
 
@@ -320,7 +294,7 @@ def try_one(work: Sweep, trial: Any) -> bool:
         trial.set_user_attr("reason", str(error))
         work.study.tell(trial.number, state=TrialState.FAIL)
         print(f"trial {trial.number} failed: {error}", flush=True)
-        return False
+        return str(error)
     bits = bits_of(folder)
     if bits is None and pruned:
         work.study.tell(trial.number, state=TrialState.PRUNED)
@@ -334,7 +308,7 @@ def try_one(work: Sweep, trial: Any) -> bool:
             f"trial {trial.number}: {bits:.4f} bits a byte; the best: {best.value:.4f} (trial {best.number})",
             flush=True,
         )
-    return True
+    return None
 
 
 def wait_for_another(folder: Path) -> None:
@@ -449,12 +423,8 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def reason_of(work: Sweep, number: int) -> str:
-    return str(work.study.get_trials(deepcopy=False)[number].user_attrs.get("reason", "nothing"))
-
-
-def write_report(work: Sweep) -> None:
-    """The table and the picture."""
+def write_report(work: Sweep) -> list[dict[str, Any]]:
+    """Write the table and the picture; returns the rows."""
     rows = results(work)
     table = io.StringIO()
     writer = csv.DictWriter(table, rows[0].keys(), lineterminator="\n")
@@ -467,12 +437,12 @@ def write_report(work: Sweep) -> None:
     ]
     logs = [name for name, field in work.over.items() if field.log]
     plot_sweep(shown, work.folder / "sweep.png", logs, f"{len(rows)} trials")
+    return rows
 
 
 def report(work: Sweep) -> None:
     """Say what was best, and how to have it."""
-    write_report(work)
-    rows = results(work)
+    rows = write_report(work)
     done = sorted((row for row in rows if row["bits_per_byte"] is not None), key=lambda row: row["bits_per_byte"])
     others = [row for row in rows if row["bits_per_byte"] is None]
     names = list(work.over)
