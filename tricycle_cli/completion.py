@@ -1,7 +1,8 @@
-"""What a shell offers at the tabulator key: `tricycle --print-completion bash`, `zsh` or `fish`.
+"""Scripts that complete `tricycle` at the Tab key: `tricycle --print-completion bash`, `zsh` or `fish`.
 
-The scripts are written once, from the dataclasses that the commands read their flags into, and ask nothing of Python
-when the key is pressed.
+They are written once, from the dataclasses that the commands read their flags into, and start no Python when the key
+is pressed; the scripts of tyro's own `--tyro-print-completion` do. Those of shtab (1.13) do not either, but in bash
+they complete nothing after `--flag=`, and shtab would be one more package.
 """
 
 from __future__ import annotations
@@ -150,44 +151,36 @@ fi
 """
 
 
-def _filled(template: str, **parts: str) -> str:
-    for name, text in parts.items():
-        template = template.replace(name.upper(), text)
+def _filled(template: str, commands: str, flags: Flags, choice: str, names: str) -> str:
+    """Return a script of bash or zsh.
+
+    Args:
+        template: the script, with lines for COMMANDS, CHOICES (values of flags) and FLAGS left out.
+        commands: what COMMANDS stands for.
+        choice: a line for a command with a flag, and its values.
+        names: a line for a command and the names of its flags.
+    """
+    values = {
+        f"{command} {flag.name}": flag.choices for command, ones in flags.items() for flag in ones if flag.choices
+    }
+    values["--print-completion --print-completion"] = SHELLS
+    choices = [choice.format(typed, " ".join(words)) for typed, words in values.items()]
+    known = [names.format(command, " ".join(flag.name for flag in ones)) for command, ones in flags.items()]
+    for name, lines in (("COMMANDS", [commands]), ("CHOICES", choices), ("FLAGS", known)):
+        template = template.replace(name, "\n".join(lines))
     return template
 
 
 def _bash(commands: Mapping[str, str], flags: Flags) -> str:
-    choices = [
-        f'            "{command} {flag.name}") offered="{" ".join(flag.choices)}" ;;'
-        for command, ones in flags.items()
-        for flag in ones
-        if flag.choices
-    ]
-    shells = f'            "--print-completion --print-completion") offered="{" ".join(SHELLS)}" ;;'
-    names = [
-        f'                            {command}) offered="{" ".join(flag.name for flag in ones)}" ;;'
-        for command, ones in flags.items()
-    ]
-    return _filled(
-        BASH, commands=" ".join([*commands, *OWN_FLAGS]), choices="\n".join([*choices, shells]), flags="\n".join(names)
-    )
+    choice, names = 12 * " " + '"{}") offered="{}" ;;', 28 * " " + '{}) offered="{}" ;;'
+    return _filled(BASH, " ".join([*commands, *OWN_FLAGS]), flags, choice, names)
 
 
 def _zsh(commands: Mapping[str, str], flags: Flags) -> str:
-    offered = [f"            {_quoted(f'{command}:{said}')}" for command, said in commands.items()]
-    offered += [f"            {flag}" for flag in OWN_FLAGS]
-    choices = [
-        f"        ('{command} {flag.name}') compadd -- {' '.join(flag.choices)}; return ;;"
-        for command, ones in flags.items()
-        for flag in ones
-        if flag.choices
-    ]
-    choices.append(f"        ('--print-completion --print-completion') compadd -- {' '.join(SHELLS)}; return ;;")
-    names = [
-        f"            ({command}) compadd -- {' '.join(flag.name for flag in ones)} ;;"
-        for command, ones in flags.items()
-    ]
-    return _filled(ZSH, commands="\n".join(offered), choices="\n".join(choices), flags="\n".join(names))
+    offered = [_quoted(f"{command}:{said}") for command, said in commands.items()]
+    lines = "\n".join(12 * " " + word for word in [*offered, *OWN_FLAGS])
+    choice, names = 8 * " " + "('{}') compadd -- {}; return ;;", 12 * " " + "({}) compadd -- {} ;;"
+    return _filled(ZSH, lines, flags, choice, names)
 
 
 def _fish(commands: Mapping[str, str], flags: Flags) -> str:
