@@ -21,7 +21,7 @@ class Flag(NamedTuple):
     """A flag of a command.
 
     Attributes:
-        choices: the words that may follow it; empty where nobody can know them.
+        choices: the words that may follow it; empty where these are not known.
         alone: nothing follows it.
     """
 
@@ -31,10 +31,10 @@ class Flag(NamedTuple):
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """The lines that teach a shell to complete `tricycle`.
+    """Return the script that completes `tricycle` in a shell.
 
     Args:
-        commands: what each command is for.
+        commands: the help of each command.
 
     Raises:
         ValueError: no such shell.
@@ -46,7 +46,7 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
 
 def flags_of(command: str) -> list[Flag]:
-    """All flags of a command, in the order of its `--help`. `train` has those of `train --resume` besides."""
+    """Return all flags of a command, in the order of its `--help`. `train` also has those of `train --resume`."""
     module = importlib.import_module(f"tricycle_cli.{command}")
     flags = {flag.name: flag for flag in _flags(module.Arguments)}
     if hasattr(module, "ResumeArguments"):
@@ -55,7 +55,7 @@ def flags_of(command: str) -> list[Flag]:
 
 
 def _flags(kind: Any) -> Iterator[Flag]:
-    """Those of a dataclass and of the dataclasses in it, named as tyro names them."""
+    """Yield the flags of a dataclass and of the dataclasses in it, named as tyro names them."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
@@ -82,7 +82,7 @@ def _is_positional(hint: Any) -> bool:
 
 
 def _choices(hint: Any) -> Iterator[str]:
-    """The words of a Literal, wherever in a type it stands."""
+    """Yield the words of a Literal anywhere in a type."""
     if get_origin(hint) is Literal:
         yield from map(str, get_args(hint))
     elif get_origin(hint) in (Union, types.UnionType, tuple, list):
@@ -177,7 +177,7 @@ def _bash(commands: Mapping[str, str], flags: Flags) -> str:
 
 
 def _zsh(commands: Mapping[str, str], flags: Flags) -> str:
-    offered = [_quoted(f"{command}:{said}") for command, said in commands.items()]
+    offered = [_quoted(f"{command}:{help}") for command, help in commands.items()]
     lines = "\n".join(12 * " " + word for word in [*offered, *OWN_FLAGS])
     choice, names = 8 * " " + "('{}') compadd -- {}; return ;;", 12 * " " + "({}) compadd -- {} ;;"
     return _filled(ZSH, lines, flags, choice, names)
@@ -186,7 +186,7 @@ def _zsh(commands: Mapping[str, str], flags: Flags) -> str:
 def _fish(commands: Mapping[str, str], flags: Flags) -> str:
     lines = ["# Completes `tricycle` in fish: ~/.config/fish/completions/tricycle.fish."]
     first = "complete -c tricycle -n __fish_use_subcommand"
-    lines += [f"{first} -f -a {command} -d {_quoted(said)}" for command, said in commands.items()]
+    lines += [f"{first} -f -a {command} -d {_quoted(help)}" for command, help in commands.items()]
     lines += [f"{first} -f -l {name}" for name in ("help", "version")]
     lines.append(f"{first} -x -l print-completion -a '{' '.join(SHELLS)}'")
     for command, ones in flags.items():
@@ -198,5 +198,5 @@ def _fish(commands: Mapping[str, str], flags: Flags) -> str:
 
 
 def _quoted(text: str) -> str:
-    """One word of zsh or fish: in single quotes, which an apostrophe interrupts."""
+    """Return one word of zsh or fish: in single quotes, which an apostrophe interrupts."""
     return "'" + text.replace("'", "'\\''") + "'"

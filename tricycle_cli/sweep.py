@@ -1,8 +1,8 @@
-"""Look for good settings: train with many, one run folder each, and say which were best.
+"""Search for good settings: train a run for each of many settings, and report the best.
 
-All flags of `tricycle train` are taken besides those below, and say what all runs have in common. What is looked for is
-few bits a byte of the held-out text, which compare between vocabularies too. The sweep's folder has sweep.csv,
-sweep.png, and a run folder for each trial; a sweep that was cut off goes on with --resume.
+All flags of `tricycle train` are accepted too, and set what all runs have in common. The objective is bits a byte of
+the held-out text, which compare between vocabularies too. The sweep's folder has sweep.csv, sweep.png, and a run folder
+for each trial; --resume continues an interrupted sweep.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Arguments(SweepArguments, TrainArguments):
 
 @dataclass(frozen=True)
 class Plan:
-    """What sweep.json says.
+    """The content of sweep.json.
 
     Attributes:
-        train: the words that all runs of `tricycle train` get.
+        train: the command line that all runs of `tricycle train` get.
         over: the words of --over.
         where: the folder that relative paths in `train` start from.
 
@@ -110,10 +110,10 @@ class Plan:
 
 @dataclass
 class Sweep:
-    """A sweep at work.
+    """A running sweep.
 
     Attributes:
-        base: the config that `plan.train` says.
+        base: the flags in `plan.train`.
         study: optuna's.
     """
 
@@ -127,8 +127,8 @@ class Sweep:
         return self.folder / f"trial-{number:04d}"
 
     def flags(self, params: dict[str, Any]) -> list[str]:
-        """What makes the run of a trial of the common one."""
-        config = config_of(self.base.config, params, fields_said(self.plan.train))
+        """Return the flags of a trial that the other runs do not have."""
+        config = config_of(self.base.config, params, fields_set(self.plan.train))
         return flags_of(self.base.config, config)
 
 
@@ -154,8 +154,8 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
 
 
-def fields_said(words: Sequence[str]) -> list[str]:
-    """The names of the flags on a command line."""
+def fields_set(words: Sequence[str]) -> list[str]:
+    """Return the names of the fields that a command line sets."""
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     return [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
 
@@ -170,11 +170,11 @@ def begin(own: SweepArguments, train: list[str]) -> int:
         if word.split("=")[0] in NOT_OURS:
             raise ValueError(f"expected no {word.split('=')[0]} in a sweep, which trains")
     over = read_over(own.over)
-    twice = [name for name in over if name in fields_said(train)]
+    twice = [name for name in over if name in fields_set(train)]
     if twice:
         raise ValueError(f"expected {twice[0]} in --over or as a flag, got both")
     base, _ = parse_arguments(train)
-    check(base.config, over, fields_said(train))
+    check(base.config, over, fields_set(train))
     combinations = len(grid_of(over)) if own.sampler == "grid" else None
     trials = own.trials if own.trials is not None else combinations or TRIALS
     plan = Plan(train, list(own.over), trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
@@ -190,7 +190,7 @@ def begin(own: SweepArguments, train: list[str]) -> int:
 
 
 def resume(folder: Path, own: SweepArguments, train: list[str]) -> int:
-    """Go on with a sweep."""
+    """Resume a sweep."""
     if train or own.over:
         raise ValueError(f"expected nothing but --trials with --resume, got {' '.join([*own.over, *train])}")
     plan = read_plan(folder)
@@ -204,25 +204,26 @@ def resume(folder: Path, own: SweepArguments, train: list[str]) -> int:
 
 
 def read_plan(folder: Path) -> Plan:
-    """
+    """Read sweep.json.
+
     Raises:
         FileNotFoundError, ValueError: it is no folder of a sweep.
     """
     path = folder / "sweep.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: expected the folder of a sweep, it has no sweep.json")
-    said = read_json_object(path)
+    values = read_json_object(path)
     kinds = {"train": list, "over": list, "trials": int, "sampler": str, "prune": bool, "seed": int, "where": str}
-    fits = said.keys() == kinds.keys() and all(type(said[name]) is kind for name, kind in kinds.items())
-    fits = fits and all(isinstance(word, str) for word in [*said["train"], *said["over"]])
-    if not fits or said["sampler"] not in SAMPLERS or not Path(said["where"]).is_dir():
+    fits = values.keys() == kinds.keys() and all(type(values[name]) is kind for name, kind in kinds.items())
+    fits = fits and all(isinstance(word, str) for word in [*values["train"], *values["over"]])
+    if not fits or values["sampler"] not in SAMPLERS or not Path(values["where"]).is_dir():
         raise ValueError(f"{path}: expected what `tricycle sweep` writes, in a folder that is still there")
-    return Plan(**said)
+    return Plan(**values)
 
 
 # -------------------------------------------------------------------- trials
 def sweep(folder: Path, plan: Plan, base: TrainArguments, over: Over) -> int:
-    """Try until there are enough trials, and report."""
+    """Run trials until there are enough, and report."""
     work = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
     print(
         f"sweep: {folder}; continue it with\n  {command('sweep')} --resume {shlex.quote(folder.as_posix())}", flush=True
@@ -239,7 +240,7 @@ def sweep(folder: Path, plan: Plan, base: TrainArguments, over: Over) -> int:
 
 
 def open_study(folder: Path, plan: Plan) -> Any:
-    """Optuna's study in the sweep's folder: a database, in which a kill leaves nothing half done."""
+    """Open optuna's study in the sweep's folder: a database, in which a kill leaves nothing half done."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -249,10 +250,10 @@ def open_study(folder: Path, plan: Plan) -> Any:
 
 
 def next_trial(work: Sweep) -> Any:
-    """One that was cut off, or a new one; None where there are enough.
+    """Return an interrupted trial, or a new one; None where there are enough.
 
-    What a new one tries hangs on its number, the seed and the trials before it alone, so that a sweep that was cut off
-    finds what another would have found.
+    The settings of a new one depend on its number, the seed and the trials before it alone, so that an interrupted
+    sweep finds what another would have found.
     """
     import optuna
 
@@ -284,8 +285,8 @@ def try_one(work: Sweep, trial: Any) -> str | None:
     from optuna.trial import TrialState
 
     params = {name: field.suggest(trial, name) for name, field in work.over.items()}
-    said = ", ".join(f"{name}={value}" for name, value in params.items())
-    print(f"trial {trial.number}: {said}", flush=True)
+    settings = ", ".join(f"{name}={value}" for name, value in params.items())
+    print(f"trial {trial.number}: {settings}", flush=True)
     folder = work.run_folder(trial.number)
     try:
         wait_for_another(folder)
@@ -312,7 +313,7 @@ def try_one(work: Sweep, trial: Any) -> str | None:
 
 
 def wait_for_another(folder: Path) -> None:
-    """A run outlives a sweep that is killed; then it is waited for, for nobody trains in its folder meanwhile."""
+    """Wait for a run that outlived its sweep, which was killed."""
     try:
         with FolderLock(folder):
             return
@@ -323,7 +324,7 @@ def wait_for_another(folder: Path) -> None:
 
 
 def bits_of(folder: Path) -> float | None:
-    """Bits a byte of all held-out text, where the run has come to its end."""
+    """Return the bits a byte of all held-out text, if the run has ended."""
     finals = [
         line["final_bits_per_byte"] for line in read_metrics(folder / "metrics.jsonl") if "final_bits_per_byte" in line
     ]
@@ -331,13 +332,13 @@ def bits_of(folder: Path) -> float | None:
 
 
 def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
-    """Run `tricycle train` in a process of its own, and watch its held-out losses.
+    """Run `tricycle train` in a process, and watch its held-out losses.
 
     Returns:
         whether it was told to end because others were better.
 
     Raises:
-        RuntimeError: it failed; says its last words.
+        RuntimeError: it failed; the message is its last line.
     """
     folder = work.run_folder(trial.number)
     words = [sys.executable, "-m", "tricycle", "train"]
@@ -361,7 +362,7 @@ def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def running(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen]:
-    """A process that ends with this block: by itself, or asked to, so that it saves what it has."""
+    """Run a process that ends with this block: by itself, or terminated, so that it saves what it has."""
     process = subprocess.Popen(words, cwd=where, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield process
@@ -377,7 +378,7 @@ def running(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen
 
 
 def estimates(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, float]]:
-    """Steps and bits a byte of held-out estimates, as they come, until the process has ended."""
+    """Yield steps and bits a byte of held-out estimates until the process has ended."""
     path, size, last = folder / "metrics.jsonl", -1, -1
     ended = False
     while not ended:
@@ -395,17 +396,17 @@ def estimates(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, fl
 
 
 def last_words(log: Path) -> str:
-    """The last line that a run said, behind its progress bar."""
+    """Return the last line that a run printed, without its progress bar."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4000))
         lines = file.read().decode("utf-8", "replace").replace("\r", "\n").splitlines()
-    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
     return on_one_line(last.partition("tricycle train: ")[2] or last)
 
 
 # -------------------------------------------------------------------- what came of it
 def results(work: Sweep) -> list[dict[str, Any]]:
-    """All trials that have ended, one row each."""
+    """Return all trials that have ended, one row each."""
     rows = []
     for trial in work.study.get_trials(deepcopy=False):
         if not trial.state.is_finished():
@@ -441,7 +442,7 @@ def write_report(work: Sweep) -> list[dict[str, Any]]:
 
 
 def report(work: Sweep) -> None:
-    """Say what was best, and how to have it."""
+    """Print the trials, and the commands that train as the best did and generate with it."""
     rows = write_report(work)
     done = sorted((row for row in rows if row["bits_per_byte"] is not None), key=lambda row: row["bits_per_byte"])
     others = [row for row in rows if row["bits_per_byte"] is None]
@@ -471,6 +472,6 @@ def _width(name: str) -> int:
 
 
 def command(name: str) -> str:
-    """How the other commands are started by somebody who has started this one so."""
+    """Return how another command is started where this one was started so."""
     program = sys.argv[0].removesuffix(" sweep")
     return f"{program} {name}" if program != sys.argv[0] else f"tricycle {name}"
