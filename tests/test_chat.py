@@ -20,9 +20,9 @@ pytest.importorskip("tokenizers")
 from programs import run_here
 from tiny_models import smollm2_file, write_folder
 
+from tricycle import generate as generation
 from tricycle.checkpoint import save_checkpoint
 from tricycle.configs import DebugConfig
-from tricycle.decoding import speculative
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.generate import generate
 from tricycle.models import GPT
@@ -252,13 +252,13 @@ def test_a_message_cannot_pretend_to_be_the_system(folder):
 def test_only_what_is_new_is_read(folder, monkeypatch):
     one = conversation(folder, 6)
     n_read = []
-    read = speculative.next_logits
+    read = generation.next_logits
 
-    def counted(model, tokens, caches, every):
-        n_read.extend(map(len, tokens))
-        return read(model, tokens, caches, every)
+    def counted(model, tokens, caches):
+        n_read.append(len(tokens))
+        return read(model, tokens, caches)
 
-    monkeypatch.setattr(speculative, "next_logits", counted)
+    monkeypatch.setattr(generation, "next_logits", counted)
     "".join(one.ask("the quick brown fox jumps over the lazy dogs")[0])
     first = n_read[0]
     n_read.clear()

@@ -165,6 +165,13 @@ def test_a_new_text_begins_with_what_begins_texts(theirs, ours):
     assert good(call("generate", ours, "--length", "0")) == "\n"
 
 
+def test_draft_tokens_are_imported_only_where_they_are_asked_for():
+    program = "import sys, tricycle_cli.chat, tricycle_cli.generate; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "tricycle.generate" in modules
+    assert not {"tricycle.decoding.prompt_lookup", "tricycle.decoding.speculative"} & {*modules}
+
+
 def test_past_the_window(theirs):
     """It has a context of 100 tokens."""
     words = ["generate", theirs, "the quick brown", "--length", "130", "--no-stop", "--cache", "float16"]

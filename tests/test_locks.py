@@ -124,6 +124,20 @@ def test_without_locks_nobody_is_taken_for_dead_without_a_proof(tmp_path, monkey
         FolderLock(tmp_path).__enter__()
 
 
+def test_a_holder_that_leaves_at_the_wrong_moment_leaves_no_lock_that_nobody_holds(tmp_path, kind, monkeypatch):
+    write_lock(tmp_path, host="elsewhere")
+    opened = os.open
+
+    def open_slowly(path, flags, *mode):
+        if path == tmp_path / locks.NAME and not flags & os.O_EXCL:
+            path.unlink(missing_ok=True)
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", open_slowly)
+    with FolderLock(tmp_path) as lock:
+        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+
+
 def test_of_many_at_once_one_has_it(tmp_path, kind):
     """Threads stand for processes: each opens the file for itself."""
     write_lock(tmp_path / "run", pid=2**22 + 1)  # a dead one's

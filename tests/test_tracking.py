@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -193,11 +194,15 @@ def test_a_folder_of_that_name_is_no_library(tmp_path: Path, monkeypatch: pytest
         expect_trackers(["nolibrary"])
 
 
-def test_every_tracker_is_an_extra() -> None:
+def test_every_tracker_is_an_extra_and_in_the_documentation() -> None:
     import tomllib
 
-    project = tomllib.loads((PROGRAM.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert set(NAMES) == set(TRACKERS) <= set(project["optional-dependencies"])
+    root = PROGRAM.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(TRACKERS) <= set(project["optional-dependencies"])
+    page = (root / "docs" / "tracking.md").read_text(encoding="utf-8")
+    rows = [(name, f"{where}.") for name, where in re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.M)]
+    assert rows[: len(TRACKERS)] == [(name, tracker.__doc__) for name, tracker in TRACKERS.items()]
 
 
 def test_who_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +357,7 @@ def test_an_error_of_the_run_stays_that(tmp_path: Path, notes: type[Notes]) -> N
     with pytest.raises(ZeroDivisionError), tracking_.finishing():
         raise ZeroDivisionError
     assert notes.said == ["start True", "finish False"]
-    assert not tracking_._workers[0]._thread.is_alive()
+    assert not tracking_._workers[0].thread.is_alive()
 
 
 def test_numbers_alone_are_sent(tmp_path: Path, notes: type[Notes]) -> None:

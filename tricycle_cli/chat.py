@@ -16,8 +16,6 @@ from typing import Any
 
 import tyro
 
-from tricycle.decoding.prompt_lookup import generate_prompt_lookup
-from tricycle.decoding.speculative import SpeculativeState
 from tricycle.pretrained import Pretrained
 from tricycle.sampling import Sampling
 from tricycle.system.files import atomic_write
@@ -31,6 +29,7 @@ from tricycle_cli.models import (
     Weights,
     cache_dtype,
     load_model,
+    new_decoding,
     stop_tokens,
 )
 
@@ -127,7 +126,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget what was said."""
         self.messages: list[Message] = [*self.beginning]
-        self.state = SpeculativeState(self.model, self.cache)
+        self.state, self._generate = new_decoding(self.model, self.cache, self.n_draft_tokens)
 
     def ask(self, said: str) -> tuple[Iterator[str], int]:
         """Take a message; returns the answer as it comes, and how many messages had to be forgotten for it.
@@ -167,9 +166,7 @@ class Conversation:
         answer: Message = {"role": "assistant", "content": ""}
         self.messages.append(answer)
         n_tokens = min(self.n_tokens, self.model.config.context_window - len(ids))
-        tokens = generate_prompt_lookup(
-            self.model, ids, n_tokens, self.sampling, state=self.state, n_draft_tokens=self.n_draft_tokens
-        )
+        tokens = self._generate(self.model, ids, n_tokens, self.sampling, state=self.state)
         for part in text_of(tokens, self.tokeniser, self.stops, ids):
             answer["content"] += part
             yield part

@@ -1,7 +1,8 @@
-"""What a shell offers at the tabulator key: `tricycle --print-completion bash`, `zsh` or `fish`.
+"""Scripts that complete `tricycle` at the Tab key: `tricycle --print-completion bash`, `zsh` or `fish`.
 
-The scripts are written once, from the dataclasses that the commands read their flags into, and ask nothing of Python
-when the key is pressed.
+They are written once, from the dataclasses that the commands read their flags into, and start no Python when the key
+is pressed; the scripts of tyro's own `--tyro-print-completion` do. Those of shtab (1.13) do not either, but in bash
+they complete nothing after `--flag=`, and shtab would be one more package.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Flag(NamedTuple):
     """A flag of a command.
 
     Attributes:
-        choices: the words that may follow it; empty where nobody can know them.
+        choices: the words that may follow it; empty where these are not known.
         alone: nothing follows it.
     """
 
@@ -30,10 +31,10 @@ class Flag(NamedTuple):
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """The lines that teach a shell to complete `tricycle`.
+    """Return the script that completes `tricycle` in a shell.
 
     Args:
-        commands: what each command is for.
+        commands: the help of each command.
 
     Raises:
         ValueError: no such shell.
@@ -45,7 +46,7 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
 
 def flags_of(command: str) -> list[Flag]:
-    """All flags of a command, in the order of its `--help`. `train` has those of `train --resume` besides."""
+    """Return all flags of a command, in the order of its `--help`. `train` also has those of `train --resume`."""
     module = importlib.import_module(f"tricycle_cli.{command}")
     flags = {flag.name: flag for flag in _flags(module.Arguments)}
     if hasattr(module, "ResumeArguments"):
@@ -56,7 +57,7 @@ def flags_of(command: str) -> list[Flag]:
 
 
 def _flags(kind: Any) -> Iterator[Flag]:
-    """Those of a dataclass and of the dataclasses in it, named as tyro names them."""
+    """Yield the flags of a dataclass and of the dataclasses in it, named as tyro names them."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
@@ -85,7 +86,7 @@ def _is_no_flag(marks: Sequence[Any]) -> bool:
 
 
 def _choices(hint: Any) -> Iterator[str]:
-    """The words of a Literal, wherever in a type it stands."""
+    """Yield the words of a Literal anywhere in a type."""
     if get_origin(hint) is Literal:
         yield from map(str, get_args(hint))
     elif get_origin(hint) in (Union, types.UnionType, tuple, list):
@@ -154,50 +155,42 @@ fi
 """
 
 
-def _filled(template: str, **parts: str) -> str:
-    for name, text in parts.items():
-        template = template.replace(name.upper(), text)
+def _filled(template: str, commands: str, flags: Flags, choice: str, names: str) -> str:
+    """Return a script of bash or zsh.
+
+    Args:
+        template: the script, with lines for COMMANDS, CHOICES (values of flags) and FLAGS left out.
+        commands: what COMMANDS stands for.
+        choice: a line for a command with a flag, and its values.
+        names: a line for a command and the names of its flags.
+    """
+    values = {
+        f"{command} {flag.name}": flag.choices for command, ones in flags.items() for flag in ones if flag.choices
+    }
+    values["--print-completion --print-completion"] = SHELLS
+    choices = [choice.format(typed, " ".join(words)) for typed, words in values.items()]
+    known = [names.format(command, " ".join(flag.name for flag in ones)) for command, ones in flags.items()]
+    for name, lines in (("COMMANDS", [commands]), ("CHOICES", choices), ("FLAGS", known)):
+        template = template.replace(name, "\n".join(lines))
     return template
 
 
 def _bash(commands: Mapping[str, str], flags: Flags) -> str:
-    choices = [
-        f'            "{command} {flag.name}") offered="{" ".join(flag.choices)}" ;;'
-        for command, ones in flags.items()
-        for flag in ones
-        if flag.choices
-    ]
-    shells = f'            "--print-completion --print-completion") offered="{" ".join(SHELLS)}" ;;'
-    names = [
-        f'                            {command}) offered="{" ".join(flag.name for flag in ones)}" ;;'
-        for command, ones in flags.items()
-    ]
-    return _filled(
-        BASH, commands=" ".join([*commands, *OWN_FLAGS]), choices="\n".join([*choices, shells]), flags="\n".join(names)
-    )
+    choice, names = 12 * " " + '"{}") offered="{}" ;;', 28 * " " + '{}) offered="{}" ;;'
+    return _filled(BASH, " ".join([*commands, *OWN_FLAGS]), flags, choice, names)
 
 
 def _zsh(commands: Mapping[str, str], flags: Flags) -> str:
-    offered = [f"            {_quoted(f'{command}:{said}')}" for command, said in commands.items()]
-    offered += [f"            {flag}" for flag in OWN_FLAGS]
-    choices = [
-        f"        ('{command} {flag.name}') compadd -- {' '.join(flag.choices)}; return ;;"
-        for command, ones in flags.items()
-        for flag in ones
-        if flag.choices
-    ]
-    choices.append(f"        ('--print-completion --print-completion') compadd -- {' '.join(SHELLS)}; return ;;")
-    names = [
-        f"            ({command}) compadd -- {' '.join(flag.name for flag in ones)} ;;"
-        for command, ones in flags.items()
-    ]
-    return _filled(ZSH, commands="\n".join(offered), choices="\n".join(choices), flags="\n".join(names))
+    offered = [_quoted(f"{command}:{help}") for command, help in commands.items()]
+    lines = "\n".join(12 * " " + word for word in [*offered, *OWN_FLAGS])
+    choice, names = 8 * " " + "('{}') compadd -- {}; return ;;", 12 * " " + "({}) compadd -- {} ;;"
+    return _filled(ZSH, lines, flags, choice, names)
 
 
 def _fish(commands: Mapping[str, str], flags: Flags) -> str:
     lines = ["# Completes `tricycle` in fish: ~/.config/fish/completions/tricycle.fish."]
     first = "complete -c tricycle -n __fish_use_subcommand"
-    lines += [f"{first} -f -a {command} -d {_quoted(said)}" for command, said in commands.items()]
+    lines += [f"{first} -f -a {command} -d {_quoted(help)}" for command, help in commands.items()]
     lines += [f"{first} -f -l {name}" for name in ("help", "version")]
     lines.append(f"{first} -x -l print-completion -a '{' '.join(SHELLS)}'")
     for command, ones in flags.items():
@@ -209,5 +202,5 @@ def _fish(commands: Mapping[str, str], flags: Flags) -> str:
 
 
 def _quoted(text: str) -> str:
-    """One word of zsh or fish: in single quotes, which an apostrophe interrupts."""
+    """Return one word of zsh or fish: in single quotes, which an apostrophe interrupts."""
     return "'" + text.replace("'", "'\\''") + "'"

@@ -22,17 +22,26 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
         default: values of the flags that are not given.
         args: the words of the command line; those of this program if None.
     """
+    known: Any = {} if default is None else {"default": default}
+    return _parse(kind, sys.argv[1:] if args is None else args, description=description, **known)
+
+
+def parse_known(kind: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
+    """Parse as `parse` does the flags that a dataclass has; returns the other words of the command line, too."""
+    return _parse(kind, args, return_unknown_args=True)
+
+
+def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
     import tyro
 
-    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    known: Any = {"description": description, "config": settings} | ({} if default is None else {"default": default})
-    args = [_current_name(word) for word in (sys.argv[1:] if args is None else args)]
+    options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    args = [_current_name(word) for word in args]
     if {"-h", "--help", "--help-all"} & set(args) and "config" in getattr(kind, "__dataclass_fields__", ()):
-        _print_help(lambda: tyro.cli(kind, args=["--help"], **known), "--help-all" in args)
+        _print_help(lambda: tyro.cli(kind, args=["--help"], **options), "--help-all" in args)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, args=args, **known)
+            return tyro.cli(kind, args=args, **options)
     except SystemExit as leaving:
         if leaving.code not in (0, None):
             print(f"{_program()}: {_one_line(complaint.getvalue())}", file=sys.stderr)

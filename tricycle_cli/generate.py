@@ -11,8 +11,6 @@ from typing import Annotated
 
 import tyro
 
-from tricycle.decoding.prompt_lookup import generate_prompt_lookup
-from tricycle.decoding.speculative import SpeculativeState
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
 from tricycle_cli.models import (
@@ -23,6 +21,7 @@ from tricycle_cli.models import (
     Weights,
     cache_dtype,
     load_model,
+    new_decoding,
     stop_tokens,
 )
 
@@ -73,15 +72,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if not arguments.stop:
         sampling = replace(sampling, stop_tokens=())
     ids = prompt_ids(tokeniser, arguments.prompt)
-    tokens = generate_prompt_lookup(
-        loaded.model,
-        ids,
-        arguments.length,
-        sampling,
-        state=SpeculativeState(loaded.model, cache_dtype(arguments.cache)),
-        overflow=arguments.overflow,
-        n_draft_tokens=arguments.draft_tokens,
-    )
+    state, generate = new_decoding(loaded.model, cache_dtype(arguments.cache), arguments.draft_tokens)
+    tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.overflow)
     stops = stop_tokens(loaded)
     write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from tricycle import devices
 from tricycle.decoding.penalties import PenalizedSampling
+from tricycle.generate import DecodingState, generate
+from tricycle.kernels.quantized import dtype_of
 from tricycle.models import GPT
 from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
@@ -31,8 +35,20 @@ SAMPLING = PenalizedSampling(temperature=0.9, min_p=0.1, repetition_penalty=1.15
 
 
 def cache_dtype(cache: str) -> str | None:
-    """Return the dtype of keys and values, as `SpeculativeState` takes it."""
+    """Return the dtype of keys and values, as `new_decoding` and `SpeculativeState` take it."""
     return None if cache == "auto" else cache
+
+
+def new_decoding(
+    model: GPT, dtype: str | None, n_draft_tokens: int
+) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
+    """Return an empty state for a text, and `generate`, or `generate_prompt_lookup` where there are draft tokens."""
+    if n_draft_tokens <= 0:
+        return DecodingState(model, dtype_of(dtype) if dtype == "bfloat16" else dtype), generate
+    from tricycle.decoding.prompt_lookup import generate_prompt_lookup
+    from tricycle.decoding.speculative import SpeculativeState
+
+    return SpeculativeState(model, dtype), partial(generate_prompt_lookup, n_draft_tokens=n_draft_tokens)
 
 
 def use_gpu(device: str) -> bool:

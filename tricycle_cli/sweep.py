@@ -1,13 +1,12 @@
-"""Look for good settings: train with many, one run folder each, and say which were best.
+"""Search for good settings: train a run for each of many settings, and report the best.
 
-All flags of `tricycle train` are taken besides those below, and say what all runs have in common. What is looked for is
-few bits a byte of the held-out text, which compare between vocabularies too. The sweep's folder has sweep.csv,
-sweep.png, and a run folder for each trial; a sweep that was cut off goes on with --resume.
+All flags of `tricycle train` are accepted too, and set what all runs have in common. The objective is bits a byte of
+the held-out text, which compare between vocabularies too. The sweep's folder has sweep.csv, sweep.png, and a run folder
+for each trial; --resume continues an interrupted sweep.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import importlib.util
@@ -20,25 +19,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import tyro
 
-from tricycle.configs import GPTConfig
 from tricycle.system.files import atomic_write, read_json_object
 from tricycle.system.locks import FolderLock, LockedError
 from tricycle_cli.databases import sqlite_url
-from tricycle_cli.flags import fail, on_one_line, parse
+from tricycle_cli.flags import on_one_line, parse, parse_known
 from tricycle_cli.run import read_metrics
 from tricycle_cli.signals import Interrupted, Signals, leave_by
 from tricycle_cli.swept import Over, check, config_of, flags_of, grid_of, read_over
+from tricycle_cli.task import holds_a_run, other_command
 from tricycle_cli.together import expect_one_process
 from tricycle_cli.train import Arguments as TrainArguments
-from tricycle_cli.train import holds_a_run, parse_arguments
+from tricycle_cli.train import parse_arguments
 from tricycle_lab.sweep_plot import Shown, plot_sweep
 
 Sampler = Literal["tpe", "random", "grid"]
@@ -52,8 +51,8 @@ NOT_OURS = ("--find-learning-rate",)
 
 
 @dataclass(frozen=True)
-class Arguments(TrainArguments):
-    """What to look through, and what all runs have in common."""
+class SweepArguments:
+    """The flags of the sweep itself."""
 
     over: tuple[str, ...] = ()
     """fields of the config and their values, each as FIELD=LOW..HIGH, FIELD=LOW..HIGH:log, FIELD=LOW..HIGH:5 (so many
@@ -73,13 +72,24 @@ class Arguments(TrainArguments):
 
 
 @dataclass(frozen=True)
+class Arguments(SweepArguments, TrainArguments):
+    """What to look through, and what all runs have in common."""
+
+    find_learning_rate: tyro.conf.Suppress[bool] = False
+    shard_optimiser: tyro.conf.Suppress[bool] = False
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What sweep.json says.
+    """The content of sweep.json.
 
     Attributes:
-        train: the words that all runs of `tricycle train` get.
+        train: the command line that all runs of `tricycle train` get.
         over: the words of --over.
         where: the folder that relative paths in `train` start from.
+
+    Raises:
+        ValueError: a number out of range.
     """
 
     train: list[str]
@@ -90,13 +100,24 @@ class Plan:
     seed: int
     where: str
 
+    def __post_init__(self) -> None:
+        if self.trials < 1:
+            raise ValueError(f"expected --trials of 1 or more, got {self.trials}")
+        if self.seed < 0:
+            raise ValueError(f"expected --sampler-seed of 0 or more, got {self.seed}")
+
+    def write(self, folder: Path) -> None:
+        """Write sweep.json."""
+        with atomic_write(folder / "sweep.json", text=True) as file:
+            json.dump(asdict(self), file, indent=2)
+
 
 @dataclass
 class Sweep:
-    """A sweep at work.
+    """A running sweep.
 
     Attributes:
-        base: the config that `plan.train` says.
+        base: the flags in `plan.train`.
         study: optuna's.
     """
 
@@ -106,29 +127,22 @@ class Sweep:
     over: Over
     study: Any
 
-    @property
-    def said(self) -> list[str]:
-        """The fields that the command line sets."""
-        return fields_said(self.plan.train)
-
-    def config(self, params: dict[str, Any]) -> GPTConfig:
-        return config_of(self.base.config, params, self.said)
-
     def run_folder(self, number: int) -> Path:
         return self.folder / f"trial-{number:04d}"
 
     def flags(self, params: dict[str, Any]) -> list[str]:
-        """What makes the run of a trial of the common one."""
-        return flags_of(self.base.config, self.config(params))
+        """Return the flags of a trial that the other runs do not have."""
+        config = config_of(self.base.config, params, fields_set(self.plan.train))
+        return flags_of(self.base.config, config)
 
 
 # -------------------------------------------------------------------- the command
 def main(args: Sequence[str] | None = None) -> int:
     expect_one_process("sweep")
     words = sys.argv[1:] if args is None else list(args)
-    if {"--help", "-h"} & set(words):
-        parse(Arguments, args=["--help"], description=__doc__ or "")
-    own, train = parser().parse_known_args(words)
+    if asked := {"--help", "-h", "--help-all"} & set(words):
+        parse(Arguments, args=list(asked), description=__doc__ or "")
+    own, train = parse_known(SweepArguments, words)
     if importlib.util.find_spec("optuna") is None:
         raise ModuleNotFoundError(
             'tricycle sweep needs a library that is not installed: pip install "tricycle-gpt[sweep]"'
@@ -136,7 +150,7 @@ def main(args: Sequence[str] | None = None) -> int:
     with Signals() as signals:
         try:
             with signals.heard():
-                return resume(own, train) if own.resume is not None else begin(own, train)
+                return begin(own, train) if own.resume is None else resume(own.resume, own, train)
         except Interrupted as error:
             if error.number != signal.SIGINT:
                 sys.stdout.flush()
@@ -144,31 +158,13 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        fail(message, status=2)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Takes the flags of the sweep itself, and leaves the words of `tricycle train` as they are, for the runs."""
-    flags = _Parser(add_help=False, allow_abbrev=False)
-    flags.add_argument("--over", nargs="+", default=[])
-    flags.add_argument("--trials", type=int)
-    flags.add_argument("--sampler", choices=SAMPLERS, default="tpe")
-    flags.add_argument("--prune", action=argparse.BooleanOptionalAction, default=False)
-    flags.add_argument("--sampler-seed", "--sampler_seed", type=int, default=0)
-    flags.add_argument("--run-folder", "--run_folder", type=Path)
-    flags.add_argument("--resume", type=Path)
-    return flags
-
-
-def fields_said(words: Sequence[str]) -> list[str]:
-    """The names of the flags on a command line."""
+def fields_set(words: Sequence[str]) -> list[str]:
+    """Return the names of the fields that a command line sets."""
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     return [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags]
 
 
-def begin(own: argparse.Namespace, train: list[str]) -> int:
+def begin(own: SweepArguments, train: list[str]) -> int:
     """Begin a sweep.
 
     Raises:
@@ -178,15 +174,14 @@ def begin(own: argparse.Namespace, train: list[str]) -> int:
         if word.split("=")[0] in NOT_OURS:
             raise ValueError(f"expected no {word.split('=')[0]} in a sweep, which trains")
     over = read_over(own.over)
-    twice = [name for name in over if name in fields_said(train)]
+    twice = [name for name in over if name in fields_set(train)]
     if twice:
         raise ValueError(f"expected {twice[0]} in --over or as a flag, got both")
     base, _ = parse_arguments(train)
-    check(base.config, over, fields_said(train))
+    check(base.config, over, fields_set(train))
     combinations = len(grid_of(over)) if own.sampler == "grid" else None
     trials = own.trials if own.trials is not None else combinations or TRIALS
-    plan = Plan(train, own.over, trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
-    check_plan(plan)
+    plan = Plan(train, list(own.over), trials, own.sampler, own.prune, own.sampler_seed, str(Path.cwd()))
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     folder = own.run_folder or Path("runs") / f"sweep-{base.preset}-{base.data}-{stamp}"
     with FolderLock(folder):
@@ -194,78 +189,63 @@ def begin(own: argparse.Namespace, train: list[str]) -> int:
             raise ValueError(f"{folder} holds a sweep already: continue it with --resume, or name another --run-folder")
         if holds_a_run(folder):
             raise ValueError(f"{folder} holds a run: name another --run-folder")
-        write_plan(folder, plan)
+        plan.write(folder)
         return sweep(folder, plan, base, over)
 
 
-def check_plan(plan: Plan) -> None:
-    """
-    Raises:
-        ValueError: a number out of range.
-    """
-    if plan.trials < 1:
-        raise ValueError(f"expected --trials of 1 or more, got {plan.trials}")
-    if plan.seed < 0:
-        raise ValueError(f"expected --sampler-seed of 0 or more, got {plan.seed}")
-
-
-def write_plan(folder: Path, plan: Plan) -> None:
-    with atomic_write(folder / "sweep.json", text=True) as file:
-        json.dump(vars(plan), file, indent=2)
-
-
-def resume(own: argparse.Namespace, train: list[str]) -> int:
-    """Go on with a sweep."""
+def resume(folder: Path, own: SweepArguments, train: list[str]) -> int:
+    """Resume a sweep."""
     if train or own.over:
         raise ValueError(f"expected nothing but --trials with --resume, got {' '.join([*own.over, *train])}")
-    folder = own.resume
     plan = read_plan(folder)
     with FolderLock(folder):
         if own.trials is not None:
-            plan = Plan(**{**vars(plan), "trials": own.trials})
-            check_plan(plan)
-            write_plan(folder, plan)
+            plan = replace(plan, trials=own.trials)
+            plan.write(folder)
         with contextlib.chdir(plan.where):
             base, _ = parse_arguments(plan.train)
         return sweep(folder, plan, base, read_over(plan.over))
 
 
 def read_plan(folder: Path) -> Plan:
-    """
+    """Read sweep.json.
+
     Raises:
         FileNotFoundError, ValueError: it is no folder of a sweep.
     """
     path = folder / "sweep.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: expected the folder of a sweep, it has no sweep.json")
-    said = read_json_object(path)
+    values = read_json_object(path)
     kinds = {"train": list, "over": list, "trials": int, "sampler": str, "prune": bool, "seed": int, "where": str}
-    fits = said.keys() == kinds.keys() and all(type(said[name]) is kind for name, kind in kinds.items())
-    fits = fits and all(isinstance(word, str) for word in [*said["train"], *said["over"]])
-    if not fits or said["sampler"] not in SAMPLERS or not Path(said["where"]).is_dir():
+    fits = values.keys() == kinds.keys() and all(type(values[name]) is kind for name, kind in kinds.items())
+    fits = fits and all(isinstance(word, str) for word in [*values["train"], *values["over"]])
+    if not fits or values["sampler"] not in SAMPLERS or not Path(values["where"]).is_dir():
         raise ValueError(f"{path}: expected what `tricycle sweep` writes, in a folder that is still there")
-    return Plan(**said)
+    return Plan(**values)
 
 
 # -------------------------------------------------------------------- trials
 def sweep(folder: Path, plan: Plan, base: TrainArguments, over: Over) -> int:
-    """Try until there are enough trials, and report."""
+    """Run trials until there are enough, and report."""
     work = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
     print(
-        f"sweep: {folder}; continue it with\n  {command('sweep')} --resume {shlex.quote(folder.as_posix())}", flush=True
+        f"sweep: {folder}; continue it with\n  {other_command('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}",
+        flush=True,
     )
     failures = 0
     while (trial := next_trial(work)) is not None:
-        failures = 0 if try_one(work, trial) else failures + 1
+        reason = try_one(work, trial)
+        failures = 0 if reason is None else failures + 1
         write_report(work)
         if failures == MOST_FAILURES:
-            raise RuntimeError(f"{failures} trials in a row failed, the last with: {reason_of(work, trial.number)}")
+            raise RuntimeError(f"{failures} trials in a row failed, the last with: {reason}")
     report(work)
     return 0
 
 
 def open_study(folder: Path, plan: Plan) -> Any:
-    """Optuna's study in the sweep's folder: a database, in which a kill leaves nothing half done."""
+    """Open optuna's study in the sweep's folder: a database, in which a kill leaves nothing half done."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -275,10 +255,10 @@ def open_study(folder: Path, plan: Plan) -> Any:
 
 
 def next_trial(work: Sweep) -> Any:
-    """One that was cut off, or a new one; None where there are enough.
+    """Return an interrupted trial, or a new one; None where there are enough.
 
-    What a new one tries hangs on its number, the seed and the trials before it alone, so that a sweep that was cut off
-    finds what another would have found.
+    The settings of a new one depend on its number, the seed and the trials before it alone, so that an interrupted
+    sweep finds what another would have found.
     """
     import optuna
 
@@ -301,17 +281,17 @@ def next_trial(work: Sweep) -> Any:
     return work.study.ask() if number < work.plan.trials else None
 
 
-def try_one(work: Sweep, trial: Any) -> bool:
+def try_one(work: Sweep, trial: Any) -> str | None:
     """Train with the settings of a trial, to its end, or until it is pruned.
 
     Returns:
-        False where it failed.
+        why it failed; None where it did not.
     """
     from optuna.trial import TrialState
 
     params = {name: field.suggest(trial, name) for name, field in work.over.items()}
-    said = ", ".join(f"{name}={value}" for name, value in params.items())
-    print(f"trial {trial.number}: {said}", flush=True)
+    settings = ", ".join(f"{name}={value}" for name, value in params.items())
+    print(f"trial {trial.number}: {settings}", flush=True)
     folder = work.run_folder(trial.number)
     try:
         wait_for_another(folder)
@@ -320,7 +300,7 @@ def try_one(work: Sweep, trial: Any) -> bool:
         trial.set_user_attr("reason", str(error))
         work.study.tell(trial.number, state=TrialState.FAIL)
         print(f"trial {trial.number} failed: {error}", flush=True)
-        return False
+        return str(error)
     bits = bits_of(folder)
     if bits is None and pruned:
         work.study.tell(trial.number, state=TrialState.PRUNED)
@@ -334,11 +314,11 @@ def try_one(work: Sweep, trial: Any) -> bool:
             f"trial {trial.number}: {bits:.4f} bits a byte; the best: {best.value:.4f} (trial {best.number})",
             flush=True,
         )
-    return True
+    return None
 
 
 def wait_for_another(folder: Path) -> None:
-    """A run outlives a sweep that is killed; then it is waited for, for nobody trains in its folder meanwhile."""
+    """Wait for a run that outlived its sweep, which was killed."""
     try:
         with FolderLock(folder):
             return
@@ -349,7 +329,7 @@ def wait_for_another(folder: Path) -> None:
 
 
 def bits_of(folder: Path) -> float | None:
-    """Bits a byte of all held-out text, where the run has come to its end."""
+    """Return the bits a byte of all held-out text, if the run has ended."""
     finals = [
         line["final_bits_per_byte"] for line in read_metrics(folder / "metrics.jsonl") if "final_bits_per_byte" in line
     ]
@@ -357,13 +337,13 @@ def bits_of(folder: Path) -> float | None:
 
 
 def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
-    """Run `tricycle train` in a process of its own, and watch its held-out losses.
+    """Run `tricycle train` in a process, and watch its held-out losses.
 
     Returns:
         whether it was told to end because others were better.
 
     Raises:
-        RuntimeError: it failed; says its last words.
+        RuntimeError: it failed; the message is its last line.
     """
     folder = work.run_folder(trial.number)
     words = [sys.executable, "-m", "tricycle", "train"]
@@ -387,7 +367,7 @@ def train(work: Sweep, trial: Any, params: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def running(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen]:
-    """A process that ends with this block: by itself, or asked to, so that it saves what it has."""
+    """Run a process that ends with this block: by itself, or terminated, so that it saves what it has."""
     process = subprocess.Popen(words, cwd=where, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield process
@@ -403,7 +383,7 @@ def running(words: list[str], where: str, log: Any) -> Iterator[subprocess.Popen
 
 
 def estimates(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, float]]:
-    """Steps and bits a byte of held-out estimates, as they come, until the process has ended."""
+    """Yield steps and bits a byte of held-out estimates until the process has ended."""
     path, size, last = folder / "metrics.jsonl", -1, -1
     ended = False
     while not ended:
@@ -421,17 +401,17 @@ def estimates(folder: Path, process: subprocess.Popen) -> Iterator[tuple[int, fl
 
 
 def last_words(log: Path) -> str:
-    """The last line that a run said, behind its progress bar."""
+    """Return the last line that a run printed, without its progress bar."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4000))
         lines = file.read().decode("utf-8", "replace").replace("\r", "\n").splitlines()
-    last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
     return on_one_line(last.partition("tricycle train: ")[2] or last)
 
 
 # -------------------------------------------------------------------- what came of it
 def results(work: Sweep) -> list[dict[str, Any]]:
-    """All trials that have ended, one row each."""
+    """Return all trials that have ended, one row each."""
     rows = []
     for trial in work.study.get_trials(deepcopy=False):
         if not trial.state.is_finished():
@@ -449,12 +429,8 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def reason_of(work: Sweep, number: int) -> str:
-    return str(work.study.get_trials(deepcopy=False)[number].user_attrs.get("reason", "nothing"))
-
-
-def write_report(work: Sweep) -> None:
-    """The table and the picture."""
+def write_report(work: Sweep) -> list[dict[str, Any]]:
+    """Write the table and the picture; returns the rows."""
     rows = results(work)
     table = io.StringIO()
     writer = csv.DictWriter(table, rows[0].keys(), lineterminator="\n")
@@ -467,12 +443,12 @@ def write_report(work: Sweep) -> None:
     ]
     logs = [name for name, field in work.over.items() if field.log]
     plot_sweep(shown, work.folder / "sweep.png", logs, f"{len(rows)} trials")
+    return rows
 
 
 def report(work: Sweep) -> None:
-    """Say what was best, and how to have it."""
-    write_report(work)
-    rows = results(work)
+    """Print the trials, and the commands that train as the best did and generate with it."""
+    rows = write_report(work)
     done = sorted((row for row in rows if row["bits_per_byte"] is not None), key=lambda row: row["bits_per_byte"])
     others = [row for row in rows if row["bits_per_byte"] is None]
     names = list(work.over)
@@ -492,15 +468,11 @@ def report(work: Sweep) -> None:
     best = work.study.best_trial
     params = {name: _short(best.params[name]) for name in work.over}
     print(f"the best is trial {best.number}, {best.value:.4f} bits a byte. Train so with")
-    print(f"  {command('train')} {shlex.join([*work.plan.train, *work.flags(params)])}")
-    print(f"generate with it\n  {command('generate')} {shlex.quote(work.run_folder(best.number).as_posix())}")
+    print(f"  {other_command('train', 'sweep')} {shlex.join([*work.plan.train, *work.flags(params)])}")
+    print(
+        f"generate with it\n  {other_command('generate', 'sweep')} {shlex.quote(work.run_folder(best.number).as_posix())}"
+    )
 
 
 def _width(name: str) -> int:
     return max(10, len(name))
-
-
-def command(name: str) -> str:
-    """How the other commands are started by somebody who has started this one so."""
-    program = sys.argv[0].removesuffix(" sweep")
-    return f"{program} {name}" if program != sys.argv[0] else f"tricycle {name}"

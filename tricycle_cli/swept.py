@@ -1,4 +1,4 @@
-"""Which settings a sweep looks through, said on a command line: ranges and choices of the config's fields."""
+"""The search space of a sweep, as a command line has it: ranges and choices of the config's fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_CORNERS = 2**10
 
 @dataclass(frozen=True)
 class Range:
-    """All numbers between two, or all whole ones.
+    """All numbers between two, or all integers.
 
     Attributes:
         log: each factor counts alike, not each difference.
@@ -35,7 +35,7 @@ class Range:
         return self.low, self.high
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """A value by what an optuna trial finds promising, with six digits."""
+        """Return the value that an optuna trial suggests, with six digits."""
         if self.whole:
             return trial.suggest_int(name, self.low, self.high, log=self.log)
         return float(f"{trial.suggest_float(name, self.low, self.high, log=self.log):.6g}")
@@ -59,7 +59,7 @@ Over = dict[str, Range | Choices]
 
 
 def read_over(words: Sequence[str]) -> Over:
-    """The fields and their values.
+    """Parse the fields and their values.
 
     Raises:
         ValueError: one line about the first word that is wrong.
@@ -67,9 +67,9 @@ def read_over(words: Sequence[str]) -> Over:
     hints = get_type_hints(GPTConfig)
     over: Over = {}
     for word in words:
-        name, equals, said = word.partition("=")
+        name, equals, values = word.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
-        if not equals or not said:
+        if not equals or not values:
             raise ValueError(f"expected --over {HOW}, got {word!r}")
         if name not in hints:
             near = difflib.get_close_matches(name, hints, 1)
@@ -77,19 +77,19 @@ def read_over(words: Sequence[str]) -> Over:
             raise ValueError(f"--over {word}: expected a field of the config, got {name!r}{hint}")
         if name in over:
             raise ValueError(f"--over {word}: {name} is named twice")
-        over[name] = _range(word, said, hints[name]) if ".." in said else _choices(word, said, hints[name])
+        over[name] = (_range if ".." in values else _choices)(word, values, hints[name])
     if not over:
         raise ValueError(f"expected --over {HOW}, got nothing")
     return over
 
 
-def _range(word: str, said: str, kind: Any) -> Range | Choices:
-    """LOW..HIGH, and behind it in any order :log and a number of values."""
+def _range(word: str, text: str, kind: Any) -> Range | Choices:
+    """Parse LOW..HIGH, and behind it in any order :log and a number of values."""
     if kind not in (int, float):
         raise ValueError(f"--over {word}: expected choices such as A,B for what is no number")
-    bounds, *more = said.split(":")
-    low, high = (_value(word, text, kind) for text in bounds.split("..", 1))
-    log, count = "log" in more, [text for text in more if text != "log"]
+    bounds, *more = text.split(":")
+    low, high = (_value(word, bound, kind) for bound in bounds.split("..", 1))
+    log, count = "log" in more, [part for part in more if part != "log"]
     if not (math.isfinite(low) and math.isfinite(high) and low < high) or (log and low <= 0):
         raise ValueError(f"--over {word}: expected a range from low to high{', both above 0' if log else ''}")
     if not count:
@@ -101,15 +101,15 @@ def _range(word: str, said: str, kind: Any) -> Range | Choices:
     return Choices(tuple(dict.fromkeys(rounded)), log)
 
 
-def _choices(word: str, said: str, kind: Any) -> Choices:
-    values = [_value(word, text.strip(), kind) for text in said.split(",")]
+def _choices(word: str, text: str, kind: Any) -> Choices:
+    values = [_value(word, choice.strip(), kind) for choice in text.split(",")]
     if len(set(values)) < len(values):
         raise ValueError(f"--over {word}: a value is named twice")
     return Choices(tuple(values))
 
 
 def _value(word: str, text: str, kind: Any) -> Any:
-    """A text as a field of this type takes it.
+    """Return a text as a value of a field of this type.
 
     Raises:
         ValueError: it cannot.
@@ -133,24 +133,24 @@ def _value(word: str, text: str, kind: Any) -> Any:
 
 
 # -------------------------------------------------------------------- what comes of them
-def config_of(base: GPTConfig, params: Mapping[str, Any], said: Sequence[str]) -> GPTConfig:
-    """The config with these values. The lowest learning rate goes with the highest, unless somebody says it.
+def config_of(base: GPTConfig, params: Mapping[str, Any], set_fields: Sequence[str]) -> GPTConfig:
+    """Return the config with these values. The lowest learning rate follows the highest, unless it is set.
 
     Args:
-        said: fields that the command line sets.
+        set_fields: fields that the command line sets.
 
     Raises:
         ValueError: the config refuses them.
     """
     changes = dict(params)
-    if "max_learning_rate" in params and not {"min_learning_rate"} & {*params, *said}:
+    if "max_learning_rate" in params and not {"min_learning_rate"} & {*params, *set_fields}:
         share = base.min_learning_rate / base.max_learning_rate
         changes["min_learning_rate"] = float(f"{share * params['max_learning_rate']:.6g}")
     return replace(base, **changes)
 
 
-def check(base: GPTConfig, over: Over, said: Sequence[str]) -> None:
-    """Make every config at the corners of what is looked through; where these are too many, one field at a time.
+def check(base: GPTConfig, over: Over, set_fields: Sequence[str]) -> None:
+    """Make every config at the corners of the search space; where these are too many, one field at a time.
 
     Raises:
         ValueError: the first that is refused.
@@ -163,17 +163,17 @@ def check(base: GPTConfig, over: Over, said: Sequence[str]) -> None:
     for corner in corners:
         params = dict(zip(over, corner))
         try:
-            config_of(base, params, said)
+            config_of(base, params, set_fields)
         except ValueError as error:
             values = ", ".join(f"{name}={value}" for name, value in params.items())
             raise ValueError(f"--over: {error} (with {values})") from None
 
 
 def grid_of(over: Over) -> list[dict[str, Any]]:
-    """Every combination.
+    """Return every combination of values.
 
     Raises:
-        ValueError: a range has no end of values.
+        ValueError: a range, which has no number of values.
     """
     for name, field in over.items():
         if isinstance(field, Range):
@@ -184,7 +184,7 @@ def grid_of(over: Over) -> list[dict[str, Any]]:
 
 
 def flags_of(base: GPTConfig, config: GPTConfig) -> list[str]:
-    """The words of `tricycle train` that make one config of another."""
+    """Return the flags of `tricycle train` that make one config of another."""
     words: list[str] = []
     before, hints = base.to_dict(), get_type_hints(GPTConfig)
     for name, value in config.to_dict().items():

@@ -1,7 +1,7 @@
-"""Other people's trackers of experiments: what each is told of a run, and where it keeps that.
+"""Experiment trackers: one class each, and one row of `TRACKERS`, from which --track has its choices.
 
-Nothing leaves the machine unless the user's own settings of a library say so, and what some of them report about their
-use or their errors is switched off unless the user has switched it on.
+Nothing leaves the machine unless the user's own settings of a library ask for it, and reports of some libraries about
+their use or their errors are switched off unless the user has switched them on.
 """
 
 from __future__ import annotations
@@ -15,36 +15,29 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from tricycle_cli.databases import sqlite_url
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-NAMES: tuple[str, ...] = get_args(TrackerName)
 PROJECT = "tricycle"
 MOST_PARAMS = 100  # that MLflow takes at once
-# What the libraries would tell their makers, and how long one waits for a server that is not there.
-UNLESS_SET = {
-    "WANDB_ERROR_REPORTING": "false",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
-    "GRADIO_ANALYTICS_ENABLED": "False",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-}
 
 
 class Tracker:
-    """What a run tells a tracker. All calls come from one thread.
+    """The calls that a tracker gets from a run, all from one thread.
+
+    A tracker's docstring is where it stores a run by default; the list in docs/tracking.md has it too.
 
     Attributes:
-        id: under which the tracker knows the run; kept in the run's folder, so that it is gone on with.
-        keeps: what has been logged is kept even where the process is killed; else only after `finish`.
+        settings: environment variables of its library and their values where the user has not set them.
+        keeps: logged values survive a kill of the process; else they are stored by `finish`.
         rewinds: it can forget what came after a step.
-        where: for people.
+        id: of the run in the tracker; stored in the run folder, so that a resumed run has the same.
+        where: how to look at the run, for the user.
     """
 
+    settings: ClassVar[Mapping[str, str]] = {}
     keeps = False
     rewinds = False
 
@@ -53,27 +46,27 @@ class Tracker:
         self.where = ""
 
     def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
-        """Begin a run, or go on with the one of this id."""
+        """Begin a run, or resume the one of this id."""
 
     def rewind(self, step: int) -> None:
         """Forget what was logged of this step and later ones."""
 
     def has(self, step: int, name: str) -> bool:
-        """Whether the tracker knows a value already, as far as it can tell."""
+        """Return whether the tracker has a value already, as far as it can tell."""
         return False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of one step."""
+        """Log numbers of one step."""
 
     def flush(self) -> None:
-        """Hand on what was logged."""
+        """Send or write what was logged."""
 
     def finish(self, went_well: bool) -> None:
-        """The last call."""
+        """End the run; no call follows."""
 
 
 class TensorBoard(Tracker):
-    """Event files in the run's folder, by TensorBoard's own writer of records."""
+    """`tensorboard/` in the run's folder, by TensorBoard's own writer of records."""
 
     keeps = rewinds = True
 
@@ -119,7 +112,9 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Weights & Biases: offline, in the run's folder, unless WANDB_MODE says otherwise or the user is logged in."""
+    """`wandb/` in the run's folder, in offline mode."""
+
+    settings = {"WANDB_ERROR_REPORTING": "false"}
 
     def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
         import wandb
@@ -136,12 +131,8 @@ class WandB(Tracker):
             settings=wandb.Settings(silent=True, console="off"),
         )
         self._first = self._run.step  # that its server does not know yet
-        is_offline = self._run.settings.mode == "offline"
-        self.where = (
-            f"`wandb sync {shlex.quote(str(Path(self._run.dir).parent))}` would send it"
-            if is_offline
-            else f"{self._run.url}"
-        )
+        sync = f"`wandb sync {shlex.quote(str(Path(self._run.dir).parent))}` would send it"
+        self.where = sync if self._run.settings.mode == "offline" else f"{self._run.url}"
 
     def has(self, step: int, name: str) -> bool:
         return step < self._first
@@ -154,7 +145,7 @@ class WandB(Tracker):
 
 
 def logged_in_to_wandb() -> bool:
-    """Whether this user has said to that library who they are."""
+    """Return whether the user is logged in to Weights & Biases."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -165,8 +156,13 @@ def logged_in_to_wandb() -> bool:
 
 
 class MLflow(Tracker):
-    """A database in the run's folder, unless MLFLOW_TRACKING_URI names a server or another place."""
+    """`mlflow.db` in the run's folder (SQLite)."""
 
+    settings = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # a server that is not there is waited for, but not for minutes
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
+    }
     keeps = True
 
     def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
@@ -208,15 +204,20 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio's own folder (TRACKIO_DIR), where `trackio show` looks, unless TRACKIO_SPACE_ID or _SERVER_URL is set."""
+    """its own folder, so that it shows all runs together (`TRACKIO_DIR`)."""
+
+    settings = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def start(self, facts: Mapping[str, Any], is_new: bool) -> None:
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         name = f"{self.folder.name}-{self.id}"  # it knows runs by their names
         elsewhere = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-        self._known = set() if is_new or elsewhere else self._logged(project, name)
+        has_logged = not is_new and not elsewhere
+        rows = SQLiteStorage.get_logs(project, name) if has_logged else []
+        self._known = {(row["step"], key) for row in rows for key in row}
         self._run = trackio.init(
             project,
             name=name,
@@ -228,13 +229,6 @@ class Trackio(Tracker):
         )
         self.where = elsewhere or f"trackio show --project {shlex.quote(project)}"
 
-    @staticmethod
-    def _logged(project: str, name: str) -> set[tuple[int, str]]:
-        """Steps and names of what a run has in its database."""
-        from trackio.sqlite_storage import SQLiteStorage
-
-        return {(row["step"], key) for row in SQLiteStorage.get_logs(project, name) for key in row}
-
     def has(self, step: int, name: str) -> bool:
         return (step, name) in self._known
 
@@ -245,19 +239,26 @@ class Trackio(Tracker):
         self._run.finish()
 
 
+# By name, which is also that of the library and of the extra that installs it.
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,
     "trackio": Trackio,
 }
+NAMES = tuple(TRACKERS)
+if TYPE_CHECKING:
+    TrackerName = str
+else:
+    TrackerName = Literal[NAMES]
 
 
 def expect_trackers(names: Sequence[str]) -> None:
-    """
+    """Check that trackers can be used, and switch off what their libraries would report.
+
     Raises:
-        ValueError: a name that is none.
-        ModuleNotFoundError: a library that is not installed; says how to install it.
+        ValueError: an unknown name.
+        ModuleNotFoundError: a library that is not installed; the message tells how to install it.
     """
     for name in names:
         if name not in NAMES:
@@ -266,5 +267,5 @@ def expect_trackers(names: Sequence[str]) -> None:
         if spec is None or spec.origin is None:  # a folder of that name, as these leave some, is no library
             install = f'pip install "tricycle-gpt[{name}]"'
             raise ModuleNotFoundError(f"--track {name} needs a library that is not installed: {install}", name=name)
-    for name, value in UNLESS_SET.items() if names else ():
-        os.environ.setdefault(name, value)
+        for variable, value in TRACKERS[name].settings.items():
+            os.environ.setdefault(variable, value)

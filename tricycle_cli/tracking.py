@@ -1,9 +1,9 @@
-"""What metrics.jsonl gets, trackers get too: each in a thread of its own, for training waits for none of them.
+"""Send the lines of metrics.jsonl to trackers, each in its own thread: training waits for none of them.
 
-A tracker that fails is left out from then on, and that is said once. What it lacks, because it failed, was killed or
-was not there before, it gets when the run is gone on with: metrics.jsonl has everything. So what trackers have in the
-end is what metrics.jsonl has, with two exceptions, both of those that cannot forget: after a rollback (--on-nan
-rollback) they keep the values that were given up, and after a kill the speed of updates that were made twice.
+A tracker that fails is left out from then on, and one line tells the user. What it lacks, because it failed, was killed
+or was not there before, it gets when the run is resumed: metrics.jsonl has everything. So in the end trackers have what
+metrics.jsonl has, with two exceptions, both of trackers that cannot rewind: after a rollback (--on-nan rollback) they
+keep the values that were given up, and after a kill the speed of updates that were made twice.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ class Tracking:
     ) -> None:
         self.path, self.say = folder / FILE, say
         self._lock = threading.Lock()
-        self._known = _read(self.path) if names else {}
+        self.known = _read(self.path) if names else {}
         self._workers = [_Worker(self, name, folder, facts) for name in dict.fromkeys(names)]
 
     def start(self) -> Tracking:
         """Wait a while for all to be ready, so that what they load takes nothing from the first updates."""
         end = time.monotonic() + START_PATIENCE
         for worker in self._workers:
-            worker.start()
+            worker.thread.start()
         for worker in self._workers:
             worker.ready.wait(max(0.0, end - time.monotonic()))
         return self
 
     def begin(self, lines: Sequence[Line]) -> None:
-        """The run stands behind these lines of metrics: at its beginning, where it is gone on with, or went back to."""
+        """Tell trackers the lines of metrics that the run has when it begins, resumes or was rolled back."""
         self._tell("begin", list(lines))
 
     def log(self, lines: Sequence[Line]) -> None:
-        """Lines that were added to metrics.jsonl."""
+        """Send lines that were added to metrics.jsonl."""
         self._tell("log", list(lines))
 
     def _tell(self, verb: str, what: Any) -> None:
@@ -74,7 +74,7 @@ class Tracking:
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """Around all that a sitting does: afterwards trackers may end, too."""
+        """Finish all trackers at the end of this block."""
         went_well, patience = False, PATIENCE
         try:
             yield
@@ -88,16 +88,12 @@ class Tracking:
             for worker in self._workers:
                 worker.wait(max(0.0, end - time.monotonic()))
 
-    def known(self, name: str) -> dict[str, Any]:
-        """What was kept of a tracker."""
-        return dict(self._known.get(name, {}))
-
     def keep(self, name: str, id: str, place: Place) -> None:
         """Remember under which id a tracker knows the run, and up to where it has everything."""
         with self._lock:
-            self._known[name] = {"id": id, "step": place[0], "part": place[1]}
+            self.known[name] = {"id": id, "step": place[0], "part": place[1]}
             with atomic_write(self.path, text=True) as file:
-                json.dump(self._known, file, indent=2)
+                json.dump(self.known, file, indent=2)
 
 
 class _Worker:
@@ -109,22 +105,18 @@ class _Worker:
 
     def __init__(self, tracking: Tracking, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
         self.tracking, self.name, self.facts = tracking, name, facts
-        kept = tracking.known(name)
+        kept = tracking.known.get(name, {})
         self.is_new = not kept
         self.tracker = TRACKERS[name](folder, kept.get("id") or secrets.token_hex(4))
         self.place: Place = (kept["step"], kept["part"]) if kept else START
         self.ready = threading.Event()
         self._news: queue.Queue[tuple[str, Any]] = queue.Queue(MOST_WAITING)
         self._has_failed = False
-        self._thread = threading.Thread(target=self._work, name=f"track {name}", daemon=True)
+        self.thread = threading.Thread(target=self._work, name=f"track {name}", daemon=True)
 
-    # -------------------------------------------------------------------- the run's side
-    def start(self) -> None:
-        """Begin to work."""
-        self._thread.start()
-
+    # -------------------------------------------------------------------- in the run's thread
     def tell(self, verb: str, what: Any) -> None:
-        """Leave some news; never waits."""
+        """Queue some news without waiting."""
         if self._has_failed:
             return
         try:
@@ -133,23 +125,23 @@ class _Worker:
             self._fail("it does not answer")
 
     def wait(self, seconds: float) -> None:
-        """Until the tracker has ended."""
+        """Wait until the tracker has finished."""
         if self._has_failed:
             return
-        self._thread.join(seconds)
-        if self._thread.is_alive() and not self._has_failed:
+        self.thread.join(seconds)
+        if self.thread.is_alive() and not self._has_failed:
             self._fail(f"it had not ended after {seconds:.0f} s")
 
     def _fail(self, why: str) -> None:
         self._has_failed = True
         self.tracking.say(f"--track {self.name}: {on_one_line(why)}; the run goes on without. --resume makes up for it")
 
-    # -------------------------------------------------------------------- the thread's side
+    # -------------------------------------------------------------------- in the tracker's thread
     def _work(self) -> None:
-        """Do what the news say, until the end or the first failure."""
+        """Pass the news on to the tracker, until the end or the first failure."""
         try:
             self.tracker.start(self.facts, self.is_new)
-            self.tracking.keep(self.name, self.tracker.id, self.place)
+            self._keep()
             self.tracking.say(f"tracked: {self.tracker.where}")
             self.ready.set()
             while not self._has_failed:
@@ -168,7 +160,7 @@ class _Worker:
             self.ready.set()
 
     def _begin(self, lines: Sequence[Line]) -> None:
-        """Forget what the run has forgotten."""
+        """Rewind a tracker to where the run is."""
         if self.tracker.rewinds and self.place != START:
             last = max((line["step"] for line in lines), default=0)
             step = min(last, self.place[0])
@@ -176,12 +168,12 @@ class _Worker:
             self.place = (step, -1)
 
     def _log(self, lines: Sequence[Line]) -> None:
-        """What the tracker lacks of these lines."""
+        """Log what the tracker lacks of these lines."""
         for line in lines:
             step, place = line["step"], _place(line)
             if place <= self.place:
                 continue
-            values = {name: value for name, value in _numbers(line) if not self.tracker.has(step, name)}
+            values = {name: value for name, value in _numbers(line).items() if not self.tracker.has(step, name)}
             if values:
                 self.tracker.log(step, values)
             self.place = place
@@ -194,17 +186,17 @@ class _Worker:
 
 
 def _place(line: Line) -> Place:
-    """Where a line stands: of one step first the update, then the estimate, then the final figures."""
+    """Return the place of a line: of one step first the update, then the estimate, then the final figures."""
     return line["step"], 2 if "final_loss" in line else 1 if "held_out_loss" in line else 0
 
 
-def _numbers(line: Line) -> list[tuple[str, float]]:
-    numbers = [(name, value) for name, value in line.items() if name != "step" and type(value) in (int, float)]
-    return [(name, value) for name, value in numbers if math.isfinite(value)]
+def _numbers(line: Line) -> dict[str, float]:
+    numbers = {name: value for name, value in line.items() if name != "step" and type(value) in (int, float)}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What tracking.json says, if it can be read: without it trackers begin a run anew."""
+    """Return the sound entries of tracking.json; trackers without one begin a new run."""
     with contextlib.suppress(ValueError, OSError):
         return {name: kept for name, kept in read_json_object(path).items() if _is_sound(kept)}
     return {}

@@ -1,8 +1,11 @@
-"""A folder in which one process at a time works, and who it is.
+"""Locks of folders, so that one process at a time works in each; the message for others names the holder.
 
 The lock is the operating system's own, on a file in the folder: it goes with the process that holds it, however that
-ends, so no lock outlives its holder. What the file says is for people. Where a file system knows no locks (some network
-folders), the file itself is the lock, and a holder that is dead is told by its process number and the time it began.
+ends, so no lock outlives its holder. The text of the file is for the message. Where a file system has no locks (some
+network folders), the file itself is the lock, and a holder that is dead is found by its process number and start time.
+
+`filelock` (4.2) does not replace this: it writes no holder into a file with a system lock, leaves the file behind,
+and uses the file itself only after ENOSYS, while ENOLCK, EOPNOTSUPP and EINVAL of network file systems are errors.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import os
 import socket
 import sys
 import time
+import zlib
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -64,19 +69,14 @@ class FolderLock:
         if handle is None:
             return
         # first the name, while the lock is held, so that nobody else's is removed; Windows removes no open file
-        with contextlib.suppress(OSError):
-            self.path.unlink()
-        with contextlib.suppress(OSError):
-            os.close(handle)
-        if os.name != "posix":
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-        if self._made_folder:
-            with contextlib.suppress(OSError):  # not empty: something was done in it
-                self.folder.rmdir()
+        steps: list[Callable[[], None]] = [self.path.unlink, lambda: os.close(handle)]
+        steps = steps if os.name == "posix" else steps[::-1]
+        for step in [*steps, self.folder.rmdir] if self._made_folder else steps:
+            with contextlib.suppress(OSError):  # as where the folder is not empty
+                step()
 
     def _take(self) -> bool:
-        """Try to become the holder."""
+        """Try to become the holder; return whether that worked."""
         handle, is_new = self._open()
         try:
             locked = lock_file(handle)
@@ -92,15 +92,17 @@ class FolderLock:
         return self._handle is not None
 
     def _open(self) -> tuple[int, bool]:
-        """A handle of the file, and whether it was made here."""
+        """Return a handle of the file, and whether it was made here."""
         expect_plain(self.path)  # a link would have us write elsewhere
-        try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
-        except FileExistsError:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), False
+        while True:
+            try:
+                return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):  # its holder has just left
+                    return os.open(self.path, os.O_RDWR), False
 
     def _has_its_name(self, handle: int) -> bool:
-        """Whether an open file is still the one of that name: a holder that left may have removed it."""
+        """Return whether an open file still has the lock's name: a holder that left may have removed it."""
         try:
             return os.path.samestat(os.fstat(handle), os.stat(self.path))
         except FileNotFoundError:
@@ -111,19 +113,23 @@ class FolderLock:
         text = _read(self.path)
         if not _is_dead(text):
             return -1
-        aside = self.path.with_name(f"{NAME}.{os.getpid()}")
+        claim = self.path.with_name(f"{NAME}.{zlib.crc32(text.encode()):08x}")  # made by one successor at a time
         try:
-            os.rename(self.path, aside)
-            if _read(aside) != text:  # somebody else was faster, and this is the new holder's
-                os.rename(aside, self.path)
+            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except OSError:
+            return -1
+        try:
+            if _read(self.path) != text:  # another successor was faster
                 return -1
-            aside.unlink()
+            self.path.unlink()
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError:
             return -1
+        finally:
+            claim.unlink(missing_ok=True)
 
     def _who(self) -> str:
-        """The message for somebody who does not get the lock."""
+        """Return the message for a process that does not get the lock."""
         holder = _parsed(_read(self.path))
         if not holder:
             return f"{self.folder}: another process works in this folder (if there is none, remove {self.path})"
@@ -157,7 +163,7 @@ def lock_file(handle: int) -> bool | None:
 
 
 def _write(handle: int) -> None:
-    """Say who holds the lock."""
+    """Write this process as the holder."""
     holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -178,7 +184,7 @@ def _read(path: Path) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """What a lock file says; nothing where it is none, or where its holder has not come to writing yet."""
+    """Return the holder in a lock file; nothing where it is none, or where the holder has not written yet."""
     try:
         holder = json.loads(text)
     except (ValueError, RecursionError):
@@ -187,7 +193,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _is_dead(text: str) -> bool:
-    """Whether the process that wrote a lock file is gone for sure, or none wrote it."""
+    """Return whether the process that wrote a lock file is known to have ended."""
     holder = _parsed(text)
     pid = holder.get("pid")
     if holder.get("host") != socket.gethostname() or type(pid) is not int or pid <= 0 or os.name != "posix":
@@ -202,7 +208,7 @@ def _is_dead(text: str) -> bool:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in Linux's own words: with the boot, so that no two processes are taken for one."""
+    """Return the boot and the time at which a process began, as Linux has them; None elsewhere."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
