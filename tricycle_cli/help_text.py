@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Iterator
 
 WIDE = 10_000  # columns, so that tyro breaks no line of its own
-LEFT, MOST_COLUMNS = 34, 120
+LEFT, MOST_COLUMNS = 28, 120
 # Where a flag is shown; the flags of a config that are named nowhere are those of other people's models.
 GROUPS = {
-    "model": """vocab-size context-window embedding-dim n-heads n-layers n-key-heads expansion-ratio activation gated
-        norm positions window softmax softmax-blocks bias tied dropout""",
+    "model": """vocab-size context-window embedding-dim n-heads n-layers n-key-heads activation
+        norm positions window softmax bias tied dropout""",
     "training": """batch-size accumulation-steps steps minutes optimiser schedule max-learning-rate min-learning-rate
         warmup-steps weight-decay max-gradient-norm precision recompute seed""",
     "evaluation": "eval-interval eval-batches sample-interval",
@@ -57,7 +57,7 @@ def _entries(box: str) -> Iterator[tuple[str, str]]:
         if re.match(r"  [-\[]\S", line) and set(line.strip()) != {"-"}:
             if name:
                 yield name, " ".join(words)
-            name, *words = re.split(r"\s{3,}", line.strip(), maxsplit=1)
+            name, *words = re.split(r"\s{2,}", line.strip(), maxsplit=1)
         elif name and line.strip():
             words.append(line.strip())
     if name:

@@ -229,10 +229,8 @@ def read_plan(folder: Path) -> Plan:
 def sweep(folder: Path, plan: Plan, base: TrainArguments, over: Over) -> int:
     """Run trials until there are enough, and report."""
     work = Sweep(folder.resolve(), plan, base, over, open_study(folder, plan))
-    print(
-        f"sweep: {folder}; continue it with\n  {other_command('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}",
-        flush=True,
-    )
+    again = f"{other_command('sweep', 'sweep')} --resume {shlex.quote(folder.as_posix())}"
+    print(f"sweep: {folder}; continue it with\n  {again}", flush=True)
     failures = 0
     while (trial := next_trial(work)) is not None:
         reason = try_one(work, trial)
@@ -469,9 +467,8 @@ def report(work: Sweep) -> None:
     params = {name: _short(best.params[name]) for name in work.over}
     print(f"the best is trial {best.number}, {best.value:.4f} bits a byte. Train so with")
     print(f"  {other_command('train', 'sweep')} {shlex.join([*work.plan.train, *work.flags(params)])}")
-    print(
-        f"generate with it\n  {other_command('generate', 'sweep')} {shlex.quote(work.run_folder(best.number).as_posix())}"
-    )
+    best_folder = shlex.quote(work.run_folder(best.number).as_posix())
+    print(f"generate with it\n  {other_command('generate', 'sweep')} {best_folder}")
 
 
 def _width(name: str) -> int:

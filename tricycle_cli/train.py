@@ -61,11 +61,10 @@ class Arguments:
     files: tuple[Path, ...] = ()
     """your own text files or folders of them, for --data text"""
     tokeniser: Tokenisers = "own"
-    """a vocabulary learnt from the text; one that other programs can use too, for it cuts text as GPT-2's does (the
-    preset "portable" has it); or GPT-2's published one, of 50257 tokens"""
+    """learnt from the text; "portable": the same, with GPT-2's way of cutting text, for other programs (the preset
+    "portable" has it); "gpt2": GPT-2's own, of 50257 tokens"""
     init_from: str | None = None
-    """a model to start from, as `tricycle generate` takes it: its shape, weights and tokeniser are used, and settings
-    of training start from gentler values"""
+    """a model to start from, as `tricycle generate` takes it: gives shape, weights, tokeniser, and gentler defaults"""
     run_folder: Path | None = None
     """where the run leaves its files; without it a new folder in runs/"""
     on_nan: OnNaN = "skip"
