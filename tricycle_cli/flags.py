@@ -12,7 +12,9 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 MOST_SAID = 1000  # characters of an error
-DEPRECATED = {"--lookahead": "--draft-tokens", "--past-window": "--overflow"}  # former names of flags
+# Other names of flags: those that are deprecated, and the American spelling.
+ALIASES = {"--lookahead": "--draft-tokens", "--past-window": "--overflow"}
+ALIASES |= {"--optimizer": "--optimiser", "--shard-optimizer": "--shard-optimiser"}
 
 
 def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:
@@ -24,7 +26,7 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
     """
     import tyro
 
-    args = [_current_name(word) for word in (sys.argv[1:] if args is None else args)]
+    args = [_resolve_alias(word) for word in (sys.argv[1:] if args is None else args)]
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -39,10 +41,10 @@ def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = 
         fail(str(error), status=2)
 
 
-def _current_name(word: str) -> str:
-    """Return a word of a command line with the current name of a flag whose name is deprecated."""
+def _resolve_alias(word: str) -> str:
+    """Return a word of a command line with the name of the flag where it is an alias."""
     name, equals, value = word.partition("=")
-    return DEPRECATED.get(name.replace("_", "-"), name) + equals + value
+    return ALIASES.get(name.replace("_", "-"), name) + equals + value
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

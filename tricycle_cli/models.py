@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tricycle import devices
+from tricycle.configs.checked import OneOf
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.models import GPT
 from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle.softmaxes import SOFTMAXES
 from tricycle.weights import quantize
 from tricycle_cli.pickles import load_pickled_model
 from tricycle_cli.run import SAMPLING
 
+Softmax = OneOf[str, SOFTMAXES]
 Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
 Device = Literal["auto", "cpu", "gpu"]
 Cache = Literal["auto", "float32", "float16", "bfloat16"]

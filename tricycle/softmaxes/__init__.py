@@ -1,6 +1,6 @@
 """Softmax variants beside those in `functions.py`, added to its table of names.
 
-A new one is a function with its gradient, and two lines here.
+A new one is a file with the function and its gradient, its row here, and its sample in tests/samples.py.
 """
 
 from tricycle.functions import SOFTMAXES, new_softmax
@@ -11,6 +11,4 @@ from tricycle.softmaxes.sink import SinkSoftmax
 
 __all__ = ["SOFTMAXES", "AdaptiveSoftmax", "BlockSoftmax", "SinkSoftmax", "new_softmax"]
 
-SOFTMAXES["adaptive"] = AdaptiveSoftmax
-SOFTMAXES["blocks"] = BlockSoftmax
-SOFTMAXES["sink"] = SinkSoftmax
+SOFTMAXES.update(adaptive=AdaptiveSoftmax, blocks=BlockSoftmax, sink=SinkSoftmax)
