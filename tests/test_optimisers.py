@@ -588,7 +588,10 @@ def test_a_real_step_lowers_the_loss(rng: np.random.Generator) -> None:
 SGD = StochasticGradientDescent
 BAD = {
     "growing beta2": (lambda: Adafactor(beta2_decay=0.8), "Adafactor: expected a beta2_decay of 0 or less, got 0.8"),
-    "eps 0": (lambda: Adafactor(eps=(0, 1e-3)), "Adafactor: expected two numbers above 0 as eps, got (0, 0.001)"),
+    "adafactor eps 0": (
+        lambda: Adafactor(eps=(0, 1e-3)),
+        "Adafactor: expected two numbers above 0 as eps, got (0, 0.001)",
+    ),
     "threshold 0": (lambda: Adafactor(clip_threshold=0), "Adafactor: expected a clip_threshold above 0, got 0"),
     "negative rate": (lambda: SGD(-0.1), "StochasticGradientDescent: expected a learning_rate of 0 or more, got -0.1"),
     "infinite rate": (lambda: AdamW(math.inf), "AdamW: expected a learning_rate of 0 or more, got inf"),
