@@ -13,8 +13,12 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 MOST_SAID = 1000  # characters of an error
 # Other names of flags: those that are deprecated, and the American spelling.
-ALIASES = {"--lookahead": "--draft-tokens", "--past-window": "--overflow"}
-ALIASES |= {"--optimizer": "--optimiser", "--shard-optimizer": "--shard-optimiser"}
+ALIASES = {
+    "--lookahead": "--draft-tokens",
+    "--past-window": "--overflow",
+    "--optimizer": "--optimiser",
+    "--shard-optimizer": "--shard-optimiser",
+}
 
 
 def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:

@@ -43,7 +43,10 @@ class ReLUSquared(Op):
         return record(y, (x,), lambda grad, needs_grad: (kernels.multiply(grad, slope),), "relu_squared")
 
 
-ACTIVATIONS.update(gelu_exact=ExactGeLU, relu_squared=ReLUSquared, sigmoid=Sigmoid, tanh=Tanh)
+ACTIVATIONS["gelu_exact"] = ExactGeLU
+ACTIVATIONS["relu_squared"] = ReLUSquared
+ACTIVATIONS["sigmoid"] = Sigmoid
+ACTIVATIONS["tanh"] = Tanh
 
 
 def erf(x: Array) -> Array:

@@ -40,4 +40,4 @@ def new_scaling(config: Any) -> RotaryScaling:
     return RotaryScaling(config.rotary_scaling, config.rotary_factor, *bounds)
 
 
-SCALINGS.update(linear=new_scaling, llama3=new_scaling)
+SCALINGS["linear"] = SCALINGS["llama3"] = new_scaling

@@ -11,4 +11,6 @@ from tricycle.softmaxes.sink import SinkSoftmax
 
 __all__ = ["SOFTMAXES", "AdaptiveSoftmax", "BlockSoftmax", "SinkSoftmax", "new_softmax"]
 
-SOFTMAXES.update(adaptive=AdaptiveSoftmax, blocks=BlockSoftmax, sink=SinkSoftmax)
+SOFTMAXES["adaptive"] = AdaptiveSoftmax
+SOFTMAXES["blocks"] = BlockSoftmax
+SOFTMAXES["sink"] = SinkSoftmax
