@@ -12,13 +12,8 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 MOST_SAID = 1000  # characters of an error
-# Other names of flags: those that are deprecated, and the American spelling.
-ALIASES = {
-    "--lookahead": "--draft-tokens",
-    "--past-window": "--overflow",
-    "--optimizer": "--optimiser",
-    "--shard-optimizer": "--shard-optimiser",
-}
+# Other names of flags: two that are deprecated, and the American spelling.
+ALIASES = {"--lookahead": "--draft-tokens", "--past-window": "--overflow", "--optimizer": "--optimiser"}
 
 
 def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:

@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tricycle.optimiser_rules.adafactor import Adafactor, AdafactorRule
+from tricycle.optimiser_rules.adafactor import Adafactor
 from tricycle.optimiser_rules.lion import Lion, LionRule
 from tricycle.optimiser_rules.muon import Muon, MuonRule, anything, is_hidden_matrix
 from tricycle.optimisers import AdamW, Optimiser
 
-__all__ = [
-    "OPTIMISERS",
-    "Adafactor",
-    "AdafactorRule",
-    "Lion",
-    "LionRule",
-    "Muon",
-    "MuonRule",
-    "OptimiserRow",
-    "anything",
-    "is_hidden_matrix",
-]
+__all__ = ["OPTIMISERS", "Adafactor", "Lion", "LionRule", "Muon", "MuonRule", "anything", "is_hidden_matrix"]
 
 
 class OptimiserRow(NamedTuple):
