@@ -26,6 +26,7 @@ from tricycle_cli.models import (
     Device,
     Overflow,
     SamplingFlags,
+    Softmax,
     Weights,
     cache_dtype,
     load_model,
@@ -66,8 +67,8 @@ class Arguments:
     draft_tokens: int = 0
     """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
     edited code at temperature 0"""
-    softmax: str | None = None
-    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
+    softmax: Softmax | None = None
+    """let attention normalize scores in another way than in training"""
     adapter: Path | None = None
     """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"

@@ -16,7 +16,7 @@ from tricycle.evaluation import HeldOut, evaluate
 from tricycle.system.files import read_file
 from tricycle.tokeniser import Tokeniser
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Device, Weights, load_model
+from tricycle_cli.models import Device, Softmax, Weights, load_model
 
 MOST_LOGITS = 2**26  # numbers at once, for the size of a batch
 LONGEST_WINDOW = 1024  # unless a longer one is asked for
@@ -37,8 +37,8 @@ class Arguments:
     half of the window"""
     batch_size: int = 0
     """windows at once; 0 for as many as fit into a few hundred megabytes"""
-    softmax: str | None = None
-    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
+    softmax: Softmax | None = None
+    """let attention normalize scores in another way than in training"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
     json: bool = False

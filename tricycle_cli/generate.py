@@ -18,6 +18,7 @@ from tricycle_cli.models import (
     Device,
     Overflow,
     SamplingFlags,
+    Softmax,
     Weights,
     cache_dtype,
     load_model,
@@ -51,8 +52,8 @@ class Arguments:
     """end at the end-of-text token"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
-    softmax: str | None = None
-    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
+    softmax: Softmax | None = None
+    """let attention normalize scores in another way than in training"""
     adapter: Path | None = None
     """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"

@@ -22,7 +22,7 @@ from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import saved_translators
 from tricycle_cli import compare
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Device, Weights, load_file, load_model
+from tricycle_cli.models import Device, Softmax, Weights, load_file, load_model
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.page import page, whole, write_page
 from tricycle_lab.look.server import Desk, LookServer, Picture
@@ -52,8 +52,8 @@ class Arguments:
     """where to serve the page on this machine; 0 for any port that is free"""
     browser: bool = True
     """open the page"""
-    softmax: str | None = None
-    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
+    softmax: Softmax | None = None
+    """let attention normalize scores in another way than in training"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
     adapter: Path | None = None

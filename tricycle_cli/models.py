@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tricycle import devices
+from tricycle.configs.checked import OneOf
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.generate import DecodingState, generate
 from tricycle.kernels.quantized import dtype_of
@@ -18,9 +19,11 @@ from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle.softmaxes import SOFTMAXES
 from tricycle.weights import quantize
 from tricycle_cli.pickles import load_pickled_model
 
+Softmax = OneOf[str, SOFTMAXES]
 Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
 Device = Literal["auto", "cpu", "gpu"]
 Cache = Literal["auto", "float32", "float16", "bfloat16"]

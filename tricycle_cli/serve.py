@@ -29,6 +29,7 @@ from tricycle_cli.models import (
     Cache,
     Device,
     SamplingFlags,
+    Softmax,
     Weights,
     cache_dtype,
     check_device,
@@ -80,8 +81,8 @@ class Arguments:
     cache: Cache = "auto"
     """what keys and values are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves them as they are
     computed (float32 on a CPU)"""
-    softmax: str | None = None
-    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
+    softmax: Softmax | None = None
+    """let attention normalize scores in another way than in training"""
     adapter: Path | None = None
     """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"
