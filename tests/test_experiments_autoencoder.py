@@ -1,22 +1,19 @@
 """experiments/autoencoder: the linear answers are right, measures are what they say, a tiny run leaves all."""
 
-import contextlib
 import gzip
-import io
-import json
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
+from studies import check_left, run_study
 from tables import wrong_flags
 
 from experiments.autoencoder import data, report, study
 from experiments.autoencoder.__main__ import main
-from experiments.autoencoder.linear import PCA, LinearFilter
+from experiments.autoencoder.models import PCA, LinearFilter
 from experiments.autoencoder.study import Settings, Study, bound, likeness, missed
+from experiments.shared.results import read
+from experiments.shared.training import stream
 from tricycle_datasets import mnist
 from tricycle_datasets.download import file_sha256
 
@@ -192,7 +189,7 @@ def test_a_training_pays_repeats_and_can_beat_pca(digits):
     one = Study(digits, settings, 0, "validation")
     shares = one.reconstruction()
     assert shares["dense"][0] < shares["PCA"][0] - 0.1
-    fresh = study.new_model("dense", digits.shape, 2, study.stream(study.TRAINING, 0, 0))
+    fresh = study.new_model("dense", digits.shape, 2, stream(study.TRAINING, 0, 0))
     again = study.train(fresh, digits, settings, 0, "")
     for name, array in again.state_dict().items():
         np.testing.assert_array_equal(array, one.trained("dense", 2).state_dict()[name])
@@ -205,49 +202,25 @@ def test_every_kind_repeats_with_its_noise(digits):
 
 
 # -------------------------------------------------------------------- the program
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder, said = tmp_path_factory.mktemp("runs") / "a run", io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(sys, "argv", ["autoencoder", *WORDS, "--output", str(folder)])
-        patch.setattr(study, "CLASSIFIER_STEPS", 40)
-        assert main() == 0
-    return folder, said.getvalue()
-
-
 @pytest.mark.nightly
-def test_what_a_run_leaves(finished):
-    folder, out = finished
+def test_what_a_run_leaves(tmp_path):
+    out = run_study(main, *WORDS, "--output", tmp_path / "a run")
     pictures = ["between", "codes", "denoising", "drawn", "errors", "plane", "reconstruction"]
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == sorted([*(f"{name}.png" for name in pictures), "results.json"])
-    results = json.loads((folder / "results.json").read_text())
+    check_left(tmp_path / "a run", ["results.json", *(f"{name}.png" for name in pictures)], 150)
+    results = read(tmp_path / "a run" / "results.json")
     assert [run["seed"] for run in results["runs"]] == [0, 1]
     one, other = (run["reconstruction"] for run in results["runs"])
     assert one["PCA"] == other["PCA"] and one["dense"] != other["dense"]
-    for name in pictures:
-        height, width, _ = imread(folder / f"{name}.png").shape
-        assert height > 150 < width
     for title, table in report.tables(results["runs"], results["settings"]).items():
         assert f"{title}\n\n{table}" in out
 
 
 test_wrong_flags_are_refused = wrong_flags(
     main,
-    (["--data", "letters"], "expected --data to be digits or mnist, got letters"),
+    (["--data", "letters"], "expected --data among digits, mnist, got letters"),
     (["--seeds", "0"], "expected --seeds to be at least 1, got 0"),
     (["--code-sizes", "2", "64"], "expected --code-sizes to be numbers from 1 to 63, got 2 64"),
     (["--noises", "-1"], "expected --noises to be numbers above 0, got -1"),
     (["--variational-size", "99"], "expected --variational-size to be at most 63, got 99"),
     (["--learning-rate", "0"], "expected --learning-rate above 0 and below 1, got 0"),
 )
-
-
-def test_the_readme_shows_the_results_that_lie_beside_it():
-    folder = Path(report.__file__).parent
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    for path in sorted((folder / "results").glob("*.json")):
-        results = json.loads(path.read_text())
-        for table in report.tables(results["runs"], results["settings"]).values():
-            assert table in readme
-    assert (folder / "results" / "results.json").is_file()

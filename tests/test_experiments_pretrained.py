@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -85,8 +86,15 @@ def test_what_is_no_such_file(tmp_path: Path) -> None:
 def test_without_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr(packages, "INDEX", "http://127.0.0.1:9")
-    absent = Package("absent==1", "absent_as_can_be", "absent-1.whl", "0", "0" * 64)
+    said: list[str] = []
+    monkeypatch.setattr(
+        packages.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "".join(said), "no network")
+    )
+    absent = Package("absent==1", "absent_as_can_be", "absent-1.whl", "0" * 64)
+    with pytest.raises(DownloadError, match=r"absent-1\.whl could not be downloaded by pip; put the file at .*no netw"):
+        absent.read("a.txt")
+    said.append("  Found link http://127.0.0.1:9/a/b/absent-1.whl (from http://127.0.0.1:9/absent/), version: 1\n")
+    assert absent.address() == "http://127.0.0.1:9/a/b/absent-1.whl"
     with pytest.raises(DownloadError, match=r"absent-1\.whl could not be downloaded .* put the file at"):
         absent.read("a.txt")
 

@@ -8,7 +8,7 @@ import pytest
 from test_programs import NEEDS_SHAKESPEARE, call, good
 
 from experiments.quiet_attention.__main__ import Arguments, measure, new_config, run
-from experiments.tables import cell, markdown
+from experiments.shared.tables import cell, markdown
 from tricycle.configs import DebugConfig, GPTConfig
 from tricycle.evaluation import HeldOut, evaluate
 from tricycle.system.files import atomic_write

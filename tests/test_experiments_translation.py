@@ -13,9 +13,7 @@ from matplotlib.image import imread
 from experiments.translation import __main__ as program
 from experiments.translation import report, study
 from experiments.translation.alignment import align
-from experiments.translation.data import Pairs, bleu
-from experiments.translation.models import RECIPES, Recipe, new_model
-from experiments.translation.study import Plan, Training, mean_loss, translate
+from experiments.translation.study import RECIPES, Pairs, Plan, Recipe, Training, bleu, mean_loss, new_model, translate
 from tricycle.sequences.translators import Vocabulary, load_translator
 from tricycle_datasets import multi30k as module
 from tricycle_datasets.multi30k import SHA256, SPLITS, multi30k
@@ -237,7 +235,7 @@ def test_sentences_that_cannot_be_translated(pairs):
 
 def test_labels_of_tokens():
     tokens = [" Kin", "d", ", ", "das", " $", "5", " \x16", "<end>"]
-    assert report._labels(tokens) == ["Kin", "-d", ",", "das", r"\$", "5", "·", "<end>"]
+    assert report._labels(tokens) == ["Kin", "-d", ",", "das", "$", "5", "·", "<end>"]
 
 
 # -------------------------------------------------------------------- the program
@@ -299,8 +297,8 @@ def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "cnn"], "expected --model to be all, fixed, bahdanau, luong, transformer, got 'cnn'"),
-        (["--target", "en"], "expected --target to be de or fr, got 'en'"),
+        (["--model", "cnn"], "expected --model among all, fixed, bahdanau, luong, transformer, got cnn"),
+        (["--target", "en"], "expected --target among de, fr, got en"),
         (["--minutes", "0"], "expected --minutes to be above 0, got 0.0"),
         (["--dropout", "1"], "expected --dropout from 0 to below 1, got 1.0"),
         (["--width", "0"], "expected --width to be above 0, got 0"),
@@ -313,16 +311,6 @@ def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
 def test_wrong_flags_are_refused(monkeypatch, tmp_path, words, said):
     with pytest.raises((ValueError, FileNotFoundError), match=said):
         call(monkeypatch, tmp_path, *words)
-
-
-def test_the_readme_shows_the_results_that_lie_beside_it():
-    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
-    runs = report.load_runs(FOLDER / "results")
-    for target in {language for language, _ in runs}:
-        assert report.table(runs, target) in readme
-        assert report.length_table(runs, target) in readme
-    signatures = {run["test"]["signature"] for found in runs.values() for run in found}
-    assert len(signatures) == 1 and signatures.pop() in readme
 
 
 def test_a_table_of_one_run_has_no_spread():

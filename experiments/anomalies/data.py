@@ -4,8 +4,6 @@ A beat is a wave with a smaller one behind it. Beats differ in length (with the 
 shape; the whole drifts slowly, and there is noise. About 32 samples are a beat: a second, if one likes.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Images of digits in three fixed parts: to train on, to choose by, and to look at once."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -12,8 +12,6 @@ table calls sequential operations.
 a signal takes from there, forward or back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

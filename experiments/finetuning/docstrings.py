@@ -4,8 +4,6 @@ Held out are whole modules, with all that stands in their folder, so that no hel
 learnt; and of these no function whose line, or code, stands in a module of another part.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import re
@@ -137,8 +135,3 @@ def overlap(answer: str, wanted: str) -> float:
 def same(answer: str, wanted: str) -> bool:
     """Whether they are the same words in the same order."""
     return re.findall(r"[a-z0-9]+", answer.lower()) == re.findall(r"[a-z0-9]+", wanted.lower())
-
-
-def name_as_answer(function: Function) -> str:
-    """What needs no model: the words of a function's name."""
-    return " ".join(re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", function.name))

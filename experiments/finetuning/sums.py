@@ -4,8 +4,6 @@ A sum is where it starts and what is added or taken away, or that it doubles. No
 training, however it is told; held out are also stories of another kind, none of whose sentences stand in training.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

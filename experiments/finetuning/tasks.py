@@ -1,7 +1,5 @@
 """The three tasks: their records for `tricycle finetune`, what is asked of a model, and how its answers are judged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

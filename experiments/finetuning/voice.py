@@ -1,7 +1,5 @@
 """Shakespeare's voice: plays to go on with, and how much of what a model writes it has by heart."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -6,8 +6,6 @@ go, each after the right answers to those before it, so a text is read once what
 Shapes: N texts, T tokens.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A value x becomes s round(x / s) with s = max |x| / 127: symmetric, by the large
 tensor, one outlier makes s large for all. Products of such values in float32 are those that int8 hardware would give.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Texts to train and to choose on, without the held-out text that a recipe is judged by in the end."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sysconfig

@@ -8,8 +8,6 @@ of a function in a held-out file, which it has never seen, and the indentation o
 the first line that is not indented. Nothing that a model wrote is ever run.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import warnings
@@ -22,7 +20,8 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from experiments.settings import at_least, save
+from experiments.shared.program import at_least
+from experiments.shared.results import save
 from experiments.ten_minutes.data import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
@@ -46,24 +45,17 @@ END = re.compile(rb"\n(?=[^ \t\r\n\f)\]}])")
 class Settings:
     """Which model, and how many functions."""
 
-    run: tyro.conf.Positional[Path]
-    """a run folder of train_smol_gpt.py on Python code, or a checkpoint"""
+    run: tyro.conf.Positional[Path]  # a run folder of train_smol_gpt.py on Python code, or a checkpoint
     samples: int = 200
     """functions for each kind of prompt and temperature; constrained ones at most as many as the files have"""
-    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
-    """of sampling; at 0 the likeliest token that is allowed is taken"""
-    top_p: float = 1.0
-    """draw among the likeliest tokens whose probabilities reach this sum"""
-    min_p: float = SAMPLING.min_p
-    """draw among the tokens at least this many times as probable as the likeliest"""
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)  # of sampling; at 0 the likeliest token that is allowed is taken
+    top_p: float = 1.0  # draw among the likeliest tokens whose probabilities reach this sum
+    min_p: float = SAMPLING.min_p  # draw among the tokens at least this many times as probable as the likeliest
     no_repeat_ngram_size: int = SAMPLING.no_repeat_ngram_size
     """never write so many tokens a second time in the same order; 0 lets them be"""
-    tokens: int = 512
-    """the most tokens of a function with its prompt"""
-    batch: int = 50
-    """functions that are written at a time"""
-    seed: int = 0
-    """decides what is drawn, and which functions of the held-out files begin the constrained ones"""
+    tokens: int = 512  # the most tokens of a function with its prompt
+    batch: int = 50  # functions that are written at a time
+    seed: int = 0  # decides what is drawn, and which functions of the held-out files begin the constrained ones
     output: Path | None = None
     """the JSON file in which counts and examples are left; parses.json in the run folder unless named"""
 
@@ -85,10 +77,7 @@ def main() -> int:
 
 
 def check(settings: Settings) -> None:
-    """
-    Raises:
-        ValueError: settings with which nothing could be measured.
-    """
+    """Raise ValueError for settings with which nothing could be measured."""
     at_least(settings, samples=1, tokens=16, batch=1, seed=0)
     if not settings.temperatures:
         raise ValueError("expected --temperatures of 0 or more, got none")
@@ -99,10 +88,7 @@ def check(settings: Settings) -> None:
 
 
 def sampling_of(settings: Settings, temperature: float) -> Sampling:
-    """
-    Raises:
-        ValueError: a setting out of range.
-    """
+    """Return how tokens are drawn; raise ValueError for a setting out of range."""
     n_gram = settings.no_repeat_ngram_size
     return PenalizedSampling(temperature, top_p=settings.top_p, min_p=settings.min_p, no_repeat_ngram_size=n_gram)
 

@@ -3,12 +3,10 @@
 Shapes: N rows, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,32 +143,41 @@ def token_bytes(tokeniser: Any, ids: np.ndarray, text: str) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- losses
+class Read(NamedTuple):
+    """Of rows (N, T + 1) the loss of each token but the first, in nats, and the likeliest in its place, (N, T)."""
+
+    losses: np.ndarray
+    likeliest: np.ndarray
+
+
 def token_losses(model: GPT, ids: np.ndarray, n_rows: int = 0) -> np.ndarray:
-    """The loss of each token but the first of every row, (N, T + 1) to (N, T), in nats, within a Probe too.
+    """Return the loss of each token but the first of every row, (N, T + 1) to (N, T), in nats. Arguments of `read`."""
+    return read(model, ids, n_rows).losses
+
+
+def read(model: GPT, ids: np.ndarray, n_rows: int = 0) -> Read:
+    """Return losses and likeliest tokens of a model as it is, within a Probe too.
 
     Args:
         n_rows: that are computed together; 0 for as many as have about 2,048 tokens.
     """
     together = n_rows or max(1, 2048 // ids.shape[1])
-    losses = []
-    with model.evaluating():
-        for start in range(0, len(ids), together):
-            rows = np.asarray(ids[start : start + together], np.int64)
-            losses.append(_losses_of(model, rows))
-    return np.concatenate(losses)
+    with model.evaluating(), no_grad():
+        parts = [_read(model, np.asarray(ids[i : i + together], np.int64)) for i in range(0, len(ids), together)]
+    return Read(*(np.concatenate(arrays) for arrays in zip(*parts)))
 
 
-def _losses_of(model: GPT, rows: np.ndarray) -> np.ndarray:
-    """All logits of long rows would not fit into memory: so some at a time."""
-    parts = []
-    with no_grad():
-        hidden = model.hidden(model.place(rows[:, :-1]))
-        step = max(1, ROWS_OF_LOGITS // len(rows))
-        for start in range(0, hidden.shape[1], step):
-            labels = rows[:, 1:][:, start : start + step, None]
-            log_shares = to_cpu(LogSoftmax()(model.logits(hidden[:, start : start + step])).array)
-            parts.append(-np.take_along_axis(log_shares, labels, axis=-1)[..., 0])
-    return np.concatenate(parts, axis=1)
+def _read(model: GPT, rows: np.ndarray) -> Read:
+    """Logits of some tokens at a time, because all of long rows do not fit into memory."""
+    losses, likeliest = [], []
+    hidden = model.hidden(model.place(rows[:, :-1]))
+    step = max(1, ROWS_OF_LOGITS // len(rows))
+    for start in range(0, hidden.shape[1], step):
+        labels = rows[:, 1:][:, start : start + step, None]
+        log_shares = to_cpu(LogSoftmax()(model.logits(hidden[:, start : start + step])).array)
+        losses.append(-np.take_along_axis(log_shares, labels, axis=-1)[..., 0])
+        likeliest.append(log_shares.argmax(axis=-1))
+    return Read(np.concatenate(losses, axis=1), np.concatenate(likeliest, axis=1))
 
 
 def perplexity(losses: np.ndarray) -> float:
@@ -185,16 +192,3 @@ def bits_per_byte(losses: np.ndarray, n_bytes: np.ndarray) -> float:
         losses: nats a token. n_bytes: that the same tokens stand for.
     """
     return float(losses.sum(dtype=np.float64)) / math.log(2) / max(1, int(n_bytes.sum()))
-
-
-def by_position(losses: np.ndarray, n_bins: int = 16) -> Iterator[tuple[int, int, float]]:
-    """First and last position (from 1) and perplexity, in bins that double in length: 1, 2, 3-4, 5-8 and so on.
-
-    Args:
-        losses: (N, T). n_bins: the most; the last of them are kept.
-    """
-    n_tokens = losses.shape[1]
-    ends = [2**i for i in range(math.ceil(math.log2(n_tokens)) + 1) if 2**i < n_tokens] + [n_tokens]
-    bins = list(zip([0, *ends], ends))[-n_bins:]
-    for start, end in bins:
-        yield start + 1, end, perplexity(losses[:, start:end])

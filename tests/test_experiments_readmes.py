@@ -1,0 +1,97 @@
+"""Each README of experiments/ shows the tables of the results beside it, and its recipes are those of the program."""
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from studies import ROOT, readme
+
+from experiments.learned_statistics.blocks import Rows
+from experiments.shared.results import read
+
+FOLDERS = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/README.md"))
+Results = dict[str, Any]
+
+
+def report_of(name: str) -> Any:
+    return importlib.import_module(f"experiments.{name}.report")
+
+
+def all_tables(*keys: str) -> Callable[[str, Results], Iterator[str]]:
+    """`tables` of a report, called with parts of results.json."""
+    return lambda name, results: report_of(name).tables(*(results[key] for key in keys)).values()
+
+
+def learned_statistics(name: str, results: Results) -> Iterator[str]:
+    yield from report_of(name).tables(results["rows"], results["attention"]).values()
+    yield report_of(name).won_back_table(read(ROOT / "experiments" / name / "results" / "equal_start.json")["rows"])
+
+
+def max_retrieval(name: str, results: Results) -> Iterator[str]:
+    falling = read(ROOT / "experiments" / name / "results" / "falling.json")
+    assert falling["settings"]["decay"] and not results["settings"]["decay"]
+    for found in (results, falling):
+        yield report_of(name).accuracy_table(found["sizes"], found["runs"])
+
+
+def dates(name: str, results: Results) -> Iterator[str]:
+    yield from report_of(name).tables(results["runs"]).values()
+    yield report_of(name).several_table(read(ROOT / "experiments" / name / "results" / "several.json")["runs"])
+
+
+TABLES: dict[str, Callable[[str, Results], Iterator[str]]] = {
+    "anomalies": all_tables("runs"),
+    "autoencoder": all_tables("runs", "settings"),
+    "comparison": lambda name, results: report_of(name).tables(results).values(),
+    "dates": dates,
+    "finetuning": lambda name, results: report_of(name).tables(results).values(),
+    "learned_statistics": learned_statistics,
+    "max_retrieval": max_retrieval,
+    "names": all_tables("runs", "classes", "confusion"),
+    "sentiment": all_tables("runs", "words"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name):
+    results = read(ROOT / "experiments" / name / "results" / "results.json")
+    assert not results["settings"].get("quick")
+    text, tables = readme(name), list(TABLES[name](name, results))
+    assert tables and all(table in text for table in tables)
+
+
+@pytest.mark.parametrize(("name", "n_tables"), [("ten_minutes", 4), ("translation", 4)])
+def test_tables_of_a_folder(name, n_tables):
+    folder, report = ROOT / "experiments" / name / "results", report_of(name)
+    tables = report.tables(folder) if name == "ten_minutes" else report.tables(report.load_runs(folder))
+    assert len(tables) == n_tables and all(table in readme(name) for table in tables.values())
+
+
+@pytest.mark.parametrize("name", ["names", "sentiment"])
+def test_recipes(name):
+    study = importlib.import_module(f"experiments.{name}.study")
+    recipes = json.loads(json.dumps({model: vars(recipe) for model, recipe in study.RECIPES.items()}))
+    assert read(ROOT / "experiments" / name / "results" / "results.json")["recipes"] == recipes
+
+
+def test_tables_of_scales_of_a_pretrained_model(tmp_path):
+    from experiments.learned_statistics import real_report
+    from experiments.learned_statistics.real_study import FREE, RealSettings
+
+    shutil.copy(ROOT / "experiments" / "learned_statistics" / "results" / "real" / "results.json", tmp_path)
+    settings = RealSettings(output=tmp_path)
+    tables = real_report.tables(real_report.Results(Rows(settings, FREE), settings))
+    assert all(table in readme("learned_statistics") for table in tables.values())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_result_is_shown_or_needed(name):
+    """A file of results is named by a page of the documentation, or is JSON, of which tables are made."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "experiments" / name / "README.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    for path in (ROOT / "experiments" / name / "results").rglob("*.*"):
+        place = path.relative_to(ROOT / "experiments" / name).as_posix()
+        assert place in text or path.suffix == ".json", place
