@@ -627,8 +627,7 @@ def test_the_real_attention_reads_the_last_state() -> None:
 
 
 test_wrong_flags_of_look_textgenrnn_are_refused = wrong_flags(
-    look_textgenrnn.main,
-    (["--titles", "short"], "expected --titles with 100 characters or more"),
+    look_textgenrnn.main, (["--titles", "short"], "expected --titles with 100 characters or more")
 )
 
 

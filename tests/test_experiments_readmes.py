@@ -87,6 +87,20 @@ def test_tables_of_scales_of_a_pretrained_model(tmp_path):
     assert all(table in readme("learned_statistics") for table in tables.values())
 
 
+def test_tables_of_smollm2():
+    from experiments.max_retrieval import real_report
+    from experiments.quiet_attention import pretrained_report
+
+    found = read(ROOT / "experiments" / "quiet_attention" / "results" / "smollm2.json")
+    tables = pretrained_report.tables(found, pretrained_report.grouped(found["variants"]))
+    del tables["Seconds"]
+    assert all(table in readme("quiet_attention") for table in tables.values())
+    found = read(ROOT / "experiments" / "max_retrieval" / "results" / "smollm2" / "results.json")
+    tables = real_report.tables(found)
+    del tables["The start of ln n"]
+    assert len(tables) == 5 and all(table in readme("max_retrieval") for table in tables.values())
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_result_is_shown_or_needed(name):
     """A file of results is named by a page of the documentation, or is JSON, of which tables are made."""

@@ -28,15 +28,7 @@ N_LISTED = 12  # heads
 
 def report(folder: Path, results: dict[str, Any]) -> Outcome:
     """Draw the pictures and write tables.md and heads.html, leaving out what needs parts that are not there yet."""
-    tables = {
-        "Accuracy, % of answers that are right as a whole": lambda: task_table(results, "accuracy", 1, 100),
-        "Nats an answer": lambda: task_table(results, "nats"),
-        "Perplexity by position": lambda: text_table(results),
-        "Entropy by length": lambda: entropy_table(results),
-        "Heads whose sharpness the tasks ask for most": lambda: head_table(results),
-        "The start of ln n": lambda: start_table(results),
-    }
-    made = {title: table for title, make in tables.items() if (table := if_there(make))}
+    made = tables(results)
     with atomic_write(folder / "tables.md", text=True) as file:
         file.write("\n\n".join(f"## {title}\n\n{table}" for title, table in made.items()) + "\n")
     if_there(lambda: plot_tasks(results, folder))
@@ -46,6 +38,19 @@ def report(folder: Path, results: dict[str, Any]) -> Outcome:
     if_there(lambda: write_page(PAGE, folder / "heads.html", page_data(results)))
     print(f"{results['seconds'] / 60:.0f} minutes")
     return made, ["results.json", "tables.md", "heads.html", "pictures"]
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the tables that the parts suffice for, by title."""
+    makers = {
+        "Accuracy, % of answers that are right as a whole": lambda: task_table(results, "accuracy", 1, 100),
+        "Nats an answer": lambda: task_table(results, "nats"),
+        "Perplexity by position": lambda: text_table(results),
+        "Entropy by length": lambda: entropy_table(results),
+        "Heads whose sharpness the tasks ask for most": lambda: head_table(results),
+        "The start of ln n": lambda: start_table(results),
+    }
+    return {title: table for title, make in makers.items() if (table := if_there(make))}
 
 
 def if_there(make: Callable[[], Any]) -> Any:

@@ -26,7 +26,17 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
     before = results["before"]
     n_tokens = settings.steps * settings.rows * settings.tokens
     print(f"\nTraining reads {n_tokens:,} tokens in {settings.steps} updates.")
-    tables = {
+    print_tables(tables(results, groups))
+    draw(settings.output / "model.png", groups, before)
+    tokens, found = maps(settings, shown_layers(len(before["weights"]["heads"]["queries"])))
+    attention_page(settings.output / "model.html", found, tokens, f"Attention of {settings.model}, untrained here")
+    print(f"\nresults.json, model.png, model.html are in {settings.output}")
+
+
+def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
+    """Return all tables by title."""
+    before = results["before"]
+    return {
         "Where attention goes, as it is": sink_table(before),
         "What begins a text": beginning_table(before),
         "Outliers of the weights": weight_table(before),
@@ -40,11 +50,6 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
         "What the sinks learned": learned_sinks(groups),
         "Seconds": time_table(groups),
     }
-    print_tables(tables)
-    draw(settings.output / "model.png", groups, before)
-    tokens, found = maps(settings, shown_layers(len(before["weights"]["heads"]["queries"])))
-    attention_page(settings.output / "model.html", found, tokens, f"Attention of {settings.model}, untrained here")
-    print(f"\nresults.json, model.png, model.html are in {settings.output}")
 
 
 def shown_layers(n_layers: int) -> list[int]:
