@@ -411,52 +411,44 @@ def last():
 
 
 class Parrot:
-    """A model that repeats one text, whatever it is given."""
+    """Goes on with one text, whatever it is given, in the place of `Batch`."""
 
-    def __init__(self, tokens, n_vocab, window):
-        self.tokens, self.n_vocab, self.config = tokens, n_vocab, replace(SMALL, context_window=window)
-        self.n_seen = 0
+    def __init__(self, model):
+        self.texts = []
 
-    evaluating, place = staticmethod(GPT(SMALL).evaluating), GPT(SMALL).place
+    def __len__(self):
+        return sum(bool(text) for text in self.texts)
 
-    def new_caches(self):
-        return []
+    def add(self, prompt, n_tokens, sampling):
+        self.texts.append(list(TEXT[len(prompt) - 1 :][:n_tokens]))
 
-    def __call__(self, latest, caches):
-        from tricycle.tensor import to_tensor
+    def remove(self, number):
+        self.texts[number] = []
 
-        logits = np.zeros((len(latest.array), 1, self.n_vocab), np.float32)
-        logits[..., self.tokens[self.n_seen % len(self.tokens)]] = 100
-        self.n_seen += 1
-        return to_tensor(logits)
+    def step(self):
+        return [(i, text.pop(0)) for i, text in enumerate(self.texts) if text]
 
 
-def test_functions_are_written_up_to_their_ends():
+TEXT = b"\n\ndef f(x):\n  return x\n\n\nx = 1\n"
+
+
+def test_functions_are_written_up_to_their_ends(monkeypatch):
     tokeniser = BPETokeniser(300)
-    text = b"\n\ndef f(x):\n  return x\n\n\nx = 1\n"
-    parrot = Parrot(list(text), tokeniser.n_vocab, 100)
-    generator = np.random.default_rng(0)
-    settings = parses.Settings(Path(), tokens=100, no_repeat_ngram_size=0)
-    written = parses.write(parrot, tokeniser, [b"\n\ndef", b"\n\ndef f("], settings, 1.0, generator)
-    assert written == [("def f(x):\n  return x\n", True)] * 2
-    parrot = Parrot(list(text), tokeniser.n_vocab, 100)
-    settings = replace(settings, tokens=18)
-    assert parses.write(parrot, tokeniser, [b"\n\ndef"], settings, 0, generator) == [("def f(x):\n  ret\n", False)]
+    prompts = [b"\n\ndef", b"\n\ndef f("]
+    with monkeypatch.context() as patch:
+        patch.setattr(parses, "Batch", Parrot)
+        settings = parses.Settings(Path(), tokens=100, no_repeat_ngram_size=0)
+        written = parses.write(GPT(SMALL), tokeniser, prompts, settings, 1.0, 0)
+        assert written == [("def f(x):\n  return x\n", True)] * 2
+        cut = parses.write(GPT(SMALL), tokeniser, prompts[:1], replace(settings, tokens=18), 0, 0)
+        assert cut == [("def f(x):\n  ret\n", False)]
     assert parses.counted(written)["parsed"] == 2
-
-
-def test_functions_go_on_past_the_window_as_all_text_does():
-    tokeniser = BPETokeniser(300)
-    model = GPT(replace(SMALL, context_window=12, vocab_size=tokeniser.n_vocab))
-    for parameter in model.parameters():  # far from the small first weights, so that what was read matters
-        parameter.array[...] = np.random.default_rng(1).normal(0, 1, parameter.shape)
-    settings = parses.Settings(Path(), tokens=60, no_repeat_ngram_size=4)
-    (text, _), _ = parses.write(model, tokeniser, [b"def", b"def"], settings, 0, np.random.default_rng(0))
-    prompt = [tokeniser.end_of_text, *tokeniser.encode("def")]
-    tokens = generate(
-        model, prompt, 60 - len(prompt), PenalizedSampling(0, no_repeat_ngram_size=4, n_vocab=tokeniser.n_vocab)
-    )
-    whole = [*prompt, *tokens]
+    model = GPT(replace(SMALL, vocab_size=tokeniser.n_vocab))
+    (text, _), _ = parses.write(model, tokeniser, prompts, replace(settings, tokens=30), 0.8, 5)
+    prompt = [tokeniser.end_of_text, *tokeniser.encode(prompts[0])]
+    limits = {"n_vocab": tokeniser.n_vocab, "stop_tokens": tokeniser.end_of_text}
+    sampling = PenalizedSampling(0.8, min_p=settings.min_p, seed=5, **limits)
+    whole = [*prompt, *generate(model, prompt, 30 - len(prompt), sampling)]
     assert text == parses.function_of(tokeniser, whole, tokeniser.end_of_text)
 
 

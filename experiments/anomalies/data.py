@@ -16,14 +16,8 @@ FASTER = 0.6  # how long a beat of "fast beats" is
 
 
 class Series(NamedTuple):
-    """
-    Attributes:
-        values: (n_samples,).
-        events: of each what it is, its first sample, and the one behind its last.
-    """
-
-    values: np.ndarray
-    events: list[tuple[str, int, int]]
+    values: np.ndarray  # (n_samples,)
+    events: list[tuple[str, int, int]]  # of each what it is, its first sample, and the one behind its last
 
 
 def normal_series(n_samples: int, generator: np.random.Generator) -> Series:

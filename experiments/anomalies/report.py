@@ -19,15 +19,11 @@ SHOWN = 6  # events in the picture of the series
 
 def tables(runs: Runs) -> dict[str, str]:
     """By title."""
+    area = lambda name, kind: of(runs, "methods", name, "area", kind)
     return {
-        "Area under the ROC curve of windows, %": area_table(runs),
+        "Area under the ROC curve of windows, %": grid(list(runs[0]["methods"]), COLUMNS, area, 1, 100),
         "Events found at the threshold, %": found_table(runs),
     }
-
-
-def area_table(runs: Runs) -> str:
-    area = lambda name, kind: of(runs, "methods", name, "area", kind)
-    return grid(list(runs[0]["methods"]), COLUMNS, area, 1, 100)
 
 
 def found_table(runs: Runs) -> str:

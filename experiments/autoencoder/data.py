@@ -11,14 +11,8 @@ HELD_OUT_MNIST = 5_000  # of the 60,000 training images, the last; the test has 
 
 
 class Part(NamedTuple):
-    """
-    Attributes:
-        images: (N, height, width, 1), float32 from 0 (paper) to 1 (ink).
-        labels: (N,), the digits.
-    """
-
-    images: np.ndarray
-    labels: np.ndarray
+    images: np.ndarray  # (N, height, width, 1), float32 from 0 (paper) to 1 (ink)
+    labels: np.ndarray  # (N,), the digits
 
 
 class Data(NamedTuple):

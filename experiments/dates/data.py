@@ -43,18 +43,12 @@ BARE = 0.3  # of the examples stand alone, the others within other words
 
 
 class Language(NamedTuple):
-    """
-    Attributes:
-        forms: templates of `write`; those of numbers alone are in every language.
-        filler: words that may stand around a date: no digits, no names of months or days in them.
-    """
-
     months: list[str]
     short_months: list[str]
     weekdays: list[str]
     short_weekdays: list[str]
-    forms: list[str]
-    filler: list[str]
+    forms: list[str]  # templates of `write`; those of numbers alone are in every language
+    filler: list[str]  # words that may stand around a date: no digits, no names of months or days in them
 
 
 def _languages() -> dict[str, Language]:
@@ -68,18 +62,10 @@ LANGUAGES = _languages()
 
 
 class Example(NamedTuple):
-    """
-    Attributes:
-        source: the text.
-        fields: for each of its characters NOTHING, DAY, MONTH or YEAR.
-        iso: the answer, such as 1998-03-03; of several dates one after the other.
-        language: of its words; of several dates that of the last.
-    """
-
-    source: str
-    fields: list[int]
-    iso: str
-    language: str
+    source: str  # the text
+    fields: list[int]  # for each of its characters NOTHING, DAY, MONTH or YEAR
+    iso: str  # the answer, such as 1998-03-03; of several dates one after the other
+    language: str  # of its words; of several dates that of the last
 
 
 # -------------------------------------------------------------------- one date

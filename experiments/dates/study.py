@@ -199,17 +199,11 @@ def look(model: EncoderDecoder, source: np.ndarray, target: np.ndarray, lengths:
 
 
 class Sight(NamedTuple):
-    """Where the tokens of each field look, of each of A heads: (A, 3) for year, month and day.
+    """Where the tokens of each field look, of each of A heads: (A, 3) for year, month and day."""
 
-    Attributes:
-        share: how much weight lies on the characters of the same field.
-        top: how often the character with the most weight is one of them.
-        even: (3,), the share that even weights over the whole text would have.
-    """
-
-    share: np.ndarray
-    top: np.ndarray
-    even: np.ndarray
+    share: np.ndarray  # how much weight lies on the characters of the same field
+    top: np.ndarray  # how often the character with the most weight is one of them
+    even: np.ndarray  # (3,), the share that even weights over the whole text would have
 
 
 def sight(model: EncoderDecoder, data: Texts) -> Sight:

@@ -60,10 +60,7 @@ class Sum(NamedTuple):
 
 
 def in_words(number: int) -> str:
-    """
-    Raises:
-        ValueError: a number that is not from 0 to 999.
-    """
+    """Raise ValueError: a number that is not from 0 to 999."""
     if not 0 <= number <= 999:
         raise ValueError(f"in_words: expected a number from 0 to 999, got {number}")
     if number < len(ONES):

@@ -28,19 +28,13 @@ STARTS = ("1", "1 / k", "mean")  # of the exact shares
 
 
 class Job(NamedTuple):
-    """A way to weigh keys, and the origin of its scales.
+    """A way to weigh keys, and the origin of its scales."""
 
-    Attributes:
-        kind: "whole", "none", "exact", "1 / k", "mean" or "learned".
-        grain: in GRAINS, of those with scales ("mean" and "learned").
-        start: in STARTS, of "learned", as `text`, which it learns from, `rate` and `seed`.
-    """
-
-    kind: str
+    kind: str  # "whole", "none", "exact", "1 / k", "mean" or "learned"
     blocks: int = 1
-    grain: str = ""
+    grain: str = ""  # in GRAINS, of those with scales ("mean" and "learned")
     text: str = ""
-    start: str = ""
+    start: str = ""  # in STARTS, of "learned", as `text`, which it learns from, `rate` and `seed`
     rate: float = 0.0
     seed: int = 0
 
@@ -167,15 +161,10 @@ def loss_of(model: GPT) -> LossOf:
 
 # -------------------------------------------------------------------- exact shares
 class Shares(NamedTuple):
-    """The share of all exponentials in each block, over windows of a text.
+    """The share of all exponentials in each block, over windows of a text."""
 
-    Attributes:
-        mean: by the number of blocks, (L, H, n, W).
-        square: the mean of their squares.
-    """
-
-    mean: dict[int, np.ndarray]
-    square: dict[int, np.ndarray]
+    mean: dict[int, np.ndarray]  # by the number of blocks, (L, H, n, W)
+    square: dict[int, np.ndarray]  # the mean of their squares
 
 
 def exact_shares(subject: Subject, rows: np.ndarray, blocks: Sequence[int]) -> Shares:

@@ -122,7 +122,9 @@ class Study:
 
     def run(self) -> None:
         temperatures = self.temperatures()
-        lengths = text_lengths(self.settings.length)
+        # of the plays all, of the others a quarter, for the time goes with the square of the length
+        quarter = max(64, self.settings.length // 4)
+        lengths = {"shakespeare": self.settings.length, "code": quarter, "captions": quarter}
         for text, length in lengths.items():
             self.part(f"text, {PLAIN}, {text}", partial(self.listen, None, text, length))
         for seed in range(self.settings.seeds):
@@ -230,8 +232,10 @@ class Study:
                 right: list[bool] = []
                 nats: list[float] = []
                 with tempered(self.model, temperature):
-                    for batch in in_batches(prompts):
-                        for all_rows, rows in zip((right, nats), fits.grade(self.model, batch)):
+                    together = max(1, TOKENS_AT_ONCE // max(len(prompt.ids) for prompt in prompts))
+                    for start in range(0, len(prompts), together):
+                        graded = fits.grade(self.model, prompts[start : start + together])
+                        for all_rows, rows in zip((right, nats), graded):
                             all_rows.extend(rows)
                 numbers = {"accuracy": float(np.mean(right)), "nats": round(float(np.mean(nats)), 4)}
                 size = round(float(np.mean([len(prompt.ids) for prompt in prompts])))
@@ -265,28 +269,13 @@ def results_in(folder: Path) -> dict[str, Any]:
         part = read(path)
         parts[part["name"]] = part
     kinds: dict[str, Any] = {"seconds": round(sum(part["seconds"] for part in parts.values()))}
-    for name in sorted(parts, key=_place):
+    # longer names of temperatures first, where one is the beginning of another
+    known = sorted(NAMES, key=len, reverse=True)
+    place = lambda name: next((NAMES.index(one) for one in known if f", {one}" in name), 0)
+    for name in sorted(parts, key=lambda name: (place(name), name)):
         kind, _, rest = name.partition(", ")
         kinds.setdefault(kind, {})[rest] = parts[name]["value"]
     return kinds
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Longer names come first where one is the beginning of another."""
-    within = [i for i, known in enumerate(NAMES) if f", {known}" in name]
-    return max(within, key=lambda i: len(NAMES[i]), default=0), name
-
-
-def text_lengths(length: int) -> dict[str, int]:
-    """The plays whole; the other texts a quarter as long, for the time goes with the square of the length."""
-    return {"shakespeare": length, "code": max(64, length // 4), "captions": max(64, length // 4)}
-
-
-def in_batches(prompts: list[Prompt]) -> Iterator[list[Prompt]]:
-    """Prompts together, as long as they have no more tokens than that."""
-    together = max(1, TOKENS_AT_ONCE // max(len(prompt.ids) for prompt in prompts))
-    for start in range(0, len(prompts), together):
-        yield prompts[start : start + together]
 
 
 def few_heads(betas: Betas, gains: np.ndarray, count: int) -> Betas:

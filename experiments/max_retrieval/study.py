@@ -39,16 +39,9 @@ N_CLASSES = 10
 
 
 class Batch(NamedTuple):
-    """
-    Attributes:
-        items: (B, N, 1 + N_CLASSES): a priority, uniform in [0, 1), beside a class as one of 0 and 1.
-        query: (B, 1, 1), uniform in [0, 1), which says nothing.
-        targets: (B,), the class of the item with the highest priority.
-    """
-
-    items: np.ndarray
-    query: np.ndarray
-    targets: np.ndarray
+    items: np.ndarray  # (B, N, 1 + N_CLASSES): a priority, uniform in [0, 1), beside a class as one of 0 and 1
+    query: np.ndarray  # (B, 1, 1), uniform in [0, 1), which says nothing
+    targets: np.ndarray  # (B,), the class of the item with the highest priority
 
 
 def new_batch(n_items: int, size: int, generator: np.random.Generator) -> Batch:

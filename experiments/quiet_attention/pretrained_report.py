@@ -28,7 +28,9 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
     print(f"\nTraining reads {n_tokens:,} tokens in {settings.steps} updates.")
     print_tables(tables(results, groups))
     draw(settings.output / "model.png", groups, before)
-    tokens, found = maps(settings, shown_layers(len(before["weights"]["heads"]["queries"])))
+    n_layers = len(before["weights"]["heads"]["queries"])
+    layers = np.unique(np.linspace(0, n_layers - 1, min(SHOWN_LAYERS, n_layers)).astype(int)).tolist()  # evenly spread
+    tokens, found = maps(settings, layers)
     attention_page(settings.output / "model.html", found, tokens, f"Attention of {settings.model}, untrained here")
     print(f"\nresults.json, model.png, model.html are in {settings.output}")
 
@@ -36,6 +38,7 @@ def report(settings: Settings, results: dict[str, Any]) -> None:
 def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
     """Return all tables by title."""
     before = results["before"]
+    untaught = {title: some for title, some in groups.items() if not some[0]["variant"]["method"]}
     return {
         "Where attention goes, as it is": sink_table(before),
         "What begins a text": beginning_table(before),
@@ -43,18 +46,13 @@ def tables(results: dict[str, Any], groups: Groups) -> dict[str, str]:
         "Perplexity a token": perplexity_table(groups),
         "Inside": inside_table(groups),
         "8 bits: perplexity is multiplied by": eight_bits_table(groups, list(WAYS)),
-        "8 bits, models as they are": eight_bits_table(as_they_are(groups), [*MORE_WAYS]),
+        "8 bits, models as they are": eight_bits_table(untaught, [*MORE_WAYS]),
         "8 bits, one kind of input alone, a scale a tensor": place_table(results["places"]),
         "Nats a token that softmax1 adds, untrained": position_table(results["positions"]),
         "8 bits: perplexity itself, weights and activations, a scale a tensor": rounded_perplexities(groups),
         "What the sinks learned": learned_sinks(groups),
         "Seconds": time_table(groups),
     }
-
-
-def shown_layers(n_layers: int) -> list[int]:
-    """Some layers, evenly spread."""
-    return sorted(set(np.linspace(0, n_layers - 1, min(SHOWN_LAYERS, n_layers)).astype(int).tolist()))
 
 
 def grouped(variants: Mapping[str, Result]) -> Groups:
@@ -69,10 +67,6 @@ def grouped(variants: Mapping[str, Result]) -> Groups:
         return methods.index(variant["method"]), order[variant["softmax"]]
 
     return {title: groups[title] for title in sorted(groups, key=place)}
-
-
-def as_they_are(groups: Groups) -> Groups:
-    return {title: some for title, some in groups.items() if not some[0]["variant"]["method"]}
 
 
 # -------------------------------------------------------------------- tables

@@ -36,20 +36,13 @@ MOST = 10_000  # tokens that go through a model at once when nothing is learnt
 
 # -------------------------------------------------------------------- data
 class Problem(NamedTuple):
-    """Texts to classify.
+    """Texts to classify."""
 
-    Attributes:
-        tokens: of N texts.
-        labels: (N,) numbers of classes.
-        groups: (N,) numbers from 0 on; texts of one group are never parted.
-        least: tokens that come less often in training are unknown to the models.
-    """
-
-    tokens: list[list[str]]
-    labels: np.ndarray
+    tokens: list[list[str]]  # of N texts
+    labels: np.ndarray  # (N,) numbers of classes
     classes: tuple[str, ...]
-    groups: np.ndarray
-    least: int = 1
+    groups: np.ndarray  # (N,) numbers from 0 on; texts of one group are never parted
+    least: int = 1  # tokens that come less often in training are unknown to the models
 
     @property
     def longest(self) -> int:
@@ -342,18 +335,12 @@ def described(runs: Runs) -> list[str]:
 
 
 class Outcome(NamedTuple):
-    """What models say of the tested texts, in the order of `where` (N,), indices in the problem.
-
-    Attributes:
-        known: of each text, which of its tokens the models know.
-        predicted: by model.
-        prior: (N, K) log shares of the classes in what the models had learnt from.
-    """
+    """What models say of the tested texts, in the order of `where` (N,), indices in the problem."""
 
     where: np.ndarray
-    known: list[np.ndarray]
-    predicted: dict[str, Predicted]
-    prior: np.ndarray
+    known: list[np.ndarray]  # of each text, which of its tokens the models know
+    predicted: dict[str, Predicted]  # by model
+    prior: np.ndarray  # (N, K) log shares of the classes in what the models had learnt from
 
 
 def one_fold(

@@ -89,15 +89,10 @@ READERS: dict[str, Callable[[bool], str]] = {"code": _code, "shakespeare": _play
 
 
 class Windows(NamedTuple):
-    """Pieces of one length of a text.
+    """Pieces of one length of a text."""
 
-    Attributes:
-        ids: whole numbers (N, T + 1); the first of a row is only read.
-        n_bytes: how many bytes each token but the first stands for, (N, T).
-    """
-
-    ids: np.ndarray
-    n_bytes: np.ndarray
+    ids: np.ndarray  # whole numbers (N, T + 1); the first of a row is only read
+    n_bytes: np.ndarray  # how many bytes each token but the first stands for, (N, T)
 
 
 def windows(tokeniser: Any, text: str, n_windows: int, n_tokens: int, first: int | None = None) -> Windows:

@@ -30,19 +30,11 @@ class Answer(NamedTuple):
 
 
 class Item(NamedTuple):
-    """
-    Attributes:
-        gaps: what stands before each token.
-        unknown: for each token whether the models do not know it.
-        label: the class that is right.
-        seen: what each model made of it, by name.
-    """
-
     tokens: Sequence[str]
-    gaps: Sequence[str]
-    unknown: Sequence[bool]
-    label: int
-    seen: dict[str, Answer]
+    gaps: Sequence[str]  # what stands before each token
+    unknown: Sequence[bool]  # for each token whether the models do not know it
+    label: int  # the class that is right
+    seen: dict[str, Answer]  # what each model made of it, by name
 
 
 def choose(right: np.ndarray, labels: np.ndarray, each: int, generator: np.random.Generator) -> list[int]:

@@ -13,14 +13,8 @@ FIELDS = {field.name for field in fields(GPTConfig)}
 
 @dataclass(frozen=True)
 class Variant:
-    """
-    Attributes:
-        label: what stands in tables and charts.
-        changes: values of the config's fields.
-    """
-
-    label: str
-    changes: dict[str, Any]
+    label: str  # what stands in tables and charts
+    changes: dict[str, Any]  # values of the config's fields
 
     def of(self, recipe: GPTConfig) -> GPTConfig:
         """The recipe with the changes; fields that this version of the config lacks are left out.

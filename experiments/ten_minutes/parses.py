@@ -12,7 +12,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from experiments.shared.results import save
 from experiments.ten_minutes.data import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
+from tricycle.decoding.batch import Batch
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.models import GPT
 from tricycle.sampling import Sampling
-from tricycle.sequences.beam_search import select
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
 from tricycle_cli.run import SAMPLING
@@ -110,13 +110,13 @@ def measure(model: GPT, tokeniser: BPETokeniser, settings: Settings) -> list[dic
     with tqdm(total=total, unit="function", dynamic_ncols=True) as bar:
         for kind, starts in prompts.items():
             for temperature in settings.temperatures:
-                generator = np.random.default_rng((settings.seed, len(rows)))
                 # the likeliest continuation of one prompt is one text
                 some = starts[:1] if temperature == 0 and kind == PLAIN else starts
                 samples: list[tuple[str, bool]] = []
+                seed = settings.seed + settings.samples * len(rows)
                 for first in range(0, len(some), settings.batch):
                     batch = some[first : first + settings.batch]
-                    samples += write(model, tokeniser, batch, settings, temperature, generator)
+                    samples += write(model, tokeniser, batch, settings, temperature, seed + first)
                     bar.update(len(batch))
                 bar.update(len(starts) - len(some))
                 rows.append({"prompt": kind, "temperature": temperature, **counted(samples)})
@@ -188,47 +188,26 @@ def beginnings(source: bytes) -> Iterator[bytes]:
 
 # -------------------------------------------------------------------- sampling
 def write(
-    model: GPT,
-    tokeniser: BPETokeniser,
-    prompts: Sequence[bytes],
-    settings: Settings,
-    temperature: float,
-    generator: np.random.Generator,
+    model: GPT, tokeniser: BPETokeniser, prompts: Sequence[bytes], settings: Settings, temperature: float, seed: int
 ) -> list[tuple[str, bool]]:
-    """Functions that begin with some prompts, all written at a time, a token of each in one pass.
-
-    Prompts are of different lengths, so each row reads its own token by token and goes on by itself from there. When
-    the window is full, its later half is read anew, as in `generate`.
+    """Write functions that begin with some prompts, all at a time.
 
     Returns:
         for each the text from its "def" on, and whether it came to an end.
     """
     end = tokeniser.end_of_text
-    starts = [[end, *map(int, tokeniser.encode(prompt))] for prompt in prompts]
-    rows = [list(start[:1]) for start in starts]
-    ended = [False] * len(rows)
-    sampling = sampling_of(settings, temperature)
-    alive, caches, window, n_seen = np.arange(len(rows)), model.new_caches(), model.config.context_window, 0
+    sampling = replace(sampling_of(settings, temperature), seed=seed, n_vocab=tokeniser.n_vocab)
+    rows = [[end, *map(int, tokeniser.encode(prompt))] for prompt in prompts]
+    batch, ended = Batch(model), [False] * len(rows)
     with model.evaluating():
-        for t in range(settings.tokens - 1):
-            unread = 1
-            if n_seen == window:
-                caches, unread, n_seen = model.new_caches(), max(1, window // 2), 0
-            n_seen += unread
-            latest = np.array([rows[i][-unread:] for i in alive])
-            logits = model(model.place(latest), caches).numpy()[:, -1, : tokeniser.n_vocab]
-            for row, i in zip(logits, alive):
-                if t + 1 < len(starts[i]):  # given
-                    rows[i].append(starts[i][t + 1])
-                    continue
-                token = sampling.draw(row, generator, rows[i])
+        for i, row in enumerate(rows):
+            batch.add(row, settings.tokens - len(row), sampling.of_text(i))
+        while len(batch):
+            for i, token in batch.step():
                 rows[i].append(token)
-                ended[i] = token == end or is_over(tokeniser.decode_bytes(rows[i][1:]))
-            going = [k for k, i in enumerate(alive) if not ended[i]]
-            if len(going) < len(alive):
-                alive, caches = alive[going], select(caches, np.array(going, int))
-            if not going:
-                break
+                if token == end or is_over(tokeniser.decode_bytes(rows[i][1:])):
+                    ended[i] = True
+                    batch.remove(i)
     return [(function_of(tokeniser, row, end), done) for row, done in zip(rows, ended)]
 
 

@@ -111,11 +111,7 @@ def todo(settings: Settings, record: Trials) -> Iterator[tuple[str, GPTConfig]]:
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """All trials, those of earlier calls too.
-
-    Raises:
-        RuntimeError: some trials failed; all others are saved.
-    """
+    """All trials, those of earlier calls too. Raises RuntimeError: some trials failed; all others are saved."""
     record = Trials(settings)
     trials = list(todo(settings, record))
     cores: queue.Queue[int | None] = queue.Queue()

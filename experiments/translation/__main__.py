@@ -48,30 +48,21 @@ RANGES = ((1, 8), (9, 10), (11, 12), (13, 15), (16, 19), (20, 99))  # words of a
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Plan):
     """What is not given here is in RECIPES, for each model."""
 
     model: str = "all"  # fixed, bahdanau, luong, transformer, or all of them, one after the other
     target: str = "de"  # translate English to de (German) or fr (French)
-    minutes: float = 25.0  # of training for each model, by the clock; the learning rate falls to 0 in that time
     processor_time: bool = False  # count minutes of this program's own work, for a machine that has other work too
-    steps: int = 0  # train for so many steps instead: the same result each time, however fast the machine
     width: int | None = None  # channels of embeddings and states
     layers: int | None = None  # of the encoder and of the decoder each
     learning_rate: float | None = None  # the highest
     dropout: float | None = None  # probability of dropping an element
     max_tokens: int | None = None  # of a batch, both sides and padding included
     vocab_size: int = 3000  # byte-pair tokens of both languages together
-    label_smoothing: float = 0.1  # this share of the truth is spread over all tokens
-    weight_decay: float = 0.01  # of AdamW
-    warmup: float = 0.08  # the share of the training in which the learning rate rises
-    average: float = 0.99  # how much of the running mean of the weights, which is what is measured, each step keeps
-    measurements: int = 10  # how often along a run to measure on validation data
-    measured: int = 250  # validation sentences that are translated each time
     tested: int = 0  # test sentences; 0 for all
     beam: int = 5  # translations that are kept in mind
     length_penalty: float = 1.0  # finished translations are compared by log probability / length to this power
-    seed: int = 0  # of first weights, order and dropout
     quick: bool = False  # less than half a minute of training for each model, and part of the data to measure on
     resume: bool = False  # go on with a run that was cut off
     translate: str = ""  # a sentence to translate with a trained model (the Transformer unless --model names another)

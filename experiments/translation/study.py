@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from experiments.shared.training import copied
 from tricycle.checkpoint import expecting
 from tricycle.dataset import Buckets
 from tricycle.loss import CrossEntropy
@@ -25,6 +26,9 @@ from tricycle.sequences.translators import Batch, TranslatorConfig, Vocabulary, 
 from tricycle.system.files import atomic_write
 from tricycle.tensor import Tensor, no_grad
 from tricycle.training import train_on_batch
+
+CONTEXT_WINDOW = 128  # tokens of a sentence, more than any in the data
+A_RUN = "a trained model of this experiment"
 
 
 class Pairs:
@@ -69,11 +73,7 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float,
 
 
 def bleu_metric() -> Any:
-    """sacrebleu's, with its usual settings.
-
-    Raises:
-        ImportError: sacrebleu is not installed.
-    """
+    """sacrebleu's, with its usual settings. Raises ImportError: sacrebleu is not installed."""
     try:
         from sacrebleu.metrics import BLEU
     except ImportError:
@@ -81,29 +81,16 @@ def bleu_metric() -> Any:
     return BLEU()
 
 
-CONTEXT_WINDOW = 128  # tokens of a sentence, more than any in the data
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """
-    Attributes:
-        width: channels of embeddings and of states.
-        n_layers: of the encoder and of the decoder each.
-        expansion: how many times wider than that the hidden layer of the Transformer's MLP is.
-        learning_rate: the highest.
-        dropout: probability of dropping an element.
-        max_tokens: of a batch, both sides and padding included.
-    """
-
     title: str
-    width: int
-    n_layers: int
-    learning_rate: float
-    dropout: float
-    max_tokens: int
+    width: int  # channels of embeddings and of states
+    n_layers: int  # of the encoder and of the decoder each
+    learning_rate: float  # the highest
+    dropout: float  # probability of dropping an element
+    max_tokens: int  # of a batch, both sides and padding included
     n_heads: int = 4
-    expansion: float = 2
+    expansion: float = 2  # how many times wider than that the hidden layer of the Transformer's MLP is
     norm_first: bool = True
 
     def config(self, name: str, n_vocab: int) -> TranslatorConfig:
@@ -125,31 +112,19 @@ def new_model(name: str, recipe: Recipe, n_vocab: int, generator: np.random.Gene
     return new_translator(recipe.config(name, n_vocab), generator)
 
 
-A_RUN = "a trained model of this experiment"
-
-
 @dataclass(frozen=True)
 class Plan:
-    """How to train, whatever the model.
+    """How to train, whatever the model. With the flags of the study their help and defaults."""
 
-    Attributes:
-        minutes: when to stop, everything counted; 0 for after `steps`.
-        steps: when to stop where no minutes are given.
-        warmup: the share of the training in which the learning rate rises.
-        average: how much of the mean of the weights each step keeps.
-        measurements: how often along the run to measure on validation data.
-        measured: validation sentences that are translated each time.
-    """
-
-    minutes: float
-    steps: int
-    label_smoothing: float
-    weight_decay: float
-    warmup: float
-    average: float
-    measurements: int
-    measured: int
-    seed: int
+    minutes: float = 25.0  # of training for each model, by the clock; the learning rate falls to 0 in that time
+    steps: int = 0  # train for so many steps instead: the same result each time, however fast the machine
+    label_smoothing: float = 0.1  # this share of the truth is spread over all tokens
+    weight_decay: float = 0.01  # of AdamW
+    warmup: float = 0.08  # the share of the training in which the learning rate rises
+    average: float = 0.99  # how much of the running mean of the weights, which is what is measured, each step keeps
+    measurements: int = 10  # how often along a run to measure on validation data
+    measured: int = 250  # validation sentences that are translated each time
+    seed: int = 0  # of first weights, order and dropout
 
 
 class Training:
@@ -174,7 +149,7 @@ class Training:
         self.curve: list[dict[str, Any]] = []
         self.generator = np.random.default_rng(plan.seed)
         self.model = new_model(name, recipe, len(self.vocabulary), self.generator)
-        self.mean = {name: array.copy() for name, array in self.model.state_dict().items()}
+        self.mean = copied(self.model)
         self.buckets = Buckets(pairs.lengths, recipe.max_tokens, plan.seed)
         self.loss = CrossEntropy(self.vocabulary.pad, label_smoothing=plan.label_smoothing)
         self.optimiser = AdamW(self.rate, (0.9, 0.98), 1e-9, plan.weight_decay)
@@ -233,7 +208,7 @@ class Training:
     @contextmanager
     def settled(self) -> Iterator[EncoderDecoder]:
         """The model with the mean of its weights and without dropout, for a while."""
-        shaken = {name: array.copy() for name, array in self.model.state_dict().items()}
+        shaken = copied(self.model)
         self.model.load_state_dict(self.mean)
         self.model.eval()
         try:
