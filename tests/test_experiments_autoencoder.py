@@ -195,12 +195,6 @@ def test_a_training_pays_repeats_and_can_beat_pca(digits):
         np.testing.assert_array_equal(array, one.trained("dense", 2).state_dict()[name])
 
 
-def test_every_kind_repeats_with_its_noise(digits):
-    a, b = (Study(digits, TINY, 1).trained("convolutional", 4, 0.0, 0.3).state_dict() for _ in range(2))
-    for name, array in a.items():
-        np.testing.assert_array_equal(array, b[name])
-
-
 # -------------------------------------------------------------------- the program
 @pytest.mark.nightly
 def test_what_a_run_leaves(tmp_path):

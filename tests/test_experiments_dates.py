@@ -248,16 +248,11 @@ def test_rewards_are_compared_with_those_before():
 
 
 # -------------------------------------------------------------------- the program
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "a run"
-    models = "--models", "fixed context", "Transformer"
-    return folder, run_study(main, "--quick", *models, *WORDS, "--output", folder)
-
-
 @pytest.mark.nightly
-def test_what_a_run_leaves(finished):
-    folder, out = finished
+def test_what_a_run_leaves(tmp_path):
+    folder = tmp_path / "a run"
+    models = "--models", "fixed context", "Transformer"
+    out = run_study(main, "--quick", *models, *WORDS, "--output", folder)
     pictures = ["alignment-transformer.png", "lengths.png", "models.png", "training.png"]
     check_left(folder, [*pictures, "results.json"], 200)
     results = read(folder / "results.json")

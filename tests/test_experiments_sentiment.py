@@ -305,11 +305,7 @@ def test_what_a_run_leaves(problem, tmp_path):
 test_wrong_flags_are_refused = wrong_flags(
     main,
     (["--models", "bert"], "expected --models among convolution, recurrent, Transformer, got bert"),
-    (["--models"], "expected --models among .*, got none"),
     (["--folds", "2"], "expected --folds to be at least 3, got 2"),
     (["--tested", "11"], "expected --tested to be at most 10, the folds, got 11"),
-    (["--tested", "0"], "expected --tested to be at least 1, got 0"),
     (["--sentences", "5"], "expected --sentences to be at least 10, got 5"),
-    (["--shown", "0"], "expected --shown to be at least 1, got 0"),
-    (["--epochs", "-1"], "expected --epochs to be at least 0, got -1"),
 )

@@ -1,7 +1,6 @@
 """experiments/ten_minutes: nothing held out is trained on, PyTorch's model is ours, a tiny run leaves all."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -315,15 +314,14 @@ def test_pytorch_begins_and_trains_as_we_do(config):
         torch.set_num_threads(n_threads)
 
 
-def test_a_run_of_the_baseline(texts, monkeypatch, tmp_path, capsys):
+def test_a_run_of_the_baseline(texts, tmp_path):
     torch = pytest.importorskip("torch")
     n_threads = torch.get_num_threads()
     words = ["--data", "text", "--files", str(texts), "--part", "validation", "--threads", "1"]
     words += ["--output", str(tmp_path)]
     try:
         for recipe in (["--recipe", "gpt2"], ["--precision", "bfloat16"]):
-            monkeypatch.setattr(sys, "argv", ["program", *recipe, *words, *WORDS])
-            assert pytorch_baseline.main() == 0
+            assert "PyTorch" in run_study(pytorch_baseline.main, *recipe, *words, *WORDS)
     finally:
         torch.set_num_threads(n_threads)
     names = [f"pytorch-{recipe}-text-validation-0.json" for recipe in ("gpt2-eager-float32", "laptop-eager-bfloat16")]
@@ -332,7 +330,6 @@ def test_a_run_of_the_baseline(texts, monkeypatch, tmp_path, capsys):
     assert plain["settings"]["config"]["optimiser"] == "adamw"
     for found in (plain, modern):
         assert 0 < found["result"]["bits"] < 9
-    assert "PyTorch" in capsys.readouterr().out
     table = report.tables(tmp_path)["PyTorch"]
     assert "| GPT-2's model, AdamW, float32 | text, validation |" in table
 
@@ -453,12 +450,11 @@ def test_functions_are_written_up_to_their_ends(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_model_is_examined(tmp_path, monkeypatch, capsys):
+def test_a_model_is_examined(tmp_path):
     tokeniser = BPETokeniser(300)
     save_checkpoint(tmp_path / "best.safetensors", GPT(replace(SMALL, context_window=250)), tokeniser)
     words = ["--samples", "3", "--temperatures", "0", "1", "--batch", "2"]
-    monkeypatch.setattr(sys, "argv", ["program", str(tmp_path), *words])
-    assert parses.main() == 0
+    said = run_study(parses.main, tmp_path, *words)
     rows = report.read(tmp_path / "parses.json")["rows"]
     assert [(row["prompt"], row["samples"]) for row in rows] == [
         (parses.PLAIN, 1),
@@ -466,4 +462,4 @@ def test_a_model_is_examined(tmp_path, monkeypatch, capsys):
         (parses.CONSTRAINED, 3),
         (parses.CONSTRAINED, 3),
     ]
-    assert report.parses_table(rows) in capsys.readouterr().out
+    assert report.parses_table(rows) in said

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
+from studies import check_left, run_study
 
 from experiments.translation import __main__ as program
 from experiments.translation import report, study
@@ -243,9 +243,8 @@ SIZES = "--width 16 --layers 1 --vocab-size 320 --max-tokens 300"
 WORDS = f"--steps 3 {SIZES} --measurements 2 --measured 3 --beam 2".split()
 
 
-def call(monkeypatch, folder, *words) -> None:
-    monkeypatch.setattr(sys, "argv", ["translation", *words, "--output", str(folder)])
-    program.main()
+def call(folder, *words) -> str:
+    return run_study(program.main, *words, "--output", folder)
 
 
 @pytest.fixture
@@ -257,16 +256,12 @@ def made_up(monkeypatch):
     monkeypatch.setattr(program, "SHOWN", (1,))
 
 
-def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
+def test_what_a_run_leaves(made_up, monkeypatch, tmp_path):
     pytest.importorskip("sacrebleu")
-    call(monkeypatch, tmp_path, *WORDS)
-    out = capsys.readouterr().out
+    out = call(tmp_path, *WORDS)
     names = {f"{name}-de-0.{ending}" for name in RECIPES for ending in ("json", "safetensors")}
     pictures = {"curves-de.png", "lengths-de.png", "alignment-de.png"}
-    assert {path.name for path in tmp_path.iterdir()} == names | pictures
-    for name in pictures:
-        height, width, _ = imread(tmp_path / name).shape
-        assert height > 300 < width
+    check_left(tmp_path, names | pictures, 300)
     runs = report.load_runs(tmp_path)
     assert list(runs) == [("de", name) for name in RECIPES]
     assert report.table(runs, "de") in out and report.length_table(runs, "de") in out
@@ -274,24 +269,22 @@ def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
     assert run["steps"] == 3 and len(run["curve"]) == 2 and len(run["examples"]) == 8
     assert len(run["alignments"]) == 1 and 0 <= run["test"]["beam"] <= 100
     assert sum(part["sentences"] for part in run["by_length"]) == 15
-    call(monkeypatch, tmp_path, "--translate", "The dog sees the man.", "--model", "fixed")
-    said = capsys.readouterr().out
+    said = call(tmp_path, "--translate", "The dog sees the man.", "--model", "fixed")
     model, vocabulary, _ = load_translator(tmp_path / "fixed-de-0.safetensors")
     assert said.strip() == translate(model, vocabulary, ["The dog sees the man."], 5, progress=False)[0]
     for name in ("transformer", "bahdanau", "luong"):
         words = ["--look", "The dog sees => Der Hund", "--model", name, "--out", str(tmp_path / "look.html")]
-        call(monkeypatch, tmp_path, *words)
+        call(tmp_path, *words)
         assert f'"title":"{name}-de-0"' in (tmp_path / "look.html").read_text(encoding="utf-8")
     with pytest.raises(
         ValueError, match="fixed-de-0: expected a model with attention to look at, got a Seq2Seq without"
     ):
-        call(monkeypatch, tmp_path, "--look", "The dog", "--model", "fixed")
+        call(tmp_path, "--look", "The dog", "--model", "fixed")
     monkeypatch.setattr(report, "draw", lambda *_: [])  # once is enough
-    call(monkeypatch, tmp_path, *WORDS, "--model", "fixed", "--seed", "1")
-    assert " ± " in capsys.readouterr().out
+    assert " ± " in call(tmp_path, *WORDS, "--model", "fixed", "--seed", "1")
     (tmp_path / "fixed-de-0.safetensors").write_bytes(b"something else")
     with pytest.raises(ValueError, match="expected a trained model of this experiment"):
-        call(monkeypatch, tmp_path, *WORDS, "--model", "fixed", "--resume")
+        call(tmp_path, *WORDS, "--model", "fixed", "--resume")
 
 
 @pytest.mark.parametrize(
@@ -310,7 +303,7 @@ def test_what_a_run_leaves(made_up, monkeypatch, capsys, tmp_path):
 )
 def test_wrong_flags_are_refused(monkeypatch, tmp_path, words, said):
     with pytest.raises((ValueError, FileNotFoundError), match=said):
-        call(monkeypatch, tmp_path, *words)
+        call(tmp_path, *words)
 
 
 def test_a_table_of_one_run_has_no_spread():
