@@ -110,35 +110,24 @@ def test_other_files_are_refused(content, said):
 
 
 # -------------------------------------------------------------------- linear answers and measures
-def test_pca_is_that_of_scikit_learn(digits):
-    from sklearn.decomposition import PCA as Theirs
-
-    ours, pixels = PCA(digits.train.images, 5), digits.train.images.reshape(1197, -1).astype(float)
-    theirs = Theirs(5, svd_solver="full").fit(pixels)
-    codes = theirs.transform(pixels)
-    np.testing.assert_allclose(np.abs(ours.encode(digits.train.images)), np.abs(codes), atol=1e-8)
-    made = ours.decode(ours.encode(digits.train.images))
-    np.testing.assert_allclose(made.reshape(1197, -1), theirs.inverse_transform(codes), atol=1e-8)
-    drawn = ours.draw(20_000, np.random.default_rng(0)).reshape(20_000, -1)
-    spread = (ours.directions.T * (ours.variances - ours.noise)) @ ours.directions
-    np.testing.assert_allclose(np.cov(drawn.T), spread, atol=0.02)
-
-
-def test_the_likelihood_of_pca_is_that_of_its_normal_distribution(digits):
+def test_pca_is_a_normal_distribution(digits):
     from scipy.stats import multivariate_normal
 
     pca = PCA(digits.train.images, 5)
-    loadings = pca.directions.T * (pca.variances - pca.noise)
-    normal = multivariate_normal(pca.mean, loadings @ pca.directions + pca.noise * np.eye(64))
-    surprise = -normal.logpdf(digits.test.images.reshape(300, -1).astype(float)).mean()
-    assert pca.surprise(digits.test.images) == pytest.approx(surprise, rel=1e-6)
+    images = digits.test.images.reshape(300, -1).astype(float)
+    mean, spread = pca.fitted.mean_, pca.fitted.get_covariance()
+    assert pca.surprise(digits.test.images) == pytest.approx(-multivariate_normal(mean, spread).logpdf(images).mean())
+    drawn = pca.draw(20_000, np.random.default_rng(0)).reshape(20_000, -1)
+    np.testing.assert_allclose(np.cov(drawn.T), spread - pca.fitted.noise_variance_ * np.eye(64), atol=0.02)
+    made = pca.decode(pca.encode(digits.test.images))
+    assert made.shape == (300, 8, 8, 1) and missed(made, digits.test.images, digits) < 0.6
 
 
 @pytest.mark.nightly
 def test_no_linear_map_removes_noise_better(digits, rng):
     clean = digits.train.images.repeat(40, axis=0)
     noisy = clean + 0.5 * rng.standard_normal(clean.shape)
-    x, y = ((images - PCA(digits.train.images, 2).mean.reshape(8, 8, 1)).reshape(-1, 64) for images in (noisy, clean))
+    x, y = ((images - digits.train.images.mean(axis=0)).reshape(-1, 64) for images in (noisy, clean))
     regression = np.linalg.lstsq(x, y, rcond=None)[0]
     assert np.abs(LinearFilter(digits.train.images, 0.5).weights - regression).max() < 0.05
     assert missed(LinearFilter(digits.train.images, 0.5)(noisy), clean, digits) < 0.55

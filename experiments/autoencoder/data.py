@@ -41,8 +41,7 @@ def _digits() -> Data:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        said = "the digits come with scikit-learn: pip install scikit-learn, or name --data mnist"
-        raise ImportError(said) from error
+        raise ImportError("the digits and PCA come with scikit-learn: pip install scikit-learn") from error
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))  # the parts are the same in every run
     everything = part(images[order].reshape(-1, 8, 8) / 16, labels[order])

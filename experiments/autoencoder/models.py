@@ -23,32 +23,27 @@ class PCA:
     """
 
     def __init__(self, images: np.ndarray, code_size: int) -> None:
+        from sklearn.decomposition import PCA as Fitted
+
         self.shape = images.shape[1:]
-        self.mean, covariance = moments(images)
-        variances, directions = np.linalg.eigh(covariance)  # from the smallest
-        self.noise = float(variances[:-code_size].mean())
-        self.variances, self.directions = variances[: -code_size - 1 : -1], directions[:, : -code_size - 1 : -1].T
+        self.fitted = Fitted(code_size, svd_solver="covariance_eigh").fit(flat(images))
 
     def encode(self, images: np.ndarray) -> np.ndarray:
         """(N, Z)."""
-        return (flat(images) - self.mean) @ self.directions.T
+        return self.fitted.transform(flat(images))
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """(N, Z) to (N, height, width, 1)."""
-        return (codes @ self.directions + self.mean).reshape(-1, *self.shape)
+        return self.fitted.inverse_transform(codes).reshape(-1, *self.shape)
 
     def draw(self, n: int, generator: np.random.Generator) -> np.ndarray:
         """New images, without the noise of the pixels."""
-        deviations = np.sqrt((self.variances - self.noise).clip(0))
+        deviations = np.sqrt((self.fitted.explained_variance_ - self.fitted.noise_variance_).clip(0))
         return self.decode(generator.standard_normal((n, len(deviations))) * deviations)
 
     def surprise(self, images: np.ndarray) -> float:
         """-log p(image), in nats, the mean over images."""
-        codes, n_pixels = self.encode(images), self.directions.shape[1]
-        rest = ((flat(images) - self.mean) ** 2).sum(axis=1) - (codes**2).sum(axis=1)
-        distances = (codes**2 / self.variances).sum(axis=1) + rest / self.noise
-        volume = np.log(self.variances).sum() + (n_pixels - len(self.variances)) * math.log(self.noise)
-        return float(0.5 * (distances.mean() + volume + n_pixels * math.log(2 * math.pi)))
+        return -float(self.fitted.score(flat(images)))
 
 
 class LinearFilter:

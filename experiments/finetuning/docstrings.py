@@ -7,15 +7,13 @@ learnt; and of these no function whose line, or code, stands in a module of anot
 import ast
 import hashlib
 import re
-import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
-from tricycle_datasets.python_code import SKIPPED_FOLDERS
+from experiments.shared.texts import python_files, python_root
 
 CODE = 60, 700  # characters of a function, at least and at most
 LINE = 12, 100  # characters of what is said about it
@@ -68,16 +66,12 @@ def part_of(module: str) -> str:
 
 
 def library() -> Iterator[Function]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        place = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(place.parts):
-            continue
-        module = place.parts[0].removesuffix(".py").strip("_").removeprefix("py")  # _pydecimal is decimal
+    for name in python_files():
+        module = name.split("/")[0].removesuffix(".py").strip("_").removeprefix("py")  # _pydecimal is decimal
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about escapes in strings
-                text = path.read_text(encoding="utf-8")
+                text = (python_root() / name).read_text(encoding="utf-8")
                 tree = ast.parse(text)
         except (SyntaxError, ValueError):
             continue

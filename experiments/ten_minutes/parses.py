@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from experiments.shared.program import at_least
 from experiments.shared.results import save
-from experiments.ten_minutes.data import python_files, python_root
+from experiments.shared.texts import python_files, python_root
 from experiments.ten_minutes.report import parses_table
 from tricycle.checkpoint import load_checkpoint
 from tricycle.decoding.batch import Batch
