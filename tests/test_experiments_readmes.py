@@ -1,4 +1,4 @@
-"""Each README of experiments/ shows the tables of the results beside it, and its recipes are those of the program."""
+"""Each README of experiments/ shows the tables of the results beside it; a study without its data says where to put it."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ from studies import ROOT, readme
 
 from experiments.learned_statistics.blocks import Rows
 from experiments.shared.results import read
+from tricycle_datasets.download import DownloadError
 
 FOLDERS = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/README.md"))
 Results = dict[str, Any]
@@ -109,3 +110,27 @@ def test_every_result_is_shown_or_needed(name):
     for path in (ROOT / "experiments" / name / "results").rglob("*.*"):
         place = path.relative_to(ROOT / "experiments" / name).as_posix()
         assert place in text or path.suffix == ".json", place
+
+
+@pytest.mark.parametrize(
+    ("dataset", "word", "file"),
+    [
+        ("names", "Arabic", "Arabic.txt"),
+        ("rt_polarity", "", "rt-polarity.neg"),
+        ("mnist", "train", "train-images-idx3"),
+    ],
+)
+def test_without_the_files(tmp_path, monkeypatch, dataset, word, file):
+    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    module = importlib.import_module(f"tricycle_datasets.{dataset}")
+    monkeypatch.setattr(module, "URL", "http://127.0.0.1:9/{name}")
+    load = lambda: getattr(module, dataset)(*word.split())
+    with pytest.raises(DownloadError, match=f"put the file at .*{file}"):
+        load()
+    by_hand = tmp_path / "TRICYCLE_DATA" / dataset.replace("_", "-") / file
+    if by_hand.suffix:
+        by_hand.parent.mkdir(parents=True)
+        by_hand.write_text("another file\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=f"{file}: expected a file with SHA-256 "):
+            load()

@@ -18,7 +18,6 @@ from experiments.shared import figures, looked_at
 from experiments.shared.classification import MODELS, UNKNOWN, Parts, Predicted, Problem, Recipe
 from experiments.shared.looked_at import Answer, Item
 from experiments.shared.results import of, read, select
-from tricycle_datasets.download import DownloadError
 from tricycle_datasets.rt_polarity import SHA256, rt_polarity
 
 NEEDS_DATA = pytest.mark.skipif(
@@ -72,19 +71,6 @@ def test_the_sentences():
     assert len(problem.tokens) == 10_662 and problem.longest == 63 and min(map(len, problem.tokens)) >= 1
     texts, problem = study.load(7)
     assert problem.labels.tolist() == [0] * 7 + [1] * 7 and texts[7].startswith("the rock")
-
-
-def test_without_the_files(tmp_path, monkeypatch):
-    for name in ("TRICYCLE_DATA", "TRICYCLE_CACHE"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr("tricycle_datasets.rt_polarity.URL", "http://127.0.0.1:9/{name}")
-    with pytest.raises(DownloadError, match=r"put the file at .*rt-polarity\.neg"):
-        rt_polarity()
-    by_hand = tmp_path / "TRICYCLE_DATA" / "rt-polarity" / "rt-polarity.neg"
-    by_hand.parent.mkdir(parents=True)
-    by_hand.write_text("another file\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"rt-polarity\.neg: expected a file with SHA-256 2d11cfbc"):
-        rt_polarity()
 
 
 # -------------------------------------------------------------------- folds
