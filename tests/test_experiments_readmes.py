@@ -1,4 +1,4 @@
-"""Each README of experiments/ shows the tables of the results beside it; a study without its data says where to put it."""
+"""Each README of experiments shows the tables of its results; a study without its data says where to put it."""
 
 import importlib
 import json
