@@ -8,9 +8,7 @@ First weights, batches, schedule and the final measurement are those of a run of
 minutes are those of the whole program, with the training of the tokeniser and the measurement at the end. Needs torch.
 """
 
-from __future__ import annotations
-
-import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,11 +19,13 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
-from experiments.settings import at_least, save
+from experiments.shared.program import at_least
+from experiments.shared.results import save
 from experiments.ten_minutes.ablations import FIELDS, PLAIN
 from experiments.ten_minutes.clock import Budget
 from experiments.ten_minutes.data import held_out, load
-from tricycle.configs import PRESETS, GPTConfig
+from experiments.ten_minutes.study import check_recipe, preset
+from tricycle.configs import GPTConfig
 from tricycle.evaluation import evaluate
 from tricycle.optimiser_rules.muon import is_hidden_matrix
 from tricycle.optimisers import decays
@@ -44,18 +44,14 @@ class Settings:
 
     recipe: Literal["laptop", "gpt2"] = "laptop"
     """laptop: the preset of train_smol_gpt.py; gpt2: plain, with AdamW, what that preset was before"""
-    compile: bool = False
-    """let torch.compile fuse the model; its time counts"""
-    threads: int = 2
-    """of PyTorch"""
+    compile: bool = False  # let torch.compile fuse the model; its time counts
+    threads: int = 2  # of PyTorch
     data: Literal["python", "shakespeare", "text"] = "python"
     """the text: python (the standard library), shakespeare, or text with --files"""
-    files: tuple[str, ...] = ()
-    """text files or folders of them, for --data text"""
+    files: tuple[str, ...] = ()  # text files or folders of them, for --data text
     part: Literal["held-out", "validation"] = "held-out"
     """what is scored: held-out, as train_smol_gpt.py does, or validation, to choose on"""
-    output: Path = Path("runs/ten_minutes")
-    """the folder in which the result is left, as pytorch-....json"""
+    output: Path = Path("runs/ten_minutes")  # the folder in which the result is left, as pytorch-....json
     config: GPTConfig = field(default_factory=GPTConfig)
 
     @property
@@ -67,7 +63,11 @@ class Settings:
 
 def main() -> int:
     started = time.perf_counter()
-    settings = parse_settings()
+    config = preset()
+    start = Settings(config=config)
+    if {"--recipe=gpt2", "gpt2"} & set(sys.argv[1:]):  # the recipe's flags start from the values of --recipe
+        start = Settings(recipe="gpt2", config=plain(config))
+    settings = parse(Settings, start, description=__doc__ or "")
     check(settings)
     try:
         import torch
@@ -84,36 +84,17 @@ def main() -> int:
     return 0
 
 
-def parse_settings() -> Settings:
-    """The flags; those of the recipe start from the values of --recipe."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--recipe", default="laptop")
-    recipe = first.parse_known_args()[0].recipe
-    config = GPTConfig.from_dict(PRESETS["laptop"]().to_dict())
-    if recipe == "gpt2":
-        config = plain(config)
-    default = Settings(recipe="gpt2" if recipe == "gpt2" else "laptop", config=config)
-    settings = parse(Settings, default, description=__doc__ or "")
-    return replace(settings, files=tuple(str(Path(name).resolve()) for name in settings.files))
-
-
 def plain(config: GPTConfig) -> GPTConfig:
     """GPT-2's model and AdamW, for as many minutes."""
     return replace(config, **{name: value for name, value in PLAIN.items() if name in FIELDS})
 
 
 def check(settings: Settings) -> None:
-    """
-    Raises:
-        ValueError: settings with which nothing could be measured.
-    """
+    """Raise ValueError for settings with which nothing could be measured."""
     at_least(settings, threads=1)
-    if settings.config.minutes <= 0:
-        raise ValueError(f"expected --minutes above 0, got {settings.config.minutes}")
+    check_recipe(settings)
     if settings.config.precision not in ("float32", "bfloat16"):
         raise ValueError(f"expected --precision float32 or bfloat16, got {settings.config.precision}")
-    if (settings.data == "text") != bool(settings.files):
-        raise ValueError(f"expected --files with --data text and only with it, got --data {settings.data}")
 
 
 # -------------------------------------------------------------------- training

@@ -5,8 +5,6 @@
 It prints a line of JSON now and then, and the result as the last. `study.py` starts it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -40,6 +38,7 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     """
     import numpy as np  # after the cores are chosen
 
+    from experiments.shared.results import rounded
     from experiments.ten_minutes.clock import Budget
     from experiments.ten_minutes.data import held_out, load
     from tricycle.configs import GPTConfig
@@ -77,10 +76,6 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
         "parameters": state.model.n_parameters,
         "compressed": compressed_bits(corpus.validation_bytes),
     }
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 if __name__ == "__main__":
