@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from tricycle_cli.run import UNTIMED_STEPS
+from tricycle_cli.updates import UNTIMED_STEPS
 
 
 class Budget:

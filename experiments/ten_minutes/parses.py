@@ -31,7 +31,7 @@ from tricycle.models import GPT
 from tricycle.sampling import Sampling
 from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.flags import parse, run_main
-from tricycle_cli.run import SAMPLING
+from tricycle_cli.models import SAMPLING
 from tricycle_datasets.corpus import is_held_out
 
 PLAIN, CONSTRAINED = "plain", "constrained"

@@ -32,10 +32,11 @@ from tricycle.optimisers import decays
 from tricycle.tensor import Tensor, no_grad, to_tensor
 from tricycle.training_state import TrainingState, new_state
 from tricycle_cli.flags import parse, run_main
-from tricycle_cli.run import FINAL_OVERLAP
-from tricycle_cli.train import compressed_bits
+from tricycle_cli.text_task import OVERLAP, compressed_bits
 
-LAST_SECONDS = 10  # kept for what comes after the last update, besides the measurement: as `tricycle_cli.run` does
+LAST_SECONDS = (
+    10  # kept for what comes after the last update, besides the measurement: as `tricycle_cli.text_task` does
+)
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def measure(settings: Settings, started: float) -> dict[str, Any]:
     trainer = Trainer(state, settings.compile)
     n_tokens = config.batch_size * config.context_window * config.accumulation_steps
     # a forward pass takes about a third of an update
-    reserve = FINAL_OVERLAP * len(text.tokens) / n_tokens / 3
+    reserve = OVERLAP * len(text.tokens) / n_tokens / 3
     begun = time.perf_counter()
     last = min(LAST_SECONDS, 6 * config.minutes)
     budget = Budget(60 * config.minutes - last, time.perf_counter, begun - started, reserve)
@@ -225,7 +226,7 @@ def measure(settings: Settings, started: float) -> dict[str, Any]:
             bar.update()
     trained = time.perf_counter() - begun
     scored: Any = Scored(trainer)
-    loss, _ = evaluate(scored, text.tokens, config.batch_size, stride=max(1, config.context_window // FINAL_OVERLAP))
+    loss, _ = evaluate(scored, text.tokens, config.batch_size, stride=max(1, config.context_window // OVERLAP))
     return {
         "bits": text.bits_per_byte(loss),
         "loss": loss,

@@ -44,8 +44,7 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
     from tricycle.configs import GPTConfig
     from tricycle.evaluation import evaluate
     from tricycle.training_state import new_state, train_step
-    from tricycle_cli.run import FINAL_OVERLAP
-    from tricycle_cli.train import compressed_bits
+    from tricycle_cli.text_task import OVERLAP, compressed_bits
 
     config = GPTConfig.from_dict(task["config"])
     corpus = load(task["data"], task["part"], config.vocab_size, task["files"])
@@ -62,7 +61,7 @@ def run(task: dict[str, Any], say: Any = lambda **values: None) -> dict[str, Any
             said = used
     used = budget.used
     text = held_out(corpus)
-    stride = 0 if task["batches"] else max(1, config.context_window // FINAL_OVERLAP)
+    stride = 0 if task["batches"] else max(1, config.context_window // OVERLAP)
     loss, _ = evaluate(state.model, text.tokens, config.batch_size, task["batches"], stride)
     lately = float(np.mean(losses[-max(1, len(losses) // 10) :]))
     n_tokens = config.batch_size * config.accumulation_steps * config.context_window * state.step
