@@ -9,8 +9,12 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from tricycle_serve.errors import ApiError
-from tricycle_serve.replies import Application, Receive, Reply, Scope, Send, raw_headers, refusal
+from tricycle_serve.replies import refusal
 
 # A page may load what lies beside it, and talk to this server, and nothing else.
 POLICY = "; ".join(
@@ -50,7 +54,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: Application, names: Iterable[str] = (), origins: Iterable[str] = (), key: str | None = None
+        self, app: ASGIApp, names: Iterable[str] = (), origins: Iterable[str] = (), key: str | None = None
     ) -> None:
         self._app = app
         self._names = {"localhost", *(name.lower() for name in names)}
@@ -75,7 +79,7 @@ class Gate:
                     "Access-Control-Allow-Methods": "GET, POST",
                     "Access-Control-Allow-Headers": "*, Authorization",
                 }
-                await Reply(b"{}", headers=extra | allowed)(scope, receive, send)
+                await Response("{}", headers=extra | allowed, media_type="application/json")(scope, receive, send)
                 return
             self._check_key(headers, scope["path"])
         except ApiError as error:
@@ -84,7 +88,7 @@ class Gate:
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *raw_headers(extra)]}
+                MutableHeaders(scope=message).update(extra)
             await send(message)
 
         await self._app(scope, receive, send_with_headers)

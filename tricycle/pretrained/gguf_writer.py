@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], kind: 
     tensors = ((plan[name], _encoded(plan[name], array, heads)) for name, array in arrays)
     extra = _divisors(config) if config.rotary_scaling == "llama3" else {}
     with atomic_write(path) as file:
-        _write(file.name, architecture, keys, [*plan.values(), *extra], _then(tensors, extra))
+        _write(file.name, architecture, keys, [*plan.values(), *extra], chain(tensors, extra.items()))
     return architecture
 
 
@@ -171,13 +172,6 @@ def _encoded(tensor: Written, array: np.ndarray, heads: Heads) -> np.ndarray:
     if np.abs(array).max() > np.finfo(np.float16).max:
         raise ValueError(f"export_gguf: expected values that {tensor.kind} can hold, {tensor.name} has larger ones")
     return quantise(array, tensor.kind) if tensor.kind in BLOCKS else array.astype("<f2")
-
-
-def _then(
-    tensors: Iterator[tuple[Written, np.ndarray]], extra: dict[Written, np.ndarray]
-) -> Iterator[tuple[Written, np.ndarray]]:
-    yield from tensors
-    yield from extra.items()
 
 
 def _write(

@@ -467,21 +467,15 @@ def from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
         vocab = {line: i for i, line in enumerate(_read(path).removesuffix("\n").split("\n"))}
         document = form.word_piece(vocab, bool(config.get("do_lower_case", True)), "[CLS]", "[SEP]", "[UNK]")
     else:
-        raise FileNotFoundError(
-            f"{folder}: expected a tokeniser: tokenizer.json, or vocab.json and merges.txt{_hint(folder)}"
-        )
+        hint = ""
+        if (folder / "tokenizer.model").is_file():
+            hint = "; tokenizer.model alone is not read: AutoTokenizer of transformers writes a tokenizer.json"
+        raise FileNotFoundError(f"{folder}: expected a tokeniser: tokenizer.json, or vocab.json and merges.txt{hint}")
     try:
         text = _with_tokens(document, special, config)
         return PretrainedTokeniser(text, special, _chat_templates(folder, config))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _hint(folder: Path) -> str:
-    """What to do about a tokeniser in another form."""
-    if not (folder / "tokenizer.model").is_file():
-        return ""
-    return "; tokenizer.model alone is not read: transformers writes a tokenizer.json (AutoTokenizer, save_pretrained)"
 
 
 def _with_tokens(document: dict[str, Any], special: dict[str, str], config: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tricycle.configs.size import least_numbers
@@ -74,7 +75,7 @@ def config_of(family: Family, source: Source) -> Any:
             raise wrong(place, f"at most {len(source.tensors)}, as many as there are tensors", n_layers)
     config = family.to_config(fields)
     least = least_numbers(config)
-    n_numbers = sum(_size(tensor.shape) for tensor in source.tensors.values())
+    n_numbers = sum(math.prod(tensor.shape) for tensor in source.tensors.values())
     if least > 2 * n_numbers + 2**24:  # a crafted config may ask for more memory than there is; others are told more
         raise ValueError(f"the config asks for at least {least:,} numbers, the tensors have {n_numbers:,}")
     return config
@@ -86,17 +87,15 @@ def _check_memory(config: Any, source: Source, weights: str) -> None:
     Raises:
         MemoryError: as of `build`.
     """
-    free = free_memory()
-    if free is None or memory_for(config, source, weights) <= free:
+    free, needed = free_memory(), memory_for(config, source, weights)
+    if free is None or needed <= free:
         return
     smaller = {kind: memory_for(config, source, kind) for kind in ("bfloat16", "int8", "stored")}
     fitting = [f"--weights {kind} ({gigabytes(size)})" for kind, size in smaller.items() if size <= free]
     least = min(smaller, key=lambda kind: smaller[kind])
     otherwise = f"the least, --weights {least}, needs {gigabytes(smaller[least])}"
-    what = f"{source.path}: the model in --weights {weights}"
-    check_memory(
-        memory_for(config, source, weights), what, f"{' or '.join(fitting)} would fit" if fitting else otherwise
-    )
+    advice = f"{' or '.join(fitting)} would fit" if fitting else otherwise
+    check_memory(needed, f"{source.path}: the model in --weights {weights}", advice)
 
 
 def memory_for(config: Any, source: Source, weights: str) -> int:
@@ -106,18 +105,14 @@ def memory_for(config: Any, source: Source, weights: str) -> int:
         for name, tensor in source.tensors.items()
         if len(tensor.shape) > 0 and not (name.endswith("lm_head.weight") and getattr(config, "tied", False))
     ]
-    kept = sum(int(_size(tensor.shape) * _bytes_a_number(tensor, weights)) for tensor in tensors)
-    making = max((int(_size(tensor.shape) * _bytes_while_made(tensor, weights)) for tensor in tensors), default=0)
-    return max(kept, making)  # the largest is made first, when there is nothing else
-
-
-def _bytes_while_made(tensor: StoredTensor, weights: str) -> float:
-    """A number's, with the float32 numbers that blocks become when they are read, and that int8 is made of."""
-    bytes_kept = _bytes_a_number(tensor, weights)
-    if bytes_kept == Q8_0_BYTES:
-        return bytes_kept
-    read = 0 if tensor.kind in ("F32", "F16", "BF16") else 4
-    return bytes_kept + read + (4 if bytes_kept == 1 else 0)
+    kept, most = 0, 0
+    for tensor in tensors:
+        n_numbers, each = math.prod(tensor.shape), _bytes_a_number(tensor, weights)
+        # blocks become float32 numbers when they are read, and int8 is made of such
+        more = 0 if each == Q8_0_BYTES else 4 * (tensor.kind not in ("F32", "F16", "BF16")) + 4 * (each == 1)
+        kept += int(n_numbers * each)
+        most = max(most, int(n_numbers * (each + more)))
+    return max(kept, most)  # the largest is made first, when there is nothing else
 
 
 def _bytes_a_number(tensor: StoredTensor, weights: str) -> float:
@@ -128,10 +123,3 @@ def _bytes_a_number(tensor: StoredTensor, weights: str) -> float:
     if weights == "int8":
         return Q8_0_BYTES if tensor.blocks else 1
     return 2
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

@@ -9,7 +9,7 @@ from typing import Any
 
 from tricycle.configs.model import ModelConfig
 from tricycle.pretrained.families.family import Family, Names
-from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, wrong
+from tricycle.pretrained.fields import Fields, activation_word, rotary_fields, size_fields, wrong
 from tricycle.pretrained.same import has_bias
 
 LLAMA_NAMES: Names = {
@@ -36,15 +36,10 @@ def common(fields: Fields, n_key_heads: int | None = None, head_size: int | None
         n_key_heads, head_size: defaults of the class; None for as many as heads of queries, and for their share of the
             width.
     """
-    n_heads = fields.whole("num_attention_heads", 32)
+    sizes = fields.sizes(32_000, 2048, 4096, 11_008, 32, 32)
     return {
-        "vocab_size": fields.whole("vocab_size", 32_000),
-        "context_window": fields.whole("max_position_embeddings", 2048),
-        "embedding_dim": fields.whole("hidden_size", 4096),
-        "hidden_size": fields.whole("intermediate_size", 11_008),
-        "n_layers": fields.whole("num_hidden_layers", 32),
-        "n_heads": n_heads,
-        "n_key_heads": fields.whole_or_none("num_key_value_heads", n_key_heads) or n_heads,
+        **sizes,
+        "n_key_heads": fields.whole_or_none("num_key_value_heads", n_key_heads) or sizes["n_heads"],
         "head_size": fields.whole_or_none("head_dim", head_size) or 0,
         "norm": "rms_norm",
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
@@ -111,12 +106,7 @@ def windows(types: list[str], window: int | None) -> dict[str, Any]:
 def common_fields(config: ModelConfig) -> dict[str, Any]:
     """What all of them share."""
     theirs = {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context_window,
-        "hidden_size": config.embedding_dim,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
+        **size_fields(config),
         "num_key_value_heads": config.key_heads,
         "head_dim": config.channels_per_head,
         "rms_norm_eps": config.norm_eps,
