@@ -33,7 +33,10 @@ def page(frame: str, title: str, data: Any, served: bool = False) -> str:
         "__TITLE__": html.escape(title),
         "__STYLE__": style,
         "__BODY__": _text(f"{frame}.html"),
-        "__DATA__": for_script(data),
+        # no text in it can end the script element that contains it
+        "__DATA__": json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace(
+            "<", "\\u003c"
+        ),
         "__SCRIPT__": script,
     }
     return re.sub("|".join(parts), lambda mark: parts[mark[0]], _text("common.html"))
@@ -47,11 +50,6 @@ def policy(style: str, script: str, served: bool) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"
-
-
-def for_script(data: Any) -> str:
-    """JSON of which no text can end the script element that it stands in."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _text(name: str) -> str:

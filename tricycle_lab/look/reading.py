@@ -251,13 +251,10 @@ class Reading:
 
     def _in_parts(self, x: np.ndarray) -> Any:
         """Some rows at a time, and their logits."""
-        step = max(1, LENS_AT_ONCE // self._n_vocab(x))
+        step = max(1, LENS_AT_ONCE // self._numbers(x[:1]).shape[-1])
         for start in range(0, len(x), step):  # few at a time, for they are many numbers
             rows = slice(start, min(start + step, len(x)))
             yield rows, self._numbers(x[rows])
-
-    def _n_vocab(self, x: np.ndarray) -> int:
-        return self._numbers(x[:1]).shape[-1]
 
     def _numbers(self, x: np.ndarray) -> np.ndarray:
         if self.logits is None:

@@ -6,7 +6,7 @@ Shapes: T tokens, S source tokens, H heads, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,11 @@ class Subject:
             )
         self.n_heads = {site.name: site.n_heads for site in self.sites}
         self.layer_names = [name for name, _ in model.named_layers() if name.rpartition(".")[0].endswith("blocks")]
-        self.parts = [
-            name
-            for name, _ in model.named_layers()
-            if name in self.layer_names or (name.rpartition(".")[0] in self.layer_names and _adds(name))
-        ]
+        self.parts = []
+        for name, _ in model.named_layers():
+            parent, _, last = name.rpartition(".")
+            if name in self.layer_names or (parent in self.layer_names and last in ("attention", "mlp", "cross")):
+                self.parts.append(name)
         self.texts_of: dict[int, str] = {}
 
     def about(self) -> dict[str, Any]:
@@ -93,7 +93,11 @@ class Subject:
             raise ValueError("expected a text of at least one character, got none")
         # an encoder reads what its tokeniser puts around every text, too, such as BERT's [CLS] and [SEP]
         around = self.kind == "encoder"
-        ids = list(map(int, self.tokeniser.encode(text))) if around else [*_start_of(self.tokeniser), *plain]
+        start: int | None = None
+        with suppress(ValueError):  # it knows no end of a text, which is also the beginning
+            start = self.tokeniser.start_of_text
+        before = [] if start is None else [int(start)]
+        ids = list(map(int, self.tokeniser.encode(text))) if around else [*before, *plain]
         self.check(ids)
         return ids
 
@@ -145,19 +149,6 @@ class Subject:
         return 0.0
 
 
-def _start_of(tokeniser: Any) -> list[int]:
-    """What stands before every text, where something does."""
-    try:
-        start = tokeniser.start_of_text
-    except ValueError:  # it knows no end of a text, which is also the beginning
-        return []
-    return [] if start is None else [int(start)]
-
-
-def _adds(name: str) -> bool:
-    return name.rpartition(".")[2] in ("attention", "mlp", "cross")
-
-
 def sites_of(model: Any) -> list[Site]:
     """The layers with attention, in the order in which they stand in the model."""
     sites = []
@@ -185,10 +176,9 @@ class Watch:
     """Within this block attention leaves what its maps can be computed from, and blocks leave the stream."""
 
     def __init__(self, model: Any, sites: Sequence[Site], layers: Sequence[str]) -> None:
-        named = dict(model.named_layers())
         self.sites = {site.name: Site(site.name, site.kind, site.n_heads) for site in sites}
         self.stream: dict[str, np.ndarray] = {}
-        self._named = named
+        self._named = dict(model.named_layers())
         self._layers = layers
         self._on = ExitStack()
 
@@ -196,16 +186,15 @@ class Watch:
         for name, site in self.sites.items():
             attention = attention_of(self._named[name]) if name in self._named else None
             if attention is not None:
-                self._on.callback(tap(attention, "listeners", partial(self._look, site)))
+                self._on.callback(
+                    tap(attention, "listeners", lambda op, out, *args, site=site: let_look(site, op, args))
+                )
         for name in self._layers:
             self._on.callback(tap(self._named[name], "listeners", partial(self._keep, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._on.close()
-
-    def _look(self, site: Site, op: Any, out: Tensor, *args: Any) -> None:
-        let_look(site, op, args)
 
     def _keep(self, name: str, layer: Any, out: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
         if not self.stream:
@@ -281,20 +270,21 @@ class Stack(Subject):
         elif before is None or not n_tokens:
             model.hidden(tokens)
         else:
-            model.hidden(tokens, [self._cache(before.site(name), n_tokens) for name in self.n_heads])
-
-    def _cache(self, site: Site, n_tokens: int) -> KeyValueCache:
-        """The first keys and values of a layer, all of them, for maps are of all that was read."""
-        cache = KeyValueCache(self.model.config.context_window)
-        _, keys, values, *_ = site.args
-        cache.append(keys.array[:, :n_tokens], values.array[:, :n_tokens])
-        return cache
+            caches = []
+            for name in self.n_heads:  # the first keys and values, all of them, for maps are of all that was read
+                _, keys, values, *_ = before.site(name).args
+                caches.append(KeyValueCache(model.config.context_window))
+                caches[-1].append(keys.array[:, :n_tokens], values.array[:, :n_tokens])
+            model.hidden(tokens, caches)
 
     def _kept(self, ids: Sequence[int], changes: Changes, before: Reading) -> tuple[int, int]:
         """How many of the first blocks stay as they were, or how many of the first tokens in all blocks."""
         if before.ids == list(ids):
             return changes.first_block(self.layer_names, before.changes), 0
-        if before.changes != changes or not self._sees_earlier_alone:
+        # what a token is made of must be its own, and keys and values of those before it
+        attentions = [block.attention for block in self.model.blocks] if isinstance(self.model, GPT) else [None]
+        sees_earlier = all(isinstance(one, MultiHeadSelfAttention) and not one.mixes for one in attentions)
+        if before.changes != changes or not sees_earlier:
             return 0, 0
         pairs = zip(before.ids, ids)
         shared = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(before.ids), len(ids)))
@@ -303,14 +293,6 @@ class Stack(Subject):
     def spared(self, ids: Sequence[int], changes: Changes, before: Reading) -> float:
         n_blocks, n_tokens = self._kept(ids, changes, before)
         return max(n_blocks / len(self.layer_names), n_tokens / len(ids))
-
-    @property
-    def _sees_earlier_alone(self) -> bool:
-        """Whether what a token is made of is its own, and keys and values of those before it."""
-        model = self.model
-        return isinstance(model, GPT) and all(
-            isinstance(block.attention, MultiHeadSelfAttention) and not block.attention.mixes for block in model.blocks
-        )
 
     def _logits(self, x: Tensor) -> Tensor:
         with self.model.evaluating():
@@ -390,11 +372,15 @@ class Translator(Subject):
         model = self.model
         source, target = np.array([self.source]), np.array([list(ids)])
         rows: list[tuple[np.ndarray, np.ndarray]] = []
+
+        def keep_row(op: Any, out: Tensor, scores: Tensor) -> None:
+            rows.append((to_cpu(scores.array)[0], to_cpu(out.array)[0]))
+
         with ExitStack() as stack:
             stack.enter_context(model.evaluating())
             watch = stack.enter_context(Watch(model, self.sites, self.layer_names))
             if isinstance(model, Seq2SeqAttention):
-                stack.callback(tap(model.attention.softmax, "listeners", partial(_keep_row, rows)))
+                stack.callback(tap(model.attention.softmax, "listeners", keep_row))
                 stack.callback(tap(model.attention.softmax, "exchanges", weighing_rows(changes)))
             else:
                 changes.make(stack.enter_context(Probe(model, "")))
@@ -421,10 +407,7 @@ def saved_translator(path: Path) -> Translator:
         FileNotFoundError, ValueError: as there.
     """
     model, vocabulary, config = load_translator(path)
-
-    def say(token: int) -> str:
-        return vocabulary.texts([token])[0]
-
+    say = lambda token: vocabulary.texts([token])[0]
     ends = vocabulary.begin, vocabulary.end
     return Translator(model, vocabulary.encode, say, *ends, path.stem, min(MOST_TOKENS, config.context_window))
 
@@ -445,10 +428,6 @@ def weighing_rows(changes: Changes) -> Exchange:
         return (op if other is None else other), (args[0] * (1 / changes.temperature), *args[1:])
 
     return exchange
-
-
-def _keep_row(rows: list[Any], op: Any, out: Tensor, scores: Tensor) -> None:
-    rows.append((to_cpu(scores.array)[0], to_cpu(out.array)[0]))
 
 
 def logits_of(model: Transformer, x: Tensor) -> Tensor:
