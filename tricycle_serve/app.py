@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.resources import files
 from typing import Any
 
@@ -23,7 +22,7 @@ from tricycle_serve.fields import Fields, read_object
 from tricycle_serve.gate import Gate
 from tricycle_serve.replies import refusal, reply
 from tricycle_serve.served import Served, no_such_model
-from tricycle_serve.work import Gone, Work
+from tricycle_serve.work import Gone
 
 MOST_BYTES = 2**22  # of a request
 MOST_SECONDS = 30.0  # in which it has to arrive
@@ -101,10 +100,7 @@ class _Desk:
         self._n_open -= 1
 
     async def _body(self, request: Request) -> bytes:
-        """
-        Raises:
-            ApiError: too much, or too slow.
-        """
+        """Return the body of a request; raise ApiError where it is too large, or too slow."""
         too_large = ApiError(f"expected a request of at most {self._most_bytes:,} bytes", 413, code="too_large")
         stated = request.headers.get("content-length", "0")
         if not stated.isdecimal() or int(stated[:20]) > self._most_bytes:
@@ -150,15 +146,24 @@ class _Sending:
         self._finish = finish
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = self._answer.work
+
+        async def wait() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            work.leave()
+
+        waiting = asyncio.create_task(wait())
         try:
-            async with _watched(receive, self._answer.work):
-                if isinstance(self._answer, Answer) and self._answer.wish.stream:
-                    await self._stream(send)
-                else:
-                    await (await self._whole(scope["path"]))(scope, receive, send)
+            if isinstance(self._answer, Answer) and self._answer.wish.stream:
+                await self._stream(send)
+            else:
+                await (await self._whole(scope["path"]))(scope, receive, send)
         except Gone:
             pass
         finally:
+            waiting.cancel()
+            work.leave()
             self._finish()
 
     async def _whole(self, path: str) -> Response:
@@ -178,23 +183,6 @@ class _Sending:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-@contextlib.asynccontextmanager
-async def _watched(receive: Receive, work: Work) -> AsyncIterator[None]:
-    """Within this block the work ends when the client leaves."""
-
-    async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        work.leave()
-
-    task = asyncio.create_task(wait())
-    try:
-        yield
-    finally:
-        task.cancel()
-        work.leave()
-
-
 def _page(name: str, kind: str) -> Endpoint:
     """A file of this package, read once."""
     content = (files("tricycle_serve") / "pages" / name).read_bytes()
@@ -210,14 +198,10 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    if error.status_code == 404:
-        message = f"there is no {request.url.path[:100]!r} here"
-    elif error.status_code == 405:
-        message = f"expected another method than {request.method[:20]} for {request.url.path[:100]}"
-    else:
-        message = error.detail
-    code = "not_found" if error.status_code == 404 else None
-    return refusal(ApiError(message, error.status_code, code=code), dict(error.headers or {}))
+    path, status = request.url.path[:100], error.status_code
+    known = {404: f"there is no {path!r} here", 405: f"expected another method than {request.method[:20]} for {path}"}
+    code = "not_found" if status == 404 else None
+    return refusal(ApiError(known.get(status, error.detail), status, code=code), dict(error.headers or {}))
 
 
 def _unexpected(error: BaseException, path: str) -> ApiError:

@@ -35,6 +35,7 @@ class Engine(ABC):
 
     def __init__(self, n_queue: int) -> None:
         self._n_queue = n_queue
+        self._queue: deque[Any] = deque()
         self._condition = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -96,13 +97,13 @@ class Engine(ABC):
         """Print an error for who runs the server; clients are told little."""
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
-    @abstractmethod
     def _n_waiting(self) -> int:
         """How many are in the queue."""
+        return len(self._queue)
 
-    @abstractmethod
     def _has_work(self) -> bool:
         """Whether there is anything to do."""
+        return bool(self._queue)
 
     @abstractmethod
     def _turn(self) -> None:
@@ -190,7 +191,6 @@ class TextEngine(Engine):
         self.tokeniser = tokeniser
         self._limits = limits
         self._dtype = dtype
-        self._queue: deque[_Text] = deque()
         self._reading: deque[_Text] = deque()
         self._writing: dict[int, _Text] = {}
         self._batch = Batch(model)
@@ -206,25 +206,19 @@ class TextEngine(Engine):
         texts = []
         for i, order in enumerate(orders):
             is_first = i == 0 or orders[i - 1].prompt is not order.prompt
-            writing = Writing(order, self.tokeniser, i)
-            texts.append(_Text(work, writing, self._room(order), is_first, SpeculativeState(self.model, self._dtype)))
+            room = len(order.prompt) + order.n_tokens
+            if room > self._limits.n_tokens:
+                most = int(self._limits.n_tokens)
+                raise ApiError(f"expected at most {most} tokens with the answer, for memory is short, got {room}")
+            state = SpeculativeState(self.model, self._dtype)
+            texts.append(_Text(work, Writing(order, self.tokeniser, i), room, is_first, state))
         with self._condition:
             self._expect_room(len(texts))
             self._queue += texts
             self._condition.notify()
         return work
 
-    def _room(self, order: Order) -> int:
-        room = len(order.prompt) + order.n_tokens
-        if room > self._limits.n_tokens:
-            most = int(self._limits.n_tokens)
-            raise ApiError(f"expected at most {most} tokens with the answer, for memory is short, got {room}")
-        return room
-
     # ---------------------------------------------------------------- a turn
-    def _n_waiting(self) -> int:
-        return len(self._queue)
-
     def _has_work(self) -> bool:
         return bool(self._queue or self._reading or self._writing)
 
@@ -240,13 +234,11 @@ class TextEngine(Engine):
             over = [text for text in self._queue if text.work.is_over or text.work.is_late]
             for text in over:
                 self._queue.remove(text)
-        for text in over:
-            if not text.work.is_over:
-                text.work.fail(no_time())
         for text in [*self._reading, *self._writing.values()]:
-            if not text.work.is_over and not text.work.is_late:
-                continue
-            self._release(text)
+            if text.work.is_over or text.work.is_late:
+                self._release(text)
+                over.append(text)
+        for text in over:
             if not text.work.is_over and text.number is None:
                 text.work.fail(no_time())
             elif not text.work.is_over:
@@ -319,25 +311,23 @@ class TextEngine(Engine):
     def _read_part(self, text: _Text, n: int) -> None:
         try:
             text.state.logits(text.order.prompt[: len(text.state.tokens) + n])
-        except (ValueError, MemoryError) as error:  # nobody else need suffer from it
-            self._explain(error)
-            self._release(text)
-            text.work.fail(error)
+        except (ValueError, MemoryError) as error:
+            self._fail_one(text, error)
             return
         self._reading.rotate(-1)
+
+    def _fail_one(self, text: _Text, error: BaseException) -> None:
+        """End one text; the others go on."""
+        self._explain(error)
+        self._release(text)
+        text.work.fail(error)
 
     def _join(self, text: _Text) -> None:
         """Let it be written with the others from now on."""
         order = text.order
         listener = None if order.n_rivals is None else text.writing.listen
-        text.number = self._batch.add(
-            order.prompt,
-            order.n_tokens,
-            order.sampling,
-            state=text.state,
-            overflow="refuse",
-            listener=listener,
-        )
+        how: dict[str, Any] = {"state": text.state, "overflow": "refuse", "listener": listener}
+        text.number = self._batch.add(order.prompt, order.n_tokens, order.sampling, **how)
         self._writing[text.number] = text
 
     def _write(self) -> None:
@@ -350,10 +340,8 @@ class TextEngine(Engine):
                 continue
             try:
                 piece = text.writing.take(token)
-            except ValueError as error:  # of its tokeniser: the others are written on
-                self._explain(error)
-                self._release(text)
-                text.work.fail(error)
+            except ValueError as error:  # of its tokeniser
+                self._fail_one(text, error)
                 continue
             if piece is None:
                 continue

@@ -74,10 +74,7 @@ class Served:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     def check_name(self, fields: Fields) -> None:
-        """
-        Raises:
-            ApiError: a request for another model.
-        """
+        """Raise ApiError for a request of another model."""
         name = fields.text("model")
         if name is not None and name != self.name:
             raise no_such_model(name, self.name)

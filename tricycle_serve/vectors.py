@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +33,7 @@ class VectorWish:
 
 
 def vector_wish_of(fields: Fields, width: int) -> VectorWish:
-    """
-    Raises:
-        ApiError: names the field that is wrong.
-    """
+    """Return what the fields of a request ask for; raise ApiError, which names the field that is wrong."""
     texts = fields.take("input")
     texts = [texts] if isinstance(texts, str) else texts
     sound = isinstance(texts, list) and 0 < len(texts) <= MOST_INPUTS and all(isinstance(text, str) for text in texts)
@@ -74,7 +70,6 @@ class VectorEngine(Engine):
     def __init__(self, encoder: SentenceEncoder, n_queue: int) -> None:
         super().__init__(n_queue)
         self.encoder = encoder
-        self._queue: deque[tuple[Work, list[str]]] = deque()
 
     def submit(self, texts: list[str], seconds: float) -> Work:
         """Ask for vectors; the result gives them as arrays (N, C), in the order of the texts.
@@ -89,12 +84,6 @@ class VectorEngine(Engine):
             self._queue.append((work, texts))
             self._condition.notify()
         return work
-
-    def _n_waiting(self) -> int:
-        return len(self._queue)
-
-    def _has_work(self) -> bool:
-        return bool(self._queue)
 
     def _turn(self) -> None:
         with self._condition:
