@@ -291,10 +291,7 @@ def adapter_folder(folder: Path) -> Path:
 
 
 def _config_of(fields: Mapping[str, Any]) -> LoRAConfig:
-    """
-    Raises:
-        ValueError: a kind of adapter that is not known here, or a field that is none.
-    """
+    """Return what the fields describe; raise ValueError for a kind of adapter that is not known here."""
     for name, allowed in MUST_BE.items():
         if name in fields and not any(fields[name] == value and type(fields[name]) is type(value) for value in allowed):
             raise ValueError(f"{CONFIG}: expected {name} to be {allowed[0]!r}, got {fields[name]!r:.60}")
@@ -333,10 +330,7 @@ def _pairs(tensors: Mapping[str, StoredTensor], dora: bool) -> dict[str, tuple[S
 def _parts(
     pairs: Mapping[str, tuple[StoredTensor, ...]], places: Places, config: LoRAConfig, fields: dict[str, Any]
 ) -> list[tuple[Place, Part]]:
-    """
-    Raises:
-        ValueError: layers that the model has not got, or of other sizes: it is another model's adapter.
-    """
+    """Return where each pair belongs; raise ValueError for layers that the model has not got, or of other sizes."""
     strange = [name for name in pairs if name not in places.by_name]
     if strange:
         some = some_names(strange)

@@ -22,6 +22,7 @@ _CUTS: dict[str, tuple[tuple[str, Any], ...]] = {
     "llama-bpe": (("Split", SPLITS["llama-3"]), _BYTES),
     "qwen2": (("NFC", None), ("Split", SPLITS["qwen"]), _BYTES),
 }
+WHY_AN_END = "for llama.cpp ends every text with some token"
 _KEEPS_WHOLE_PIECES = ("llama-bpe",)  # a piece that is a token is one, without looking at merges
 
 
@@ -51,10 +52,7 @@ def tokeniser_keys(tokeniser: Any, n_rows: int) -> Keys:
 
 # -------------------------------------------------------------------- cutting and merging
 def _name_of_cut(document: Keys) -> str:
-    """
-    Raises:
-        ValueError: it is none that llama.cpp knows.
-    """
+    """Return llama.cpp's name of the way to cut text; raise ValueError where it knows none."""
     steps = tuple(_steps([document.get("normalizer"), document.get("pre_tokenizer")]))
     for name, known in _CUTS.items():
         if steps == known:
@@ -82,10 +80,7 @@ def _steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_merging(document: Keys, cut: str) -> None:
-    """
-    Raises:
-        ValueError: what llama.cpp makes of the pieces would differ.
-    """
+    """Raise ValueError where what llama.cpp makes of the pieces would differ."""
     model = document["model"]
     unusual = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "dropout")
     in_the_way = [name for name in unusual if model.get(name)]
@@ -132,16 +127,14 @@ def _token_lists(document: Keys, n_rows: int) -> Keys:
 # -------------------------------------------------------------------- ends and templates
 def _ends_of_ours(tokeniser: BPETokeniser) -> Keys:
     if END_OF_TEXT not in tokeniser.special_tokens:
-        raise ValueError(f"expected a tokeniser with {END_OF_TEXT}, for llama.cpp ends every text with some token")
+        raise ValueError(f"expected a tokeniser with {END_OF_TEXT}, {WHY_AN_END}")
     return _ends(tokeniser.end_of_text, tokeniser.end_of_text, False, False)
 
 
 def _ends_of_theirs(tokeniser: PretrainedTokeniser) -> Keys:
     bos, eos = tokeniser.bos, tokeniser.eos
     if bos is None and eos is None:
-        raise ValueError(
-            "expected a tokeniser with bos_token or eos_token, for llama.cpp ends every text with some token"
-        )
+        raise ValueError(f"expected a tokeniser with bos_token or eos_token, {WHY_AN_END}")
     around = tokeniser.encode("")
     starts, ends = around[:1] == [bos] and bos is not None, around[-1:] == [eos] and eos is not None
     if around == [bos] and bos == eos:

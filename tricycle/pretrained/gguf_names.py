@@ -37,9 +37,13 @@ class Heads(NamedTuple):
         return self.n_heads * self.size, self.n_key_heads * self.size, self.n_key_heads * self.size
 
 
+def _unchanged(values: np.ndarray, heads: Heads) -> np.ndarray:
+    return values
+
+
 @dataclass(frozen=True)
 class Change:
-    """What a converter did to the values of a layer.
+    """What a converter did to the values of a layer: nothing, unless given.
 
     Attributes:
         back: values of llama.cpp's file to Hugging Face's.
@@ -48,8 +52,8 @@ class Change:
         rows: how many a layer has by its heads, where values change places by these.
     """
 
-    back: Callable[[np.ndarray, Heads], np.ndarray]
-    there: Callable[[np.ndarray, Heads], np.ndarray]
+    back: Callable[[np.ndarray, Heads], np.ndarray] = _unchanged
+    there: Callable[[np.ndarray, Heads], np.ndarray] = _unchanged
     transposes: bool = False
     rows: Callable[[Heads], int] | None = None
 

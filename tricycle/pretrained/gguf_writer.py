@@ -37,13 +37,13 @@ class Written:
         name: llama.cpp's.
         kind: of its values.
         shape: slowest dimension first.
-        change: what is done to Hugging Face's values, if anything.
+        change: what is done to Hugging Face's values.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    change: Change | None = None
+    change: Change
 
 
 def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], kind: str = "F32") -> str:
@@ -136,7 +136,7 @@ def _divisors(config: ModelConfig) -> dict[Written, np.ndarray]:
     frequencies = config.rotary_base ** (-np.arange(n_pairs, dtype=np.float64) / n_pairs)
     bounds = config.rotary_low_frequency, config.rotary_high_frequency
     divisors = llama3_divisors(frequencies, config.rotary_factor, config.rotary_original_window, *bounds)
-    return {Written(_DIVISORS, "F32", (n_pairs,)): divisors.astype(np.float32)}
+    return {Written(_DIVISORS, "F32", (n_pairs,), Change()): divisors.astype(np.float32)}
 
 
 # -------------------------------------------------------------------- tensors
@@ -148,9 +148,9 @@ def _planned(architecture: str, name: str, shape: tuple[int, ...], kind: str) ->
     number = next((part for part in layer.split(".") if part.isdigit()), "")
     general = back[layer.replace(f".{number}.", ".N.") if number else layer]
     full = f"{general.replace('.N.', f'.{number}.')}.{suffix}"
-    change = layout.changes.get(general)
-    if change is not None and change.transposes:
-        shape, change = shape[::-1], change if len(shape) > 1 else None
+    change = layout.changes.get(general, Change())
+    if change.transposes:
+        shape = shape[::-1]
     if len(shape) == 1 or full in _ALWAYS_F32:
         kind = "F32"
     elif kind in BLOCKS and shape[-1] % BLOCKS[kind].n_values:
@@ -164,9 +164,7 @@ def _encoded(tensor: Written, array: np.ndarray, heads: Heads) -> np.ndarray:
     Raises:
         ValueError: one is too large for 16 bits.
     """
-    if tensor.change is not None:
-        array = tensor.change.there(array, heads)
-    array = np.ascontiguousarray(array, "<f4")
+    array = np.ascontiguousarray(tensor.change.there(array, heads), "<f4")
     if tensor.kind == "F32":
         return array
     if np.abs(array).max() > np.finfo(np.float16).max:

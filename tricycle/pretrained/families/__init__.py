@@ -50,10 +50,7 @@ def build(source: Source, weights: str = "float32") -> Layer:
 
 
 def family_of(source: Source) -> Family:
-    """
-    Raises:
-        ValueError: its model_type is in no family.
-    """
+    """Return the family of its model_type; raise ValueError where there is none."""
     model_type = source.fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise wrong("model_type", f"one of {', '.join(FAMILIES)}", model_type)
@@ -83,10 +80,7 @@ def config_of(family: Family, source: Source) -> Any:
 
 # -------------------------------------------------------------------- memory
 def _check_memory(config: Any, source: Source, weights: str) -> None:
-    """
-    Raises:
-        MemoryError: as of `build`.
-    """
+    """Raise MemoryError, as of `build`, where a model does not fit."""
     free, needed = free_memory(), memory_for(config, source, weights)
     if free is None or needed <= free:
         return

@@ -259,10 +259,7 @@ def by_our_spelling(family: Family, tensors: dict[str, StoredTensor]) -> dict[st
 
 
 def _check(plan: dict[str, list[Piece]], tensors: dict[str, StoredTensor]) -> None:
-    """
-    Raises:
-        ValueError: as of `fill`.
-    """
+    """Raise ValueError, as of `fill`, where the tensors are not those of the plan."""
     pieces = [piece for pieces in plan.values() for piece in pieces]
     wanted = {piece.name for piece in pieces}
     missing = [piece.name for piece in pieces if piece.name not in tensors]

@@ -136,10 +136,7 @@ def rotary_scaling_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def whole_share(config: ModelConfig) -> None:
-    """
-    Raises:
-        ValueError: heads that do not divide the width, which some classes of transformers refuse whatever their size.
-    """
+    """Raise ValueError for heads that do not divide the width: some classes of transformers refuse them."""
     if config.embedding_dim % config.n_heads:
         raise ValueError(f"n_heads={config.n_heads}: expected a divisor of embedding_dim {config.embedding_dim}")
 
