@@ -64,10 +64,8 @@ class Engine(ABC):
             raise ApiError("the server is shutting down", status=503, code="shutting_down")
         n_waiting = self._n_waiting()
         if n_waiting + n > self._n_queue and n_waiting:
-            wait = min(MOST_WAIT, 1 + n_waiting // 4)
-            raise ApiError(
-                f"too many requests: {n_waiting} texts are waiting; try again later", 429, code="queue_full", wait=wait
-            )
+            message = f"too many requests: {n_waiting} texts are waiting; try again later"
+            raise ApiError(message, 429, code="queue_full", wait=min(MOST_WAIT, 1 + n_waiting // 4))
 
     @property
     def is_alive(self) -> bool:

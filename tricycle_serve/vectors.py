@@ -44,9 +44,7 @@ def vector_wish_of(fields: Fields, width: int) -> VectorWish:
         fields.refuse("encoding_format", "float or base64")
     dimensions = fields.whole("dimensions", width, 1)
     if dimensions != width:
-        raise ApiError(
-            f"expected dimensions to be {width}, as the model has them, got {dimensions}", param="dimensions"
-        )
+        raise ApiError(f"expected dimensions to be {width}, as the model has, got {dimensions}", param="dimensions")
     cuts = fields.flag("truncate")
     fields.ignore("user")
     fields.expect_no_more()

@@ -110,12 +110,10 @@ def _load_source(source: Source, weights: str) -> Pretrained:
     except ValueError as error:
         raise ValueError(f"{source.path}: {str(error).removeprefix(f'{source.path}: ')}") from None
     model = build(source, weights)
-    n_known = model.config.vocab_size  # type: ignore[attr-defined]
-    if tokeniser is not None and tokeniser.n_vocab > n_known:
-        n_tokens = tokeniser.n_vocab
-        raise ValueError(
-            f"{source.path}: expected a tokeniser of at most {n_known} tokens, as the model knows, got {n_tokens}"
-        )
+    known = model.config.vocab_size  # type: ignore[attr-defined]
+    if tokeniser is not None and tokeniser.n_vocab > known:
+        n = tokeniser.n_vocab
+        raise ValueError(f"{source.path}: expected a tokeniser of at most {known} tokens, as the model knows, got {n}")
     return Pretrained(model, tokeniser, settings, source)
 
 

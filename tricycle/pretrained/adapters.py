@@ -364,7 +364,7 @@ def _of_pattern(patterns: Any, name: str, otherwise: float) -> float:
     for pattern, value in (patterns or {}).items() if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern) or type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(
-                f"{CONFIG}: expected names and numbers as alpha_pattern, got {pattern!r:.60}: {value!r:.60}"
+                f"{CONFIG}: expected names and numbers as alpha_pattern, got {pattern!r:.50}: {value!r:.50}"
             )
         if f".{name}".endswith(f".{pattern}"):
             return float(value)

@@ -111,10 +111,8 @@ def _token_lists(document: Keys, n_rows: int) -> Keys:
     tokens: dict[int, tuple[str, int]] = {i: (token, NORMAL) for token, i in document["model"]["vocab"].items()}
     for token in document.get("added_tokens", []):
         tokens[token["id"]] = (token["content"], CONTROL if token.get("special") else USER_DEFINED)
-    if max(tokens) >= n_rows:
-        raise ValueError(
-            f"expected a tokeniser of at most {n_rows} tokens, as the model has rows, got {max(tokens) + 1}"
-        )
+    if (n_tokens := max(tokens) + 1) > n_rows:
+        raise ValueError(f"expected a tokeniser of at most {n_rows} tokens, as the model has rows, got {n_tokens}")
     rows = [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(n_rows)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
     return {
@@ -140,9 +138,7 @@ def _ends_of_theirs(tokeniser: PretrainedTokeniser) -> Keys:
     if around == [bos] and bos == eos:
         ends = False
     if len(around) != starts + ends:
-        raise ValueError(
-            f"expected a tokeniser that puts bos_token and eos_token around a text at most, got ids {around}"
-        )
+        raise ValueError(f"expected a tokeniser that puts bos_token and eos_token around a text at most, got {around}")
     keys = _ends(bos if bos is not None else eos, eos if eos is not None else bos, starts, ends)
     vocabulary = tokeniser.backend.get_vocab(with_added_tokens=True)
     for name, key in (("unk_token", "unknown"), ("pad_token", "padding")):

@@ -73,9 +73,7 @@ class Vocabulary:
         values = [*self._value(name, list)]
         odd = [value for value in values if not isinstance(value, str)]
         if odd or not values:
-            raise ValueError(
-                f"GGUF: expected tokenizer.ggml.{name} to be texts, got {_shown(odd[0] if odd else values)}"
-            )
+            raise ValueError(f"GGUF: expected tokenizer.ggml.{name} to be texts, got {_shown((odd or [values])[0])}")
         return values
 
     def _types(self) -> list[int]:

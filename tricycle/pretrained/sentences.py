@@ -127,9 +127,7 @@ def sentences_of(loaded: Pretrained, path_or_name: str | os.PathLike[str]) -> Se
         FileNotFoundError, ValueError: as of `load_sentences`.
     """
     if loaded.source is None or not isinstance(loaded.model, TextEncoder):
-        raise ValueError(
-            f"{path_or_name}: expected an encoder, got a {type(loaded.model).__name__}, which writes texts"
-        )
+        raise ValueError(f"{path_or_name}: expected an encoder, got {type(loaded.model).__name__}, which writes texts")
     path = loaded.source.path
     folder = path.parent if path.is_file() else path
     tokeniser = loaded.tokeniser or from_folder(folder)

@@ -195,7 +195,7 @@ class PretrainedTokeniser:
         """
         if self._template is None:
             raise ValueError(
-                "expected a tokeniser with a chat template, it has none: this is no model for conversations"
+                "expected a tokeniser with a chat template, it has none: the model is not for conversations"
             )
         settings: dict[str, Any] = {"messages": [*messages], "tools": None, "documents": None}
         settings["add_generation_prompt"] = add_generation_prompt
@@ -423,9 +423,7 @@ def _backend(document: str) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ImportError(
-            'other people\'s tokenisers need tokenizers: pip install "tricycle-gpt[pretrained]"'
-        ) from None
+        raise ImportError('pretrained tokenisers need tokenizers: pip install "tricycle-gpt[pretrained]"') from None
     with _library_errors("expected a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_str(document)
         parts = [("normalizer", backend.normalizer), ("decoder", backend.decoder)]
@@ -433,7 +431,7 @@ def _backend(document: str) -> Any:
     for name, growth in growths.items():
         if growth > MOST_GROWTH:  # the library would ask for that much memory, and end the process without it
             raise ValueError(
-                f"expected a {name} that makes texts at most {MOST_GROWTH:,} times longer, got {growth:.3g}"
+                f"expected a {name} that makes texts at most {MOST_GROWTH:,} times longer, got {growth:.3}"
             )
     backend.no_truncation()
     backend.no_padding()

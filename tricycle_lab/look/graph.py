@@ -142,10 +142,11 @@ def _all_behind(result: Tensor, title: str) -> list[Tensor]:
 
 def _names(nodes: list[Tensor], result: Tensor, inputs: Mapping[str, Tensor]) -> list[str]:
     known = {id(tensor): name for name, tensor in inputs.items()}
-    role = {
-        id(node): getattr(node, "role", None) or ("constant" if not node.requires_grad else "input") for node in nodes
-    }
-    return [known.get(id(node)) or (_short(node) if node.args else role[id(node)]) for node in nodes]
+    named = []
+    for node in nodes:
+        role = getattr(node, "role", None) or ("input" if node.requires_grad else "constant")
+        named.append(known.get(id(node)) or (_short(node) if node.args else role))
+    return named
 
 
 def _short(node: Tensor) -> str:

@@ -28,15 +28,13 @@ def page(frame: str, title: str, data: Any, served: bool = False) -> str:
     """
     style = _text("common.css") + _text(f"{frame}.css")
     script = _text("common.js") + _text(f"{frame}.js")
+    json_data = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     parts = {
         "__POLICY__": policy(style, script, served),
         "__TITLE__": html.escape(title),
         "__STYLE__": style,
         "__BODY__": _text(f"{frame}.html"),
-        # no text in it can end the script element that contains it
-        "__DATA__": json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace(
-            "<", "\\u003c"
-        ),
+        "__DATA__": json_data.replace("<", "\\u003c"),  # no text in it can end the script element
         "__SCRIPT__": script,
     }
     return re.sub("|".join(parts), lambda mark: parts[mark[0]], _text("common.html"))

@@ -61,9 +61,8 @@ def _text_part(fields: Fields) -> Fields:
     inside = fields.section("text_config")
     if fields.get("model_type") == "gemma3" and "text_config" not in fields:
         raise wrong("text_config", "an object", None)
-    tied = (
-        {} if fields.get("tie_word_embeddings") is None else {"tie_word_embeddings": fields.get("tie_word_embeddings")}
-    )
+    name = "tie_word_embeddings"
+    tied = {} if fields.get(name) is None else {name: fields.get(name)}
     return Fields({**GEMMA3_DEFAULTS, **(tied | inside if inside else fields.values)})
 
 
