@@ -428,10 +428,10 @@ def _backend(document: str) -> Any:
         backend = tokenizers.Tokenizer.from_str(document)
         parts = [("normalizer", backend.normalizer), ("decoder", backend.decoder)]
         growths = {name: _growth(json.loads(part.__getstate__())) for name, part in parts if part is not None}
-    for name, growth in growths.items():
-        if growth > MOST_GROWTH:  # the library would ask for that much memory, and end the process without it
+    for name, times in growths.items():
+        if times > MOST_GROWTH:  # the library would ask for that much memory, and end the process without it
             raise ValueError(
-                f"expected a {name} that makes texts at most {MOST_GROWTH:,} times longer, got {growth:.3}"
+                f"expected a {name} that makes texts at most {MOST_GROWTH:,} times longer, got {times:.3g}"
             )
     backend.no_truncation()
     backend.no_padding()
