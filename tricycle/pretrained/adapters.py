@@ -212,6 +212,9 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
     """Of adapter_config.json."""
     config = adapter.config
     parts = [part for low_rank in adapter.low_ranks.values() for part in low_rank.parts]
+    names = {part.name for part in parts}
+    ends = sorted({name.rpartition(".")[2] for name in names})  # the shortest names, if they mean no others
+    meant = {place.name for place in places.all if place.name.rpartition(".")[2] in ends}
     alphas = {p.name: p.scale * (math.sqrt(p.rank) if config.rank_stabilised else p.rank) for p in parts}
     return {
         "peft_type": "LORA",
@@ -220,7 +223,7 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": _target_modules(parts, places),
+        "target_modules": ends if meant == names else sorted(names),
         "use_rslora": config.rank_stabilised,
         "use_dora": config.dora,
         "bias": "none",
@@ -231,14 +234,6 @@ def _fields(adapter: Adapter, places: Places) -> dict[str, Any]:
         "rank_pattern": {part.name: part.rank for part in parts if part.rank != config.rank},
         "alpha_pattern": {name: a for name, a in alphas.items() if not math.isclose(a, config.alpha, rel_tol=1e-6)},
     }
-
-
-def _target_modules(parts: list[Part], places: Places) -> list[str]:
-    """The shortest names that mean these and no others."""
-    names = {part.name for part in parts}
-    ends = sorted({name.rpartition(".")[2] for name in names})
-    meant = {place.name for place in places.all if place.name.rpartition(".")[2] in ends}
-    return ends if meant == names else sorted(names)
 
 
 # -------------------------------------------------------------------- reading

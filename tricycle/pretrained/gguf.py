@@ -71,8 +71,11 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFSource:
         keys.head_size(),
     )
     tensors = _Translation(file, keys, LAYOUTS[architecture], heads).tensors()
-    if architecture == "gpt2":
-        _tie_copies(file, fields, tensors)
+    output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
+    alike = output and (output.kind, output.shape) == (embedding.kind, embedding.shape)
+    if architecture == "gpt2" and output and alike and np.array_equal(file.read(output), file.read(embedding)):
+        fields["tie_word_embeddings"] = True  # converters used to write GPT-2's embedding twice
+        del tensors["lm_head.weight"]
     return GGUFSource(file.path, fields, tensors, _generation(file.metadata, fields), file.metadata)
 
 
@@ -153,15 +156,6 @@ class _Translation:
 
         new_shape = shape[::-1] if change.transposes else shape
         return StoredTensor(new_shape, entry.kind, read, blocks if entry.kind == "Q8_0" and len(shape) == 2 else None)
-
-
-def _tie_copies(file: GGUFFile, fields: Fields, tensors: dict[str, StoredTensor]) -> None:
-    """GPT-2's output layer is its embedding; converters used to write it twice."""
-    output, embedding = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
-    alike = output and (output.kind, output.shape) == (embedding.kind, embedding.shape)
-    if output and alike and np.array_equal(file.read(output), file.read(embedding)):
-        fields["tie_word_embeddings"] = True
-        del tensors["lm_head.weight"]
 
 
 def _generation(metadata: dict[str, Any], fields: Fields) -> Fields:

@@ -164,7 +164,10 @@ class _Header:
             if key in metadata:
                 raise self._error(f"key {shown(key)} comes twice")
             metadata[key] = self._value(shown(key))
-        return GGUFFile(self.path, metadata, self._tensors(n_tensors, _alignment(self.path, metadata)))
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment < 2**32 or alignment & (alignment - 1):
+            raise self._error(f"expected general.alignment to be a power of two, got {shown(alignment)}")
+        return GGUFFile(self.path, metadata, self._tensors(n_tensors, alignment))
 
     # ---------------------------------------------------------------- pieces
     def _error(self, why: str) -> ValueError:
@@ -295,11 +298,3 @@ def shown(value: Any) -> str:
     short.maxstring = short.maxother = 66
     short.maxlist = 2
     return short.repr(value)
-
-
-def _alignment(path: Path, metadata: dict[str, Any]) -> int:
-    alignment = metadata.get("general.alignment", 32)
-    whole = isinstance(alignment, int) and not isinstance(alignment, bool)
-    if not whole or not 0 < alignment < 2**32 or alignment & (alignment - 1):
-        raise ValueError(f"{path}: expected general.alignment to be a power of two, got {shown(alignment)}")
-    return alignment

@@ -127,7 +127,8 @@ def to_gemma2(config: ModelConfig) -> dict[str, Any]:
         **common_fields(config),
         **window_fields(config),
         "hidden_activation": activation_word(config.activation),
-        "query_pre_attn_scalar": _query_scalar(config),
+        # a whole number, in transformers 5
+        "query_pre_attn_scalar": max(1, round((config.score_scale or config.channels_per_head**-0.5) ** -2)),
         "attn_logit_softcapping": config.score_cap or None,
         "final_logit_softcapping": config.logit_cap or None,
         "sliding_window": config.window or USUAL_WINDOW,  # must be there even if no layer has one
@@ -135,11 +136,6 @@ def to_gemma2(config: ModelConfig) -> dict[str, Any]:
     }
     del theirs["hidden_act"]
     return theirs
-
-
-def _query_scalar(config: ModelConfig) -> int:
-    """A whole number, in transformers 5."""
-    return max(1, round(config.score_scale**-2)) if config.score_scale else config.channels_per_head
 
 
 def to_gemma3(config: ModelConfig) -> dict[str, Any]:
