@@ -143,17 +143,12 @@ class LowRank(Layer):
 
     def merged(self, base: Dense) -> np.ndarray:
         """The matrix (in, out) of a layer and of this together."""
-        total = base.weights.numpy() + self.matrix()
+        total = np.array(base.weights.numpy(), np.float32)
+        for part, ranks, up in self.ranks():
+            total[:, part.start : part.stop] += part.scale * (self.down.numpy()[:, ranks] @ up.numpy())
         for part, magnitude in zip(self.parts, self.magnitudes):
             columns = total[:, part.start : part.stop]
             columns *= magnitude.numpy() / np.linalg.norm(columns, axis=0)
-        return total
-
-    def matrix(self) -> np.ndarray:
-        """What it adds to a layer's matrix, (in, out), but for lengths."""
-        total = np.zeros((self.down.shape[0], self.to_size), np.float32)
-        for part, ranks, up in self.ranks():
-            total[:, part.start : part.stop] = part.scale * (self.down.numpy()[:, ranks] @ up.numpy())
         return total
 
 

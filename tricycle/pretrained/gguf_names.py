@@ -18,9 +18,8 @@ from tricycle.pretrained.families.bert import BERT
 from tricycle.pretrained.families.family import Family
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
-from tricycle.pretrained.families.llama import LLAMA, QWEN2, QWEN3
+from tricycle.pretrained.families.llama import LLAMA, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.neox import NEOX
-from tricycle.pretrained.families.olmo import OLMO2
 from tricycle.pretrained.families.phi import PHI
 
 

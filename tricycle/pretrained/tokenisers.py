@@ -225,8 +225,7 @@ class PretrainedTokeniser:
         """
         if allowed_special:
             return self.encode(self.render(messages, add_generation_prompt, **variables), add_special_tokens=False)
-        marks = _unused_marks(self.chat_template, messages, variables)
-        marked = [_marked(message, self._special_names, marks) for message in messages]
+        marks, marked = self._with_marks(messages, variables)
         text = self.render(marked, add_generation_prompt, **variables)
         if marks[0] not in text:
             return self.encode(text, add_special_tokens=False)
@@ -241,8 +240,7 @@ class PretrainedTokeniser:
         Raises:
             ValueError: as of `render`; or the template writes a message in another way once there are later ones.
         """
-        marks = _unused_marks(self.chat_template, messages, variables)
-        marked = [_marked(message, self._special_names, marks) for message in messages]
+        marks, marked = self._with_marks(messages, variables)
         parts: list[tuple[list[int], bool]] = []
         done = ""
         for i, message in enumerate(marked):
@@ -257,11 +255,11 @@ class PretrainedTokeniser:
             done = after
         return parts
 
-    @property
-    def _special_names(self) -> list[str]:
-        """The longest first."""
-        names = [str(self.backend.id_to_token(token)) for token in self.special_ids]
-        return sorted(names, key=len, reverse=True)
+    def _with_marks(self, messages: Messages, variables: dict[str, Any]) -> tuple[Marks, list[Any]]:
+        """Return two marks, and messages with these around the names of special tokens."""
+        marks = _unused_marks(self.chat_template, messages, variables)
+        names = sorted((str(self.backend.id_to_token(token)) for token in self.special_ids), key=len, reverse=True)
+        return marks, [_marked(message, names, marks) for message in messages]
 
     def _encode_marked(self, text: str, marks: Marks, goes_on: bool = False) -> list[int]:
         """Encode a text in which marks surround names of special tokens that are to be read as text.
@@ -499,15 +497,6 @@ def _with_tokens(document: dict[str, Any], special: dict[str, str], config: dict
     return str(backend.to_str())
 
 
-def _ends(vocab: dict[str, int], special: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:
-    """The post-processor of tokenizer_config.json, which counts where there is no tokenizer.json."""
-    ends = [
-        {special[name]: vocab[special[name]]} if config.get(f"add_{name}") and special.get(name) in vocab else {}
-        for name in ("bos_token", "eos_token")
-    ]
-    return form.around(*ends)
-
-
 def _described(config: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """The entries of added_tokens_decoder, by id."""
     entries = config.get("added_tokens_decoder") or {}
@@ -557,7 +546,9 @@ def _byte_level_files(folder: Path, config: dict[str, Any], special: dict[str, s
             raise ValueError(f"{folder / 'merges.txt'}: expected two tokens in line {number}, got {reprlib.repr(line)}")
         merges.append((halves[0], halves[1]))
     parts = form.byte_level_parts("gpt2", bool(config.get("add_prefix_space", False)))
-    return form.document(form.bpe(vocab, merges), **parts, post_processor=_ends(vocab, special, config))
+    ends = [special.get(name, "") if config.get(f"add_{name}") else "" for name in ("bos_token", "eos_token")]
+    around = form.around(*({text: vocab[text]} if text in vocab and text else {} for text in ends))
+    return form.document(form.bpe(vocab, merges), **parts, post_processor=around)
 
 
 def _json_object(path: Path) -> dict[str, Any]:

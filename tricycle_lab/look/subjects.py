@@ -41,12 +41,16 @@ class Subject:
         parts: names of what can be switched off.
         n_heads: of each layer with attention, by its name.
         source: the tokens that an encoder reads, of an encoder-decoder.
+        most_tokens: of the longest text that can be looked at.
+        first: the place of the first token that can be changed.
     """
 
     kind = "decoder"
     source: Sequence[int] = ()
+    first = 0
 
-    def __init__(self, model: Any, tokeniser: Any, title: str) -> None:
+    def __init__(self, model: Any, tokeniser: Any, title: str, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
         self.model = model
         self.tokeniser = tokeniser
         self.title = title
@@ -77,10 +81,9 @@ class Subject:
             "mostTokens": self.most_tokens,
         }
 
-    @property
-    def most_tokens(self) -> int:
-        """The longest text that can be looked at."""
-        return min(MOST_TOKENS, self.model.config.context_window)
+    def encode(self, text: str) -> list[int]:
+        """The ids of nothing but a text."""
+        return [int(token) for token in self.tokeniser.encode_plain(text)]
 
     def ids_of(self, text: str) -> list[int]:
         """A text as the model reads it, with what stands before every text.
@@ -88,7 +91,7 @@ class Subject:
         Raises:
             ValueError: an empty text, or one that is too long.
         """
-        plain = [int(token) for token in self.tokeniser.encode_plain(text)]
+        plain = self.encode(text)
         if not plain:
             raise ValueError("expected a text of at least one character, got none")
         # an encoder reads what its tokeniser puts around every text, too, such as BERT's [CLS] and [SEP]
@@ -107,9 +110,9 @@ class Subject:
         Raises:
             ValueError: a place or an id that is not there; too long a text.
         """
-        if not 0 <= place < len(ids):
-            raise ValueError(f"expected a token from 0 to {len(ids) - 1} to change, got {place}")
-        new = [text] if isinstance(text, int) else [int(token) for token in self.tokeniser.encode_plain(text)]
+        if not self.first <= place < len(ids):
+            raise ValueError(f"expected a token from {self.first} to {len(ids) - 1} to change, got {place}")
+        new = [text] if isinstance(text, int) else self.encode(text)
         if not new:
             raise ValueError("expected a text to put in the place of the token, got none")
         result = [*ids[:place], *new, *ids[place + 1 :]]
@@ -228,7 +231,7 @@ class Stack(Subject):
     """A model that is one stack of blocks: a `GPT`, or a `TextEncoder`, which predicts nothing."""
 
     def __init__(self, model: GPT | TextEncoder, tokeniser: Any, title: str) -> None:
-        super().__init__(model, tokeniser, title)
+        super().__init__(model, tokeniser, title, min(MOST_TOKENS, model.config.context_window))
         self.kind = "decoder" if isinstance(model, GPT) else "encoder"
 
     def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
@@ -311,6 +314,7 @@ class Translator(Subject):
     """
 
     kind = "translator"
+    first = 1
 
     def __init__(
         self,
@@ -322,14 +326,13 @@ class Translator(Subject):
         title: str = "translator",
         most_tokens: int = 128,
     ) -> None:
-        super().__init__(model, None, title)
+        super().__init__(model, None, title, most_tokens)
         self._encode, self._say = encode, say
-        self.begin, self.end, self._most = begin, end, most_tokens
+        self.begin, self.end = begin, end
         self.layer_names = [name for name in self.layer_names if name.startswith("decoder.")]
 
-    @property
-    def most_tokens(self) -> int:
-        return self._most
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._encode(text.strip())] if text.strip() else []
 
     def say(self, token: int) -> str:
         return "<begin>" if token == self.begin else "<end>" if token == self.end else self._say(token)
@@ -337,36 +340,24 @@ class Translator(Subject):
     def ids_of(self, text: str) -> list[int]:
         """A source, and behind it what the model makes of it, or what stands after a line with "=>"."""
         source, marked, target = text.partition("=>")
-        self.source = [int(token) for token in self._encode(source.strip())] if source.strip() else []
+        self.source = self.encode(source)
         if not self.source:
             raise ValueError("expected a text of at least one character, got none")
-        if len(self.source) > self._most:
-            raise ValueError(f"expected a source of 1 to {self._most} tokens to look at, got {len(self.source)}")
+        if len(self.source) > self.most_tokens:
+            raise ValueError(f"expected a source of 1 to {self.most_tokens} tokens to look at, got {len(self.source)}")
         if marked:
-            written = [int(token) for token in self._encode(target.strip())] if target.strip() else []
+            written = self.encode(target)
         else:
-            (written,) = self._written()
-        ids = [self.begin, *written][: self._most]
+            settings = {"begin": self.begin, "end": self.end, "beam_size": 1}
+            settings["max_length"] = min(self.most_tokens - 1, 2 * len(self.source) + 10)
+            (written,) = beam_search(self.model, np.array([self.source]), [len(self.source)], **settings)
+        ids = [self.begin, *written][: self.most_tokens]
         self.check(ids)
         return ids
 
-    def _written(self) -> list[list[int]]:
-        longest = min(self._most - 1, 2 * len(self.source) + 10)
-        source = np.array([self.source])
-        ends = {"begin": self.begin, "end": self.end}
-        return beam_search(self.model, source, [len(self.source)], **ends, max_length=longest, beam_size=1)
-
-    def edited(self, ids: Sequence[int], place: int, text: str | int) -> list[int]:
-        if not 0 < place < len(ids):
-            raise ValueError(f"expected a token from 1 to {len(ids) - 1} to change, got {place}")
-        new = [text] if isinstance(text, int) else [int(token) for token in self._encode(text.strip())]
-        result = [*ids[:place], *new, *ids[place + 1 :]]
-        self.check(result)
-        return result
-
     def check(self, ids: Sequence[int]) -> None:
-        if not 0 < len(ids) <= self._most:
-            raise ValueError(f"expected a target of 1 to {self._most} tokens to look at, got {len(ids)}")
+        if not 0 < len(ids) <= self.most_tokens:
+            raise ValueError(f"expected a target of 1 to {self.most_tokens} tokens to look at, got {len(ids)}")
 
     def read(self, ids: Sequence[int], changes: Changes, before: Reading | None = None) -> Reading:
         model = self.model

@@ -12,9 +12,8 @@ from tricycle.pretrained.families.bert import BERT, ROBERTA
 from tricycle.pretrained.families.family import Family, fill
 from tricycle.pretrained.families.gemma import GEMMA2, GEMMA3
 from tricycle.pretrained.families.gpt2 import GPT2
-from tricycle.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from tricycle.pretrained.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from tricycle.pretrained.families.neox import NEOX
-from tricycle.pretrained.families.olmo import OLMO2
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.fields import Fields, wrong

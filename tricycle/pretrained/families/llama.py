@@ -1,6 +1,7 @@
-"""Llama and its kin: RMS norms, rotary positions, gated MLPs (Touvron et al. 2023). Mistral and Qwen differ by fields.
+"""Llama and its kin: RMS norms, rotary positions, gated MLPs (Touvron et al. 2023). Mistral, Qwen and OLMo 2 differ by
+fields, and OLMo 2 by the places of its norms.
 
-Sources: Jiang et al. 2023 (Mistral 7B); Qwen Team 2024 (Qwen2), 2025 (Qwen3).
+Sources: Jiang et al. 2023 (Mistral 7B); Qwen Team 2024 (Qwen2), 2025 (Qwen3); OLMo et al. 2024 (OLMo 2).
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ LLAMA_NAMES: Names = {
     "head": ["lm_head"],
 }
 PREFIXES = ("model.", "")
+OLMO2_NAMES: Names = {  # its norms are on the outputs of a block's parts
+    **LLAMA_NAMES,
+    "blocks.N.attention_norm": ["model.layers.N.post_attention_layernorm"],
+    "blocks.N.mlp_norm": ["model.layers.N.post_feedforward_layernorm"],
+}
 
 
 # -------------------------------------------------------------------- theirs to ours
@@ -76,6 +82,13 @@ def from_qwen3(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": ours["norm_eps"]}
     return ModelConfig(**ours, **norms, qkv_bias=bias, output_bias=bias)
+
+
+def from_olmo2(fields: Fields) -> ModelConfig:
+    ours = common(Fields({"vocab_size": 50_304, "rms_norm_eps": 1e-5, **fields.values}))
+    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": ours["norm_eps"], "qk_norm_per_head": False}
+    bias = fields.flag("attention_bias", False)
+    return ModelConfig(**ours, **norms, norm_placement="output", qkv_bias=bias, output_bias=bias)
 
 
 def _qwen(fields: Fields, head_size: int | None = None) -> dict[str, Any]:
@@ -173,7 +186,13 @@ def window_fields(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.window, "layer_types": types}
 
 
+def to_olmo2(config: ModelConfig) -> dict[str, Any]:
+    whole_share(config)
+    return {**common_fields(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
+
+
 LLAMA = Family(("llama",), "LlamaForCausalLM", from_llama, to_llama, LLAMA_NAMES, PREFIXES)
 MISTRAL = Family(("mistral",), "MistralForCausalLM", from_mistral, to_mistral, LLAMA_NAMES, PREFIXES)
 QWEN2 = Family(("qwen2",), "Qwen2ForCausalLM", from_qwen2, to_qwen2, LLAMA_NAMES, PREFIXES)
 QWEN3 = Family(("qwen3",), "Qwen3ForCausalLM", from_qwen3, to_qwen3, LLAMA_NAMES, PREFIXES)
+OLMO2 = Family(("olmo2",), "Olmo2ForCausalLM", from_olmo2, to_olmo2, OLMO2_NAMES, PREFIXES)
