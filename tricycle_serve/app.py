@@ -84,8 +84,7 @@ class _Desk:
                 raise ApiError("too many requests are open", 503, code="overloaded", wait=5)
             self._n_open += 1
             try:
-                fields = Fields(read_object(await self._body(request)))
-                return _Sending(await ask(fields), self._finish)
+                return _Sending(await ask(Fields(read_object(await self._body(request)))), self._finish)
             except BaseException as error:
                 self._finish()
                 if isinstance(error, (ApiError, asyncio.CancelledError)):

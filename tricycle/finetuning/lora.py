@@ -143,12 +143,17 @@ class LowRank(Layer):
 
     def merged(self, base: Dense) -> np.ndarray:
         """The matrix (in, out) of a layer and of this together."""
-        total = np.array(base.weights.numpy(), np.float32)
-        for part, ranks, up in self.ranks():
-            total[:, part.start : part.stop] += part.scale * (self.down.numpy()[:, ranks] @ up.numpy())
+        total = base.weights.numpy() + self.matrix()
         for part, magnitude in zip(self.parts, self.magnitudes):
             columns = total[:, part.start : part.stop]
             columns *= magnitude.numpy() / np.linalg.norm(columns, axis=0)
+        return total
+
+    def matrix(self) -> np.ndarray:
+        """What it adds to a layer's matrix, (in, out), but for lengths."""
+        total = np.zeros((self.down.shape[0], self.to_size), np.float32)
+        for part, ranks, up in self.ranks():
+            total[:, part.start : part.stop] = part.scale * (self.down.numpy()[:, ranks] @ up.numpy())
         return total
 
 
@@ -273,8 +278,7 @@ def low_rank_linear(x: Tensor, base: AdaptedDense | None, low_rank: LowRank, pre
             _add(dx, few)
         return [dx.reshape(x.shape), ddown, *dups]
 
-    args = (x, low_rank.down, *low_rank.ups)
-    return record(y.reshape(*x.shape[:-1], to_size), args, backward, "dense")
+    return record(y.reshape(*x.shape[:-1], to_size), (x, low_rank.down, *low_rank.ups), backward, "dense")
 
 
 def _product(a: Array, b: Array, precision: str) -> Array:

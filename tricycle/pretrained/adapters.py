@@ -49,13 +49,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 
 
 class Place(NamedTuple):
-    """Where an adapter can stand: a layer as other people call it.
-
-    Attributes:
-        name: theirs.
-        layer: ours, which it is a part of.
-        start, stop: its columns of ours.
-    """
+    """A layer that can have an adapter: its name as others call it, the layer of ours that contains it, its columns."""
 
     name: str
     layer: str

@@ -332,8 +332,7 @@ class Generation(Extension):
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class PublicNamespace(Namespace):

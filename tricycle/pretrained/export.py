@@ -206,11 +206,12 @@ def weights_of(
 # -------------------------------------------------------------------- how it writes
 def _special_ids(tokeniser: Any) -> dict[str, Any]:
     """What config.json says of the ends of texts."""
+    bos, eos = None, None
     if isinstance(tokeniser, PretrainedTokeniser):
-        return {"bos_token_id": tokeniser.bos, "eos_token_id": tokeniser.eos}
-    if isinstance(tokeniser, BPETokeniser) and END_OF_TEXT in tokeniser.special_tokens:
-        return {"bos_token_id": tokeniser.end_of_text, "eos_token_id": tokeniser.end_of_text}
-    return {"bos_token_id": None, "eos_token_id": None}
+        bos, eos = tokeniser.bos, tokeniser.eos
+    elif isinstance(tokeniser, BPETokeniser):
+        bos = eos = tokeniser.special_tokens.get(END_OF_TEXT)
+    return {"bos_token_id": bos, "eos_token_id": eos}
 
 
 def _generation_fields(

@@ -9,19 +9,13 @@ from typing import Any
 from tricycle.bpe import END_OF_TEXT
 from tricycle.pretrained.ggml_vocabulary import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
-from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
+from tricycle.pretrained.tokenizer_json import byte_level_parts, to_tokenizer_json
 from tricycle.tokeniser import BPETokeniser
 
 Keys = dict[str, Any]
 
-# The ways to cut text into pieces that llama.cpp knows by a name, each as its steps: kind, and what decides about it.
-_BYTES, _BYTES_AND_CUTS = ("ByteLevel", False), ("ByteLevel", True)
-_CUTS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "gpt-2": (_BYTES_AND_CUTS,),
-    "smollm": (("Digits", True), _BYTES_AND_CUTS),
-    "llama-bpe": (("Split", SPLITS["llama-3"]), _BYTES),
-    "qwen2": (("NFC", None), ("Split", SPLITS["qwen"]), _BYTES),
-}
+# The ways to cut text into pieces that llama.cpp knows: its name, and ours.
+_CUTS = {"gpt-2": "gpt2", "smollm": "smollm", "llama-bpe": "llama-3", "qwen2": "qwen"}
 WHY_AN_END = "for llama.cpp ends every text with some token"
 _KEEPS_WHOLE_PIECES = ("llama-bpe",)  # a piece that is a token is one, without looking at merges
 
@@ -53,12 +47,14 @@ def tokeniser_keys(tokeniser: Any, n_rows: int) -> Keys:
 # -------------------------------------------------------------------- cutting and merging
 def _name_of_cut(document: Keys) -> str:
     """Return llama.cpp's name of the way to cut text; raise ValueError where it knows none."""
-    steps = tuple(_steps([document.get("normalizer"), document.get("pre_tokenizer")]))
-    for name, known in _CUTS.items():
-        if steps == known:
+    for name, cut in _CUTS.items():
+        if _steps_of(document) == _steps_of(byte_level_parts(cut)):
             return name
-    known_names = ", ".join(_CUTS)
-    raise ValueError(f"expected a tokeniser that cuts text as one of {known_names} does, which llama.cpp knows")
+    raise ValueError(f"expected a tokeniser that cuts text as one of {', '.join(_CUTS)} does, which llama.cpp knows")
+
+
+def _steps_of(document: Keys) -> list[tuple[str, Any]]:
+    return [*_steps([document.get("normalizer"), document.get("pre_tokenizer")])]
 
 
 def _steps(parts: list[Any]) -> Iterator[tuple[str, Any]]:

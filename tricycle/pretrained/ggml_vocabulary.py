@@ -73,7 +73,7 @@ class Vocabulary:
         return value
 
     def _texts(self, name: str) -> list[str]:
-        values: list[str] = self._value(name, list)
+        values: list[Any] = self._value(name, list)
         odd = [value for value in values if not isinstance(value, str)]
         if odd or not values:
             raise ValueError(f"GGUF: expected tokenizer.ggml.{name} to be texts, got {shown((odd or [values])[0])}")
@@ -102,8 +102,7 @@ class Vocabulary:
         if len(scores) != len(tokens):
             raise ValueError(f"GGUF: expected {len(tokens)} of tokenizer.ggml.scores, got {len(scores)}")
         prefix = self._value("add_space_prefix", bool, True)
-        unknown = self.special.get("unk_token")
-        settings = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+        settings = {"unk_token": self.special.get("unk_token"), "fuse_unk": True, "byte_fallback": True}
         model = form.bpe(self._ids(tokens), self._merges(tokens, scores), **settings)
         around = self._around()
         return form.document(model, self._added(tokens), **form.spaces_as_letters_parts(prefix), post_processor=around)

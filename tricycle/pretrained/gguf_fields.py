@@ -103,8 +103,7 @@ class Keys:
 
     def ends(self) -> Fields:
         """Fields about the embedding and the output layer."""
-        tied = not self.has("output.weight")
-        return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": tied}
+        return {"vocab_size": self.shape("token_embd")[0], "tie_word_embeddings": not self.has("output.weight")}
 
     def special_tokens(self) -> Fields:
         """Ids of tokens that begin, end and fill up texts."""

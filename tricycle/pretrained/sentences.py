@@ -137,8 +137,7 @@ def sentences_of(loaded: Pretrained, path_or_name: str | os.PathLike[str]) -> Se
         lower = limits.flag("do_lower_case", False)
         if _object(folder / "config_sentence_transformers.json").get("default_prompt_name") is not None:
             raise ValueError("expected default_prompt_name to be null: no prompt is put before texts here")
-        pooling = read_pooling(folder)
-        return SentenceEncoder(loaded.model, tokeniser, pooling, longest, lower)
+        return SentenceEncoder(loaded.model, tokeniser, read_pooling(folder), longest, lower)
     except ValueError as error:
         raise ValueError(f"{path_or_name}: {error}") from None
 

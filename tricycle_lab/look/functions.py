@@ -158,8 +158,7 @@ def function_of(path: Path, name: str) -> Callable[..., Any]:
     Raises:
         FileNotFoundError, ValueError: there is none.
     """
-    module = module_of(path)
-    function = getattr(module, name, None)
+    function = getattr(module_of(path), name, None)
     if not callable(function):
         raise ValueError(f"{path}: expected a function {name!r} in it")
     return function

@@ -227,8 +227,7 @@ class Reading:
         """What each layer would say after each token: the likeliest token, and its probability."""
         if self.logits is None or not self.stream:
             return {"tokens": [], "p": []}
-        n_tokens = len(self.ids)
-        best = np.zeros((len(self.stream), n_tokens), np.int64)
+        best = np.zeros((len(self.stream), len(self.ids)), np.int64)
         p = np.zeros(best.shape)
         for state, x in enumerate(self.stream.values()):
             for rows, logits in self._in_parts(x):
@@ -339,8 +338,7 @@ def _state(name: str, x: np.ndarray) -> dict[str, Any]:
 # -------------------------------------------------------------------- as JSON
 def _packed(array: np.ndarray, small: bool) -> str:
     """Bytes in base64, deflated first or not."""
-    content = zlib.compress(array.tobytes(), 1) if small else array.tobytes()
-    return base64.b64encode(content).decode("ascii")
+    return base64.b64encode(zlib.compress(array.tobytes(), 1) if small else array.tobytes()).decode("ascii")
 
 
 def _figure(value: float) -> float | None:

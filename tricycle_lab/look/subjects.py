@@ -168,8 +168,7 @@ def _text_of(tokeniser: Any, token: int) -> str:
     """Decoded behind another token, for at the beginning of a text some tokenisers leave the space out."""
     if token >= tokeniser.n_vocab:
         return f"⟨{token}⟩"  # a row of the model's that stands for nothing
-    anchor = [int(one) for one in tokeniser.encode_plain("a")][-1:]
-    stream = tokeniser.stream(anchor)
+    stream = tokeniser.stream([int(one) for one in tokeniser.encode_plain("a")][-1:])
     text = str(stream.push([token]))
     return text or str(tokeniser.decode([token])) or f"⟨{token}⟩"
 

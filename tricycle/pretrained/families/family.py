@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,15 +69,8 @@ class Family:
     new_model: Callable[[Any], Layer] = empty_gpt
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One tensor of theirs and its place in a parameter of ours.
-
-    Attributes:
-        name: theirs.
-        shape: theirs.
-        columns: of our last axis, or rows where both are laid out alike, that it fills.
-    """
+class Piece(NamedTuple):
+    """One tensor of theirs, its shape, and what it fills of our last axis (of rows, where both are alike)."""
 
     name: str
     shape: tuple[int, ...]
@@ -105,12 +98,9 @@ class Layout:
         """
         parameter = self.parameters[name]
         names = self._their_names(name)
-        sizes = self._sizes(name, len(names))
-        pieces = []
-        start = 0
-        for their_name, size in zip(names, sizes):
-            columns = slice(start, start + size)
-            start += size
+        pieces, start = [], 0
+        for their_name, size in zip(names, self._sizes(name, len(names))):
+            columns, start = slice(start, start + size), start + size
             shape = parameter.shape if len(names) == 1 else (*parameter.shape[:-1], size)
             pieces.append(Piece(their_name, shape[::-1] if self.is_transposed(name) else shape, columns))
         return pieces

@@ -174,8 +174,7 @@ def to_qwen2(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_qwen3(config: ModelConfig) -> dict[str, Any]:
-    bias = has_bias(config, "qkv") or has_bias(config, "output")
-    return {**to_qwen2(config), "attention_bias": bias}
+    return {**to_qwen2(config), "attention_bias": has_bias(config, "qkv") or has_bias(config, "output")}
 
 
 def window_fields(config: ModelConfig) -> dict[str, Any]:
