@@ -14,7 +14,7 @@ from tricycle.pretrained.folder import CONFIG, INDEX, WEIGHTS, read_folder
 from tricycle.pretrained.gguf import GGUFSource, read_gguf
 from tricycle.pretrained.packaged import smollm2_path
 from tricycle.pretrained.settings import GenerationSettings
-from tricycle.pretrained.source import Source
+from tricycle.pretrained.source import Source, error_prefix
 from tricycle.pretrained.tensor_files import read_tensors
 from tricycle.pretrained.tokenisers import from_folder, from_gguf
 from tricycle.weights import quantize, use_order
@@ -104,11 +104,9 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _load_source(source: Source, weights: str) -> Pretrained:
-    try:
+    with error_prefix(f"{source.path}: "):
         tokeniser = _tokeniser_of(source)
         settings = GenerationSettings.from_fields(source.generation, source.fields)
-    except ValueError as error:
-        raise ValueError(f"{source.path}: {str(error).removeprefix(f'{source.path}: ')}") from None
     model = build(source, weights)
     known = model.config.vocab_size  # type: ignore[attr-defined]
     if tokeniser is not None and tokeniser.n_vocab > known:

@@ -27,7 +27,7 @@ from tricycle.pretrained import Pretrained
 from tricycle.pretrained.export import family_of_config, write_json
 from tricycle.pretrained.families import family_of
 from tricycle.pretrained.families.family import Family, Layout, some_names
-from tricycle.pretrained.source import StoredTensor
+from tricycle.pretrained.source import StoredTensor, error_prefix
 from tricycle.pretrained.tensor_files import read_tensors, write_tensors
 from tricycle.system.files import atomic_write, read_json_object
 
@@ -140,10 +140,8 @@ def new_adapter(loaded: Pretrained, config: LoRAConfig | None = None, seed: int 
     """
     config = config or LoRAConfig()
     scale = _scale(config.alpha, config.rank, config.rank_stabilised)
-    try:
+    with error_prefix("new_adapter: "):
         places = Places(loaded).chosen(config.targets)
-    except ValueError as error:
-        raise ValueError(f"new_adapter: {error}") from None
     parts = [(place, Part(place.name, place.start, place.stop, config.rank, scale)) for place in places]
     return Adapter(loaded.model, _low_ranks(loaded.model, parts, config, seed), config, base_name).put_on()
 
@@ -246,12 +244,10 @@ def load_adapter(loaded: Pretrained, folder: str | os.PathLike[str]) -> Adapter:
     fields = read_json_object(folder / CONFIG)
     tensors, _ = read_tensors(folder / WEIGHTS)
     places = Places(loaded)
-    try:
+    with error_prefix(f"{folder}: "):
         config = _config_of(fields)
         pairs = _pairs(tensors, config.dora)
         parts = _parts(pairs, places, config, fields)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
     low_ranks = _low_ranks(loaded.model, parts, config, 0)
     for low_rank in low_ranks.values():
         for number, (part, ranks, up) in enumerate(low_rank.ranks()):

@@ -27,6 +27,7 @@ from tricycle.pretrained.fields import Fields
 from tricycle.pretrained.folder import CONFIG, GENERATION, WEIGHTS
 from tricycle.pretrained.same import differing, effective
 from tricycle.pretrained.settings import GenerationSettings
+from tricycle.pretrained.source import error_prefix
 from tricycle.pretrained.tensor_files import write_tensors
 from tricycle.pretrained.tokenisers import PretrainedTokeniser
 from tricycle.pretrained.tokenizer_json import SPLITS, to_tokenizer_json
@@ -53,10 +54,8 @@ def family_of_config(config: ModelConfig, avoided: str = "") -> tuple[Family, di
     Raises:
         ValueError: there is none; names the fields that are in the way.
     """
-    try:
+    with error_prefix("no family of transformers computes what this model does; "):
         return best_of(config, [family for family in ALL if family.model_types[0] != avoided])
-    except ValueError as error:
-        raise ValueError(f"no family of transformers computes what this model does; {error}") from None
 
 
 def best_of(config: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any], ModelConfig]:

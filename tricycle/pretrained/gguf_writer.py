@@ -20,6 +20,7 @@ from tricycle.pretrained.ggml_tokens import tokeniser_keys
 from tricycle.pretrained.gguf_fields import llama3_divisors
 from tricycle.pretrained.gguf_names import LAYOUTS, Change, Heads
 from tricycle.pretrained.quantised import BLOCKS, quantise
+from tricycle.pretrained.source import error_prefix
 from tricycle.system.files import atomic_write
 
 Keys = dict[str, Any]
@@ -69,15 +70,13 @@ def export_gguf(model: Any, tokeniser: Any, path: str | os.PathLike[str], kind: 
         raise ValueError(f"export_gguf: expected a GPT, got {type(model).__name__}")
     if kind not in FILE_TYPES:
         raise ValueError(f"export_gguf: expected kind to be one of {', '.join(FILE_TYPES)}, got {kind!r}")
-    try:
+    with error_prefix("export_gguf: llama.cpp cannot run this model: "):
         family, fields, config = best_of(model.config, [LLAMA, GPT2])
         architecture = str(fields["model_type"])
         keys = {"general.name": Path(path).stem, "general.file_type": FILE_TYPES[kind]}
         keys |= _model_keys(architecture, fields, config)
         if tokeniser is not None:
             keys |= tokeniser_keys(tokeniser, config.vocab_size)
-    except ValueError as error:
-        raise ValueError(f"export_gguf: llama.cpp cannot run this model: {error}") from None
     if kind == "Q8_0":
         keys["general.quantization_version"] = 2
     shapes, arrays = weights_of(model, family, config)

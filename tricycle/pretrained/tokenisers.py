@@ -17,6 +17,7 @@ import numpy as np
 
 from tricycle.pretrained import tokenizer_json as form
 from tricycle.pretrained.ggml_vocabulary import Vocabulary
+from tricycle.pretrained.source import error_prefix
 from tricycle.pretrained.template_process import Template, open_template
 from tricycle.system.files import atomic_write, read_file, read_json, read_json_object
 from tricycle.tokeniser import BPETokeniser, Tokeniser
@@ -467,11 +468,9 @@ def from_folder(folder: str | os.PathLike[str]) -> PretrainedTokeniser:
         if (folder / "tokenizer.model").is_file():
             hint = "; tokenizer.model alone is not read: AutoTokenizer of transformers writes a tokenizer.json"
         raise FileNotFoundError(f"{folder}: expected a tokeniser: tokenizer.json, or vocab.json and merges.txt{hint}")
-    try:
+    with error_prefix(f"{path}: "):
         text = _with_tokens(document, special, config)
         return PretrainedTokeniser(text, special, _chat_templates(folder, config))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _with_tokens(document: dict[str, Any], special: dict[str, str], config: dict[str, Any]) -> str:
@@ -573,16 +572,14 @@ def from_gguf(metadata: dict[str, Any]) -> PretrainedTokeniser:
     Raises:
         ValueError: metadata that do not describe a tokeniser, or one of an unknown kind.
     """
-    vocabulary = Vocabulary(metadata)
     prefix = "tokenizer.chat_template"
     templates = {}
     for key, value in metadata.items():
         if isinstance(value, str) and (key == prefix or key.startswith(f"{prefix}.")):
             templates[key[len(prefix) + 1 :] or "default"] = value
-    try:
+    with error_prefix("GGUF: "):
+        vocabulary = Vocabulary(metadata)
         return PretrainedTokeniser(json.dumps(vocabulary.document(), ensure_ascii=False), vocabulary.special, templates)
-    except ValueError as error:
-        raise ValueError(f"GGUF: {str(error).removeprefix('GGUF: ')}") from None
 
 
 # -------------------------------------------------------------------- any tokeniser

@@ -17,7 +17,7 @@ from tricycle.pretrained.families.neox import NEOX
 from tricycle.pretrained.families.opt import OPT
 from tricycle.pretrained.families.phi import PHI
 from tricycle.pretrained.fields import Fields, wrong
-from tricycle.pretrained.source import Source, StoredTensor
+from tricycle.pretrained.source import Source, StoredTensor, error_prefix
 from tricycle.system.memory import check_memory, free_memory, gigabytes
 
 ALL: list[Family] = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2, NEOX, OPT, GEMMA2, GEMMA3, PHI, BERT, ROBERTA]
@@ -37,14 +37,12 @@ def build(source: Source, weights: str = "float32") -> Layer:
         MemoryError: they do not fit; says how much they need, and kept in which other way they would fit. Nothing of
             them has been read then.
     """
-    try:
+    with error_prefix(f"{source.path}: "):
         family = family_of(source)
         config = config_of(family, source)
         _check_memory(config, source, weights)
         model = family.new_model(config)
         fill(model, family, source, weights)
-    except ValueError as error:
-        raise ValueError(f"{source.path}: {error}") from None
     return model.eval()
 
 
