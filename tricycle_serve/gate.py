@@ -73,8 +73,7 @@ class Gate:
             extra |= {"Access-Control-Allow-Origin": headers["origin"], "Vary": "Origin"}
             extra["Cross-Origin-Resource-Policy"] = "cross-origin"
         try:
-            self._check_host(headers)
-            self._check_origin(headers, origin)
+            self._check_names(headers, origin)
             if scope["method"] == "OPTIONS" and origin in self._origins:
                 allowed = {
                     "Access-Control-Allow-Methods": "GET, POST",
@@ -94,19 +93,15 @@ class Gate:
 
         await self._app(scope, receive, send_with_headers)
 
-    def _check_host(self, headers: dict[str, str]) -> None:
+    def _check_names(self, headers: dict[str, str], origin: str) -> None:
         name = host_name(headers.get("host", ""))
+        is_known = name in self._names
         with suppress(ValueError):  # a name is no address
-            ipaddress.ip_address(name)
-            return
-        if name not in self._names:
+            is_known = is_known or bool(ipaddress.ip_address(name))
+        if not is_known:
             message = f"expected Host to be this server's, got {name[:100]!r}; --names admits it"
             raise ApiError(message, 403, code="wrong_host")
-
-    def _check_origin(self, headers: dict[str, str], origin: str) -> None:
-        if not origin or origin in self._origins:
-            return
-        if origin.partition("://")[2] != headers.get("host", "").lower():
+        if origin and origin not in self._origins and origin.partition("://")[2] != headers.get("host", "").lower():
             message = f"expected a page of this server, got one of {origin[:100]!r}; --origins admits it"
             raise ApiError(message, 403, code="wrong_origin")
 

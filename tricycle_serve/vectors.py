@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,14 +17,8 @@ MOST_INPUTS = 2048
 AT_ONCE = 16  # texts that are computed before it is another request's turn
 
 
-@dataclass(frozen=True)
-class VectorWish:
-    """What a request for embeddings says.
-
-    Attributes:
-        cuts: texts that are too long are cut, and not refused.
-        as_base64: the numbers as bytes.
-    """
+class VectorWish(NamedTuple):
+    """What a request for embeddings says; texts that are too long are cut, or refused."""
 
     texts: list[str]
     cuts: bool

@@ -66,16 +66,16 @@ class Budget:
         self.spend()
         if operator == "**":
             digits = abs(right) * len(str(left)) if isinstance(left, int) and isinstance(right, (int, float)) else 0
-            self._at_most(digits, MOST_DIGITS, "digits")
+            _at_most(digits, MOST_DIGITS, "digits")
         elif operator == "%" and isinstance(left, str):
             self._format(left, [right])
         elif operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, (str, list, tuple)) and isinstance(times, int):
                     length = len(many) if isinstance(many, str) else size(many)
-                    self._at_most(length * times, MOST_CHARACTERS, "characters")
+                    _at_most(length * times, MOST_CHARACTERS, "characters")
             if isinstance(left, int) and isinstance(right, int):
-                self._at_most(left.bit_length() + right.bit_length(), 4 * MOST_DIGITS, "bits")
+                _at_most(left.bit_length() + right.bit_length(), 4 * MOST_DIGITS, "bits")
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a method of a text or a filter of that name; `args` begins with the text or value itself."""
@@ -86,13 +86,13 @@ class Budget:
         if name in _WIDENING:
             for value in values[1:]:
                 if isinstance(value, (int, float)):
-                    self._at_most(value, MOST_WIDTH, "characters of width")
+                    _at_most(value, MOST_WIDTH, "characters of width")
                 elif isinstance(value, str):
-                    self._at_most(size(values[0]) * len(value), MOST_CHARACTERS, "characters")
+                    _at_most(size(values[0]) * len(value), MOST_CHARACTERS, "characters")
         elif name == "replace":
             text, *rest = map(str, values)
             times = text.count(rest[0]) if rest else 0
-            self._at_most(len(text) + times * (len(rest[1]) if rest[1:] else 0), MOST_CHARACTERS, "characters")
+            _at_most(len(text) + times * (len(rest[1]) if rest[1:] else 0), MOST_CHARACTERS, "characters")
         elif name in ("format", "format_map"):
             self._format(str(values[0]), values[1:])
         elif name == "translate":
@@ -100,17 +100,18 @@ class Budget:
 
     def join(self, separator: Any, items: list[Any]) -> None:
         """Before texts are put together."""
-        self._at_most(size(items) + len(items) * len(str(separator)), MOST_CHARACTERS, "characters")
+        _at_most(size(items) + len(items) * len(str(separator)), MOST_CHARACTERS, "characters")
 
     def _format(self, text: str, values: list[Any]) -> None:
         if _WIDE.search(text):
             raise ValueError("it formats to a width that templates must not ask for")
         places = text.count("%") + text.count("{")
-        self._at_most(len(text) + places * sum(map(size, values)), MOST_CHARACTERS, "characters")
+        _at_most(len(text) + places * sum(map(size, values)), MOST_CHARACTERS, "characters")
 
-    def _at_most(self, n: float, most: int, what: str) -> None:
-        if n > most:
-            raise ValueError(f"it makes a value of more than {most:,} {what}")
+
+def _at_most(n: float, most: int, what: str) -> None:
+    if n > most:
+        raise ValueError(f"it makes a value of more than {most:,} {what}")
 
 
 def size(value: Any) -> int:
@@ -128,10 +129,9 @@ def size(value: Any) -> int:
         elif isinstance(part, dict):
             waiting.extend(part)
             waiting.extend(part.values())
-        elif isinstance(part, int) and part.bit_length() > 4 * MOST_DIGITS:
-            raise ValueError(f"it makes a number of more than {MOST_DIGITS:,} digits")
-        if total > MOST_CHARACTERS:
-            raise ValueError(f"it makes a value of more than {MOST_CHARACTERS:,} characters")
+        elif isinstance(part, int):
+            _at_most(part.bit_length() // 4, MOST_DIGITS, "digits")
+        _at_most(total, MOST_CHARACTERS, "characters")
     return total
 
 

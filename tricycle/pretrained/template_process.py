@@ -121,7 +121,13 @@ class UntrustedTemplate:
                 _send(requests, marshal.dumps(message))
             reply = _receive(replies, MOST_REPLY)
             if reply is None:
-                raise ValueError(f"chat template: {self._reason(process.wait())}")
+                status = process.wait()
+                reason = f"the process that rendered it ended with status {status}"
+                if status in (-getattr(signal, "SIGALRM", 0), 1 if sys.platform == "win32" else None):
+                    reason = f"it takes more than {self._seconds:g} seconds"
+                elif status == OUT_OF_MEMORY:
+                    reason = f"it takes more than {MOST_MEMORY >> 20} MB of memory"
+                raise ValueError(f"chat template: {reason}")
         except BaseException:  # a reply that is left unread would answer the next message
             self._finalizer()
             raise
@@ -132,14 +138,6 @@ class UntrustedTemplate:
         if reply[:1] == REFUSED:
             raise ValueError(text)
         return text
-
-    def _reason(self, status: int) -> str:
-        """Return why a child has ended without a reply."""
-        if status in (-getattr(signal, "SIGALRM", 0), 1 if sys.platform == "win32" else None):
-            return f"it takes more than {self._seconds:g} seconds"
-        if status == OUT_OF_MEMORY:
-            return f"it takes more than {MOST_MEMORY >> 20} MB of memory"
-        return f"the process that rendered it ended with status {status}"
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:

@@ -171,9 +171,12 @@ def _shown(node: Tensor, name: str, numbers: Mapping[int, int], result: Tensor) 
     }
 
 
-def _label(array: Any) -> str:
-    """A number, or a shape."""
-    return f"{array.item():.4g}" if array.size == 1 else "(" + ", ".join(map(str, array.shape)) + ")"
+def _label(array: Any, is_gradient: bool = False) -> str:
+    """A number; of many their shape, or of a gradient the length, for its shape is known."""
+    if array.size == 1:
+        return f"{array.item():.4g}"
+    length = math.sqrt(float(np.square(array, dtype=np.float64).sum())) if is_gradient else 0.0
+    return f"‖{length:.4g}‖" if is_gradient else "(" + ", ".join(map(str, array.shape)) + ")"
 
 
 def text_of(array: Any) -> str:
@@ -263,14 +266,12 @@ def _steps(result: Tensor, numbers: Mapping[int, int], edges: list[tuple[int, in
                     "label": _label(array),
                     "part": text_of(array),
                     "sum": text_of(total),
-                    "sumLabel": _gradient_label(total),
+                    "sumLabel": _label(total, is_gradient=True),
                 }
             )
-        yield {"node": numbers[id(node)], "grad": text_of(grad), "gradLabel": _gradient_label(grad), "to": handed}
-
-
-def _gradient_label(array: np.ndarray) -> str:
-    """A number; of many the length, for a shape says nothing new."""
-    if array.size == 1:
-        return f"{array.item():.4g}"
-    return f"‖{math.sqrt(float(np.square(array, dtype=np.float64).sum())):.4g}‖"
+        yield {
+            "node": numbers[id(node)],
+            "grad": text_of(grad),
+            "gradLabel": _label(grad, is_gradient=True),
+            "to": handed,
+        }

@@ -59,7 +59,7 @@ def whole(subject: Subject, reading: Reading) -> dict[str, Any]:
     attention: dict[str, list[dict[str, Any]]] = {}
     for site in reading.sites:
         attention[site.name] = [reading.attention(site.name, head, small=True) for head in range(site.n_heads)]
-        site.forget()
+        site.held = None  # it can be computed again
     return {
         "about": subject.about(),
         "view": reading.view(),

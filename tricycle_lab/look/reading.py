@@ -47,25 +47,16 @@ class Site:
     looked: Look | None = None
     op: Any = None
     args: tuple[Any, ...] = ()
-    _held: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
+    held: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)  # what `look` has computed already
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
         """Scores and weights, computed when they are first asked for."""
         if self.looked is None:
             raise ValueError(f"{self.name}: it did not run")
-        if self._held is None:
+        if self.held is None:
             scores, weights = (to_cpu(array) for array in self.looked())
-            self._held = scores.astype(np.float32, copy=False), weights.astype(np.float32, copy=False)
-        return self._held
-
-    @property
-    def held(self) -> bool:
-        """Whether `look` has computed them already."""
-        return self._held is not None
-
-    def forget(self) -> None:
-        """Let go of what `look` computed; it can be computed again."""
-        self._held = None
+            self.held = scores.astype(np.float32, copy=False), weights.astype(np.float32, copy=False)
+        return self.held
 
 
 @dataclass
@@ -198,8 +189,7 @@ class Reading:
             kurtosis = [_figure(_kurtosis(row[mask])) for row, mask in zip(scores, seen)]
             mean = entropy(np.nan_to_num(weights)).mean(axis=-1)
             heads.append({"name": site.name, "entropy": _rounded(mean, 3), "scoreKurtosis": kurtosis})
-            if not held:
-                site.forget()
+            site.held = held
         return {"heads": heads}
 
     def states(self) -> list[dict[str, Any]]:
