@@ -170,15 +170,14 @@ class ChatAnswer(Answer):
     def _logprobs(self, told: list[Told]) -> dict[str, Any] | None:
         if self.wish.n_rivals is None:
             return None
-        content = []
-        for one in told:
-            rivals = [self._token(*rival) for rival in one.rivals]
-            content.append({**self._token(one.token, one.logprob), "top_logprobs": rivals})
-        return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = self.tokens(token)
-        return {"token": text, "logprob": logprob, "bytes": raw}
+        def about(token: int, logprob: float) -> dict[str, Any]:
+            text, raw = self.tokens(token)
+            return {"token": text, "logprob": logprob, "bytes": raw}
+
+        rivals = [[about(*rival) for rival in one.rivals] for one in told]
+        content = [{**about(one.token, one.logprob), "top_logprobs": some} for one, some in zip(told, rivals)]
+        return {"content": content, "refusal": None}
 
 
 class TextAnswer(Answer):

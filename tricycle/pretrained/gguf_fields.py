@@ -13,10 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.pretrained.fields import SIZES
 from tricycle.pretrained.gguf_file import GGUFFile, shown
 
 Fields = dict[str, Any]
 _REQUIRED: Any = object()
+# Our fields of sizes by their keys.
+SIZE_KEYS = {
+    "context_window": "context_length",
+    "embedding_dim": "embedding_length",
+    "hidden_size": "feed_forward_length",
+    "n_layers": "block_count",
+    "n_heads": "attention.head_count",
+}
 _USUAL = (8192.0, 1.0, 4.0)  # of Llama 3.1 and 3.2: original window, lower and upper bound
 
 
@@ -212,11 +221,7 @@ def _sizes(keys: Keys, norm: str) -> Fields:
     """What all but GPT-2 share. The norm is "rms" or "layer"."""
     name = {"rms": "layer_norm_rms_epsilon", "layer": "layer_norm_epsilon"}[norm]
     return {
-        "hidden_size": keys.whole("embedding_length"),
-        "intermediate_size": keys.whole("feed_forward_length"),
-        "num_hidden_layers": keys.whole("block_count"),
-        "num_attention_heads": keys.whole("attention.head_count"),
-        "max_position_embeddings": keys.whole("context_length"),
+        **{SIZES[ours]: keys.whole(key) for ours, key in SIZE_KEYS.items()},
         f"{norm}_norm_eps": keys.number(f"attention.{name}"),
     }
 

@@ -16,8 +16,9 @@ from tricycle.models import GPT
 from tricycle.pretrained.export import best_of, weights_of
 from tricycle.pretrained.families.gpt2 import GPT2
 from tricycle.pretrained.families.llama import LLAMA
+from tricycle.pretrained.fields import size_fields
 from tricycle.pretrained.ggml_tokens import tokeniser_keys
-from tricycle.pretrained.gguf_fields import llama3_divisors
+from tricycle.pretrained.gguf_fields import SIZE_KEYS, llama3_divisors
 from tricycle.pretrained.gguf_names import LAYOUTS, Change, Heads
 from tricycle.pretrained.quantised import BLOCKS, quantise
 from tricycle.pretrained.source import error_prefix
@@ -102,14 +103,7 @@ def _model_keys(architecture: str, fields: Keys, config: ModelConfig) -> Keys:
         raise ValueError(f"in the way of {architecture}: activation={config.activation!r}")
     if architecture == "gpt2" and config.score_scale:
         raise ValueError(f"in the way of gpt2: score_scale={config.score_scale!r}")
-    keys: Keys = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.context_window,
-        "embedding_length": config.embedding_dim,
-        "feed_forward_length": config.mlp_width,
-        "block_count": config.n_layers,
-        "attention.head_count": config.n_heads,
-    }
+    keys: Keys = size_fields(config, **SIZE_KEYS)
     keys |= _llama_keys(config) if architecture == "llama" else {"attention.layer_norm_epsilon": config.norm_eps}
     return {f"{architecture}.{name}": value for name, value in keys.items()}
 

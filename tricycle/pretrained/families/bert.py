@@ -71,17 +71,8 @@ def empty_encoder(config: EncoderConfig) -> Layer:
     return TextEncoder(config, draw_weights=False)
 
 
-BERT = Family(
-    ("bert",),
-    "BertModel",
-    to_config,
-    to_fields,
-    NAMES,
-    ("", "bert."),
-    renamed=OLD_NAMES,
-    unread=HEADS,
-    new_model=empty_encoder,
-)
+PARTS: dict[str, Any] = {"renamed": OLD_NAMES, "unread": HEADS, "new_model": empty_encoder}
+BERT = Family(("bert",), "BertModel", to_config, to_fields, NAMES, ("", "bert."), **PARTS)
 ROBERTA = replace(
     BERT,
     model_types=("roberta", "xlm-roberta", "camembert"),

@@ -54,13 +54,6 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-NEOX = Family(
-    ("gpt_neox",),
-    "GPTNeoXForCausalLM",
-    to_config,
-    to_fields,
-    NAMES,
-    ("gpt_neox.", ""),
-    renamed={r"^lm_head\.": "embed_out."},
-    woven=True,
-)
+OLD_NAMES = {r"^lm_head\.": "embed_out."}
+PREFIXES = ("gpt_neox.", "")
+NEOX = Family(("gpt_neox",), "GPTNeoXForCausalLM", to_config, to_fields, NAMES, PREFIXES, OLD_NAMES, woven=True)
