@@ -260,7 +260,11 @@ class TextEngine(Engine):
                 return
             if any(other.order.prompt is text.order.prompt for other in self._reading):
                 continue  # until that prompt has been read
-            if not self._has_room(text):
+            most = self._limits.n_tokens
+            used = text.room + sum(other.room for other in (*self._reading, *self._writing.values()))
+            while self._memory.states and used + self._memory.n_tokens() > most:
+                del self._memory.states[0]  # a conversation is forgotten
+            if used > most:
                 return
             text.state = self._state_for(text.order.prompt)
             if text.is_first:
@@ -268,14 +272,6 @@ class TextEngine(Engine):
             with self._condition:
                 self._queue.remove(text)
             self._reading.append(text)
-
-    def _has_room(self, text: _Text) -> bool:
-        """Whether memory is left, if need be by forgetting conversations."""
-        most = self._limits.n_tokens
-        used = sum(other.room for other in (*self._reading, *self._writing.values()))
-        while self._memory.states and used + text.room + self._memory.n_tokens() > most:
-            del self._memory.states[0]
-        return used + text.room <= most
 
     def _state_for(self, prompt: list[int]) -> SpeculativeState:
         """Return a state, used by no other text, that has processed as much of the prompt as any."""
@@ -302,17 +298,14 @@ class TextEngine(Engine):
                 self._reading.popleft()
                 self._join(text)
             elif left == READ_AT_ONCE:
-                self._read_part(text, left)
+                try:
+                    text.state.logits(text.order.prompt[: len(text.state.tokens) + left])
+                except (ValueError, MemoryError) as error:
+                    self._fail_one(text, error)
+                else:
+                    self._reading.rotate(-1)
                 return
             self._reading.rotate(-1)
-
-    def _read_part(self, text: _Text, n: int) -> None:
-        try:
-            text.state.logits(text.order.prompt[: len(text.state.tokens) + n])
-        except (ValueError, MemoryError) as error:
-            self._fail_one(text, error)
-            return
-        self._reading.rotate(-1)
 
     def _fail_one(self, text: _Text, error: BaseException) -> None:
         """End one text; the others go on."""

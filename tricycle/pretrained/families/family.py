@@ -97,30 +97,22 @@ class Layout:
             KeyError: a layer that this family has no name for.
         """
         parameter = self.parameters[name]
-        names = self._their_names(name)
+        layer, _, kind = name.rpartition(".")
+        block = re.search(r"\.(\d+)(\.|$)", layer)
+        number = f".{block[1]}." if block else ""
+        template = layer if block is None else f"{layer[: block.start(1)]}N{layer[block.end(1) :]}"
+        ending = "bias" if kind == "bias" else "weight"
+        names = [f"{theirs.replace('.N.', number)}.{ending}" for theirs in self.family.names[template]]
+        sizes = [parameter.shape[-1] // len(names)] * len(names)  # of their parts of our last axis
+        if len(names) == 3 and ".qkv." in name:
+            heads = (self.config.n_heads, self.config.key_heads, self.config.key_heads)
+            sizes = [n * self.config.channels_per_head for n in heads]
         pieces, start = [], 0
-        for their_name, size in zip(names, self._sizes(name, len(names))):
+        for their_name, size in zip(names, sizes):
             columns, start = slice(start, start + size), start + size
             shape = parameter.shape if len(names) == 1 else (*parameter.shape[:-1], size)
             pieces.append(Piece(their_name, shape[::-1] if self.is_transposed(name) else shape, columns))
         return pieces
-
-    def _their_names(self, name: str) -> list[str]:
-        layer, _, kind = name.rpartition(".")
-        ending = "bias" if kind == "bias" else "weight"
-        block = re.search(r"\.(\d+)(\.|$)", layer)
-        if block is None:
-            return [f"{theirs}.{ending}" for theirs in self.family.names[layer]]
-        template = layer[: block.start(1)] + "N" + layer[block.end(1) :]
-        return [f"{theirs.replace('.N.', f'.{block[1]}.')}.{ending}" for theirs in self.family.names[template]]
-
-    def _sizes(self, name: str, n_pieces: int) -> list[int]:
-        """How long their parts of our last axis are."""
-        length = self.parameters[name].shape[-1]
-        if n_pieces == 3 and ".qkv." in name:
-            size = self.config.channels_per_head
-            return [self.config.n_heads * size, self.config.key_heads * size, self.config.key_heads * size]
-        return [length // n_pieces] * n_pieces
 
     def is_transposed(self, name: str) -> bool:
         """Whether theirs is (out, in) where ours is (in, out)."""
