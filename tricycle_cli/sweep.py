@@ -1,6 +1,6 @@
 """Search for good settings: train a run for each of many settings, and report the best.
 
-All flags of `tricycle train` are accepted too, and set what all runs have in common. The objective is bits a byte of the
+All flags of `tricycle train` are accepted too, and set what all runs have in common. The objective is bits a byte of
 held-out text. The folder has sweep.csv, sweep.png, and a run folder for each trial; --resume continues a sweep.
 """
 
