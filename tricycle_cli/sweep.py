@@ -129,7 +129,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if {"--help", "-h"} & set(words):
         parse(Arguments, args=["--help"], description=__doc__ or "")
     own, train = parser().parse_known_args(words)
-    if importlib.util.find_spec("optuna") is None:
+    if not all(map(importlib.util.find_spec, ("optuna", "matplotlib"))):
         raise ModuleNotFoundError(
             'tricycle sweep needs a library that is not installed: pip install "tricycle-gpt[sweep]"'
         )
