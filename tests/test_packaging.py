@@ -1,6 +1,7 @@
 """What is shipped: dependencies, what importing it does, and rules that hold for every line."""
 
 import ast
+import importlib.metadata
 import itertools
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from imports import PACKAGES, ROOT, SHIPPED, imported, module_of, name_of
+from packaging.requirements import Requirement
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
@@ -75,6 +77,18 @@ def test_the_extras():
     assert PROJECT["project"]["name"] == "tricycle-gpt"
     assert PROJECT["project"]["requires-python"] == ">=3.11"
     assert "numpy>=2.1" in PROJECT["project"]["dependencies"]
+
+
+def test_a_plain_installation_has_at_most_12_packages():
+    """Tricycle, what it depends on, and what these depend on, by the metadata of the packages installed here."""
+    found, waiting = {"tricycle-gpt"}, [Requirement(one) for one in PROJECT["project"]["dependencies"]]
+    while waiting:
+        requirement = waiting.pop()
+        name = requirement.name.lower().replace("_", "-")
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            waiting += map(Requirement, importlib.metadata.requires(name) or ())
+    assert 5 < len(found) <= 12, sorted(found)
 
 
 def test_what_is_imported_is_declared():
