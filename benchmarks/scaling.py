@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks.ranks import end, ranks_worker
 from benchmarks.shapes import SHAPES
 from benchmarks.workers import Worker
+from tricycle_lab.plot import new_figure, require_matplotlib
 
 GBIT = 1e9 / 8  # bytes a second
 
@@ -224,9 +225,7 @@ def table(parts: Parts, n_batches: int, n_tokens: int) -> str:
 
 def draw(parts: Parts, factors: Sequence[float], n_batches: int, title: str, path: Path) -> None:
     """Efficiency against n: weak and strong scaling above each other, faster ranks to the right."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    figure = new_figure(9, 6.5)
     grid = figure.subplots(2, len(factors), sharex=True, sharey=True, squeeze=False)
     for column, factor in enumerate(factors):
         for axes, (kind, efficiency) in zip(grid[:, column], efficiencies(parts.faster(factor), n_batches).items()):
@@ -262,6 +261,8 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4], help="of ranks, to compare with")
     parser.add_argument("--out", type=Path, help="draw efficiencies to this PNG file")
     arguments = parser.parse_args()
+    if arguments.out:
+        require_matplotlib("--out")
     config = SHAPES[arguments.shape]
     worker = ranks_worker(arguments.shape, 1, arguments.threads)
     parts = measure(worker, arguments.steps)

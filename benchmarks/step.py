@@ -17,6 +17,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import PINS, tricycle_step
 from tricycle.debug import use_reference
 from tricycle_cli.kernel_times import timed_kernels
+from tricycle_lab.plot import new_figure, require_matplotlib
 
 # Each part of a step and the kernels that belong to it; what is left is graph, sums, embeddings and reshapes.
 PARTS = {
@@ -61,9 +62,7 @@ def measure(shape: str, n_steps: int) -> dict[str, dict[str, float]]:
 
 def draw(times: dict[str, dict[str, float]], title: str, path: Path) -> None:
     """One bar each, cut into parts."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = new_figure(9, 3.2)
     axes = figure.subplots()
     for i, part in enumerate([*PARTS, REST]):
         lefts = [sum(list(parts.values())[:i]) for parts in times.values()]
@@ -81,6 +80,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps with each set of kernels")
     parser.add_argument("--out", type=Path, help="draw a chart to this PNG file")
     arguments = parser.parse_args()
+    if arguments.out:
+        require_matplotlib("--out")
     if any(name in os.environ for name in PINS):  # BLAS reads them when it is loaded
         clean = {name: value for name, value in os.environ.items() if name not in PINS}
         sys.exit(subprocess.run([sys.executable, "-m", "benchmarks.step", *sys.argv[1:]], env=clean).returncode)

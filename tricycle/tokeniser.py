@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import heapq
 import json
 import os
 import re
@@ -10,11 +11,12 @@ import reprlib
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from tricycle.bpe import END_OF_TEXT, LETTER, ByteLevelBPE
+from tricycle.bpe import END_OF_TEXT, LETTER, PIECE, ByteLevelBPE
 from tricycle.system.files import atomic_write, read_json
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ _CHUNK = 2**18  # characters: bounds memory, and the depth that GPT-2's look-ahe
 _ANY_SPACE = r"\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # what errors="surrogateescape" makes of such bytes
+_LONGEST_KEPT, _MOST_KEPT = 64, 2**17  # characters, and number of the pieces whose ids are kept
 _FORMAT = {"format": "tricycle-bpe", "version": 1}
 
 
@@ -130,16 +133,12 @@ class BPETokeniser(ByteLevelBPE):
         super()._set_tokens(tokens)
         # The first 256 tokens are the single bytes in some order; this inverts it.
         self._byte_ids = np.argsort([token[0] for token in tokens[:256]])
+        self._encoding: Any = None  # made when it is first needed
 
-    def pattern(self, for_training: bool) -> str:
-        """As of `ByteLevelBPE`, by the name of the split."""
-        if self._split == "tricycle":
-            return super().pattern(for_training)
-        if for_training:
-            return gpt2_piece()
-        from tiktoken_ext.openai_public import r50k_pat_str
-
-        return str(r50k_pat_str)
+    @property
+    def pattern(self) -> str:
+        """What cuts text into pieces, for Python's `re`."""
+        return gpt2_piece() if self._split == "gpt2" else super().pattern
 
     # sizes and single tokens
 
@@ -193,10 +192,10 @@ class BPETokeniser(ByteLevelBPE):
         """
         special, runs = self.special_tokens if allowed_special else {}, _runs(text)
         if not special and len(runs) == 1 and len(runs[0]) <= _CHUNK:
-            return super().encode(runs[0])
+            return self._encode_run(runs[0])
         # longest first, should one name begin with another
         names = "|".join(sorted(map(re.escape, special), key=len, reverse=True))
-        encode, parts = super().encode, [np.empty(0, self.dtype)]
+        encode, parts = self._encode_run, [np.empty(0, self.dtype)]
         for i, run in enumerate(runs):
             if i % 2:
                 parts.append(self._byte_ids[np.frombuffer(run.encode("utf-8", "surrogateescape"), np.uint8)])
@@ -204,6 +203,28 @@ class BPETokeniser(ByteLevelBPE):
             for piece in re.split(f"({names})", run) if special else [run]:
                 parts += [np.array([special[piece]])] if piece in special else map(encode, _chunks(piece))
         return np.concatenate(parts, dtype=self.dtype, casting="unsafe")
+
+    def _encode_run(self, text: str) -> np.ndarray:
+        """As `ByteLevelBPE.encode`, in tiktoken's core where that is installed."""
+        if self._encoding is None:
+            self._encoding = self._new_encoding()
+        if isinstance(self._encoding, PieceIds):
+            pieces = re.findall(self.pattern, text)
+            return np.fromiter(chain.from_iterable(map(self._encoding.__getitem__, pieces)), self.dtype)
+        ids: np.ndarray = self._encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
+        return ids
+
+    def _new_encoding(self) -> Any:
+        """Return tiktoken's encoding of these tokens, or `PieceIds` where tiktoken is not installed."""
+        ranks = {token: rank for rank, token in enumerate(self._ordinary)}
+        try:
+            from tiktoken import Encoding
+            from tiktoken_ext.openai_public import r50k_pat_str
+        except ImportError:
+            return PieceIds(ranks)
+        pattern = r50k_pat_str if self._split == "gpt2" else PIECE
+        special = {END_OF_TEXT: len(ranks)}  # never read, but without one tiktoken (0.14) takes twice the time
+        return Encoding("tricycle", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
     def encode_plain(self, text: str | bytes) -> np.ndarray:
         """As `encode` does; a tokeniser of other people's may do more there."""
@@ -310,6 +331,51 @@ class BPETokeniser(ByteLevelBPE):
         return f"BPETokeniser(vocab_size={self.vocab_size}, n_vocab={self.n_vocab}, split={self._split!r})"
 
 
+class PieceIds(dict[str, list[int]]):
+    """The ids of each piece of text, computed when it is looked up, and kept if it is short.
+
+    Args:
+        ranks: the ids of the tokens.
+    """
+
+    def __init__(self, ranks: dict[bytes, int]) -> None:
+        self.ranks = ranks
+
+    def __missing__(self, piece: str) -> list[int]:
+        raw = piece.encode("utf-8")
+        ids = [self.ranks[raw]] if raw in self.ranks else self._merge(raw)
+        if len(piece) <= _LONGEST_KEPT and len(self) < _MOST_KEPT:
+            self[piece] = ids
+        return ids
+
+    def _merge(self, piece: bytes) -> list[int]:
+        """Merge the neighbours that form the token with the lowest id, the leftmost of several, until none do.
+
+        A heap holds the spans of neighbours. A span that was merged with something else meanwhile is passed over, so
+        that n bytes take n log n steps.
+        """
+        n, ranks = len(piece), self.ranks
+        starts, ends = [0, *range(n)], [*range(1, n + 1), 0]  # of the tokens that end, and begin, at each place
+        heap: list[tuple[int, int, int]] = []
+        spans = [(start, start + 2) for start in range(n - 1)]
+        while True:
+            for start, end in spans:
+                if piece[start:end] in ranks:
+                    heapq.heappush(heap, (ranks[piece[start:end]], start, end))
+            if not heap:
+                break
+            _, start, end = heapq.heappop(heap)
+            middle, spans = ends[start], []
+            if ends[middle] == end:
+                starts[end], ends[start], ends[middle] = start, end, n  # no token begins in the middle any more
+                spans = [(starts[start], end), (start, ends[end])]
+        ids, start = [], 0
+        while start < n:
+            ids.append(ranks[piece[start : ends[start]]])
+            start = ends[start]
+        return ids
+
+
 class StreamDecoder:
     """Decodes ids as they are generated, and holds a character back until all of its bytes are there."""
 
@@ -331,8 +397,7 @@ class StreamDecoder:
 def gpt2_piece() -> str:
     """GPT-2's pattern (Radford et al. 2019) for Python's `re`, which has no word for all scripts' letters and numbers.
 
-    It is for training alone. Encoding runs in Rust; where that knows a newer Unicode, the two may cut a text in another
-    place, which costs a merge that is never used.
+    tiktoken encodes by Rust's regex; where that knows a newer Unicode, the two may cut a text in another place.
     """
     letter, number = (_characters(kind) for kind in "LN")
     return "|".join(

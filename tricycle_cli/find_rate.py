@@ -9,6 +9,7 @@ from typing import Any
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 from tricycle.system.files import atomic_write
+from tricycle_lab.plot import require_matplotlib
 from tricycle_lab.range_test import RangeTest, plot_range_test, range_test
 
 PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
@@ -27,6 +28,7 @@ def find_rate(
 
     from tricycle_lab.range_test import STEPS
 
+    require_matplotlib("--find-learning-rate")
     folder.mkdir(parents=True, exist_ok=True)
     with tqdm(total=STEPS, unit="step", disable=not shown) as bar:
         test = range_test(config, tokens, model, on_gpu, progress=lambda step: bar.update())

@@ -396,11 +396,11 @@ class FinetuneTask(Task):
         metrics = read_metrics(run.metrics)
         after = next((line for line in metrics if "held_out_loss" in line and line["step"] == best_step), {})
         self._write_samples(run, "after")
-        picture, is_dpo = run.folder / "loss.png", isinstance(self.held_out, HeldOutPairs)
+        path, is_dpo = run.folder / "loss.png", isinstance(self.held_out, HeldOutPairs)
         bits_per_nat = 1.0 if is_dpo else after.get("bits_per_byte", math.nan) / (state.best_loss or math.nan)
         unit = "nats a pair (DPO)" if is_dpo else "bits a byte"
         title = f"{sum(parameter.size for parameter in state.kept().parameters()):,} parameters learn"
-        run.write(lambda: plot_losses(metrics, picture, bits_per_nat, {}, title, unit))
+        picture = run.write(lambda: plot_losses(metrics, path, bits_per_nat, {}, title, unit))
         print(
             f"\n{state.total_steps} updates, {state.seconds / 60:.1f} minutes of training; the best: step {best_step}"
         )

@@ -33,8 +33,7 @@ INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 bf16": "avx512_bf
 PINS = ("OPENBLAS_CORETYPE", "MKL_ENABLE_INSTRUCTIONS", "BLIS_ARCH_TYPE", "NPY_DISABLE_CPU_FEATURES")
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 OPTIONAL = """
-    threadpoolctl tiktoken tqdm tyro safetensors matplotlib pooch requests datasets ml_dtypes onednn-cpu-gomp
-    numba mkl
+    threadpoolctl tiktoken tqdm tyro matplotlib datasets ml_dtypes onednn-cpu-gomp numba mkl
 """.split()
 PACKAGES = {"numba": "numba", "onednn": onednn.DISTRIBUTION}  # what providers need, by their names
 SPEED = "`tricycle machine --speed` measures fractions of peak, and where a step's time goes"

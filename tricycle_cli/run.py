@@ -1,7 +1,8 @@
 """The folder of a run: its metrics, its checkpoints, and what the run prints.
 
-A run folder holds config.json, data.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png, and the checkpoints
-last.safetensors and best.safetensors; with --track also tracking.json, and what trackers keep there.
+A run folder holds config.json, data.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png (loss.svg without
+matplotlib), and the checkpoints last.safetensors and best.safetensors; with --track also tracking.json, and what trackers
+keep there.
 """
 
 from __future__ import annotations

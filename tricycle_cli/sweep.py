@@ -142,7 +142,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if asked := {"--help", "-h", "--help-all"} & set(words):
         parse(Arguments, args=list(asked), description=__doc__ or "")
     own, train = parse_known(SweepArguments, words)
-    if importlib.util.find_spec("optuna") is None:
+    if not all(map(importlib.util.find_spec, ("optuna", "matplotlib"))):
         raise ModuleNotFoundError(
             'tricycle sweep needs a library that is not installed: pip install "tricycle-gpt[sweep]"'
         )

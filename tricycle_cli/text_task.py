@@ -86,9 +86,9 @@ class TextTask(Task):
         run.record(step=state.step, final_loss=loss, final_bits_per_byte=bits, best_step=best_step)
         run.flush()
         others = compressed_bits(self.held_out_bytes)
-        picture, title = run.folder / "loss.png", self.title(state)
-        metrics, bits_per_nat = read_metrics(run.metrics), self.held_out.bits_per_byte(1.0)
-        run.write(lambda: plot_losses(metrics, picture, bits_per_nat, others, title))
+        metrics, bits_per_nat, title = read_metrics(run.metrics), self.held_out.bits_per_byte(1.0), self.title(state)
+        path = run.folder / "loss.png"
+        picture = run.write(lambda: plot_losses(metrics, path, bits_per_nat, others, title))
         state.model, state.step = model, best_step  # the samples are of the model that stays
         for prompt in self.prompts:
             show_sample(state, run, FINAL_SAMPLE_TOKENS, prompt)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tricycle.system.files import naming
+from tricycle.system.files import atomic_write, naming
 
 _ATTEMPTS = 3  # to get on after a dropped connection, before giving up
 MOST_BYTES = 2**30  # of a file: a server that sends without end must not fill the disk
@@ -27,9 +28,11 @@ def cache_folder() -> Path:
     """Where Tricycle keeps what it downloads and computes. It need not exist yet."""
     if folder := os.environ.get("TRICYCLE_CACHE"):
         return Path(folder)
-    import pooch
-
-    return Path(pooch.os_cache("tricycle"))
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local", "tricycle", "tricycle", "Cache")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "tricycle"
+    return Path(os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache", "tricycle")
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -76,62 +79,59 @@ def fetch(name: str, url: str, sha256: str, folder: str) -> Path:
 
 
 def _download(url: str, path: Path, sha256: str) -> None:
-    import pooch
-
     part = path.with_name(f"{path.name}.part")
-
-    def resume(url: str, output: str, _: object) -> None:
-        _append(url, part)
-        # a copy, as another process may be writing to the same .part; the hash is taken of the copy
-        shutil.copyfile(part, output)
-
-    def afresh(url: str, output: str, _: object) -> None:
-        Path(output).unlink(missing_ok=True)
-        _append(url, Path(output))
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    pooch.get_logger().setLevel("WARNING")  # the progress bar says what is downloaded
-    # pooch checks the hash of what the downloader wrote, and only then moves it into place
-    what = {"url": url, "known_hash": f"sha256:{sha256}", "fname": path.name, "path": path.parent}
     resumed = part.exists()
     try:
-        pooch.retrieve(**what, downloader=resume)
+        _append(url, part)
+        # a copy, as another process may be writing to the same .part; the hash is taken of the copy
+        with atomic_write(path) as file, part.open("rb") as downloaded:
+            shutil.copyfileobj(downloaded, file)
+            file.flush()
+            check_hash(file.name, sha256)
     except ValueError:
         part.unlink(missing_ok=True)
         if not resumed:
             raise
-        pooch.retrieve(**what, downloader=afresh)  # the .part was of no use
-    with suppress(OSError):  # Windows does not let go of a file that another process has open
+        _download(url, path, sha256)  # the .part was of no use
+    with suppress(OSError):  # Windows does not delete a file that another process has open
         part.unlink()
 
 
 def _append(url: str, path: Path) -> None:
     """Download to `path`, after what is there already; go on from there when the connection drops."""
-    import requests
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
     from tqdm import tqdm
 
     for attempt in range(1, _ATTEMPTS + 1):
         have = path.stat().st_size if path.exists() else 0
         # uncompressed, so that positions in the file and in the stream are the same
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+        headers = {"Accept-Encoding": "identity", "User-Agent": "tricycle"}
+        request = Request(url, headers=headers | ({"Range": f"bytes={have}-"} if have else {}))
         try:
-            with requests.get(url, headers=headers, stream=True, timeout=30) as response:
-                if have and response.status_code == 416:
-                    return  # there is nothing after what we have; the hash will tell
-                response.raise_for_status()
-                have = have if response.status_code == 206 else 0  # a server may send all of it nonetheless
+            with urlopen(request, timeout=30) as response:
+                have = have if response.status == 206 else 0  # a server may send all of it nonetheless
                 stated = response.headers.get("Content-Length", "")
                 total = have + int(stated) if stated.isdecimal() and len(stated) < 20 else None
                 bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=f"Downloading {path.name}")
                 with open(path, "ab" if have else "wb") as file, bar:
-                    for block in response.iter_content(2**14):
+                    while block := response.read(2**14):
                         have += len(block)
                         if have > MOST_BYTES:
                             raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got more")
                         with naming(path):  # a full disk does not say of which file it speaks
                             file.write(block)
                         bar.update(len(block))
-                return
-        except requests.RequestException as error:
-            if attempt == _ATTEMPTS or isinstance(error, requests.HTTPError):
-                raise
+            if total is not None and have < total:
+                raise ConnectionError(f"the connection was closed after {have:,} of {total:,} bytes")
+            return
+        except HTTPError as error:
+            if have and error.code == 416:
+                return  # there is nothing after what we have; the hash will tell
+            raise
+        except (URLError, ConnectionError, TimeoutError, HTTPException) as error:
+            if attempt == _ATTEMPTS:
+                raise ConnectionError(error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import io
 import json
 import math
@@ -14,12 +15,27 @@ import numpy as np
 
 from tricycle.devices import Array, to_cpu
 from tricycle.system.files import atomic_write
+from tricycle_lab.line_chart import Curve, line_chart
 from tricycle_lab.probe import excess_kurtosis
 
 # Colours that the colour-blind can tell apart (Okabe and Ito 2008), and for further lines other strokes.
 COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000".split()
 STROKES = ("-", "--", ":", "-.")
 ATTENTION_PAGE = Path(__file__).with_name("attention_page.html")
+
+
+def require_matplotlib(what: str) -> None:
+    """Raises ModuleNotFoundError, which names what needs matplotlib and the extra, where it is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(f'{what} needs matplotlib: pip install "tricycle-gpt[plot]"')
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of matplotlib, which needs no screen; sizes are in inches."""
+    require_matplotlib("a picture")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def plot_losses(
@@ -29,49 +45,78 @@ def plot_losses(
     references: Mapping[str, float],
     title: str,
     unit: str = "bits a byte",
-    contexts: tuple[str, str] = ("", ""),
-) -> None:
-    """Draw the training and the held-out loss against the step as a PNG.
+) -> Path:
+    """Draw the training and the held-out loss against the step as a PNG, or without matplotlib as an SVG.
 
     Args:
         metrics: the lines of metrics.jsonl.
+        path: of the PNG; an SVG has the same name with the ending .svg.
         bits_per_nat: bits a byte for one nat a token, or how many of another unit.
         references: bits a byte of other compressors, drawn as lines.
-        contexts: how many tokens of context the estimates of the held-out loss have, and the final figure; for labels.
-    """
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    Returns:
+        The path of the file that was written.
+    """
+    curves, limits = _loss_curves(metrics, bits_per_nat, references)
+    if importlib.util.find_spec("matplotlib") is None:
+        path = path.with_suffix(".svg")
+        with atomic_write(path, text=True) as file:
+            file.write(line_chart(curves, limits, title, "step", unit))
+        return path
+    figure = new_figure(8, 4.8)
     axes = figure.subplots()
-    estimated, whole = (f", {context}" if context else "" for context in contexts)
-    curves = {key: [(line["step"], line[key]) for line in metrics if key in line] for key in ("loss", "held_out_loss")}
-    # where training has ended, the best checkpoint was measured on all held-out text, and not on a part of it
-    final = [(line["best_step"], line["final_loss"] * bits_per_nat) for line in metrics if "best_step" in line][-1:]
-    bits = [loss * bits_per_nat for _, loss in curves["loss"]]
-    if bits:
-        steps = [step for step, _ in curves["loss"]]
-        width = max(1, len(bits) // 50)
-        smooth = np.convolve(bits, np.ones(width) / width, mode="valid")
-        axes.plot(steps, bits, color="#9ecae1", linewidth=0.6)
-        axes.plot(steps[width - 1 :], smooth, color="#3182bd", label=f"training (mean of {width} steps)")
-    if curves["held_out_loss"]:
-        steps, losses = np.array(curves["held_out_loss"]).T
-        name = "held out, estimated" if final else "held out"
-        label = f"{name}{estimated} (last {losses[-1] * bits_per_nat:.2f})"
-        axes.plot(steps, losses * bits_per_nat, "o-", color="#e6550d", markersize=4, label=label)
-    for step, value in final:
-        axes.plot(step, value, "*", color="#a63603", markersize=11, label=f"all held-out text{whole}: {value:.2f}")
-    for (name, value), style in zip(references.items(), (":", "--", "-.")):
-        axes.axhline(value, color="#636363", linewidth=1, linestyle=style, label=f"{name} {value:.2f}")
-    held_out_bits = [loss * bits_per_nat for _, loss in curves["held_out_loss"]]
-    shown = [*references.values(), *held_out_bits, *(value for _, value in final)]
-    shown += list(np.quantile(bits[len(bits) // 20 :], (0, 0.995))) if bits else []
-    if shown:  # the first steps, far above all others, may leave the picture
-        axes.set_ylim(min(shown) * 0.92, max(shown) * 1.05)
+    for curve in curves:
+        style = {"color": curve.colour, "linewidth": curve.width, "label": curve.label or None}
+        if curve.x is None:
+            axes.axhline(curve.y[0], linestyle=curve.stroke, **style)
+        else:
+            size = 11 if curve.marker == "*" else 4
+            stroke = "none" if curve.marker == "*" else curve.stroke
+            axes.plot(curve.x, curve.y, linestyle=stroke, marker=curve.marker, markersize=size, **style)
+    if limits:
+        axes.set_ylim(*limits)
     axes.set(xlabel="step", ylabel=unit, title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save_figure(figure, path)
+    return path
+
+
+def _loss_curves(
+    metrics: Sequence[Mapping[str, Any]],
+    bits_per_nat: float,
+    references: Mapping[str, float],
+) -> tuple[list[Curve], tuple[float, float] | None]:
+    """Return the curves of `plot_losses`, and which values of the loss are shown, if there are any."""
+    steps, bits = _series(metrics, "step", "loss", bits_per_nat)
+    held_out_steps, held_out = _series(metrics, "step", "held_out_loss", bits_per_nat)
+    # where training has ended, the best checkpoint was measured on all held-out text, and not on a part of it
+    best_steps, final = (values[-1:] for values in _series(metrics, "best_step", "final_loss", bits_per_nat))
+    curves = []
+    if bits.size:
+        width = max(1, len(bits) // 50)
+        smooth = np.convolve(bits, np.ones(width) / width, mode="valid")
+        curves.append(Curve(steps, bits, "#9ecae1", width=0.6))
+        curves.append(Curve(steps[width - 1 :], smooth, "#3182bd", f"training (mean of {width} steps)"))
+    if held_out.size:
+        name = "held out, estimated" if final.size else "held out"
+        label = f"{name} (last {held_out[-1]:.2f})"
+        curves.append(Curve(held_out_steps, held_out, "#e6550d", label, marker="o"))
+    if final.size:
+        curves.append(Curve(best_steps, final, "#a63603", f"all held-out text: {final[0]:.2f}", marker="*"))
+    for (name, value), stroke in zip(references.items(), (":", "--", "-.")):
+        curves.append(Curve(None, np.array([value]), "#636363", f"{name} {value:.2f}", 1, stroke))
+    # the first steps, far above all others, may leave the picture
+    usual = np.quantile(bits[len(bits) // 20 :], (0, 0.995)) if bits.size else ()
+    shown = list(filter(math.isfinite, [*references.values(), *held_out, *final, *usual]))
+    return curves, (min(shown) * 0.92, max(shown) * 1.05) if shown else None
+
+
+def _series(metrics: Sequence[Mapping[str, Any]], x: str, y: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return two values of all lines that have both, the second scaled."""
+    pairs = [(line[x], line[y] * scale) for line in metrics if x in line and y in line]
+    steps, values = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+    return steps, values
 
 
 def save_figure(figure: Any, path: Path, dpi: int = 130) -> None:
@@ -108,13 +153,12 @@ def plot_attention(
     Raises:
         ValueError: no layer, another number of axes, or of tokens.
     """
-    from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
-
     arrays = _heads("plot_attention", weights)
     n_heads = max(map(len, arrays.values()))
     most = max(float(array.max()) for array in arrays.values())
-    figure = Figure(figsize=(1.8 * n_heads + 1.6, 1.8 * len(arrays) + 1.1), layout="constrained")
+    figure = new_figure(1.8 * n_heads + 1.6, 1.8 * len(arrays) + 1.1)
+    from matplotlib.colors import PowerNorm
+
     grid = figure.subplots(len(arrays), n_heads, squeeze=False)
     for i, (row, (name, array)) in enumerate(zip(grid, arrays.items())):
         if tokens is not None and len(tokens) != array.shape[2]:
@@ -149,13 +193,11 @@ def plot_distributions(
     Raises:
         ValueError: no array, or one without a finite element.
     """
-    from matplotlib.figure import Figure
-
     if not arrays:
         raise ValueError("plot_distributions: expected at least one array")
     n_columns = min(n_columns, len(arrays))
     n_rows = math.ceil(len(arrays) / n_columns)
-    figure = Figure(figsize=(2.6 * n_columns + 0.6, 2.1 * n_rows + 0.9), layout="constrained")
+    figure = new_figure(2.6 * n_columns + 0.6, 2.1 * n_rows + 0.9)
     panels = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
     for axes, (name, array) in zip(panels, arrays.items()):
         values = to_cpu(array).astype(np.float64).ravel()
@@ -194,16 +236,13 @@ def plot_curves(
     Raises:
         ValueError: no panel or line, or x and ys that do not belong together.
     """
-    from matplotlib.figure import Figure
-
     labels = list(dict.fromkeys(label for lines in curves.values() for label in lines))
     if not labels:
         raise ValueError("plot_curves: expected at least one line")
     n_columns = min(n_columns, len(curves))
     n_rows = math.ceil(len(curves) / n_columns)
     legend_rows = math.ceil(len(labels) / 4)
-    size = max(6, 3.7 * n_columns + 0.6), 0.6 + 3 * n_rows + 0.25 * legend_rows
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(max(6, 3.7 * n_columns + 0.6), 0.6 + 3 * n_rows + 0.25 * legend_rows)
     panels = list(figure.subplots(n_rows, n_columns, squeeze=False, sharey=share_y).flat)
     drawn: dict[str, Any] = {}
     for axes, (panel, lines) in zip(panels, curves.items()):

@@ -18,7 +18,7 @@ from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 from tricycle.training import NonFiniteError
 from tricycle.training_state import TrainingState, new_state, train_step
-from tricycle_lab.plot import COLOURS, save_figure
+from tricycle_lab.plot import COLOURS, new_figure, save_figure
 from tricycle_lab.sweep_plot import logarithmic
 
 LOW, HIGH, STEPS = 1e-6, 1.0, 200
@@ -160,9 +160,7 @@ def _mean_of_neighbours(values: np.ndarray, reach: int) -> np.ndarray:
 
 def plot_range_test(test: RangeTest, path: Path, title: str = "") -> None:
     """Draw the loss over the rates as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    figure = new_figure(8, 4.8)
     axes = figure.subplots()
     axes.plot(test.rates, test.losses, color="#9ecae1", linewidth=0.8)
     axes.plot(test.rates, test.smoothed, color="#3182bd", label="loss, mean of neighbours")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tricycle_lab.plot import COLOURS, save_figure
+from tricycle_lab.plot import COLOURS, new_figure, save_figure
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,10 @@ def plot_sweep(trials: Sequence[Shown], path: Path, logs: Collection[str] = (), 
     Args:
         logs: the fields with logarithmic axes.
     """
-    from matplotlib.figure import Figure
-
     names = list(trials[0].params) if trials else []
     n_columns = min(3, 1 + len(names))
     n_rows = math.ceil((1 + len(names)) / n_columns)
-    figure = Figure(figsize=(4.2 * n_columns, 3.2 * n_rows), layout="constrained")
+    figure = new_figure(4.2 * n_columns, 3.2 * n_rows)
     panels = list(figure.subplots(n_rows, n_columns, squeeze=False, sharey=True).flat)
     done = [trial for trial in trials if trial.bits is not None]
     early = [trial for trial in trials if trial.bits is None and trial.last is not None]

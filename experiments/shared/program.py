@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tricycle_cli.flags import parse
+from tricycle_lab.plot import require_matplotlib
 
 T = TypeVar("T")
 Outcome = tuple[dict[str, str], list[str]]  # tables by title, and the names of the files in the output folder
@@ -46,7 +47,8 @@ def flag(name: str) -> str:
 
 
 def at_least(settings: Any, **lowest: int) -> None:
-    """Raise ValueError for the first number below its limit."""
+    """Raise ValueError for the first number below its limit, and ModuleNotFoundError where results cannot be drawn."""
+    require_matplotlib("an experiment")
     for name, least in lowest.items():
         if getattr(settings, name) < least:
             raise ValueError(f"expected {flag(name)} to be at least {least}, got {getattr(settings, name)}")

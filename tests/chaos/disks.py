@@ -598,10 +598,11 @@ def make_quick_and_repeatable() -> None:
     """For the rest of this process: no true disk, no picture, a clock that counts how often it was asked."""
     from tricycle_cli import text_task
 
-    def draw(metrics: Any, path: Path, *rest: Any, **settings: Any) -> None:
+    def draw(metrics: Any, path: Path, *rest: Any, **settings: Any) -> Path:
         losses = [line.get("loss", line.get("held_out_loss")) for line in metrics]
         with atomic_write(path) as file:
             file.write(json.dumps(losses).encode())
+        return path
 
     ticks = count()
     os.fsync = lambda handle: None

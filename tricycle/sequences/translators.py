@@ -21,6 +21,7 @@ import numpy as np
 from tricycle.checkpoint import expecting
 from tricycle.configs.checked import Checked, Rule
 from tricycle.dataset import pad
+from tricycle.pretrained.tensor_files import read_tensors
 from tricycle.sequences.attentions import AdditiveAttention, LuongAttention
 from tricycle.sequences.seq2seq import EncoderDecoder, Seq2Seq, Seq2SeqAttention, Transformer
 from tricycle.system.safetensors_file import read_places
@@ -175,13 +176,12 @@ def load_translator(path: str | os.PathLike[str]) -> tuple[EncoderDecoder, Vocab
         FileNotFoundError: there is none.
         ValueError: it is something else, or damaged.
     """
-    from safetensors import safe_open
-
     path = Path(path)
-    with expecting(path, A_TRANSLATOR), safe_open(path, framework="numpy") as file:
-        about = json.loads((file.metadata() or {})[KEY])
-        names = [name for name in file.keys() if name.startswith(WEIGHTS)]  # noqa: SIM118 (no iterator here)
-        weights = {name.removeprefix(WEIGHTS): file.get_tensor(name) for name in names}
+    with expecting(path, A_TRANSLATOR):
+        tensors, metadata = read_tensors(path)
+        about = json.loads(metadata[KEY])
+        names = [name for name in tensors if name.startswith(WEIGHTS)]
+        weights = {name.removeprefix(WEIGHTS): tensors[name].read() for name in names}
         vocabulary = Vocabulary(BPETokeniser.from_dict(about["tokeniser"]))
         known = {field.name for field in fields(TranslatorConfig)}
         shape = {name: value for name, value in about["recipe"].items() if name in known}
