@@ -24,6 +24,8 @@ FLAGS = """
 """.split()
 FLAGS.append("--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1")
 PHONE, DESKTOP = (375, 812), (1280, 900)
+LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
+each_look = pytest.mark.parametrize("way", LOOKS)
 
 
 @contextmanager

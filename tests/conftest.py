@@ -10,6 +10,8 @@ import datetime
 import math
 import os
 import re
+import sys
+from collections.abc import Iterator
 from zlib import crc32
 
 import numpy as np
@@ -108,6 +110,26 @@ def leave_gpu_tests_out(config, items) -> None:
     elif problem:
         config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
         items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Two thread pools that wait for each other's cores take seconds for what is done in milliseconds."""
+    torch = sys.modules.get("torch")
+    before = torch and torch.get_num_threads()
+    if torch:
+        torch.set_num_threads(1)
+    yield
+    if torch:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from browser import browsing
+
+    with browsing() as opened:
+        yield opened
 
 
 @pytest.fixture

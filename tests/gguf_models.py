@@ -14,20 +14,9 @@ import numpy as np
 import torch
 from transformers_families import FAMILIES, LLAMA3_SCALING
 
-ARCHITECTURES = {
-    "Llama": "llama",
-    "Llama 3": "llama",
-    "Llama, linear": "llama",
-    "Qwen2": "qwen2",
-    "Qwen3": "qwen3",
-    "OLMo 2": "olmo2",
-    "Gemma 2": "gemma2",
-    "Gemma 3": "gemma3",
-    "Pythia": "gptneox",
-    "GPT-NeoX, one after the other": "gptneox",
-    "GPT-2": "gpt2",
-    "Phi": "phi2",
-}
+RENAMED = {"gpt_neox": "gptneox", "phi": "phi2", "gemma3_text": "gemma3"}
+ARCHITECTURES = {name: RENAMED.get(family.model_type, family.model_type) for name, family in FAMILIES.items()}
+ARCHITECTURES = {name: kind for name, kind in ARCHITECTURES.items() if kind not in ("mistral", "opt")}
 # What a file cannot say: llama.cpp knows it by heart.
 KNOWN = {
     "Qwen2": {"use_sliding_window": False, "sliding_window": None},

@@ -7,15 +7,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (
-    "tricycle",
-    "tricycle_accelerators",
-    "tricycle_cli",
-    "tricycle_datasets",
-    "tricycle_lab",
-    "tricycle_mpi",
-    "tricycle_serve",
-)
+PACKAGES = ("tricycle", *(f"tricycle_{name}" for name in "accelerators cli datasets lab mpi serve".split()))
 PROGRAMS = ("train_smol_gpt", "inference")
 SHIPPED = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 SHIPPED += [ROOT / f"{name}.py" for name in PROGRAMS]

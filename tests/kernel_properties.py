@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from attention_cases import cubes, cubes_backward
 from hypothesis import strategies as st
+from test_kernels import CASES, IN_PLACE
 
 from tricycle import kernels
-from tricycle.kernels import KERNELS, Scoring
-from tricycle.kernels.quantized import FewBits
+from tricycle.kernels import Scoring
 
 Draw = Callable[[st.SearchStrategy], Any]
 
@@ -61,30 +61,66 @@ def poison(*shape: int) -> np.ndarray:
     return np.full(shape, np.nan)
 
 
-# -------------------------------------------------------------------- elementwise, sums
-@of("gelu", "gelu_with_slope", "relu_squared", "sum_squares")
-def _one(draw, name):
-    return Arguments([generator(draw).standard_normal(any_shape(draw))])
+# -------------------------------------------------------------------- by the builders of test_kernels
+def shape_of(draw: Draw, *sizes: st.SearchStrategy) -> tuple[int, ...]:
+    return tuple(map(draw, sizes))
 
 
-@of("gelu_backward")
-def _gelu_backward(draw):
-    shape, rng = any_shape(draw), generator(draw)
-    x = rng.standard_normal(shape)
-    known = [x, None] if draw(st.booleans()) else [None, kernels.gelu_with_slope.plain(x)[1]]
-    return Arguments([rng.standard_normal(shape), *known])
+def twice_as_wide(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return *shape[:-1], 2 * shape[-1]
 
 
-@of("swiglu")
-def _swiglu(draw):
-    shape = any_shape(draw)
-    return Arguments([generator(draw).standard_normal((*shape[:-1], 2 * shape[-1] if shape else 2))])
+SWITCH = st.booleans()
+GATES_AND_KEPT = {"rnn": (1, 1), "gru": (3, 2), "lstm": (4, 3)}
+STATES_AND_GRADS = {"rnn": (1, 1), "gru": (1, 2), "lstm": (2, 1)}
 
 
-@of("swiglu_backward")
-def _swiglu_backward(draw):
-    shape, rng = (*any_shape(draw), draw(LENGTHS)), generator(draw)
-    return Arguments([rng.standard_normal(shape), rng.standard_normal((*shape[:-1], 2 * shape[-1]))])
+def _few_bits(draw: Draw) -> tuple[Any, ...]:
+    kinds = ["int8", "float16"] + ["bfloat16"] * (find_spec("ml_dtypes") is not None)
+    sizes = st.sampled_from([1, 2, 7, 33, 64, 576])
+    return draw(LENGTHS), draw(sizes), draw(sizes), draw(st.sampled_from(kinds)), draw(SWITCH), draw(SWITCH)
+
+
+def _recurrence(draw: Draw, name: str) -> tuple[Any, ...]:
+    sizes = draw(st.integers(0, 4)), draw(st.integers(0, 34)), draw(FEW), draw(SWITCH), draw(SWITCH)
+    return *GATES_AND_KEPT[name], *sizes, *([draw(SWITCH)] if name == "rnn" else [])
+
+
+def _recurrence_backward(draw: Draw, name: str) -> tuple[Any, ...]:
+    n_gates, n_kept, *sizes = _recurrence(draw, name)
+    n_states, n_grads = STATES_AND_GRADS[name]
+    return name, n_gates, n_states, n_kept, n_grads, *sizes
+
+
+# name -> what follows the generator in the arguments of its builder
+SIZES: dict[str, Callable[[Draw], tuple[Any, ...]]] = {
+    **dict.fromkeys(("gelu", "gelu_with_slope", "relu_squared", "sum_squares", "add"), lambda draw: (any_shape(draw),)),
+    "gelu_backward": lambda draw: (any_shape(draw), draw(st.sampled_from(["x", "slope"]))),
+    "swiglu": lambda draw: (twice_as_wide(any_shape(draw, 1)),),
+    "swiglu_backward": lambda draw: (any_shape(draw), draw(LENGTHS)),
+    "rotate": lambda draw: (draw(LENGTHS), draw(LENGTHS), draw(FEW), 2 * draw(FEW)),
+    "sum_rows": lambda draw: (shape_of(draw, LENGTHS, LENGTHS),),
+    **dict.fromkeys(("operand", "operand_and_sums"), lambda draw: (shape_of(draw, LENGTHS, LENGTHS), "float32")),
+    "embedding_backward": lambda draw: (draw(LENGTHS), draw(LEAST_1), draw(LENGTHS)),
+    "layer_norm": lambda draw: ((*any_shape(draw), draw(LEAST_1)), draw(SWITCH), draw(SWITCH)),
+    "layer_norm_backward": lambda draw: ((*any_shape(draw), draw(LEAST_1)), draw(SWITCH)),
+    "batched_matmul": lambda draw: (
+        (*draw(st.lists(st.integers(0, 5), max_size=2)), draw(LENGTHS)),
+        draw(LENGTHS),
+        draw(LENGTHS),
+    ),
+    "project": lambda draw: (shape_of(draw, LENGTHS, LENGTHS, LENGTHS), draw(LENGTHS), draw(SWITCH)),
+    "few_bits_matmul": _few_bits,
+    "orthogonalise": lambda draw: (shape_of(draw, st.integers(0, 5), LEAST_1, LEAST_1),),
+    **{name: partial(_recurrence, name=name) for name in GATES_AND_KEPT},
+    **{f"{name}_backward": partial(_recurrence_backward, name=name) for name in GATES_AND_KEPT},
+}
+
+
+@of(*SIZES)
+def _built(draw, name):
+    values = list(CASES[name][0](generator(draw), *SIZES[name](draw)))
+    return Arguments(values, tuple(range(len(values)))[IN_PLACE.get(name, slice(0))])
 
 
 @of("multiply")
@@ -93,96 +129,25 @@ def _multiply(draw):
     return Arguments([rng.standard_normal(shape), rng.standard_normal(draw(st.sampled_from([shape, shape, ()])))])
 
 
-@of("add")
-def _add(draw):
-    shape, rng = any_shape(draw), generator(draw)
-    return Arguments([rng.standard_normal(shape), rng.standard_normal(shape)])
-
-
-@of("rotate")
-def _rotate(draw):
-    items, tokens, heads, half = draw(LENGTHS), draw(LENGTHS), draw(FEW), draw(FEW)
-    rng = generator(draw)
-    angles = rng.standard_normal((tokens, half))
-    return Arguments([rng.standard_normal((items, tokens, heads, 2 * half)), np.cos(angles), np.sin(angles)])
-
-
-@of("sum_rows")
-def _sum_rows(draw):
-    return Arguments([generator(draw).standard_normal((draw(LENGTHS), draw(LENGTHS)))])
-
-
-@of("operand", "operand_and_sums")
-def _operand(draw, name):
-    return Arguments([generator(draw).standard_normal((draw(LENGTHS), draw(LENGTHS))), "float32"])
-
-
-@of("embedding_backward")
-def _embedding_backward(draw):
-    n_ids, n_rows, channels, rng = draw(LENGTHS), draw(LEAST_1), draw(LENGTHS), generator(draw)
-    return Arguments([rng.standard_normal((n_ids, channels)), rng.integers(0, n_rows, n_ids), n_rows])
-
-
-@of("layer_norm", "layer_norm_backward")
-def _layer_norm(draw, name):
-    shape, centred, rng = (*any_shape(draw), draw(LEAST_1)), draw(st.booleans()), generator(draw)
-    x, gain = rng.standard_normal(shape) * 2 + 1, rng.standard_normal(shape[-1])
-    bias = rng.standard_normal(shape[-1]) if draw(st.booleans()) else None
-    if name == "layer_norm":
-        return Arguments([x, gain, bias, 1e-5, centred])
-    _, mean, scale = kernels.layer_norm.plain(x, gain, None, 1e-5, centred)
-    return Arguments([rng.standard_normal(shape), x, gain, mean, scale, centred])
-
-
 @of("cross_entropy")
 def _cross_entropy(draw):
-    n, n_classes, rng = draw(LEAST_1), draw(LEAST_1), generator(draw)
-    weights = rng.random(n) * (rng.random(n) < 0.8)
-    smoothing = draw(st.sampled_from([0.0, 0.1]))
-    logits = rng.standard_normal((n, n_classes)) * draw(st.sampled_from([1, 5, 100]))
-    return Arguments([logits, rng.integers(0, n_classes, n), weights, smoothing])
+    sizes = draw(LEAST_1), draw(LEAST_1), draw(st.sampled_from([0.0, 0.1]))
+    logits, *others = CASES["cross_entropy"][0](generator(draw), *sizes)
+    return Arguments([logits * draw(st.sampled_from([0.2, 1, 20])), *others])
 
 
-# -------------------------------------------------------------------- products
 @of("matmul")
 def _matmul(draw):
-    n, k, m, rng = draw(LENGTHS), draw(LENGTHS), draw(LENGTHS), generator(draw)
-    bias = rng.standard_normal(m) if draw(st.booleans()) else None
-    a, b = (rng.standard_normal(shape) for shape in ((n, k), (k, m)))
-    if draw(st.booleans()):
-        return Arguments([a, b, bias])
-    return Arguments([a, b, bias, poison(n, m)], (3,))
-
-
-@of("batched_matmul")
-def _batched_matmul(draw):
-    lead, rng = tuple(draw(st.lists(st.integers(0, 5), max_size=2))), generator(draw)
     n, k, m = draw(LENGTHS), draw(LENGTHS), draw(LENGTHS)
-    return Arguments([rng.standard_normal((*lead, n, k)), rng.standard_normal((*lead, k, m))])
+    values = CASES["matmul"][0](generator(draw), n, k, m, draw(SWITCH))
+    return Arguments([*values, poison(n, m)], (3,)) if draw(SWITCH) else Arguments([*values])
 
 
-@of("project")
-def _project(draw):
-    sizes, rng = (draw(LENGTHS), draw(LENGTHS)), generator(draw)
-    k, m = draw(LENGTHS), draw(LENGTHS)
-    bias = rng.standard_normal(m) if draw(st.booleans()) else None
-    out = np.full((*sizes, m), np.nan)
-    return Arguments([rng.standard_normal((*sizes, k)), rng.standard_normal((k, m)), bias, out], written=(3,))
-
-
-@of("few_bits_matmul")
-def _few_bits_matmul(draw):
-    n, rng = draw(LENGTHS), generator(draw)
-    k, m = (draw(st.sampled_from([1, 2, 7, 33, 64, 576])) for _ in range(2))
-    kinds = ["int8", "float16"] + ["bfloat16"] * (find_spec("ml_dtypes") is not None)
-    kind, turned = draw(st.sampled_from(kinds)), draw(st.booleans())
-    matrix = FewBits.of(rng.standard_normal((k, m)).astype(np.float32), kind, turned)
-    return Arguments([rng.standard_normal((n, k)), matrix, rng.standard_normal(m) if draw(st.booleans()) else None])
-
-
-@of("orthogonalise")
-def _orthogonalise(draw):
-    return Arguments([generator(draw).standard_normal((draw(st.integers(0, 5)), draw(LEAST_1), draw(LEAST_1)))])
+@of("adamw")
+def _adamw(draw):
+    sizes = any_shape(draw), draw(st.sampled_from([1, 5, 1000])), draw(st.sampled_from([0.0, 0.1]))
+    factor = draw(st.sampled_from([None, 0.5, 0.0, 1.0]))
+    return Arguments([*CASES["adamw"][0](generator(draw), *sizes), factor], (0, 2, 3))
 
 
 # -------------------------------------------------------------------- attention
@@ -223,46 +188,3 @@ def _row_attention(draw, name):
     grad = rng.standard_normal((*q.shape[:3], v.shape[3]))
     room = [poison(*x.shape) for x in (q, k, v)]
     return Arguments([grad, q, k, v, scoring, cubes, cubes_backward, *room, mask], (7, 8, 9))
-
-
-# -------------------------------------------------------------------- optimisers, recurrence
-@of("adamw")
-def _adamw(draw):
-    shape, rng = any_shape(draw), generator(draw)
-    weights, grad, first = (rng.standard_normal(shape) for _ in range(3))
-    options = [draw(st.sampled_from([1, 5, 1000])), 0.01, (0.9, 0.95), 1e-8, draw(st.sampled_from([0.0, 0.1]))]
-    factor = draw(st.sampled_from([None, 0.5, 0.0, 1.0]))
-    return Arguments([weights, grad, first, rng.random(shape), *options, factor], (0, 2, 3))
-
-
-GATES_AND_KEPT = {"rnn": (1, 1), "gru": (3, 2), "lstm": (4, 3)}
-
-
-def _states(draw: Draw, name: str) -> tuple[list[Any], list[Any], np.random.Generator]:
-    """Gates, states, weights and bias, and whether steps count: what the layers hand over, and the options."""
-    n_gates, n_kept = GATES_AND_KEPT[name]
-    steps, items, size, rng = draw(st.integers(0, 4)), draw(st.integers(0, 34)), draw(FEW), generator(draw)
-    states = poison(n_kept, steps + 1, items, size)
-    states[:, 0] = rng.standard_normal((n_kept, items, size))
-    bias = rng.standard_normal(n_gates * size) if draw(st.booleans()) else None
-    active = rng.random((steps, items, 1)) < 0.7 if draw(st.booleans()) else None
-    gates = rng.standard_normal((steps, items, n_gates * size))
-    weights = rng.standard_normal((size, n_gates * size))
-    return [gates, states, weights, bias, active], [draw(st.booleans())] if name == "rnn" else [], rng
-
-
-@of("rnn", "gru", "lstm")
-def _recurrence(draw, name):
-    values, options, _ = _states(draw, name)
-    return Arguments([*values, *options], (0, 1))
-
-
-@of("rnn_backward", "gru_backward", "lstm_backward")
-def _recurrence_backward(draw, name):
-    forward = name.removesuffix("_backward")
-    (gates, states, weights, bias, active), options, rng = _states(draw, forward)
-    KERNELS[forward].plain(gates, states, weights, bias, active, *options)
-    n_states, n_grads = {"rnn": (1, 1), "gru": (1, 2), "lstm": (2, 1)}[forward]
-    grad = rng.standard_normal((n_states, *states.shape[1:]))
-    room = poison(n_grads, *gates.shape)
-    return Arguments([grad, gates, states, weights, active, room, grad[:, -1].copy(), *options], (5, 6))

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import samples
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from samples import torch_recurrence
 
 import tricycle.activation as activation
 import tricycle.attention as attention
@@ -23,7 +23,7 @@ import tricycle.loss as loss
 import tricycle.sequences.convolution as convolution
 import tricycle.sequences.recurrent as recurrent
 from tricycle import extra_ops, ops, softmaxes
-from tricycle.activations import ExactGeLU, ReLUSquared
+from tricycle.activations import ReLUSquared
 from tricycle.tensor import Tensor
 
 Draw = Callable[[st.SearchStrategy], Any]
@@ -91,35 +91,16 @@ def shapes_together(draw: Draw, n: int) -> tuple[tuple[int, ...], ...]:
 
 
 # -------------------------------------------------------------------- elementwise
-ELEMENTWISE = {
-    "exp": (lambda draw: extra_ops.exp, lambda torch, x, op: x.exp()),
-    "sin": (lambda draw: extra_ops.sin, lambda torch, x, op: x.sin()),
-    "cos": (lambda draw: extra_ops.cos, lambda torch, x, op: x.cos()),
-    "absolute": (lambda draw: extra_ops.absolute, lambda torch, x, op: x.abs()),
-    "tanh": (lambda draw: ops.tanh, lambda torch, x, op: x.tanh()),
-    "sigmoid": (lambda draw: ops.sigmoid, lambda torch, x, op: x.sigmoid()),
-    "Sigmoid": (lambda draw: functions.Sigmoid(), lambda torch, x, op: x.sigmoid()),
-    "Tanh": (lambda draw: functions.Tanh(), lambda torch, x, op: x.tanh()),
-    "negative": (lambda draw: extra_ops.negative, lambda torch, x, op: -x),
-    "ReLU": (lambda draw: activation.ReLU(), lambda torch, x, op: x.relu()),
-    "ReLUSquared": (lambda draw: ReLUSquared(), lambda torch, x, op: x.relu() ** 2),
-    "GeLU": (
-        lambda draw: activation.GeLU(draw(st.booleans())),
-        lambda torch, x, op: torch.nn.functional.gelu(x, approximate="tanh" if op.approximate else "none"),
-    ),
-    "ExactGeLU": (lambda draw: ExactGeLU(), lambda torch, x, op: torch.nn.functional.gelu(x)),
-    "Swish": (lambda draw: activation.Swish(), lambda torch, x, op: torch.nn.functional.silu(x)),
-}
-WHOLE = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "GeLU", "ExactGeLU", "Swish"}
+ELEMENTWISE = {name: (op, make is samples.positive, torch_op) for name, op, make, _, torch_op in samples.UNARY}
+WHOLE = {"exp", "sin", "cos", "tanh", "sigmoid", "Sigmoid", "Tanh", "ReLUSquared", "ExactGeLU", "Swish"}
 
 
 def _elementwise(name: str) -> Callable[[Draw], Call]:
-    make, torch_op = ELEMENTWISE[name]
+    op, is_positive, torch_op = ELEMENTWISE[name]
 
     def draw_call(draw: Draw) -> Call:
-        op = make(draw)
         x = signed(draw, draw(SHAPES)) * draw(st.sampled_from([1, 4]))
-        return Call(op, (x,), lambda torch, x: torch_op(torch, x, op), whole=name in WHOLE)
+        return Call(op, (np.abs(x) if is_positive else x,), torch_op, whole=name in WHOLE)
 
     return draw_call
 
@@ -128,14 +109,11 @@ for _name in ELEMENTWISE:
     PROPERTIES[_name] = _elementwise(_name)
 
 
-@of("log")
-def _log(draw):
-    return Call(extra_ops.log, (np.abs(signed(draw, draw(SHAPES))),), lambda torch, x: x.log())
-
-
-@of("sqrt")
-def _sqrt(draw):
-    return Call(extra_ops.sqrt, (np.abs(signed(draw, draw(SHAPES))),), lambda torch, x: x.sqrt())
+@of("GeLU")
+def _gelu(draw):
+    approximate, x = draw(st.booleans()), signed(draw, draw(SHAPES)) * draw(st.sampled_from([1, 4]))
+    torch_op = lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh" if approximate else "none")
+    return Call(activation.GeLU(approximate), (x,), torch_op, whole=True)
 
 
 @of("soft_cap")
@@ -153,20 +131,10 @@ def _to_compute_dtype(draw):
 
 
 # -------------------------------------------------------------------- two inputs, and a number on either side
-BINARY = {
-    "add": (ops.add, lambda torch, x, y: x + y),
-    "residual": (functions.residual, lambda torch, x, y: x + y),
-    "sub": (extra_ops.subtract, lambda torch, x, y: x - y),
-    "mul": (ops.multiply, lambda torch, x, y: x * y),
-    "div": (extra_ops.divide, lambda torch, x, y: x / y),
-    "pow": (extra_ops.power, lambda torch, x, y: x**y),
-    "maximum": (extra_ops.maximum, lambda torch, x, y: torch.maximum(x, y)),
-    "minimum": (extra_ops.minimum, lambda torch, x, y: torch.minimum(x, y)),
-}
 
 
 def _binary(name: str) -> Callable[[Draw], Call]:
-    op, torch_op = BINARY[name]
+    op, torch_op = next((op, torch_op) for each, op, _, _, torch_op in samples.BINARY if each == name)
 
     def draw_call(draw: Draw) -> Call:
         side = draw(st.sampled_from(["both", "both", "left", "right"]))
@@ -188,7 +156,7 @@ def _binary(name: str) -> Callable[[Draw], Call]:
     return draw_call
 
 
-for _name in BINARY:
+for _name, *_ in samples.BINARY:
     PROPERTIES[_name] = _binary(_name)
 
 
@@ -361,11 +329,6 @@ def _linear(draw):
 
 
 # -------------------------------------------------------------------- softmax and its kin, gates
-def torch_softmax1(torch: Any, x: Any) -> Any:
-    """A further score of 0 takes part, and is then dropped."""
-    return torch.cat([x, torch.zeros_like(x[..., :1])], -1).softmax(-1)[..., :-1] if x.shape[-1] else x
-
-
 def torch_adaptive(torch: Any, x: Any) -> Any:
     plain = x.softmax(-1)
     entropy = -(plain * torch.where(plain > 0, plain, 1).log()).sum(-1, keepdim=True)
@@ -382,7 +345,7 @@ def _rows(name: str, op: Callable, torch_op: Callable) -> None:
 
 
 _rows("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1))
-_rows("Softmax1", functions.Softmax1(), torch_softmax1)
+_rows("Softmax1", functions.Softmax1(), samples.torch_softmax1)
 _rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1))
 _rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), torch_adaptive)
 
@@ -392,11 +355,7 @@ def _sink_softmax(draw):
     x = normal(draw, *draw(hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=6)))
     sinks = normal(draw, *x.shape[:-2]) * draw(st.sampled_from([1, 5]))
 
-    def torch_op(torch: Any, x: Any, sinks: Any) -> Any:
-        column = sinks[..., None, None].expand(*x.shape[:-1], 1)
-        return torch.cat([x, column], -1).softmax(-1)[..., :-1]
-
-    return Call(softmaxes.SinkSoftmax(), (x, sinks), torch_op, narrow=False)
+    return Call(softmaxes.SinkSoftmax(), (x, sinks), samples.torch_sink_softmax, narrow=False)
 
 
 @of("BlockSoftmax")
@@ -405,13 +364,10 @@ def _block_softmax(draw):
     x = normal(draw, *draw(hnp.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=6)))
     inputs = [x, normal(draw, *x.shape[:-2], n_blocks, x.shape[-2])] if correction == "learned" else [x]
 
-    def torch_op(torch: Any, x: Any, scales: Any = None) -> Any:
+    def torch_op(torch: Any, x: Any, *scales: Any) -> Any:
         if correction == "exact":
             return x.softmax(-1)
-        parts = [part.softmax(-1) for part in x.split(-(-x.shape[-1] // n_blocks), -1)]
-        if scales is not None:
-            parts = [part * scales[..., i, :, None] for i, part in enumerate(parts)]
-        return torch.cat(parts, -1)
+        return samples.torch_block_softmax(torch, x, *(scales or [torch.ones(n_blocks, x.shape[-2])]))
 
     return Call(softmaxes.BlockSoftmax(n_blocks, correction), tuple(inputs), torch_op, narrow=False)
 
@@ -475,7 +431,7 @@ def torch_attention(torch: Any, tensors: Any, op: attention.Attention, mask: np.
     any_seen = seen.any(-1, keepdim=True)
     scores = torch.where(any_seen, torch.where(seen, scores, -torch.inf), 0)
     if op.softmax.name == "softmax1":
-        weights = torch_softmax1(torch, scores)
+        weights = samples.torch_softmax1(torch, scores)
     else:
         weights = scores.softmax(-1)
     return (torch.where(any_seen, weights, 0) @ v).transpose(1, 2)
@@ -532,7 +488,7 @@ def _recurrence(draw):
     shapes = [(n_steps, n_items, channels), (kind.n_states, n_items, size), (channels, columns), (size, columns)]
     inputs = tuple(normal(draw, *shape) for shape in shapes + [(columns,)] * (2 * draw(st.booleans())))
     run = lambda x, *others: recurrent.recurrence(x, *others, cell=cell, active=active)
-    return Call(run, inputs, lambda torch, *xs: torch_recurrence(torch, cell, active, *xs), narrow=False)
+    return Call(run, inputs, lambda torch, *xs: samples.torch_recurrence(torch, cell, active, *xs), narrow=False)
 
 
 # -------------------------------------------------------------------- convolution
@@ -547,14 +503,7 @@ def _unfold(draw):
     sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
     x = signed(draw, (draw(SOME), *sizes, draw(SOME)))
 
-    def torch_op(torch: Any, x: Any) -> Any:
-        """(B, C, H, W) patches of PyTorch, C slowest, as ours: C fastest."""
-        n_items, *_, channels = x.shape
-        places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(sizes, kernel, stride, padding)]
-        columns = torch.nn.functional.unfold(x.permute(0, 3, 1, 2), kernel, padding=padding, stride=stride)
-        columns = columns.reshape(n_items, channels, kernel[0] * kernel[1], -1).permute(0, 3, 2, 1)
-        return columns.reshape(n_items, *places, -1)
-
+    torch_op = lambda torch, x: samples.torch_unfold(torch, x, kernel, stride, padding)
     return Call(lambda x: convolution.unfold(x, kernel, stride, padding), (x,), torch_op)
 
 
@@ -563,16 +512,8 @@ def _fold(draw):
     kernel, stride, padding = _how(draw)
     sizes = tuple(max(1, k - 2 * p) + draw(SMALL) for k, p in zip(kernel, padding))
     places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(sizes, kernel, stride, padding)]
-    n_under, channels = kernel[0] * kernel[1], draw(SOME)
-    columns = signed(draw, (draw(SOME), *places, channels * n_under))
-
-    def torch_op(torch: Any, columns: Any) -> Any:
-        n_items = len(columns)
-        columns = columns.reshape(n_items, places[0] * places[1], n_under, channels).permute(0, 3, 2, 1)
-        columns = columns.reshape(n_items, channels * n_under, -1)
-        image = torch.nn.functional.fold(columns, sizes, kernel, padding=padding, stride=stride)
-        return image.permute(0, 2, 3, 1)
-
+    columns = signed(draw, (draw(SOME), *places, draw(SOME) * kernel[0] * kernel[1]))
+    torch_op = lambda torch, columns: samples.torch_fold(torch, columns, sizes, kernel, stride, padding)
     return Call(lambda columns: convolution.fold(columns, sizes, kernel, stride, padding), (columns,), torch_op)
 
 

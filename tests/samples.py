@@ -75,6 +75,10 @@ def normal(*shape: int) -> np.ndarray:
     return _rng.standard_normal(shape)
 
 
+def normals(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    return [normal(*shape) for shape in shapes]
+
+
 def positive(*shape: int) -> np.ndarray:
     return _rng.uniform(0.5, 2.5, shape)
 
@@ -113,13 +117,7 @@ UNARY = [
     ("ReLU", activation.ReLU(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu()),
     ("ReLUSquared", ReLUSquared(), nonzero, [-1e3, 1e3], lambda torch, x: x.relu() ** 2),
     ("GeLU", activation.GeLU(), normal, [-30, 0, 30], lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh")),
-    (
-        "GeLU",
-        activation.GeLU(approximate=False),
-        normal,
-        [-30, -5, 0, 5, 30],
-        lambda torch, x: torch.nn.functional.gelu(x),
-    ),
+    ("GeLU", activation.GeLU(False), normal, [-30, -5, 0, 5, 30], lambda torch, x: torch.nn.functional.gelu(x)),
     ("ExactGeLU", ExactGeLU(), normal, [-30, -5, 0, 5, 30], lambda torch, x: torch.nn.functional.gelu(x)),
     ("Swish", activation.Swish(), normal, [-30, 0, 30], lambda torch, x: torch.nn.functional.silu(x)),
 ]
@@ -130,19 +128,8 @@ for _name, _op, _make, _edges, _torch in UNARY:
     add(_name, _op, _make(3, 2), torch=_torch, batched=(True,))
 
 # -------------------------------------------------------------------- elementwise, two inputs
-SHAPE_PAIRS = [
-    ((3,), (3,)),
-    ((2, 3), (3,)),
-    ((3,), (2, 3)),
-    ((2, 1), (1, 3)),
-    ((), (2, 2)),
-    ((2, 2), ()),
-    ((), ()),
-    ((4, 1, 3), (2, 1)),
-    ((1,), (5,)),
-    ((0, 3), (1, 3)),
-    ((2, 1), (2, 0)),
-]
+_PLAIN_PAIRS = [((3,), (3,)), ((2, 3), (3,)), ((3,), (2, 3)), ((2, 1), (1, 3)), ((), (2, 2)), ((2, 2), ()), ((), ())]
+SHAPE_PAIRS = [*_PLAIN_PAIRS, ((4, 1, 3), (2, 1)), ((1,), (5,)), ((0, 3), (1, 3)), ((2, 1), (2, 0))]
 
 BINARY = [
     ("add", ops.add, normal, normal, lambda torch, x, y: x + y),
@@ -159,24 +146,15 @@ for _name, _op, _left, _right, _torch in BINARY:
         add(_name, _op, _left(*_a), _right(*_b), torch=_torch)
     add(_name, _op, _left(2, 3), _right(3), torch=_torch, batched=(True, False))
     # a number on either side is no input
-    add(
-        _name,
-        lambda x, op=_op: op(x, 1.375),
-        _left(2, 3),
-        torch=lambda torch, x, op=_torch: op(torch, x, x * 0 + 1.375),
-    )
-    add(
-        _name,
-        lambda y, op=_op: op(1.375, y),
-        _right(2, 3),
-        torch=lambda torch, y, op=_torch: op(torch, y * 0 + 1.375, y),
-    )
+    _theirs = lambda torch, x, op=_torch: op(torch, x, x * 0 + 1.375)
+    add(_name, lambda x, op=_op: op(x, 1.375), _left(2, 3), torch=_theirs)
+    _theirs = lambda torch, y, op=_torch: op(torch, y * 0 + 1.375, y)
+    add(_name, lambda y, op=_op: op(1.375, y), _right(2, 3), torch=_theirs)
 for _exponent in (0, 1, 2, 3, -1, -2, 0.5, 2.5):
     _base = nonzero(4) if isinstance(_exponent, int) else positive(4)
     add("pow", lambda x, n=_exponent: x**n, _base, torch=lambda torch, x, n=_exponent: x**n)
-add(
-    "pow", extra_ops.power, [-2.0, -1.5, 0.5, 3.0], Whole([2, 3, 2, -1]), torch=lambda torch, x, n: x**n
-)  # a Tensor of whole numbers
+# a Tensor of whole numbers
+add("pow", extra_ops.power, [-2.0, -1.5, 0.5, 3.0], Whole([2, 3, 2, -1]), torch=lambda torch, x, n: x**n)
 
 # -------------------------------------------------------------------- choosing, joining
 for _condition, _a, _b in [
@@ -185,108 +163,48 @@ for _condition, _a, _b in [
     (True, (2,), ()),
     ([[False]], (0, 1), (1, 2)),
 ]:
-    add(
-        "where",
-        lambda x, y, c=_condition: extra_ops.where(c, x, y),
-        normal(*_a),
-        normal(*_b),
-        torch=lambda torch, x, y, c=_condition: torch.where(torch.tensor(c), x, y),
-    )
-for _axis, _shapes in [
-    (0, [(2, 3), (1, 3), (4, 3)]),
-    (1, [(2, 1), (2, 4)]),
-    (-1, [(2, 0), (2, 2)]),
-    (-2, [(1, 2), (1, 2)]),
-    (0, [(3,)]),
-]:
-    add(
-        "concatenate",
-        lambda *xs, axis=_axis: extra_ops.concatenate(xs, axis=axis),
-        *(normal(*s) for s in _shapes),
-        torch=lambda torch, *xs, axis=_axis: torch.cat(xs, axis),
-    )
+    _torch = lambda torch, x, y, c=_condition: torch.where(torch.tensor(c), x, y)
+    add("where", lambda x, y, c=_condition: extra_ops.where(c, x, y), *normals(_a, _b), torch=_torch)
+_JOINED = [(0, (2, 3), (1, 3), (4, 3)), (1, (2, 1), (2, 4)), (-1, (2, 0), (2, 2)), (-2, (1, 2), (1, 2)), (0, (3,))]
+for _axis, *_shapes in _JOINED:
+    _torch = lambda torch, *xs, axis=_axis: torch.cat(xs, axis)
+    _call = lambda *xs, axis=_axis: extra_ops.concatenate(xs, axis=axis)
+    add("concatenate", _call, *normals(*_shapes), torch=_torch)
 for _axis, _n, _shape in [(0, 3, (2, 3)), (1, 2, (2, 3)), (-1, 2, (2, 3)), (0, 2, ()), (0, 1, (4,)), (1, 2, (0, 2))]:
-    add(
-        "stack",
-        lambda *xs, axis=_axis: extra_ops.stack(xs, axis=axis),
-        *(normal(*_shape) for _ in range(_n)),
-        torch=lambda torch, *xs, axis=_axis: torch.stack(xs, axis),
-    )
+    _torch = lambda torch, *xs, axis=_axis: torch.stack(xs, axis)
+    add("stack", lambda *xs, axis=_axis: extra_ops.stack(xs, axis=axis), *normals(*[_shape] * _n), torch=_torch)
 
 # -------------------------------------------------------------------- reductions
-AXES = [
-    (None, (2, 3)),
-    (0, (2, 3)),
-    (-1, (2, 3)),
-    ((0, 2), (2, 3, 4)),
-    ((-1, 0), (2, 3, 4)),
-    (None, ()),
-    (0, (1,)),
-    (1, (3, 1)),
-    (1, (0, 2)),
-    (None, (1, 1)),
-]
+_PLAIN_AXES = [(None, (2, 3)), (0, (2, 3)), (-1, (2, 3)), ((0, 2), (2, 3, 4)), ((-1, 0), (2, 3, 4))]
+AXES = [*_PLAIN_AXES, (None, ()), (0, (1,)), (1, (3, 1)), (1, (0, 2)), (None, (1, 1))]
 REDUCTIONS = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin"}
 for _name, _method in REDUCTIONS.items():
     for _axis, _shape in AXES:
         for _keep in (False, True):
-            add(
-                _name,
-                lambda x, op=ops.OPS[_name], axis=_axis, keep=_keep: op(x, axis, keep),
-                distinct(*_shape),
-                torch=lambda torch, x, f=_method, axis=_axis, keep=_keep: getattr(x, f)(
-                    tuple(range(x.ndim)) if axis is None else axis, keepdim=keep
-                ),
+            _torch = lambda torch, x, f=_method, axis=_axis, keep=_keep: getattr(x, f)(
+                tuple(range(x.ndim)) if axis is None else axis, keepdim=keep
             )
+            _call = lambda x, op=ops.OPS[_name], axis=_axis, keep=_keep: op(x, axis, keep)
+            add(_name, _call, distinct(*_shape), torch=_torch)
     add(_name, lambda x, op=ops.OPS[_name]: op(x, axis=()), distinct(2, 3))
     add(_name, lambda x, op=ops.OPS[_name]: op(x, axis=1), distinct(2, 3), batched=(True,))
 add("sum", lambda x: extra_ops.sum(x, 0), normal(0, 3), torch=lambda torch, x: x.sum(0))
 
 # -------------------------------------------------------------------- shapes and indexing
 for _shape, _new in [((2, 3), (3, 2)), ((2, 3), (-1,)), ((6,), (1, 2, -1)), ((), (1, 1)), ((0, 3), (3, 0)), ((1,), ())]:
-    add(
-        "reshape",
-        lambda x, new=_new: ops.reshape(x, *new),
-        normal(*_shape),
-        torch=lambda torch, x, new=_new: x.reshape(new),
-    )
-for _shape, _order in [
-    ((2, 3), (1, 0)),
-    ((2, 3, 4), (2, 0, 1)),
-    ((2, 3, 4), (0, -1, 1)),
-    ((3,), (0,)),
-    ((0, 2, 1), (1, 2, 0)),
-]:
-    add(
-        "transpose",
-        lambda x, order=_order: extra_ops.transpose(x, *order),
-        normal(*_shape),
-        torch=lambda torch, x, order=_order: x.permute(order),
-    )
+    _torch = lambda torch, x, new=_new: x.reshape(new)
+    add("reshape", lambda x, new=_new: ops.reshape(x, *new), normal(*_shape), torch=_torch)
+_ORDERS = [((2, 3), (1, 0)), ((2, 3, 4), (2, 0, 1)), ((2, 3, 4), (0, -1, 1)), ((3,), (0,)), ((0, 2, 1), (1, 2, 0))]
+for _shape, _order in _ORDERS:
+    _torch = lambda torch, x, order=_order: x.permute(order)
+    add("transpose", lambda x, order=_order: extra_ops.transpose(x, *order), normal(*_shape), torch=_torch)
 add("transpose", extra_ops.transpose, normal(2, 3, 4), torch=lambda torch, x: x.permute(2, 1, 0))
 add("transpose", extra_ops.transpose, normal(), torch=lambda torch, x: x)
 
-INDICES = [
-    0,
-    -1,
-    slice(1, None),
-    slice(None, None, 2),
-    slice(2, 2),
-    ...,
-    None,
-    (),
-    (0, 1),
-    (slice(None), 0),
-    (..., -1),
-    (0, None, slice(1, 3)),
-    [0, 2, 0],
-    [],
-    np.array([[0, 1], [1, 1]]),
-    ([0, 1, 0], [1, 1, 1]),
-    (slice(None), [0, 0]),
-    np.array([True, False, True]),
-    np.int64(1),
-]
+_SLICES = [slice(1, None), slice(None, None, 2), slice(2, 2), ..., None, ()]
+_TUPLES = [(0, 1), (slice(None), 0), (..., -1), (0, None, slice(1, 3)), ([0, 1, 0], [1, 1, 1]), (slice(None), [0, 0])]
+_ARRAYS = [[0, 2, 0], [], np.array([[0, 1], [1, 1]]), np.array([True, False, True]), np.int64(1)]
+INDICES = [0, -1, *_SLICES, *_TUPLES, *_ARRAYS]
 for _index in INDICES:
     add("getitem", lambda x, index=_index: x[index], normal(3, 2, 4), torch=lambda torch, x, index=_index: x[index])
 for _index in (slice(None, None, -1), (2, slice(3, None, -2)), (0, ..., [1, 1])):  # PyTorch has none or means another
@@ -295,20 +213,10 @@ add("getitem", lambda x: x[()], normal(2), batched=(True,))
 add("getitem", lambda x, ids: x[ids], normal(4, 2), Whole([[3, 0], [3, 3]]), torch=lambda torch, x, ids: x[ids])
 
 # -------------------------------------------------------------------- products
-for _a, _b in [
-    ((2, 3), (3, 4)),
-    ((3,), (3,)),
-    ((2, 3), (3,)),
-    ((3,), (3, 2)),
-    ((5, 2, 3), (3, 4)),
-    ((2, 3), (5, 3, 4)),
-    ((4, 1, 2, 3), (5, 3, 1)),
-    ((1, 1), (1, 1)),
-    ((2, 0), (0, 3)),
-    ((0, 2), (2, 3)),
-    ((2, 2, 3), (3,)),
-]:
-    add("matmul", einsum.matmul, normal(*_a), normal(*_b), torch=lambda torch, x, y: x @ y)
+_PRODUCTS = [((2, 3), (3, 4)), ((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 2)), ((5, 2, 3), (3, 4)), ((2, 3), (5, 3, 4))]
+_PRODUCTS += [((4, 1, 2, 3), (5, 3, 1)), ((1, 1), (1, 1)), ((2, 0), (0, 3)), ((0, 2), (2, 3)), ((2, 2, 3), (3,))]
+for _a, _b in _PRODUCTS:
+    add("matmul", einsum.matmul, *normals(_a, _b), torch=lambda torch, x, y: x @ y)
 add(
     "matmul", einsum.matmul, normal(2, 3), Whole([[1, 0], [2, -1], [0, 3]]), torch=lambda torch, x, y: x @ y.to(x.dtype)
 )
@@ -354,12 +262,8 @@ EINSUMS = [
     ("ij,ij->ij", (1, 1), (1, 1)),
 ]
 for _subscripts, *_shapes in EINSUMS:
-    add(
-        "Einsum",
-        einsum.Einsum(_subscripts),
-        *(normal(*s) for s in _shapes),
-        torch=(lambda torch, *xs, s=_subscripts: torch.einsum(s, *xs)) if _subscripts != "->" else None,
-    )
+    _torch = (lambda torch, *xs, s=_subscripts: torch.einsum(s, *xs)) if _subscripts != "->" else None
+    add("Einsum", einsum.Einsum(_subscripts), *normals(*_shapes), torch=_torch)
 # with a batch the subscripts describe one item
 for _subscripts, _full, _flags, *_shapes in [
     ("ij->ji", "bij->bji", (True,), (5, 2, 3)),
@@ -370,23 +274,14 @@ for _subscripts, _full, _flags, *_shapes in [
     ("ij,jk->ik", "bij,bjk->bik", (True, True), (5, 2, 3), (5, 3, 4)),
     ("...j,jk->...k", "b...j,jk->b...k", (True, False), (5, 2, 3), (3, 4)),
 ]:
-    add(
-        "Einsum",
-        einsum.Einsum(_subscripts),
-        *(normal(*s) for s in _shapes),
-        batched=_flags,
-        torch=lambda torch, *xs, s=_full: torch.einsum(s, *xs),
-    )
+    _torch = lambda torch, *xs, s=_full: torch.einsum(s, *xs)
+    add("Einsum", einsum.Einsum(_subscripts), *normals(*_shapes), batched=_flags, torch=_torch)
 
 for _shape in [(3,), (2, 3), (2, 4, 3), (1, 3), (0, 3)]:
     add("linear", functions.linear, normal(*_shape), normal(3, 5), normal(5), torch=lambda torch, x, w, b: x @ w + b)
     add("linear", functions.linear, normal(*_shape), normal(3, 5), torch=lambda torch, x, w: x @ w)
-add(
-    "to_compute_dtype",
-    lambda x: functions.to_compute_dtype(x, "bfloat16") * 2,
-    normal(2, 3),
-    torch=lambda torch, x: x * 2,
-)
+_op = lambda x: functions.to_compute_dtype(x, "bfloat16") * 2
+add("to_compute_dtype", _op, normal(2, 3), torch=lambda torch, x: x * 2)
 
 
 def _of_three(q, k, v):
@@ -402,9 +297,9 @@ add(
 
 
 # -------------------------------------------------------------------- softmax and its kin, gates
-def _softmax1(torch, x):
+def torch_softmax1(torch, x):
     """A further score of 0 takes part, and is then dropped."""
-    return torch.cat([x, torch.zeros_like(x[..., :1])], -1).softmax(-1)[..., :-1]
+    return torch.cat([x, torch.zeros_like(x[..., :1])], -1).softmax(-1)[..., :-1] if x.shape[-1] else x
 
 
 def _rows(name, op, torch, shapes):
@@ -416,32 +311,32 @@ def _rows(name, op, torch, shapes):
 
 ROWS = [(4,), (1,), (2, 3), (2, 1, 5), (0, 3)]
 _rows("Softmax", functions.Softmax(), lambda torch, x: x.softmax(-1), [*ROWS, (2, 0)])
-_rows("Softmax1", functions.Softmax1(), _softmax1, ROWS)
+_rows("Softmax1", functions.Softmax1(), torch_softmax1, ROWS)
 # entropies on both sides of the threshold, and betas on both sides of 1
 _rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), None, [*ROWS, (2, 40)])
 _rows("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax((0.5, 1.5), threshold=0.1), None, ROWS)
 add("AdaptiveSoftmax", softmaxes.AdaptiveSoftmax(), 8 * normal(3, 12))
 
 
-def _block_softmax(torch, x, scales):
-    parts = [part.softmax(-1) * scales[..., i, :, None] for i, part in enumerate(x.split(-(-x.shape[-1] // 2), -1))]
-    return torch.cat(parts, -1)
+def torch_block_softmax(torch, x, scales):
+    parts = x.split(-(-x.shape[-1] // scales.shape[-2]), -1)
+    return torch.cat([part.softmax(-1) * scales[..., i, :, None] for i, part in enumerate(parts)], -1)
 
 
 for _shape, _scales in [((4, 6), (2, 4)), ((3, 4, 5), (2, 4)), ((2, 3, 4, 7), (3, 2, 4)), ((1, 2), (2, 1))]:
-    add("BlockSoftmax", softmaxes.BlockSoftmax(2), normal(*_shape), normal(*_scales), torch=_block_softmax)
+    add("BlockSoftmax", softmaxes.BlockSoftmax(2), normal(*_shape), normal(*_scales), torch=torch_block_softmax)
 _rows("BlockSoftmax", softmaxes.BlockSoftmax(3, "none"), None, ROWS)
 _rows("BlockSoftmax", softmaxes.BlockSoftmax(3, "exact"), lambda torch, x: x.softmax(-1), ROWS)
 
 
-def _sink_softmax(torch, x, sinks):
+def torch_sink_softmax(torch, x, sinks):
     column = sinks.reshape(*sinks.shape, *[1] * min(x.ndim, 2)).expand(*x.shape[:-1], 1)
     return torch.cat([x, column], -1).softmax(-1)[..., :-1]
 
 
 for _shape, _sinks in [((4,), ()), ((4, 6), ()), ((3, 4, 5), (3,)), ((2, 3, 4, 7), (3,)), ((2, 3, 4, 1), (2, 1))]:
-    add("SinkSoftmax", softmaxes.SinkSoftmax(), normal(*_shape), normal(*_sinks), torch=_sink_softmax)
-_rows("SinkSoftmax", softmaxes.SinkSoftmax(), _softmax1, ROWS)
+    add("SinkSoftmax", softmaxes.SinkSoftmax(), normal(*_shape), normal(*_sinks), torch=torch_sink_softmax)
+_rows("SinkSoftmax", softmaxes.SinkSoftmax(), torch_softmax1, ROWS)
 _rows("LogSoftmax", functions.LogSoftmax(), lambda torch, x: x.log_softmax(-1), ROWS)
 PAIRED_ROWS = [(4,), (2, 6), (2, 1, 2), (0, 4), (2, 0)]
 for _gate in (activation.GeLU(), activation.GeLU(False), ReLUSquared(), functions.Tanh()):
@@ -462,36 +357,19 @@ def _torch_cross_entropy(torch, labels, logits, ignore=-100, smoothing=0.0):
     )
 
 
-_cross_entropy, _ignoring = loss.CrossEntropy(), loss.CrossEntropy(ignore_index=-1)
+_cross_entropy = loss.CrossEntropy()
 for _labels, _classes in [([1, 0, 2], 3), ([2], 4), ([[0, 1], [1, 1], [0, 0]], 2), ([0, 0], 1)]:
-    add(
-        "CrossEntropy", _cross_entropy, Whole(_labels), normal(*np.shape(_labels), _classes), torch=_torch_cross_entropy
-    )
+    _logits = normal(*np.shape(_labels), _classes)
+    add("CrossEntropy", _cross_entropy, Whole(_labels), _logits, torch=_torch_cross_entropy)
 add("CrossEntropy", _cross_entropy, Whole([1, 0]), [[50, -50, 0], [0, 0, 0]], torch=_torch_cross_entropy)
 add("CrossEntropy", _cross_entropy, Whole([1, 0]), normal(2, 3), torch=_torch_cross_entropy, batched=(True, True))
-add(
-    "CrossEntropy",
-    _ignoring,
-    Whole([[1, -1], [-1, 3]]),
-    normal(2, 2, 4),
-    torch=lambda torch, *xs: _torch_cross_entropy(torch, *xs, ignore=-1),
-)
-for _smoothing in (0.1, 0.5):
-    add(
-        "CrossEntropy",
-        loss.CrossEntropy(ignore_index=-1, label_smoothing=_smoothing),
-        Whole([[1, -1], [-1, 3]]),
-        normal(2, 2, 4),
-        torch=lambda torch, *xs, e=_smoothing: _torch_cross_entropy(torch, *xs, ignore=-1, smoothing=e),
-    )
+for _smoothing in (0.0, 0.1, 0.5):
+    _op = loss.CrossEntropy(ignore_index=-1, label_smoothing=_smoothing)
+    _torch = lambda torch, *xs, e=_smoothing: _torch_cross_entropy(torch, *xs, ignore=-1, smoothing=e)
+    add("CrossEntropy", _op, Whole([[1, -1], [-1, 3]]), normal(2, 2, 4), torch=_torch)
 for _shape in [(), (3,), (2, 3), (1, 1)]:
-    add(
-        "MeanSquaredError",
-        loss.MeanSquaredError(),
-        normal(*_shape),
-        normal(*_shape),
-        torch=lambda torch, x, y: torch.nn.functional.mse_loss(y, x),
-    )
+    _torch = lambda torch, x, y: torch.nn.functional.mse_loss(y, x)
+    add("MeanSquaredError", loss.MeanSquaredError(), *normals(_shape, _shape), torch=_torch)
 
 
 for _shape in SHAPES:
@@ -511,32 +389,20 @@ def _torch_attention(torch, qkv, n_heads, causal):
 for _heads, _causal in [(1, True), (2, True), (2, False)]:
     _op = SelfAttention(_heads, _causal)
     for _items, _tokens, _size in [(1, 1, 1), (2, 5, 3), (1, 19, 2)]:
-        add(
-            "Attention",
-            _op,
-            normal(_items, _tokens, 3 * _heads * _size),
-            torch=lambda torch, x, n=_heads, causal=_causal: _torch_attention(torch, x, n, causal),
-        )
+        _torch = lambda torch, x, n=_heads, causal=_causal: _torch_attention(torch, x, n, causal)
+        add("Attention", _op, normal(_items, _tokens, 3 * _heads * _size), torch=_torch)
 for _name in ("softmax1", "adaptive"):
     for _causal, _tokens in [(True, 5), (False, 5), (True, 19)]:
         add("Attention", SelfAttention(2, _causal, _name), 2 * normal(2, _tokens, 12))
 for _per_head, _tokens, _window in [(False, 5, 5), (True, 7, 9), (False, 37, 40), (True, 19, 32)]:
     for _causal in (True, False):
         _op = SelfAttention(2, _causal, softmaxes.BlockSoftmax(2, per_head=_per_head, length=_window))
-        add(
-            "Attention",
-            lambda x, scales, op=_op: op(x, None, scales),
-            normal(2, _tokens, 12),
-            normal(*[2] * _per_head, 2, _window),
-        )
+        _inputs = normals((2, _tokens, 12), (*[2] * _per_head, 2, _window))
+        add("Attention", lambda x, scales, op=_op: op(x, None, scales), *_inputs)
 for _per_head, _tokens in [(False, 19), (True, 7)]:  # a scale for each pair of blocks
     _op = SelfAttention(2, True, softmaxes.BlockSoftmax(3, per_head=_per_head, length=20, per_position=False))
-    add(
-        "Attention",
-        lambda x, scales, op=_op: op(x, None, scales),
-        normal(2, _tokens, 12),
-        normal(*[2] * _per_head, 3, 3),
-    )
+    _inputs = normals((2, _tokens, 12), (*[2] * _per_head, 3, 3))
+    add("Attention", lambda x, scales, op=_op: op(x, None, scales), *_inputs)
 for _causal, _tokens in [(True, 5), (False, 5), (True, 19)]:
     _op = SelfAttention(2, _causal, "sink")
     add("Attention", lambda x, sinks, op=_op: op(x, None, sinks), 2 * normal(2, _tokens, 12), normal(2))
@@ -552,16 +418,10 @@ def _torch_cross(torch, *tensors):
 
 for _name, _torch in [("softmax", _torch_cross), ("softmax1", None), ("adaptive", None)]:
     for _queries, _keys in [(3, 5), (18, 4)]:
-        _inputs = normal(2, _queries, 4), normal(2, _keys, 4), normal(2, _keys, 4)
+        _inputs = normals((2, _queries, 4), (2, _keys, 4), (2, _keys, 4))
         add("Attention", CrossAttention(2, _name), *_inputs, torch=_torch)
-add(
-    "Attention",
-    CrossAttention(1, softmaxes.BlockSoftmax(2, length=8)),
-    normal(1, 3, 2),
-    normal(1, 7, 2),
-    normal(1, 7, 2),
-    normal(2, 8),
-)
+_inputs = normals((1, 3, 2), (1, 7, 2), (1, 7, 2), (2, 8))
+add("Attention", CrossAttention(1, softmaxes.BlockSoftmax(2, length=8)), *_inputs)
 # masks: of lengths (one item has none at all), of pairs that hide some rows whole, and one for each head
 for _shape in [(2, 7), (2, 5, 7), (2, 2, 1, 7), (2, 18, 7)]:
     _mask = _rng.random(_shape) < 0.6
@@ -569,13 +429,8 @@ for _shape in [(2, 7), (2, 5, 7), (2, 2, 1, 7), (2, 18, 7)]:
     _mask[(1, *[0] * (len(_shape) - 2))] = False
     _queries = 18 if 18 in _shape else 5
     for _name in ("softmax", "softmax1", "adaptive", "sink"):
-        add(
-            "Attention",
-            lambda *tensors, op=CrossAttention(2, _name), mask=_mask: op(*tensors, mask=mask),  # noqa: B008
-            normal(2, _queries, 4),
-            normal(2, 7, 4),
-            normal(2, 7, 4),
-        )
+        _call = lambda *tensors, op=CrossAttention(2, _name), mask=_mask: op(*tensors, mask=mask)  # noqa: B008
+        add("Attention", _call, *normals((2, _queries, 4), (2, 7, 4), (2, 7, 4)))
 for _tokens, _softmax in [(5, "softmax"), (19, "softmax"), (19, "softmax1"), (19, softmaxes.BlockSoftmax(3, "exact"))]:
     _mask = _rng.random((2, _tokens)) < 0.6
     for _causal in (True, False):
@@ -599,33 +454,16 @@ for _n_heads, _key_heads in [(1, 1), (4, 2), (6, 2), (3, 1)]:
             {"softmax": "softmax1", "window": 5},
             {"softmax": "adaptive", "window": 6, "cap": 3.0},
         ):
-            add(
-                "Attention",
-                attention.Attention(**_options),
-                normal(2, _tokens, _n_heads, 4),
-                normal(2, _keys, _key_heads, 4),
-                normal(2, _keys, _key_heads, 4),
-            )
+            _inputs = normals((2, _tokens, _n_heads, 4), (2, _keys, _key_heads, 4), (2, _keys, _key_heads, 4))
+            add("Attention", attention.Attention(**_options), *_inputs)
 for _key_heads, _window in [(2, None), (1, 4)]:
-    add(
-        "Attention",
-        lambda q, k, v, s, op=attention.Attention(softmaxes.BlockSoftmax(2, length=20), window=_window): op(  # noqa: B008
-            q, k, v, None, s
-        ),
-        normal(1, 19, 4, 2),
-        normal(1, 19, _key_heads, 2),
-        normal(1, 19, _key_heads, 2),
-        normal(2, 20),
-    )
+    _op = attention.Attention(softmaxes.BlockSoftmax(2, length=20), window=_window)
+    _inputs = normals((1, 19, 4, 2), (1, 19, _key_heads, 2), (1, 19, _key_heads, 2), (2, 20))
+    add("Attention", lambda q, k, v, s, op=_op: op(q, k, v, None, s), *_inputs)
 for _key_heads, _options in [(2, {}), (1, {"window": 4}), (4, {"cap": 1.5})]:
-    add(
-        "Attention",
-        lambda q, k, v, s, op=attention.Attention("sink", **_options): op(q, k, v, None, s),  # noqa: B008
-        normal(2, 19, 4, 2),
-        normal(2, 21, _key_heads, 2),
-        normal(2, 21, _key_heads, 3),
-        normal(4),
-    )
+    _op = attention.Attention("sink", **_options)
+    _inputs = normals((2, 19, 4, 2), (2, 21, _key_heads, 2), (2, 21, _key_heads, 3), (4,))
+    add("Attention", lambda q, k, v, s, op=_op: op(q, k, v, None, s), *_inputs)
 for _items, _tokens, _heads, _size in [(1, 1, 1, 2), (2, 5, 2, 4), (2, 3, 3, 8)]:
     add("Rotary", attention.Rotary(), normal(_items, _tokens, _heads, _size))
     add("Rotary", lambda x: attention.Rotary(base=100.0)(x, offset=3), normal(_items, _tokens, _heads, _size))
@@ -666,7 +504,7 @@ for _cell, _kind in recurrent.CELLS.items():
 
 
 # -------------------------------------------------------------------- convolution
-def _torch_unfold(torch, x, kernel, stride, padding):
+def torch_unfold(torch, x, kernel, stride, padding):
     """(B, C, H, W) patches of PyTorch, C slowest, as ours: C fastest."""
     n_items, *_, channels = x.shape
     sizes = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[1:], kernel, stride, padding)]
@@ -675,7 +513,7 @@ def _torch_unfold(torch, x, kernel, stride, padding):
     return columns.reshape(n_items, *sizes, -1)
 
 
-def _torch_fold(torch, columns, sizes, kernel, stride, padding):
+def torch_fold(torch, columns, sizes, kernel, stride, padding):
     n_items, n_rows, n_columns, width = columns.shape
     columns = columns.reshape(n_items, n_rows * n_columns, kernel[0] * kernel[1], -1).permute(0, 3, 2, 1)
     columns = columns.reshape(n_items, width, -1)
@@ -690,16 +528,9 @@ for _sizes, _kernel, _stride, _padding in [
 ]:
     _how = _kernel, _stride, _padding
     _places = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(_sizes, *_how)]
-    add(
-        "unfold",
-        lambda x, how=_how: convolution.unfold(x, *how),
-        normal(2, *_sizes, 3),
-        torch=lambda torch, x, how=_how: _torch_unfold(torch, x, *how),
-    )
-    add(
-        "fold",
-        lambda x, how=(_sizes, *_how): convolution.fold(x, *how),
-        normal(2, *_places, 3 * _kernel[0] * _kernel[1]),
-        torch=lambda torch, x, how=(_sizes, *_how): _torch_fold(torch, x, *how),
-    )
+    _torch = lambda torch, x, how=_how: torch_unfold(torch, x, *how)
+    add("unfold", lambda x, how=_how: convolution.unfold(x, *how), normal(2, *_sizes, 3), torch=_torch)
+    _torch = lambda torch, x, how=(_sizes, *_how): torch_fold(torch, x, *how)
+    _columns = normal(2, *_places, 3 * _kernel[0] * _kernel[1])
+    add("fold", lambda x, how=(_sizes, *_how): convolution.fold(x, *how), _columns, torch=_torch)
 add("unfold", lambda x: convolution.unfold(x, (3,), (2,), (1,)), normal(2, 6, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 
 from tricycle.configs import GPTConfig
 from tricycle.finetuning.distillation import distillation_loss
-from tricycle.layers import Dense, Embedding, Layer, LayerNorm, RMSNorm
+from tricycle.layers import Dense, Layer
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.optimiser_rules import Adafactor
@@ -21,6 +21,7 @@ from tricycle.tensor import to_tensor
 from tricycle.training import train_on_batch
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 F = torch.nn.functional
 
 BATCH, TOKENS, STEPS = 4, 24, 20
@@ -52,15 +53,6 @@ CONFIGS: dict[str, GPTConfig] = {
 }
 HIDDEN = -1e9  # -inf would make PyTorch's gradients NaN where it is multiplied
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two thread pools that wait for each other's cores take seconds for what is done in milliseconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass
@@ -256,43 +248,6 @@ def test_ten_updates_of_distillation_agree(hard_weight: float) -> None:
         assert_close(p.array, theirs.p[name], name, tolerance=1e-2)
 
 
-# -------------------------------------------------------------------- layers
-LAYERS: dict[str, tuple[Layer, Callable]] = {
-    "dense": (Dense(6, 4), lambda x, p: F.linear(x, p["weights"].T, p["bias"])),
-    "dense without bias": (Dense(6, 4, bias=False), lambda x, p: F.linear(x, p["weights"].T)),
-    "layer norm": (LayerNorm(6), lambda x, p: F.layer_norm(x, (6,), p["gain"], p["bias"])),
-    "layer norm without bias": (LayerNorm(6, bias=False), lambda x, p: F.layer_norm(x, (6,), p["gain"])),
-    "rms norm": (RMSNorm(6), lambda x, p: F.rms_norm(x, (6,), p["gain"], eps=1e-5)),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_agree(name: str, rng: np.random.Generator) -> None:
-    layer, function = LAYERS[name]
-    for p in layer.parameters():
-        p.array[...] = rng.standard_normal(p.shape)
-    x = rng.standard_normal((5, 3, 6)).astype(np.float32)
-    ours, theirs, parameters = to_tensor(x), torch.tensor(x, requires_grad=True), copy_of(layer)
-    y, their_y = layer(ours), function(theirs, parameters)
-    weighting = rng.standard_normal(y.shape).astype(np.float32)
-    (y * weighting).sum().backward()
-    (their_y * torch.from_numpy(weighting)).sum().backward()
-    assert_close(y.array, their_y, "output", 1e-5)
-    assert_close(ours.grad.array, theirs.grad, "input", 1e-5)
-    for key, p in layer.named_parameters():
-        assert_close(p.grad.array, parameters[key].grad, key, 1e-5)
-    layer.zero_grad()
-
-
-def test_embedding_agrees(rng: np.random.Generator) -> None:
-    layer, ids = Embedding(7, 3), rng.integers(0, 5, (4, 6))
-    weights = copy_of(layer)["weights"]
-    weighting = rng.standard_normal((4, 6, 3)).astype(np.float32)
-    (layer(ids) * weighting).sum().backward()
-    (F.embedding(torch.from_numpy(ids), weights) * torch.from_numpy(weighting)).sum().backward()
-    assert_close(layer.weights.grad.array, weights.grad, "weights", 1e-5)
-
-
 # -------------------------------------------------------------------- optimisers
 def both_ways(optimiser: Optimiser, make: Callable, rng: np.random.Generator, n_steps: int = 25) -> None:
     """The same random gradients, of sizes from 1e-6 to 1e3, to a layer here and to its copy in torch."""
@@ -360,10 +315,3 @@ def test_adafactor_agrees(beta2_decay: float, threshold: float, decay: float, rn
         return torch.optim.Adafactor(groups, **options)
 
     both_ways(Adafactor(0.05, beta2_decay, (1e-30, 1e-3), threshold, decay, relative_step=True), make, rng, 10)
-
-
-def test_the_first_loss_is_that_of_a_guess() -> None:
-    model, theirs = a_pair(BASE)
-    inputs, outputs = batches(BASE)[0]
-    assert theirs.loss(inputs, outputs).item() == pytest.approx(math.log(BASE.vocab_size), rel=0.05)
-    assert CrossEntropy()(outputs, model(inputs)).item() == pytest.approx(math.log(BASE.vocab_size), rel=0.05)

@@ -54,14 +54,6 @@ def test_a_function_that_the_page_names(place):
     assert exists(file, name)
 
 
-def test_what_exists():
-    assert exists("tricycle/tensor.py", "Tensor.backward")
-    assert exists("tricycle/training.py", "gradient_norm")
-    assert not exists("tricycle/tensor.py", "Tensor.forwards")
-    assert not exists("tricycle/tensors.py", "Tensor")
-    assert len(PLACES) > 25
-
-
 @pytest.mark.parametrize("file", sorted({t for t in IN_TICKS if re.fullmatch(r"[\w/]+(\.py|/)", t)}))
 def test_a_file_or_folder_that_the_page_names(file):
     """Below the root, tricycle/ or tricycle_accelerators/."""
@@ -79,14 +71,11 @@ def test_dotted_names():
         assert exists(f"{place}.py", name) or exists(f"{place}/__init__.py", name), ticked
 
 
-WORDS = {word for path in SHIPPED for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-
-
 def test_single_names():
     """A name that the page gives without its place occurs somewhere in the code."""
     single = {ticked for ticked in IN_TICKS if re.fullmatch(r"[A-Za-z_]\w*", ticked)}
-    assert len(single) > 10
-    assert single - WORDS == set()
+    words = {word for path in SHIPPED for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    assert len(single) > 10 and single - words == set()
 
 
 # -------------------------------------------------------------------- the map
@@ -106,12 +95,6 @@ def test_the_map_has_every_folder_around():
 
 
 # -------------------------------------------------------------------- the stops
-def test_at_most_eight_stops():
-    assert [int(number) for number, *_ in STOPS] == list(range(1, len(STOPS) + 1))
-    assert 5 <= len(STOPS) <= 8
-    assert len(re.findall(r"^### \d", TEXT, re.MULTILINE)) == len(STOPS)
-    first, *_, last = (f"{file}:{name}" for _, file, name, _ in STOPS)
-    assert first == "tricycle/training.py:gradients" and last == "tricycle/training.py:apply"
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=lambda stop: stop[0])
@@ -133,10 +116,6 @@ def source_of(file: str, name: str) -> list[str]:
         (node,) = (node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == part)
         body = node.body
     return (ROOT / file).read_text(encoding="utf-8").splitlines()[node.lineno - 1 : node.end_lineno]
-
-
-def test_every_stop_quotes_something():
-    assert sum(bool(re.search(r"^    ", text, re.MULTILINE)) for *_, text in STOPS) == len(STOPS)
 
 
 def test_a_real_step_comes_through_the_stops_in_their_order():

@@ -125,21 +125,12 @@ def test_what_follows_an_end_does_not_matter(rng):
 
 
 REFUSED = {
-    "no code": (
-        lambda: Autoencoder.dense((5,)),
-        "Autoencoder.dense: expected sizes from the input's to the code's, got (5,)",
-    ),
+    "no code": (lambda: Autoencoder.dense((5,)), "Autoencoder.dense: expected sizes from the input's to the code's,"),
     "a deviation of nothing": (
         lambda: VariationalAutoencoder(Dense(3, 4), Dense(2, 3), deviation=0),
         "VariationalAutoencoder: expected a deviation above 0, got 0",
     ),
-    "an unknown cell": (
-        lambda: RecurrentAutoencoder(2, 3, 1, cell="elman"),
-        "expected cell to be one of rnn, gru, lstm, got 'elman'",
-    ),
-    "another width": (
-        lambda: Autoencoder.dense((5, 2))(np.ones((3, 4))),
-        "Dense(from_size=5): expected the last axis to be 5, got shape (3, 4)",
-    ),
+    "an unknown cell": (lambda: RecurrentAutoencoder(2, 3, 1, cell="elman"), "expected cell to be one of rnn, gru,"),
+    "another width": (lambda: Autoencoder.dense((5, 2))(np.ones((3, 4))), "Dense(from_size=5): expected the last axis"),
 }
 test_bad_input = bad_input(REFUSED)

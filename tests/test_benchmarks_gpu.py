@@ -2,30 +2,22 @@
 
 import argparse
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import call
 
 from benchmarks import gpu, gpu_workers
 from tricycle import kernels
-
-ROOT = Path(__file__).parents[1]
-
-
-def call(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "benchmarks.gpu", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
 
 
 @pytest.mark.nightly
 def test_it_runs_through_on_a_cpu(tmp_path):
     parts = ["environment", "products", "training", "timeline", "generation"]
     words = ["--device", "cpu", "--quick", "--no-compile", "--output", str(tmp_path / "out"), "--parts", *parts]
-    done = call(*words)
+    done = call("-m", "benchmarks.gpu", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
     assert [*results] == parts
@@ -55,7 +47,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
     if gpu_problem() is None:
         pytest.skip("here is one")
-    done = call("--output", str(tmp_path / "out"))
+    done = call("-m", "benchmarks.gpu", "--output", str(tmp_path / "out"))
     assert done.returncode == 2 and "no GPU can be used: " in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -83,17 +75,8 @@ def test_no_part_begins_without_time(tmp_path, monkeypatch):
 
 @pytest.fixture
 def arguments(tmp_path):
-    return argparse.Namespace(
-        device="cpu",
-        quick=True,
-        cases=["gpt2"],
-        steps=1,
-        turns=1,
-        warmup=1,
-        compile=False,
-        new_tokens=2,
-        output=tmp_path,
-    )
+    sizes = {"steps": 1, "turns": 1, "warmup": 1, "new_tokens": 2}
+    return argparse.Namespace(device="cpu", quick=True, cases=["gpt2"], compile=False, output=tmp_path, **sizes)
 
 
 @pytest.mark.nightly

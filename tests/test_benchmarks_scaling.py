@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from test_programs import call, good
+from programs import call, good
 
 from benchmarks import equality, processes, scaling
 from benchmarks.ranks import Delayed, Done, Watched, mpiexec

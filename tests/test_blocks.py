@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -28,107 +27,6 @@ from tricycle.softmaxes import SOFTMAXES, AdaptiveSoftmax, BlockSoftmax
 from tricycle.tensor import to_tensor
 from tricycle_lab.probe import Probe
 
-BLOCKS: dict[str, Callable[[], Layer]] = {
-    "attention": lambda: MultiHeadSelfAttention(8, 2, 24, generator=0),
-    "attention, rotary": lambda: MultiHeadSelfAttention(8, 2, 24, positions="rotary", generator=0),
-    "attention without bias": lambda: MultiHeadSelfAttention(8, 4, 24, bias=False, generator=0),
-    "attention, softmax1": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="softmax1", generator=0),
-    "attention, adaptive": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="adaptive", generator=0),
-    "attention, blocks": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="blocks", generator=0),
-    "attention, sink": lambda: MultiHeadSelfAttention(8, 2, 24, softmax="sink", generator=0),
-    "block": lambda: GPT2TransformerBlock(8, 2, 24, generator=0),
-    "block, modern": lambda: GPT2TransformerBlock(
-        8, 2, 24, activation="swiglu", norm="rms_norm", bias=False, positions="rotary", generator=0
-    ),
-    "attention, fewer key heads": lambda: MultiHeadSelfAttention(
-        8, 4, 24, n_key_heads=2, positions="rotary", generator=0
-    ),
-    "attention, heads of a size of their own": lambda: MultiHeadSelfAttention(8, 3, 24, head_size=6, generator=0),
-    "attention, a cap": lambda: MultiHeadSelfAttention(8, 2, 24, score_cap=1.0, score_scale=0.7, generator=0),
-    "attention, normed": lambda: MultiHeadSelfAttention(8, 2, 24, qk_norm=True, positions="rotary", generator=0),
-    "block, norms on both sides": lambda: GPT2TransformerBlock(8, 2, 24, norm_placement="both", generator=0),
-    "block, norms after": lambda: GPT2TransformerBlock(8, 2, 24, norm_placement="after", generator=0),
-    "block, side by side": lambda: GPT2TransformerBlock(
-        8, 2, 24, parallel=True, positions="rotary", rotary_fraction=0.5, generator=0
-    ),
-    "block, side by side with one norm": lambda: GPT2TransformerBlock(
-        8, 2, 24, parallel=True, shared_norm=True, mlp_bias=False, generator=0
-    ),
-    "block, Gemma's": lambda: GPT2TransformerBlock(
-        8,
-        4,
-        24,
-        n_key_heads=1,
-        head_size=4,
-        activation="gelu",
-        gated=True,
-        norm="rms_norm",
-        norm_unit_offset=True,
-        norm_placement="both",
-        positions="rotary",
-        qk_norm=True,
-        qk_norm_gain=True,
-        score_cap=5.0,
-        bias=False,
-        generator=0,
-    ),
-}
-each_block = pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
-
-
-@each_block
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 7), (1, 23), (2, 24), (0, 4)], ids=str)
-def test_any_batch_and_any_length_up_to_the_window(make: Callable, shape: tuple, rng: np.random.Generator) -> None:
-    x = to_tensor(rng.standard_normal((*shape, 8)))
-    y = make()(x)
-    assert y.shape == (*shape, 8) and y.dtype == np.float32
-    y.backward()
-    assert x.grad.shape == x.shape and np.isfinite(x.grad.array).all()
-
-
-@each_block
-def test_one_sequence_without_a_batch_axis_and_items_of_a_batch_alone(make: Callable, rng: np.random.Generator) -> None:
-    block, x = make(), rng.standard_normal((3, 5, 8))
-    together = block(x).array
-    for item in range(3):
-        np.testing.assert_allclose(block(x[item]).array, together[item], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(block(x[None])[0].array, together, rtol=1e-4, atol=1e-5)
-
-
-@each_block
-@pytest.mark.parametrize("n_tokens", [6, 20])
-def test_a_later_token_changes_no_earlier_output(make: Callable, n_tokens: int, rng: np.random.Generator) -> None:
-    block, x = make(), rng.standard_normal((2, n_tokens, 8)).astype(np.float32)
-    before = block(x).array
-    for place in (0, 3, n_tokens - 1):
-        changed = x.copy()
-        changed[:, place] += rng.standard_normal((2, 8))
-        after = block(changed).array
-        np.testing.assert_allclose(after[:, :place], before[:, :place], rtol=1e-5, atol=1e-6)
-        assert (abs(after[:, place:] - before[:, place:]).max(axis=(0, 2)) > 1e-5).all()
-
-
-@each_block
-def test_an_output_sends_no_gradient_to_later_tokens(make: Callable, rng: np.random.Generator) -> None:
-    block = make()
-    for place in (0, 4, 19):
-        x = to_tensor(rng.standard_normal((2, 20, 8)))
-        (block(x)[:, place] * rng.standard_normal((2, 8))).sum().backward()
-        assert not x.grad.array[:, place + 1 :].any()
-        assert (abs(x.grad.array[:, : place + 1]).max(axis=(0, 2)) > 0).all()
-
-
-@each_block
-@pytest.mark.parametrize("shape", [(2, 3, 8), (1, 18, 8), (4, 8)], ids=str)
-def test_gradients(make: Callable, shape: tuple[int, ...], rng: np.random.Generator) -> None:
-    check_layer_gradients(make(), rng.standard_normal(shape))
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_of_the_mlp(activation: str, bias: bool, rng: np.random.Generator) -> None:
-    check_layer_gradients(MLPBlock(3, 2, activation, bias=bias), rng.standard_normal((2, 3, 3)))
-
 
 @pytest.mark.slow_except(2)
 @pytest.mark.parametrize(
@@ -140,37 +38,12 @@ def test_gradients_of_the_transformer_block(norm: str, activation: str, rotary: 
     check_layer_gradients(block, rng.standard_normal((2, 3, 4)))
 
 
-@each_block
-def test_one_block_twice_and_at_two_shapes_before_backward(make: Callable, rng: np.random.Generator) -> None:
-    """The gradients of a joint loss are the sums of those of each call."""
-    block = make()
-    inputs = [rng.standard_normal(shape).astype(np.float32) for shape in ((2, 20, 8), (3, 5, 8), (2, 20, 8))]
-
-    def gradients(*parts: np.ndarray) -> list[np.ndarray]:
-        outputs = [block(part) for part in parts]
-        sum((out * out).sum() for out in outputs).backward()
-        grads = [p.grad.array for p in block.parameters()]
-        block.zero_grad()
-        return grads
-
-    alone = [gradients(part) for part in inputs]
-    for i, together in enumerate(gradients(*inputs)):
-        expected = sum(grads[i] for grads in alone)
-        np.testing.assert_allclose(together, expected, rtol=1e-3, atol=1e-4 * abs(expected).max())
-
-
-@each_block
-@pytest.mark.parametrize("pieces", [[1] * 20, [7, 1, 12], [19, 1]], ids=str)
-def test_a_cache_changes_nothing(make: Callable, pieces: list[int], rng: np.random.Generator) -> None:
-    block, cache, x = make(), KeyValueCache(24), rng.standard_normal((2, 20, 8))
-    parts, start = [], 0
-    for n in pieces:
-        parts.append(block(x[:, start : start + n], cache).array)
-        start += n
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), block(x).array, rtol=1e-4, atol=1e-5)
-
-
 # -------------------------------------------------------------------- what they compute
+def test_one_sequence_without_a_batch_axis(rng: np.random.Generator) -> None:
+    block, x = GPT2TransformerBlock(8, 2, 24, generator=0), rng.standard_normal((5, 8))
+    np.testing.assert_allclose(block(x).array, block(x[None]).array[0], rtol=1e-4, atol=1e-5)
+
+
 def test_the_mlp_is_two_projections_around_its_activation(rng: np.random.Generator) -> None:
     mlp, x = MLPBlock(4, 3, "relu", generator=1), rng.standard_normal((5, 4)).astype(np.float32)
     hidden = np.maximum(x @ mlp.up.weights.array, 0)
@@ -226,13 +99,6 @@ def test_what_has_a_bias(norm: str, bias: bool) -> None:
     assert names == (dense | norms if bias else set())
 
 
-@each_block
-def test_weights_come_from_the_generator(make: Callable) -> None:
-    state, same = make().state_dict(), make().state_dict()
-    assert all(np.array_equal(state[name], same[name]) for name in state)
-
-
-# -------------------------------------------------------------------- bad input
 # -------------------------------------------------------------------- softmax variants
 def test_blocks_of_one_or_with_exact_statistics_are_the_plain_softmax(rng: np.random.Generator) -> None:
     x = rng.standard_normal((2, 24, 8))
@@ -337,30 +203,12 @@ def test_cross_attention_of_a_sequence_to_itself_is_self_attention_that_sees_all
 
 
 BAD = {
-    "heads": (
-        lambda: MultiHeadSelfAttention(8, 3, 4),
-        "ModelConfig: expected n_heads to be a divisor of embedding_dim 8, got 3",
-    ),
-    "no head": (
-        lambda: MultiHeadSelfAttention(8, 0, 4),
-        "ModelConfig: expected n_heads to be at least 1, got 0",
-    ),
-    "no window": (
-        lambda: MultiHeadSelfAttention(8, 2, -1),
-        "ModelConfig: expected context_window to be at least 1, got -1",
-    ),
-    "dropout": (
-        lambda: MultiHeadSelfAttention(8, 2, 4, dropout=1.0),
-        "ModelConfig: expected dropout to be from 0 to below 1, got 1.0",
-    ),
-    "width": (
-        lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 4, 6))),
-        "MultiHeadSelfAttention(embedding_dim=8): expected shape (batch, tokens, 8), got (1, 4, 6)",
-    ),
-    "a vector": (
-        lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones(8)),
-        "MultiHeadSelfAttention(embedding_dim=8): expected shape (batch, tokens, 8), got (8,)",
-    ),
+    "heads": (lambda: MultiHeadSelfAttention(8, 3, 4), "ModelConfig: expected n_heads to be a divisor of"),
+    "no head": (lambda: MultiHeadSelfAttention(8, 0, 4), "ModelConfig: expected n_heads to be at least 1, got 0"),
+    "no window": (lambda: MultiHeadSelfAttention(8, 2, -1), "ModelConfig: expected context_window to be at least 1,"),
+    "dropout": (lambda: MultiHeadSelfAttention(8, 2, 4, dropout=1.0), "ModelConfig: expected dropout to be from 0 to"),
+    "width": (lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 4, 6))), "MultiHeadSelfAttention(embedding_dim=8):"),
+    "a vector": (lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones(8)), "MultiHeadSelfAttention(embedding_dim=8):"),
     "no token": (
         lambda: MultiHeadSelfAttention(8, 2, 4)(np.ones((1, 0, 8))),
         "MultiHeadSelfAttention(embedding_dim=8): expected shape (batch, tokens, 8), got (1, 0, 8)",
@@ -371,34 +219,16 @@ BAD = {
     ),
     "mlp width": (lambda: MLPBlock(0), "ModelConfig: expected embedding_dim to be at least 1, got 0"),
     "mlp ratio 0": (lambda: MLPBlock(8, 0), "ModelConfig: expected expansion_ratio to be above 0, got 0"),
-    "mlp ratio nan": (
-        lambda: MLPBlock(8, np.nan),
-        "ModelConfig: expected expansion_ratio to be a finite number, got nan",
-    ),
-    "mlp activation": (
-        lambda: MLPBlock(8, activation="softplus"),
-        f"ModelConfig: expected activation to be one of {', '.join(ACTIVATIONS)}, got 'softplus'",
-    ),
-    "mlp input": (
-        lambda: MLPBlock(8)(np.ones((2, 4))),
-        "Dense(from_size=8): expected the last axis to be 8, got shape (2, 4)",
-    ),
-    "norm": (
-        lambda: GPT2TransformerBlock(8, 2, 4, norm="batch_norm"),
-        "ModelConfig: expected norm to be one of layer_norm, rms_norm, got 'batch_norm'",
-    ),
-    "heads of keys": (
-        lambda: MultiHeadSelfAttention(8, 4, 4, n_key_heads=3),
-        "ModelConfig: expected n_key_heads to be a divisor of n_heads 4, got 3",
-    ),
+    "mlp ratio nan": (lambda: MLPBlock(8, np.nan), "ModelConfig: expected expansion_ratio to be a finite number, got"),
+    "mlp activation": (lambda: MLPBlock(8, activation="softplus"), "ModelConfig: expected activation to be one of"),
+    "mlp input": (lambda: MLPBlock(8)(np.ones((2, 4))), "Dense(from_size=8): expected the last axis to be 8, got"),
+    "norm": (lambda: GPT2TransformerBlock(8, 2, 4, norm="batch_norm"), "ModelConfig: expected norm to be one of"),
+    "heads of keys": (lambda: MultiHeadSelfAttention(8, 4, 4, n_key_heads=3), "ModelConfig: expected n_key_heads to"),
     "nothing to look at": (
         lambda: DecoderBlock(ModelConfig(embedding_dim=8, n_heads=2, context_window=4))(np.ones((1, 4, 8))),
         "DecoderBlock: expected what `cross.project_kv` returned, got nothing",
     ),
-    "block input": (
-        lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 6))),
-        "LayerNorm(size=8): expected the last axis to be 8, got shape (1, 4, 6)",
-    ),
+    "block input": (lambda: GPT2TransformerBlock(8, 2, 4)(np.ones((1, 4, 6))), "LayerNorm(size=8): expected the last"),
 }
 
 

@@ -14,7 +14,7 @@ from test_onednn import distance
 from versions import registered_by
 
 from tricycle import kernels
-from tricycle.kernels import Scoring, recurrent
+from tricycle.kernels import Scoring
 from tricycle_accelerators import compiled, product_plan, registry, threads
 from tricycle_accelerators.compiled import (
     attention,
@@ -36,19 +36,6 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 FEW_QUERIES = normal(1, 2, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
-
-
-def test_they_are_asked():
-    """For few rows, too, so that the cases of `test_kernels.py` are about them."""
-    gain = np.ones(8, np.float32)
-    for rows in (normal(2, 8), normal(1, 2, 8)):
-        assert normalisation.layer_norm(rows, gain, None, 1e-5, False) is not NotImplemented
-        assert normalisation.layer_norm(rows, gain, gain, 1e-5, True) is not NotImplemented
-        assert elementwise.swiglu(rows) is not NotImplemented
-        assert elementwise.gelu(rows) is not NotImplemented
-    assert elementwise.rotate(normal(1, 2, 4, 8), normal(2, 4), normal(2, 4)) is not NotImplemented
-    assert attention.attention(*FEW_QUERIES, Scoring(0.3, 3), False) is not NotImplemented
-    assert normalisation.layer_norm(normal(2, 8).astype(np.float64), gain, None, 1e-5, False) is NotImplemented
 
 
 def test_who_compiles_for_the_first_time_is_told(tmp_path, monkeypatch):
@@ -347,11 +334,7 @@ def locked(array: np.ndarray) -> np.ndarray:
         (attention.attention, (*FEW_QUERIES, Scoring(0.3, 3), False, BIG), "a mask or a soft-cap"),
         (attention.attention, (*FEW_QUERIES, Scoring(0.3, 1), False), "few queries that are not at the last keys"),
         (attention.attention, (FEW_QUERIES[0].repeat(2, 0), *FEW_QUERIES[1:], Scoring(0.3), False), "one text alone"),
-        (
-            attention.attention,
-            (*FEW_QUERIES, Scoring(0.3, 3), False, None, np.float64),
-            "float32, got .*float64",
-        ),
+        (attention.attention, (*FEW_QUERIES, Scoring(0.3, 3), False, None, np.float64), "float32, got .*float64"),
         (attention.attention, (*MANY_QUERIES, Scoring(0.3), False), None),
         (attention.attention, (*MANY_QUERIES, Scoring(0.3, 0, None, 2.0), False), "a mask or a soft-cap"),
         (attention.attention, (*MANY_QUERIES, Scoring(0.3, -3), False), "queries that see no key"),
@@ -380,33 +363,6 @@ def test_they_say_why_they_decline(large, version, arguments, phrase):
     assert why is None if phrase is None else re.search(phrase, why)
     if phrase is not None:
         assert version(*arguments) is NotImplemented
-
-
-def test_recurrent_layers_are_asked():
-    """With weights laid out before, and without; not for a few steps, nor where an array is not in one piece."""
-    gates, states, weights = normal(4, 6, 20), normal(3, 5, 6, 5, seed=1), normal(5, 20, seed=2)
-    strided = np.empty((4, 12, 20), np.float32)[:, ::2]
-    for matrix in (weights, recurrent.repeated(weights)):
-        assert recurrence.lstm(gates, states, matrix, None, None) is None
-        assert recurrence.lstm(gates[:1], states[:, :2], matrix, None, None) is NotImplemented
-        assert recurrence.lstm(strided, states, matrix, None, None) is NotImplemented
-
-
-@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN"])
-def test_threads_of_recurrent_layers_give_the_same_bits(cell, monkeypatch):
-    from tricycle.sequences import recurrent
-    from tricycle.tensor import to_tensor
-
-    layer, x = getattr(recurrent, cell)(5, 7, generator=0), normal(35, 11, 5)
-    results = []
-    for n_threads in (1, 3):
-        monkeypatch.setattr(threads, "n_threads", lambda n=n_threads: n)
-        inputs = to_tensor(x)
-        outputs, _ = layer(inputs, lengths=np.arange(35) % 11 + 1)
-        outputs.backward()
-        results.append((outputs.array, inputs.grad.array))
-    for one, three in zip(*results):
-        np.testing.assert_array_equal(one, three)
 
 
 # -------------------------------------------------------------------- attention of bfloat16

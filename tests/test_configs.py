@@ -27,54 +27,22 @@ from tricycle.softmaxes import SOFTMAXES
 
 FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 
-AT_LEAST_1 = (
-    "vocab_size",
-    "context_window",
-    "embedding_dim",
-    "n_heads",
-    "n_layers",
-    "batch_size",
-    "accumulation_steps",
-    "eval_interval",
-    "eval_batches",
-    "softmax_blocks",
-)
-AT_LEAST_0 = (
-    "steps",
-    "warmup_steps",
-    "sample_interval",
-    "seed",
-    "n_key_heads",
-    "head_size",
-    "hidden_size",
-    "embedding_size",
-    "position_offset",
-    "window",
-)
-NUMBERS = {
-    "expansion_ratio": "above 0",
-    "dropout": "from 0 to below 1",
-    "minutes": "0 or more",
-    "max_learning_rate": "above 0",
-    "matrix_rate": "above 0",
-    "min_learning_rate": "0 or more",
-    "weight_decay": "0 or more",
-    "beta1": "from 0 to below 1",
-    "beta2": "from 0 to below 1",
-    "max_gradient_norm": "0 or more",
-    "score_scale": "0 or more",
-    "score_cap": "0 or more",
-    "logit_cap": "0 or more",
-    "rotary_local_base": "0 or more",
-    "rotary_base": "above 0",
-    "rotary_factor": "above 0",
-    "rotary_low_frequency": "above 0",
-    "rotary_high_frequency": "above 0",
-    "norm_eps": "above 0",
-    "qk_norm_eps": "above 0",
-    "embedding_scale": "above 0",
-    "rotary_fraction": "above 0 and at most 1",
+AT_LEAST_1 = """
+vocab_size context_window embedding_dim n_heads n_layers batch_size accumulation_steps eval_interval eval_batches
+softmax_blocks
+""".split()
+AT_LEAST_0 = """
+steps warmup_steps sample_interval seed n_key_heads head_size hidden_size embedding_size position_offset window
+""".split()
+RULES = {
+    "above 0": "expansion_ratio max_learning_rate matrix_rate rotary_base rotary_factor rotary_low_frequency "
+    "rotary_high_frequency norm_eps qk_norm_eps embedding_scale",
+    "from 0 to below 1": "dropout beta1 beta2",
+    "0 or more": "minutes min_learning_rate weight_decay max_gradient_norm score_scale score_cap logit_cap "
+    "rotary_local_base",
+    "above 0 and at most 1": "rotary_fraction",
 }
+NUMBERS = {name: rule for rule, names in RULES.items() for name in names.split()}
 CHOICES = {
     "activation": f"one of {', '.join(ACTIVATIONS)}",
     "norm": "one of layer_norm, rms_norm",
@@ -86,22 +54,10 @@ CHOICES = {
     "schedule": f"one of {', '.join(SCHEDULES)}",
     "precision": "one of float32, tf32, bfloat16, float16",
 }
-SWITCHES = (
-    "bias",
-    "tied",
-    "qk_norm",
-    "qk_norm_gain",
-    "qk_norm_per_head",
-    "token_shift",
-    "key_shift",
-    "zero_projections",
-    "gated",
-    "norm_unit_offset",
-    "parallel",
-    "shared_norm",
-    "head_bias",
-    "recompute",
-)
+SWITCHES = """
+bias tied qk_norm qk_norm_gain qk_norm_per_head token_shift key_shift zero_projections gated norm_unit_offset parallel
+shared_norm head_bias recompute
+""".split()
 THREE_WAYS = ("qkv_bias", "output_bias", "mlp_bias")  # also None: as bias is
 
 
@@ -251,29 +207,13 @@ def test_from_dict_fills_in_defaults_and_refuses_what_it_does_not_know() -> None
 
 
 # -------------------------------------------------------------------- presets
+SMALL_SIZES = {"context_window": 256, "embedding_dim": 384, "n_heads": 6, "n_layers": 6}
+GPT2_SIZES = {"vocab_size": 50_257, "context_window": 1024, "embedding_dim": 768, "n_heads": 12, "n_layers": 12}
+GPT2_PARTS = {"expansion_ratio": 4, "activation": "gelu", "norm": "layer_norm", "positions": "learned"}
 MODEL_SHAPES = {
-    ShakespeareConfig: {"vocab_size": 1024, "context_window": 256, "embedding_dim": 384, "n_heads": 6, "n_layers": 6},
-    SmolGPTConfig: {
-        "vocab_size": 50_257,
-        "context_window": 256,
-        "embedding_dim": 384,
-        "n_heads": 6,
-        "n_layers": 6,
-        "dropout": 0.2,
-    },
-    GPT2Config: {
-        "vocab_size": 50_257,
-        "context_window": 1024,
-        "embedding_dim": 768,
-        "n_heads": 12,
-        "n_layers": 12,
-        "expansion_ratio": 4,
-        "activation": "gelu",
-        "norm": "layer_norm",
-        "positions": "learned",
-        "bias": True,
-        "tied": True,
-    },
+    ShakespeareConfig: {"vocab_size": 1024, **SMALL_SIZES},
+    SmolGPTConfig: {"vocab_size": 50_257, "dropout": 0.2, **SMALL_SIZES},
+    GPT2Config: {**GPT2_SIZES, **GPT2_PARTS, "bias": True, "tied": True},
 }
 
 

@@ -81,20 +81,9 @@ def test_shuffling_again_with_another_seed_takes_effect_at_once():
     assert first_tokens(dataset, 10) == first_tokens(windows().shuffle(seed=2), 10)
 
 
-def test_it_is_endless_and_its_own_iterator():
-    dataset = windows(20, 4).batch()
-    assert iter(dataset) is dataset
-    assert [inputs.shape for (inputs, _), _ in zip(dataset, range(50))] == [(4, 7)] * 50
-
-
 def test_a_batch_may_be_larger_than_a_pass():
     inputs, _ = next(windows(22, batch_size=10).batch())
     assert inputs[:, 0].tolist() == [0, 7, 0, 7, 0, 7, 0, 7, 0, 7]
-
-
-def test_one_window_is_enough():
-    inputs, outputs = next(windows(8, 1).shuffle())
-    assert (inputs[0], outputs[-1]) == (0, 7)
 
 
 def test_a_memory_map_is_read_in_windows_only(tmp_path):
@@ -107,13 +96,6 @@ def test_a_memory_map_is_read_in_windows_only(tmp_path):
         assert inputs.dtype == np.int64
         assert not inputs.any()
         assert not outputs.any()
-
-
-def test_every_window_of_a_memory_map_is_the_right_one(tmp_path):
-    np.save(tmp_path / "tokens.npy", np.arange(500, dtype=np.uint16))
-    dataset = CausalLMDataset(np.load(tmp_path / "tokens.npy", mmap_mode="r"), VOCAB, 4, 16).shuffle()
-    plain = windows(500, context_window=16).shuffle()
-    assert first_tokens(dataset, 80) == first_tokens(plain, 80)
 
 
 # -------------------------------------------------------------------- position

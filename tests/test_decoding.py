@@ -24,6 +24,7 @@ from tricycle_lab.probe import Probe
 
 TINY = ModelConfig(vocab_size=40, context_window=24, embedding_dim=16, n_heads=4, n_layers=3)
 ROTARY = {"positions": "rotary", "norm": "rms_norm", "bias": False}
+LLAMA3 = {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 8}
 OWN = {
     "gpt-2": {},
     "no positions": {"positions": "none"},
@@ -57,20 +58,10 @@ OWN = {
     **{name: {"softmax": name} for name in SOFTMAXES},
     "blocks in a window": {"softmax": "blocks", "softmax_blocks": 3, "window": 7},
     "nothing in a window": {"softmax": "softmax1", "window": 4, "n_key_heads": 2},
-    **{
-        name: {"activation": name}
-        for name in ("gelu_exact", "relu", "relu_squared", "swish", "sigmoid", "tanh", "swiglu")
-    },
+    **{name: {"activation": name} for name in "gelu_exact relu relu_squared swish sigmoid tanh swiglu".split()},
     "gated": {"activation": "gelu", "gated": True},
     "linear scaling": ROTARY | {"rotary_scaling": "linear", "rotary_factor": 2.0, "rotary_base": 50.0},
-    "bounds of scaling": ROTARY
-    | {
-        "rotary_scaling": "llama3",
-        "rotary_factor": 8.0,
-        "rotary_original_window": 8,
-        "rotary_low_frequency": 0.5,
-        "rotary_high_frequency": 2.0,
-    },
+    "bounds of scaling": {**ROTARY, **LLAMA3, "rotary_low_frequency": 0.5, "rotary_high_frequency": 2.0},
     "sizes": {"vocab_size": 30, "context_window": 23, "embedding_dim": 24, "n_heads": 2, "n_layers": 1},
     "width of the MLP": {"expansion_ratio": 2.0},
     "given width of the MLP": {"hidden_size": 12},
@@ -78,15 +69,11 @@ OWN = {
 # Fields that decide the first weights, or how products are rounded: 16 bits are those of many rows alone.
 NOT_OF_THE_COMPUTATION = {"seed", "zero_projections", "precision"}
 # Settings of attention and of a block's order of norms act on one another, so each is tried with each.
-PAIRED = [
-    name
-    for name, fields in OWN.items()
-    if fields.keys()
-    & set(
-        """rotary_fraction n_key_heads window full_layers score_cap score_scale qk_norm qk_norm_per_head norm_placement
-    parallel token_shift key_shift softmax rotary_scaling embedding_size""".split()
-    )
-]
+ACTING_ON_OTHERS = """
+rotary_fraction n_key_heads window full_layers score_cap score_scale qk_norm qk_norm_per_head norm_placement parallel
+token_shift key_shift softmax rotary_scaling embedding_size
+""".split()
+PAIRED = [name for name, fields in OWN.items() if fields.keys() & {*ACTING_ON_OTHERS}]
 CONFIGS = {name: replace(TINY, **fields) for name, fields in OWN.items()}
 CONFIGS |= {f"family {name}": family.ours for name, family in FAMILIES.items()}
 

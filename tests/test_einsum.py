@@ -143,12 +143,7 @@ def test_bad_subscripts(subscripts, message):
         ("ij->i", [(2, 3, 4)], False, r"expected 'ij' to name every axis, got shape \(2, 3, 4\)"),
         ("...ij->...", [(2,)], False, r"expected '...ij' to name every axis, got shape \(2,\)"),
         ("ij->i", [(2, 3)], True, r"expected 'ij' for each item of a batch to name every axis, got shape \(2, 3\)"),
-        (
-            "ij,jk->ik",
-            [(2, 3), (4, 5)],
-            False,
-            r"index 'j' has length 3 in one input and 4 in another: shapes \(\(2, 3\), \(4, 5\)\)",
-        ),
+        ("ij,jk->ik", [(2, 3), (4, 5)], False, r"index 'j' has length 3 in one input and 4 in another: shapes \(\(2,"),
         ("ij,jk->ik", [(2, 3), (1, 5)], False, "index 'j' has length 3 in one input and 1 in another"),
         ("ii->i", [(2, 3)], False, "index 'i' has length 2 in one input and 3"),
         ("...i,...i->...", [(2, 3), (4, 3)], False, "has length 2 in one input and 4"),

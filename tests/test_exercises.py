@@ -93,11 +93,7 @@ def test_a_common_mistake_is_named(name, mistaken, said):
         ("sigmoid", lambda grad, x, y: y * (1 - y), "the chain rule multiplies by grad"),
         ("sigmoid", lambda grad, x, y: 3 * grad * y * (1 - y), "it is 3 times the right one"),
         ("multiply", lambda grad, a, b, y: grad * b, "expected the gradients of a, b, in this order, got 1 of 2"),
-        (
-            "multiply",
-            lambda grad, a, b, y: (grad * b, grad * a),
-            "expected the shape (4,) of b, got (3, 4); where broad",
-        ),
+        ("multiply", lambda grad, a, b, y: (grad * b, grad * a), "expected the shape (4,) of b, got (3, 4); where"),
         ("layer_norm", lambda *all: layer_norm(*all)[::-1], "the gradient of x: expected the shape (3, 4)"),
         ("attention", lambda *all: (*attention(*all)[:2], 2 * attention(*all)[2]), "the gradient of v: it is 2 times"),
     ],

@@ -49,18 +49,12 @@ from tricycle_cli import run as running
 from tricycle_cli import updates
 
 CONFIG = replace(DebugConfig(), vocab_size=64, dropout=0.1, accumulation_steps=2)
+SHIFTS = {"token_shift": True, "key_shift": True}
 VARIANTS = [
     {},
     {"norm": "rms_norm", "positions": "rotary", "activation": "swiglu", "bias": False, "tied": False},
     {"activation": "relu"},
-    {
-        "activation": "relu_squared",
-        "positions": "rotary",
-        "qk_norm": True,
-        "token_shift": True,
-        "key_shift": True,
-        "optimiser": "muon",
-    },
+    {**SHIFTS, "activation": "relu_squared", "positions": "rotary", "qk_norm": True, "optimiser": "muon"},
     {"activation": "swish", "softmax": "softmax1"},
     {"softmax": "adaptive"},
     {"softmax": "blocks"},
@@ -197,16 +191,7 @@ def test_activations_and_their_gradients_have_16_bits(device, changes, precision
     assert all(parameter.grad.dtype == np.float32 for parameter in model.parameters())
 
 
-ALONE = {
-    "matmul",
-    "operand",
-    "operand_and_sums",
-    "to_compute_dtype",
-    "orthogonalise",
-    "adamw",
-    "embedding_backward",
-    "sum_rows",
-}
+ALONE = set("matmul operand operand_and_sums to_compute_dtype orthogonalise adamw embedding_backward sum_rows".split())
 SIXTEEN = [
     pytest.param(name, size, id=f"{name}-{size}")
     for name, (_, sizes) in test_kernels.CASES.items()
@@ -319,17 +304,6 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_told_when_read(devi
         read_steps(state, results)
 
 
-def test_a_loss_that_is_not_finite_changes_nothing_on_the_device(device):
-    state = new_state(STEADY, TOKENS, True)
-    results = [train_step(state)]
-    dict(state.model.named_parameters())["blocks.0.mlp.up.weights"].array[0, 0] = np.nan
-    before = snapshot(state)
-    results.append(train_step(state))
-    assert_equal(snapshot(state), before)
-    with pytest.raises(NonFiniteError, match=r"step 2: the loss is nan"):
-        read_steps(state, results)
-
-
 # -------------------------------------------------------------------- float16
 HALF = replace(STEADY, precision="float16")
 
@@ -374,15 +348,6 @@ def test_the_scale_doubles_after_updates_that_went_well(device, monkeypatch):
         train_step(state)
         scales.append(to_host(state.loss_scaling).tolist())
     assert scales == [[4, 1, 0], [4, 2, 0], [8, 0, 0], [8, 1, 0], [8, 2, 0], [16, 0, 0], [16, 1, 0]]
-
-
-def test_a_scale_does_not_show_in_gradients(device):
-    norms = []
-    for scale in (2.0, 2.0**12):
-        state = new_state(HALF, TOKENS, True)
-        state.loss_scaling[0] = scale
-        norms.append(read_steps(state, [train_step(state) for _ in range(2)]))
-    np.testing.assert_allclose(*norms, rtol=5e-3)
 
 
 @pytest.mark.parametrize("precision", ["float32", *SMALL])

@@ -121,13 +121,6 @@ def test_only_ids_that_the_tokeniser_knows_are_drawn(model):
     assert list(generate(model, [1], 9, Sampling(n_vocab=50))) == list(generate(model, [1], 9))
 
 
-def test_it_ends_after_the_stop_token(model):
-    drawn = list(generate(model, [1], 60, temperature=2.0))
-    stop = drawn[7]
-    n_until = drawn.index(stop) + 1
-    assert list(generate(model, [1], 60, Sampling(2.0, stop_tokens=stop))) == drawn[:n_until]
-
-
 def test_nothing_is_drawn_ahead_of_need(model):
     drawn = generate(model, [1], 10**9)
     assert next(drawn) in range(50)
@@ -146,11 +139,6 @@ def test_dropout_is_off_while_drawing_and_comes_back(training):
     assert {layer.training for layer in model.layers()} == {training}
 
 
-def test_no_gradient_is_left_behind(model):
-    list(generate(model, [1], 5))
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
@@ -159,20 +147,13 @@ def test_no_gradient_is_left_behind(model):
         ([1], {"n_tokens": -1}, "expected n_tokens to be 0 or more, got -1"),
         ([1], {"temperature": -0.1}, "expected temperature to be 0 or more, got -0.1"),
         ([1], {"temperature": float("nan")}, "expected temperature to be 0 or more, got nan"),
-        ([1], {"temperature": float("inf")}, "expected temperature to be 0 or more, got inf"),
         ([1], {"top_k": -1}, "expected top_k to be a whole number, 0 or more, got -1"),
-        ([1], {"top_k": 2.5}, "expected top_k to be a whole number, 0 or more, got 2.5"),
         ([1], {"top_p": 0}, "expected top_p to be above 0 and at most 1, got 0"),
-        ([1], {"top_p": 1.1}, "expected top_p to be above 0 and at most 1, got 1.1"),
         ([1], {"min_p": -0.1}, "expected min_p to be from 0 to 1, got -0.1"),
-        ([1], {"min_p": float("nan")}, "expected min_p to be from 0 to 1, got nan"),
         ([1], {"no_repeat_ngram_size": -1}, "expected no_repeat_ngram_size to be a whole number, 0 or more, got -1"),
-        ([1], {"no_repeat_ngram_size": 2.0}, "expected no_repeat_ngram_size to be a whole number, 0 or more, got 2.0"),
-        ([1], {"top_p": float("nan")}, "expected top_p to be above 0 and at most 1, got nan"),
         ([1], {"repetition_penalty": 0}, "expected repetition_penalty to be above 0, got 0"),
         ([1], {"n_vocab": 0}, "expected n_vocab to be 1 or more, got 0"),
         ([1], {"seed": -1}, "expected seed to be a whole number, 0 or more, or several, got -1"),
-        ([1], {"seed": "x"}, "expected seed to be a whole number, 0 or more, or several, got 'x'"),
         ([1], {"stop_tokens": "</s>"}, "expected stop_tokens to be token ids, got '</s>'"),
         ([1], {"n_vocab": 51}, "expected n_vocab from 1 to 50, got 51"),
     ],
@@ -231,29 +212,19 @@ def frequencies(n: int = 4000, **settings) -> np.ndarray:
         ({}, [0.1, 0.4, 0.05, 0.25, 0.2]),
         ({"top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
         ({"top_k": 1}, [0, 1, 0, 0, 0]),
-        ({"top_k": 99}, [0.1, 0.4, 0.05, 0.25, 0.2]),
         ({"top_p": 0.6}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
-        ({"top_p": 0.7}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
         ({"top_p": 1e-9}, [0, 1, 0, 0, 0]),
-        ({"top_k": 3, "top_p": 0.5}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
-        ({"min_p": 0.49}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
         ({"min_p": 0.61}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
-        ({"min_p": 1.0}, [0, 1, 0, 0, 0]),
         ({"min_p": 0.3, "temperature": 0.5}, np.array([0, 0.16, 0, 0.0625, 0]) / 0.2225),
-        ({"min_p": 0.6, "top_p": 0.1}, [0, 1, 0, 0, 0]),
-        ({"min_p": 0.5, "top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
         ({"never": [1]}, np.array([0.1, 0, 0.05, 0.25, 0.2]) / 0.6),
         ({"never": [1, 3, 1], "temperature": 0}, [0, 0, 0, 0, 1]),
         ({"never": [0, 1, 2, 3, 4]}, [0.1, 0.4, 0.05, 0.25, 0.2]),
         ({"never": [1], "top_k": 2}, np.array([0, 0, 0, 0.25, 0.2]) / 0.45),
-        ({"never": [1], "min_p": 0.79}, np.array([0, 0, 0, 0.25, 0.2]) / 0.45),
         ({"never": [1, 5, 99]}, np.array([0.1, 0, 0.05, 0.25, 0.2]) / 0.6),
-        ({"never": [1], "top_p": 0.6}, np.array([0, 0, 0, 0.25, 0.2]) / 0.45),
         ({"temperature": 0}, [0, 1, 0, 0, 0]),
         ({"temperature": 1e-300}, [0, 1, 0, 0, 0]),
         ({"temperature": 0.5}, np.array([0.01, 0.16, 0.0025, 0.0625, 0.04]) / 0.275),
         ({"temperature": 1e9}, [0.2] * 5),
-        ({"temperature": 0.5, "top_p": 0.6}, np.array([0, 0.16, 0, 0.0625, 0]) / 0.2225),
     ],
 )
 def test_how_often_tokens_are_drawn(settings, expected):
@@ -356,12 +327,12 @@ def test_the_penalty_counts_the_prompt_and_what_was_drawn(model):
 
 
 # -------------------------------------------------------------------- what has been read already
-def count_reads(monkeypatch) -> list[int]:
-    """How many tokens of the first text are processed at a time."""
-    reads: list[int] = []
+def count_reads(monkeypatch) -> list[list[int]]:
+    """How many tokens of each text are processed at a time."""
+    reads: list[list[int]] = []
 
     def counted(model, tokens, caches, every=False):
-        reads.append(len(tokens[0]))
+        reads.append([len(new) for new in tokens])
         return next_logits(model, tokens, caches, every)
 
     set_next_logits(monkeypatch, counted)
@@ -386,7 +357,7 @@ def test_a_state_processes_only_what_is_new(monkeypatch, changes, new_state):
     for text, logits in zip(texts, wanted):
         np.testing.assert_allclose(state.logits(text), logits, rtol=1e-4, atol=1e-4)
         assert state.tokens == text
-    assert reads == ([3, 2, 3, 3, 1, 2, 10] if changes else [3, 2, 1, 1, 1, 2, 10])
+    assert [n for (n,) in reads] == ([3, 2, 3, 3, 1, 2, 10] if changes else [3, 2, 1, 1, 1, 2, 10])
 
 
 def test_a_conversation_is_read_once(model, monkeypatch):
@@ -395,7 +366,7 @@ def test_a_conversation_is_read_once(model, monkeypatch):
     fresh = list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0))
     reads = count_reads(monkeypatch)
     assert list(generate(model, [1, 2, 3, *first, 5], 3, temperature=0, state=state)) == fresh
-    assert reads == [2, 1, 1]  # the last token drawn had not been read
+    assert reads == [[2], [1], [1]]  # the last token drawn had not been read
 
 
 @pytest.mark.parametrize("new_state", [DecodingState, SpeculativeState])
@@ -535,15 +506,9 @@ def test_a_batch_may_be_empty_and_names_what_is_wrong(model):
 
 
 def test_a_batch_reads_each_token_of_all_texts_at_once(model, monkeypatch):
-    calls = []
-
-    def counted(model, tokens, caches, every):
-        calls.append([len(new) for new in tokens])
-        return next_logits(model, tokens, caches, every)
-
-    set_next_logits(monkeypatch, counted)
+    reads = count_reads(monkeypatch)
     generate_batch(model, [[1, 2, 3], [4], [5, 6]], 3, temperature=0)
-    assert calls == [[1, 2, 3], [1, 1, 1], [1, 1, 1]]
+    assert reads == [[1, 2, 3], [1, 1, 1], [1, 1, 1]]
 
 
 def test_each_text_of_a_batch_has_a_seed_of_its_own(model):
@@ -596,18 +561,12 @@ def test_texts_come_and_go(changes):
 
 
 def test_long_prompts_are_read_in_parts_that_fit(model, monkeypatch):
-    calls = []
-
-    def counted(model, tokens, caches, every):
-        calls.append([len(new) for new in tokens])
-        return next_logits(model, tokens, caches, every)
-
     prompts = [[1] * 5, [2], [3] * 9, [4] * 4]
     alone = [list(generate(model, prompt, 2, temperature=0)) for prompt in prompts]
-    set_next_logits(monkeypatch, counted)
+    reads = count_reads(monkeypatch)
     monkeypatch.setattr(batch_module, "MANY_ROWS", 5)
     assert generate_batch(model, prompts, 2, temperature=0) == alone
-    assert calls == [[1, 4], [5], [9], [1, 1, 1, 1]]
+    assert reads == [[1, 4], [5], [9], [1, 1, 1, 1]]
 
 
 def test_a_listener_gets_the_logits_of_each_token(model):
@@ -688,16 +647,10 @@ def test_what_repeats_itself_is_read_in_fewer_steps(monkeypatch):
     model = new_model(context_window=200, positions="none", window=1)  # the last token decides the next
     plain = list(generate(model, [1], 150, temperature=0))
     assert len(set(plain[50:])) < 25
-    reads = []
-
-    def counted(model, tokens, caches, every=False):
-        reads.append(len(tokens[0]))
-        return next_logits(model, tokens, caches, every)
-
-    set_next_logits(monkeypatch, counted)
+    reads = count_reads(monkeypatch)
     assert list(generate_prompt_lookup(model, [1], 150, temperature=0, n_draft_tokens=5)) == plain
     assert len(reads) < 80
-    assert max(reads) == 6
+    assert max(reads) == [6]
 
 
 @pytest.mark.slow_except(5)
@@ -762,15 +715,9 @@ def test_nearly_all_tokens_are_certain():
 
 
 def test_no_draft_reaches_past_the_last_token(model, monkeypatch):
-    reads = []
-
-    def counted(model, tokens, caches, every=False):
-        reads.append(len(tokens[0]))
-        return next_logits(model, tokens, caches, every)
-
-    set_next_logits(monkeypatch, counted)
+    reads = count_reads(monkeypatch)
     assert len(list(generate_prompt_lookup(model, [1, 2, 1, 2, 1, 2], 1, temperature=0))) == 1
-    assert reads == [6]
+    assert reads == [[6]]
 
 
 @pytest.mark.slow_except(6)
@@ -789,16 +736,10 @@ def test_draft_tokens_in_a_batch_change_nothing(settings, n_texts):
 def test_a_batch_with_draft_tokens_takes_fewer_steps(monkeypatch):
     model = new_model(context_window=200, positions="none", window=1)  # the last token decides the next
     plain = generate_batch(model, [[1], [2], [3]], 150, temperature=0)
-    rows = []
-
-    def counted(model, tokens, caches, every=False):
-        rows.append(sum(map(len, tokens)))
-        return next_logits(model, tokens, caches, every)
-
-    set_next_logits(monkeypatch, counted)
+    reads = count_reads(monkeypatch)
     assert generate_batch(model, [[1], [2], [3]], 150, temperature=0, n_draft_tokens=15) == plain
-    assert len(rows) < 80
-    assert 10 < max(rows) <= 16  # as many as are read at the speed of the weights
+    assert len(reads) < 80
+    assert 10 < max(map(sum, reads)) <= 16  # as many as are read at the speed of the weights
 
 
 def test_draft_tokens_in_a_batch_that_are_rounded_in_another_way(monkeypatch):

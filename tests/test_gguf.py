@@ -251,19 +251,13 @@ def test_other_divisors(tmp_path):
 REMOVED = object()
 WRONG_KEYS = {
     "no number of layers": ({"block_count": REMOVED}, "expected a key llama.block_count, which is not there"),
-    "a number of layers that is text": (
-        {"block_count": "2"},
-        "llama.block_count to be a whole number above 0, .* got '2'",
-    ),
+    "a number of layers that is text": ({"block_count": "2"}, "llama.block_count to be a whole number above 0, .* got"),
     "too many layers": ({"block_count": 2**31 - 1}, "llama.block_count is 2147483647, but its tensors are of 2"),
     "no layer": ({"block_count": 0}, "llama.block_count to be a whole number above 0"),
     "too wide": ({"embedding_length": 2**30}, "llama.embedding_length is 1073741824, but its tensors are of 36"),
     "too wide inside": ({"feed_forward_length": 48}, "llama.feed_forward_length is 48, but its tensors are of 40"),
     "other heads": ({"attention.head_count": 6}, r"tensor 'blk.0.attn_.*' of shape .* does not fit 6 heads of queries"),
-    "other key heads": (
-        {"attention.head_count_kv": 9},
-        r"tensor 'blk.0.attn_k.weight' of shape \(192, 36\) does not fit",
-    ),
+    "other key heads": ({"attention.head_count_kv": 9}, r"tensor 'blk.0.attn_k.weight' of shape \(192, 36\) does not"),
     "no eps": ({"attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon to be a number above 0, got 0.0"),
     "an eps that is none": ({"attention.layer_norm_rms_epsilon": float("nan")}, "to be a number above 0, got nan"),
     "experts": ({"expert_count": 8}, "is a mixture of 8 experts"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import ModelConfig
 from tricycle.generate import generate
@@ -28,21 +29,8 @@ pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
 
 VOCABULARY = 300
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "context_window": 64,
-    "embedding_dim": 64,
-    "hidden_size": 96,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_key_heads": 2,
-    "norm": "rms_norm",
-    "positions": "rotary",
-    "activation": "swish",
-    "gated": True,
-    "bias": False,
-}
 GPT2 = {"vocab_size": VOCABULARY, "context_window": 64, "embedding_dim": 64, "n_layers": 2, "n_heads": 4}
+LLAMA = {**GPT2, **LIKE_LLAMA, "hidden_size": 96, "n_key_heads": 2}
 LLAMA_3 = {"rotary_scaling": "llama3", "rotary_factor": 8.0, "rotary_original_window": 32, "rotary_base": 1000.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
@@ -281,6 +269,8 @@ def test_without_a_tokeniser(tmp_path):
 
 
 # -------------------------------------------------------------------- what is refused
+
+
 def test_a_damaged_file_is_a_model_or_one_line(tmp_path):
     """Bytes flipped anywhere before the weights, from the container to the tokeniser."""
     path = tmp_path / "a.gguf"

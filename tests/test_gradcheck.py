@@ -27,20 +27,12 @@ def test_right_gradients_pass(x):
 @pytest.mark.parametrize(
     ("fn", "error", "message"),
     [
-        (
-            op(lambda x: x * x, lambda x, g: x * g),
-            ValueError,
-            "mine, input 0.*: backward gives .*, finite differences give",
-        ),
+        (op(lambda x: x * x, lambda x, g: x * g), ValueError, "mine, input 0.*: backward gives .*, finite differences"),
         (op(lambda x: x * x, lambda x, g: 2 * x * g * 1.0001), ValueError, "finite differences"),
         (op(lambda x: x * x, lambda x, g: 2 * x), ValueError, "finite differences"),
         (op(lambda x: x * x, lambda x, g: 0 * g), ValueError, "finite differences"),
         (op(lambda x: x * x, lambda x, g: np.nan * g), ValueError, "finite differences"),
-        (
-            op(lambda x: x * x, lambda x, g: (2 * x * g)[:1]),
-            RuntimeError,
-            r"shape \(1,\) came for a Tensor of shape \(4,\)",
-        ),
+        (op(lambda x: x * x, lambda x, g: (2 * x * g)[:1]), RuntimeError, r"shape \(1,\) came for a Tensor of shape"),
         (
             op(lambda x: (x * x).astype(np.float32), lambda x, g: 2 * x * g),
             ValueError,

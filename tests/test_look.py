@@ -26,7 +26,6 @@ from tricycle.models import GPT
 from tricycle.sequences.attentions import AdditiveAttention
 from tricycle.sequences.seq2seq import Seq2Seq, Seq2SeqAttention, Transformer
 from tricycle.sequences.text_encoder import TextEncoder
-from tricycle.softmaxes import SOFTMAXES
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import quantize
@@ -361,20 +360,11 @@ PAIRS = "changes: expected heads to be pairs of a layer with attention and one o
 test_bad_input = bad_input(
     {
         "no text": (lambda: SUBJECT.ids_of(""), "expected a text of at least one character, got none"),
-        "too long": (
-            lambda: SUBJECT.ids_of("z" * 40),
-            "expected a text of 1 to 40 tokens to look at, got 41",
-        ),
+        "too long": (lambda: SUBJECT.ids_of("z" * 40), "expected a text of 1 to 40 tokens to look at, got 41"),
         "a strange id": (lambda: SUBJECT.check([0, 999]), f"expected tokens from 0 to {TOKENISER.n_vocab - 1}"),
         "no place": (lambda: SUBJECT.edited([1, 2], 2, "a"), "expected a token from 0 to 1 to change, got 2"),
-        "no token": (
-            lambda: SUBJECT.edited([1, 2], 1, ""),
-            "expected a text to put in the place of the token, got none",
-        ),
-        "no attention": (
-            lambda: translator_of(Seq2Seq(9, 9, 4, 4)),
-            "translator: expected a model with attention to look at, got a Seq2Seq without",
-        ),
+        "no token": (lambda: SUBJECT.edited([1, 2], 1, ""), "expected a text to put in the place of the token, got"),
+        "no attention": (lambda: translator_of(Seq2Seq(9, 9, 4, 4)), "translator: expected a model with attention to"),
         "no source": (
             lambda: translator_of(translators()["transformer"]).ids_of("=> a"),
             "expected a text of at least one character, got none",
@@ -383,32 +373,17 @@ test_bad_input = bad_input(
             lambda: translator_of(translators()["transformer"]).ids_of("z" * 129),
             "expected a source of 1 to 128 tokens to look at, got 129",
         ),
-        "no map": (
-            lambda: read(SUBJECT).attention("blocks.9.attention", 0),
-            "expected one of blocks.0.attention, blocks.1.attention, blocks.2.attention, got 'blocks.9.attention'",
-        ),
-        "no head": (
-            lambda: read(SUBJECT).attention("blocks.0.attention", 2),
-            "expected a head from 0 to 1, got 2",
-        ),
+        "no map": (lambda: read(SUBJECT).attention("blocks.9.attention", 0), "expected one of blocks.0.attention,"),
+        "no head": (lambda: read(SUBJECT).attention("blocks.0.attention", 2), "expected a head from 0 to 1, got 2"),
         "changes that are none": (lambda: changes_of(on=1), "changes: expected off, heads, softmax and temperature"),
-        "a part that is none": (
-            lambda: changes_of(off=["token_embedding"]),
-            "changes: expected off to be a list of parts of the model",
-        ),
+        "a part that is none": (lambda: changes_of(off=["token_embedding"]), "changes: expected off to be a list of"),
         "a pattern": (lambda: changes_of(off=["*"]), "changes: expected off to be a list of parts of the model"),
         "half a pair": (lambda: changes_of(heads=[["blocks.0.attention"]]), PAIRS),
         "a head that is none": (lambda: changes_of(heads=[["blocks.0.attention", 2]]), PAIRS),
         "true": (lambda: changes_of(heads=[["blocks.0.attention", True]]), PAIRS),
-        "a list": (
-            lambda: changes_of(softmax=["softmax"]),
-            f"changes: expected softmax to be one of {', '.join(SOFTMAXES)}",
-        ),
+        "a list": (lambda: changes_of(softmax=["softmax"]), "changes: expected softmax to be one of"),
         "too cold": (lambda: changes_of(temperature=0), "changes: expected a temperature from 0.001 to 1000"),
-        "not a number": (
-            lambda: changes_of(temperature=float("nan")),
-            "changes: expected a temperature from 0.001 to 1000",
-        ),
+        "not a number": (lambda: changes_of(temperature=float("nan")), "changes: expected a temperature from 0.001 to"),
     }
 )
 
@@ -485,15 +460,8 @@ def test_the_text_is_read_before_the_page_asks(server: LookServer, monkeypatch: 
 
 def test_who_does_not_know_the_address_gets_nothing(server: LookServer) -> None:
     port = server.server_address[1]
-    for path in (
-        "/",
-        "/view",
-        f"/{server.token[:-1]}/",
-        f"/x{server.token}/view",
-        f"/{server.token}",
-        "//",
-        "/%C3%A9/view",
-    ):
+    token = server.token
+    for path in ("/", "//", "/view", "/%C3%A9/view", f"/{token}", f"/{token[:-1]}/", f"/x{token}/view"):
         status, answer = call(server, path, {})
         assert (status, "tiny" in json.dumps(answer)) == (404, False), path
     for host in (f"evil.example:{port}", "127.0.0.1", "127.0.0.1:1"):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import DESKTOP, PHONE, Browser, browsing
+from browser import DESKTOP, LOOKS, PHONE, Browser, each_look
 from test_look import CONFIG, TEXT, TOKENISER, subject_of, translator_of, translators
 from tiny_models import smollm2_file
 
@@ -29,8 +29,6 @@ from tricycle_lab.look.subjects import saved_translator
 
 pytestmark = pytest.mark.nightly
 
-LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
-each_look = pytest.mark.parametrize("way", LOOKS)
 CHOSEN = "return document.querySelector('[role=option][aria-selected=true]').textContent"
 STATUS = "return document.getElementById('status').textContent"
 PIXEL = """
@@ -38,12 +36,6 @@ const map = document.querySelector("canvas.map");
 return [...map.getContext("2d").getImageData(map.width - 3, 3, 1, 1).data];
 """
 TROUBLE = "return document.getElementById('trouble').textContent"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as opened:
-        yield opened
 
 
 def serving(desk: Desk) -> LookServer:

@@ -115,25 +115,9 @@ def test_a_function_of_a_file(tmp_path: Path) -> None:
         graph_named(f"{path}:cube")
 
 
-FORMULA_RULES = [
-    "__import__('os')",
-    "x.array",
-    "exp.__globals__",
-    "(lambda: x)()",
-    "[x for x in y]",
-    "f'{x}'",
-    "open(x)",
-    "x if y else 0",
-    "exp(x=1)",
-    "x and y",
-    "(x := 2)",
-    "x @ y; y",
-    "import os",
-    "x" * 3000,
-    "(" * 500 + "x" + ")" * 500,
-    "",
-    "2 + 3",
-]
+REACHING_OUT = ["__import__('os')", "x.array", "exp.__globals__", "open(x)", "import os", "f'{x}'", "exp(x=1)"]
+OTHER_FORMS = ["(lambda: x)()", "[x for x in y]", "x if y else 0", "x and y", "(x := 2)", "x @ y; y", "", "2 + 3"]
+FORMULA_RULES = [*REACHING_OUT, *OTHER_FORMS, "x" * 3000, "(" * 500 + "x" + ")" * 500]
 
 
 @pytest.mark.parametrize("text", FORMULA_RULES, ids=lambda text: text[:20])
@@ -172,27 +156,12 @@ test_bad_input = bad_input(
         "a call": (values("x=open('a')"), WANTED + "\"x=open('a')\""),
         "a bracket": (values("x=1) + f("), WANTED + "'x=1) + f('"),
         "stars": (values("**x"), WANTED + "'**x'"),
-        "a strange name": (
-            lambda: graph_named("x * 2", "y=1"),
-            "x * 2: expected values for x, got one for y",
-        ),
+        "a strange name": (lambda: graph_named("x * 2", "y=1"), "x * 2: expected values for x, got one for y"),
         "no Tensor": (lambda: graph_of(lambda x: 3, {"x": 1}, "f"), "f: expected a Tensor as its result, got int"),
-        "an input itself": (
-            lambda: graph_of(lambda x: x, {"x": 1}, "f"),
-            "f: expected a result that was computed from its inputs, got one without a gradient",
-        ),
-        "no gradient": (
-            lambda: graph_of(lambda x: x.detach() * 2, {"x": 1}, "f"),
-            "f: expected a result that was computed from its inputs, got one without a gradient",
-        ),
-        "too many nodes": (
-            lambda: graph_of(many, {"x": 1}, "f"),
-            "f: expected a graph of at most 400 Tensors to draw, got more",
-        ),
-        "shapes that do not fit": (
-            lambda: graph_named("x + y", "x=[1, 2], y=[1, 2, 3]"),
-            "add: shapes (2,) and (3,) do not broadcast",
-        ),
+        "an input itself": (lambda: graph_of(lambda x: x, {"x": 1}, "f"), "f: expected a result that was computed"),
+        "no gradient": (lambda: graph_of(lambda x: x.detach() * 2, {"x": 1}, "f"), "f: expected a result that was"),
+        "too many nodes": (lambda: graph_of(many, {"x": 1}, "f"), "f: expected a graph of at most 400 Tensors to"),
+        "shapes that do not fit": (lambda: graph_named("x + y", "x=[1, 2], y=[1, 2, 3]"), "add: shapes (2,) and (3,)"),
     }
 )
 

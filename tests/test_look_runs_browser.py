@@ -6,11 +6,10 @@ With TRICYCLE_SCREENSHOTS=FOLDER the tests leave pictures there; that in docs/ i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import DESKTOP, PHONE, Browser, browsing
+from browser import LOOKS, Browser, each_look
 from test_look_runs import write_run
 
 from tricycle_cli.compare import Runs
@@ -19,16 +18,9 @@ from tricycle_lab.look.server import LookServer
 
 pytestmark = pytest.mark.nightly
 
-LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
 PATHS = "return document.querySelectorAll('#chart path').length"
 READ = "return document.getElementById('readout').innerText"
 AT = "return document.getElementById('at').textContent"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +40,7 @@ def file(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.as_uri()
 
 
-@pytest.mark.parametrize("way", LOOKS)
+@each_look
 def test_it_is_for_everybody(browser: Browser, file: str, way: str) -> None:
     browser.open(file, *LOOKS[way])
     assert browser.errors() == []

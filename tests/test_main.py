@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from test_programs import call, good
+from programs import call, good
 
 from tricycle_cli import machine
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from programs import run_here
+from transformers_families import LIKE_LLAMA
 
 from tricycle.checkpoint import load_checkpoint, save_checkpoint
 from tricycle.configs import DebugConfig, GPTConfig, ModelConfig
@@ -27,18 +28,8 @@ from tricycle.training_state import TrainingState, least_memory, new_optimiser, 
 from tricycle_cli.main import MODULE, main
 
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA = ModelConfig(
-    vocab_size=1000,
-    context_window=64,
-    embedding_dim=32,
-    n_heads=4,
-    n_layers=2,
-    norm="rms_norm",
-    positions="rotary",
-    activation="swish",
-    gated=True,
-    bias=False,
-)
+SIZES = {"vocab_size": 1000, "context_window": 64, "embedding_dim": 32, "n_heads": 4, "n_layers": 2}
+LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA)
 
 
 def call(*words: str, gigabytes: str | float) -> subprocess.CompletedProcess:

@@ -287,36 +287,6 @@ updates.RunSession.batches = batches
 """
 
 
-@pytest.mark.slow
-@needs_mpi
-@pytest.mark.parametrize(
-    ("act", "words"),
-    [
-        ("raise ValueError('odd')", "rank 1 of 2 on "),
-        pytest.param("raise MemoryError('no room')", "rank 1 of 2 on ", marks=pytest.mark.nightly),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "signal", marks=pytest.mark.nightly),
-        pytest.param("time.sleep(60)", "no answer from rank 1: rank 0 waited", marks=pytest.mark.nightly),
-        (
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            "no answer from rank 1: rank 0 waited 2 seconds in update 6 (TRICYCLE_MPI_TIMEOUT",
-        ),
-    ],
-    ids=["error", "memory", "killed", "silent", "stopped"],
-)
-def test_when_one_rank_fails_all_end_and_the_run_goes_on(bench, act, words, request):
-    name = f"ends-{request.node.callspec.id}"
-    started = time.monotonic()
-    status, said = train(bench, 2, name, prelude=AT_STEP_6.format(act=act), TRICYCLE_MPI_TIMEOUT="1.5")
-    assert status != 0 and words in said, said
-    assert said.count("train_smol_gpt.py: ") == ("signal" not in words), said  # one message
-    assert time.monotonic() - started < 20
-    status, said = train(bench, 2, name, "--resume", str(bench / name))
-    assert status == 0 and "going on after step 4" in said, said
-    if not (bench / "unharmed").exists():
-        assert train(bench, 2, "unharmed")[0] == 0
-    assert weights(bench / name) == weights(bench / "unharmed")
-
-
 NAN = """
 from tricycle import training
 from tricycle_cli import updates

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_programs import call, good
 from versions import offer, registered_by
 
 from tricycle import kernels
@@ -178,15 +177,6 @@ def test_what_is_not_finite_stays_so():
 
 
 @USABLE
-def test_results_do_not_change_from_run_to_run(many_threads):
-    rng = np.random.default_rng(2)
-    a, b = (kernels.operand(rng.standard_normal((500, 500), np.float32), "bfloat16") for _ in range(2))
-    first = kernels.matmul(a, b)
-    for _ in range(5):
-        np.testing.assert_array_equal(kernels.matmul(a, b), first)
-
-
-@USABLE
 def test_the_cache_of_primitives_is_bounded(monkeypatch):
     monkeypatch.setattr(onednn, "N_PRIMITIVES", 4)
     thread = onednn._Thread()
@@ -308,16 +298,6 @@ def test_a_step_of_a_gpt(tied):
     assert 1e-5 < distance(*everything) < 1e-2
 
 
-@USABLE
-@pytest.mark.slow
-def test_training_loses_as_much_as_in_float32():
-    config = {"vocab_size": 64, "context_window": 32, "embedding_dim": 64, "n_heads": 2, "n_layers": 2}
-    curves = {precision: losses(new_model(precision, **config), 300, 1e-3) for precision in ("float32", "bfloat16")}
-    ends = {precision: np.mean(curve[-50:]) for precision, curve in curves.items()}
-    assert ends["float32"] < 0.5 * curves["float32"][0]
-    assert ends["bfloat16"] == pytest.approx(ends["float32"], rel=1e-2)
-
-
 # -------------------------------------------------------------------- where it cannot be used
 @pytest.fixture
 def unusable(monkeypatch):
@@ -374,11 +354,6 @@ def test_half_precision_is_for_other_devices(monkeypatch):
     cpu.matrices._say_why.cache_clear()
 
 
-def test_asking_for_it_without_it_is_an_error(unusable):
-    with pytest.raises(RuntimeError, match="oneDNN cannot be used"):
-        onednn.product(np.ones((1, 1)), np.ones((1, 1)), np.ones((1, 1)))
-
-
 def test_an_old_processor_is_told(unusable, monkeypatch):
     class Library:
         def __getattr__(self, name):
@@ -399,21 +374,6 @@ def test_a_broken_library_is_told(unusable, monkeypatch, tmp_path):
     path.write_bytes(b"nothing of use")
     monkeypatch.setattr(onednn, "_path", lambda: path)
     assert f"{onednn.LIBRARY} cannot be loaded" in onednn.problem()
-
-
-# -------------------------------------------------------------------- programs
-@pytest.mark.slow
-def test_training_is_timed_at_this_precision():
-    words = "--shape tiny --precision bfloat16 --peer none --turns 1 --seconds 0 --settling 0 --threads 1".split()
-    out = good(call("-m", "benchmarks.train", *words))
-    assert "tokens, bfloat16" in out
-    assert out.splitlines()[-1].split()[0] == "tricycle"
-
-
-@pytest.mark.slow
-def test_the_machine_tells_whether_it_is_used():
-    said = good(call("-m", "tricycle")).partition("\nproducts")[2].partition("\npackages")[0]
-    assert ("in bfloat16, of which" in said) == (onednn.problem() is None)
 
 
 # -------------------------------------------------------------------- what lies between two products

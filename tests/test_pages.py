@@ -16,12 +16,9 @@ import yaml
 from pages import DATA, EXTRAS, PAGES, Block, blocks_of, check_flags, commands, python_of
 from test_programs import INFER, NEEDS_SHAKESPEARE, ROOT, TRAIN, cache, call, good, shrink_shakespeare, text  # noqa: F401 (fixtures)
 
-from tricycle import configs
 from tricycle.softmaxes import SOFTMAXES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-START = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
-TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 
 
 def name_of(path: Path) -> str:
@@ -148,7 +145,7 @@ def run(folder: Path, line: str, more: str = "") -> str:
     return good(call(path, *words, *shlex.split(more), folder=folder))
 
 
-def train(folder: Path, line: str, run_folder: str = "runs/my-run", more: str = QUICK) -> str:
+def train(folder: Path, line: str, run_folder: str | Path = "runs/my-run", more: str = QUICK) -> str:
     return run(folder, line, f"{more} --run-folder {run_folder}")
 
 
@@ -200,8 +197,8 @@ def shakespeare_run(request, line: str) -> None:
     assert "data: shakespeare" in out
 
 
-def own_text(request, line: str) -> None:
-    assert "data: text" in train(request.getfixturevalue("place"), line, "runs/own")
+def plain_run(request, line: str) -> None:
+    assert "this model" in train(request.getfixturevalue("place"), line, request.getfixturevalue("tmp_path") / "run")
 
 
 def show_help(request, line: str) -> None:
@@ -222,33 +219,28 @@ def infer_pickle(request, line: str) -> None:
     assert len(run(request.getfixturevalue("toy"), line)) > 10
 
 
-ONE_TURN = "--turns 1 --seconds 0 --settling 0 --threads 1".split()
+BENCHMARKS = {  # with what they print, and flags that make them quick
+    "python -m tricycle": ("GFLOP/s", ""),
+    "python -m tricycle machine --speed": ("GFLOP/s", ""),
+    "python -m benchmarks.train --shape S --peer torch": ("tokens/s", "--shape tiny --peer none ONE_TURN"),
+    "python -m benchmarks.products --precision bfloat16": (
+        "weight gradient",
+        "--layer 64 64 64 --peer none ONE_TURN",
+    ),
+    "python -m benchmarks.attention": ("MB ours", "--lengths 64 --peer none ONE_TURN"),
+    "python -m benchmarks.overhead": ("nodes", "--length 10 --repeats 1 --peers"),
+    "python -m benchmarks.small": ("flowers, SGD", "--steps 2 --repeats 1 --peer none"),
+    "python -m benchmarks.tokeniser": (
+        "tiktoken",
+        "--texts code --megabytes 0.05 --vocab-sizes 300 --peer none --repeats 1",
+    ),
+}
 
 
 def benchmark(request, line: str) -> None:
-    words = shlex.split(line)
-    assert words == ["python", "-m", "benchmarks.train", "--shape", "S", "--peer", "torch"]
-    tiny = ["tiny" if word == "S" else "none" if word == "torch" else word for word in words[1:]]
-    assert "tokens/s" in good(call(*tiny, *ONE_TURN))
-
-
-def machine(request, line: str) -> None:
-    assert "GFLOP/s" in good(call(*line.split()[1:]))
-
-
-def benchmark_of_attention(request, line: str) -> None:
-    quick = ["--lengths", "64", "--peer", "none", *ONE_TURN]
-    assert "MB ours" in good(call(*line.split()[1:], *quick))
-
-
-def benchmark_of_products(request, line: str) -> None:
-    quick = ["--layer", "64", "64", "64", "--peer", "none", *ONE_TURN]
-    assert "weight gradient" in good(call(*line.split()[1:], *quick))
-
-
-def benchmark_of_tokeniser(request, line: str) -> None:
-    quick = ["--texts", "code", "--megabytes", "0.05", "--vocab-sizes", "300", "--peer", "none", "--repeats", "1"]
-    assert "tiktoken" in good(call(*line.split()[1:], *quick))
+    said, flags = BENCHMARKS[line]
+    quick = flags.replace("ONE_TURN", "--turns 1 --seconds 0 --settling 0 --threads 1").split()
+    assert said in good(call(*line.split()[1:], *quick))
 
 
 def benchmark_of_a_step(request, line: str) -> None:
@@ -257,20 +249,6 @@ def benchmark_of_a_step(request, line: str) -> None:
     words[words.index("S")] = "tiny"
     assert "fast kernels" in good(call(*words[:-1], picture, "--steps", "1"))
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def benchmark_of_overhead(request, line: str) -> None:
-    assert "nodes" in good(call(*line.split()[1:], "--length", "10", "--repeats", "1", "--peers"))
-
-
-def benchmark_of_small_things(request, line: str) -> None:
-    out = good(call(*line.split()[1:], "--steps", "2", "--repeats", "1", "--peer", "none"))
-    assert "flowers, SGD" in out and "import" in out
-
-
-def own_softmax_run(request, line: str) -> None:
-    out = train(request.getfixturevalue("place"), line, "runs/softmax1")
-    assert "this model" in out
 
 
 def quick_experiment(request, line: str) -> None:
@@ -466,12 +444,12 @@ LINES = {
     "conda env create -f environment.cpu.yml -n tricycle": conda_create,
     "conda activate tricycle": conda_activate,
     "python train_smol_gpt.py --preset shakespeare --minutes 10": shakespeare_run,
-    "python train_smol_gpt.py --data text --files my_notes/ another_file.txt": own_text,
+    "python train_smol_gpt.py --data text --files my_notes/ another_file.txt": plain_run,
     "python train_smol_gpt.py --help": show_help,
     "python train_smol_gpt.py --resume runs/my-run": resume,
     'python inference.py runs/my-run "def main(" --temperature 0.7 --length 200': infer,
     "python inference.py model.pkl": infer_pickle,
-    "python train_smol_gpt.py --softmax softmax1": own_softmax_run,
+    "python train_smol_gpt.py --softmax softmax1": plain_run,
     'python inference.py runs/my-run "def main(" --softmax adaptive': infer,
     "python -m experiments.quiet_attention --quick": quick_experiment,
     "python -m experiments.max_retrieval --quick": quick_experiment,
@@ -485,17 +463,10 @@ LINES = {
     "tricycle train --resume runs/my-run --track tensorboard": followed_from_now_on,
     "tricycle look runs/a runs/b": compared,
     "tricycle look runs/a runs/b --out runs.html": compared,
-    "python -m tricycle": machine,
-    "python -m tricycle machine --speed": machine,
+    **dict.fromkeys(BENCHMARKS, benchmark),
     "python -m tricycle_lab.exercises mine.py --write": exercises,
     "python -m tricycle_lab.exercises mine.py": exercises,
-    "python -m benchmarks.train --shape S --peer torch": benchmark,
-    "python -m benchmarks.products --precision bfloat16": benchmark_of_products,
     "python -m benchmarks.step --shape S --out step.png": benchmark_of_a_step,
-    "python -m benchmarks.attention": benchmark_of_attention,
-    "python -m benchmarks.overhead": benchmark_of_overhead,
-    "python -m benchmarks.small": benchmark_of_small_things,
-    "python -m benchmarks.tokeniser": benchmark_of_tokeniser,
 }
 
 
@@ -545,7 +516,10 @@ def test_flags_that_are_not_there_are_noticed(line):
 
 
 # -------------------------------------------------------------------- links and names
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
+OTHER_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "changelog.d/README.md")]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *OTHER_PAGES], ids=name_of)
 def test_links_point_to_something(path):
     for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         if re.match(r"https?://", link):
@@ -562,16 +536,6 @@ def anchors(page: str) -> set[str]:
     """What GitHub, and MyST, call the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_presets_and_methods_that_the_text_names_exist():
-    from tricycle.layers import Layer
-
-    for name in re.search(r"presets \((.*?)\)", START)[1].replace("`", "").split(", "):
-        assert name in configs.PRESETS
-    walkers = re.search(r"shows the tree\. (.*?) walk over it", TUTORIAL, re.DOTALL)[1]
-    for name in re.findall(r"(\w+)\(\)`", walkers):
-        assert callable(getattr(Layer, name)), name
 
 
 def test_every_package_is_on_the_map():

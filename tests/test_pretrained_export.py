@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import FAMILIES, difference
+from transformers_families import FAMILIES, LIKE_LLAMA, difference
 
 from tricycle.configs import PRESETS, EncoderConfig, ModelConfig
 from tricycle.decoding.penalties import PenalizedSampling
@@ -30,6 +29,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 AGREED = 1e-4
 TEXT = "The cat sat on the mat; 12345 cats' mats, naïve Ĳsselmeer.\n\n\tfür 3½ €uro — そして日本語も。" * 20
 ODD_TEXTS = [
@@ -47,14 +47,6 @@ ODD_TEXTS = [
     "def f(x):\n    return {'a': [1, 2], **x}  # ok\n",
 ]
 SIZES = {"vocab_size": 310, "context_window": 128, "embedding_dim": 24, "n_heads": 3, "n_layers": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +85,10 @@ def compare(model: GPT, folder: Path, agreed: float = AGREED) -> None:
 
 
 # -------------------------------------------------------------------- every config that can be said
-LIKE_LLAMA = {**SIZES, "norm": "rms_norm", "positions": "rotary", "gated": True, "activation": "swish", "bias": False}
+LLAMA = {**SIZES, **LIKE_LLAMA}
+LLAMA3 = {"rotary_scaling": "llama3", "rotary_factor": 4.0, "rotary_original_window": 64, "rotary_base": 5000.0}
+OLMO2 = {"norm_placement": "output", "qk_norm": True, "qk_norm_gain": True, "qk_norm_per_head": False}
+GEMMA2 = {"norm_unit_offset": True, "norm_placement": "both", "embedding_scale": 24**0.5, "score_scale": 7**-0.5}
 EXPRESSED: dict[str, tuple[str, ModelConfig]] = {
     "GPT-2": ("gpt2", ModelConfig(**SIZES)),
     "GPT-2, untied": ("gpt2", ModelConfig(**SIZES, tied=False, dropout=0.1)),
@@ -106,47 +101,22 @@ EXPRESSED: dict[str, tuple[str, ModelConfig]] = {
     "NeoX": ("gpt_neox", ModelConfig(**SIZES, positions="rotary", tied=False)),
     "NeoX, parallel, tied": ("gpt_neox", ModelConfig(**SIZES, positions="rotary", parallel=True, rotary_fraction=0.5)),
     "NeoX, no biases": ("gpt_neox", ModelConfig(**SIZES, positions="rotary", bias=False, activation="sigmoid")),
-    "Llama": ("llama", ModelConfig(**LIKE_LLAMA)),
+    "Llama": ("llama", ModelConfig(**LLAMA)),
     "Llama, swiglu, a ratio": (
         "llama",
-        ModelConfig(**{**LIKE_LLAMA, "activation": "swiglu", "gated": False, "expansion_ratio": 2.0}, tied=False),
+        ModelConfig(**{**LLAMA, "activation": "swiglu", "gated": False, "expansion_ratio": 2.0}, tied=False),
     ),
-    "Llama, GeGLU, biases": ("llama", ModelConfig(**{**LIKE_LLAMA, "activation": "gelu", "bias": True})),
-    "Llama, biases of q, k, v": ("llama", ModelConfig(**LIKE_LLAMA, qkv_bias=True)),
-    "Llama, llama3": (
-        "llama",
-        ModelConfig(
-            **LIKE_LLAMA, rotary_scaling="llama3", rotary_factor=4.0, rotary_original_window=64, rotary_base=5000.0
-        ),
-    ),
-    "Mistral": ("mistral", ModelConfig(**LIKE_LLAMA, window=5)),
-    "Mistral, for its heads": ("mistral", ModelConfig(**{**LIKE_LLAMA, "n_heads": 5}, head_size=6)),
+    "Llama, GeGLU, biases": ("llama", ModelConfig(**{**LLAMA, "activation": "gelu", "bias": True})),
+    "Llama, biases of q, k, v": ("llama", ModelConfig(**LLAMA, qkv_bias=True)),
+    "Llama, llama3": ("llama", ModelConfig(**LLAMA, **LLAMA3)),
+    "Mistral": ("mistral", ModelConfig(**LLAMA, window=5)),
+    "Mistral, for its heads": ("mistral", ModelConfig(**{**LLAMA, "n_heads": 5}, head_size=6)),
     "Qwen3": (
         "qwen3",
-        ModelConfig(**LIKE_LLAMA, qk_norm=True, qk_norm_eps=1e-5, head_size=10, window=5, full_layers=(1,)),
+        ModelConfig(**LLAMA, qk_norm=True, qk_norm_eps=1e-5, head_size=10, window=5, full_layers=(1,)),
     ),
-    "OLMo 2": (
-        "olmo2",
-        ModelConfig(
-            **LIKE_LLAMA,
-            norm_placement="output",
-            qk_norm=True,
-            qk_norm_gain=True,
-            qk_norm_per_head=False,
-            qk_norm_eps=1e-5,
-        ),
-    ),
-    "Gemma 2": (
-        "gemma2",
-        ModelConfig(
-            **{**LIKE_LLAMA, "activation": "gelu"},
-            norm_unit_offset=True,
-            norm_placement="both",
-            embedding_scale=24**0.5,
-            score_scale=7**-0.5,
-            logit_cap=3.0,
-        ),
-    ),
+    "OLMo 2": ("olmo2", ModelConfig(**LLAMA, **OLMO2, qk_norm_eps=1e-5)),
+    "Gemma 2": ("gemma2", ModelConfig(**{**LLAMA, "activation": "gelu"}, **GEMMA2, logit_cap=3.0)),
     "Phi": ("phi", ModelConfig(**SIZES, positions="rotary", parallel=True, shared_norm=True, tied=False)),
 }
 
@@ -208,13 +178,6 @@ def command(*words: Any, cache: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("preset", ["debug", "shakespeare"])
-def test_other_presets(preset: str, tmp_path: Path) -> None:
-    model = lively(PRESETS[preset]())
-    assert export_folder(model, None, tmp_path / "model") == "gpt2"
-    compare(model, tmp_path / "model")
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_in_16_bits(dtype: str, tmp_path: Path) -> None:
     """What is in the file is the rounded model."""
@@ -258,7 +221,7 @@ def test_settings_and_unknown_ids(tokeniser: BPETokeniser, tmp_path: Path) -> No
 
 def test_a_tokeniser_that_transformers_would_read_as_qwens(tokeniser: BPETokeniser) -> None:
     """Beside a model of type qwen2 it makes one of Qwen's kind of anything: so another type is taken, or none."""
-    config = ModelConfig(**LIKE_LLAMA, qkv_bias=True)
+    config = ModelConfig(**LLAMA, qkv_bias=True)
     assert family_of_config(config)[1]["model_type"] == "qwen2"
     assert family_of_config(config, avoided="qwen2")[1]["model_type"] == "llama"
     windows = replace(config, window=5, full_layers=(1,))
@@ -269,13 +232,13 @@ def test_a_tokeniser_that_transformers_would_read_as_qwens(tokeniser: BPETokenis
 REFUSED: dict[str, tuple[ModelConfig, str]] = {
     "softmax": (ModelConfig(**SIZES, softmax="softmax1"), "gpt2: softmax='softmax1'"),
     "blocks": (ModelConfig(**SIZES, softmax="blocks"), "softmax='blocks'"),
-    "token shift": (ModelConfig(**LIKE_LLAMA, token_shift=True), "llama: token_shift=True"),
-    "key shift": (ModelConfig(**LIKE_LLAMA, key_shift=True), "llama: key_shift=True"),
+    "token shift": (ModelConfig(**LLAMA, token_shift=True), "llama: token_shift=True"),
+    "key shift": (ModelConfig(**LLAMA, key_shift=True), "llama: key_shift=True"),
     "no positions": (ModelConfig(**SIZES, positions="none"), "positions='none'"),
-    "learned positions": (replace(ModelConfig(**LIKE_LLAMA), positions="learned"), "positions='learned'"),
-    "caps": (ModelConfig(**LIKE_LLAMA, score_cap=5.0), "score_cap=5.0"),
-    "scale": (ModelConfig(**LIKE_LLAMA, score_scale=0.1), "score_scale=0.1"),
-    "eps of q and k": (ModelConfig(**LIKE_LLAMA, qk_norm=True), "qk_norm"),
+    "learned positions": (replace(ModelConfig(**LLAMA), positions="learned"), "positions='learned'"),
+    "caps": (ModelConfig(**LLAMA, score_cap=5.0), "score_cap=5.0"),
+    "scale": (ModelConfig(**LLAMA, score_scale=0.1), "score_scale=0.1"),
+    "eps of q and k": (ModelConfig(**LLAMA, qk_norm=True), "qk_norm"),
     "laptop": (PRESETS["laptop"](), "token_shift=True"),
 }
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers_families import LLAMA3_SCALING, difference, enliven
+from transformers_families import GEMMA3_ROPE, LLAMA3_SCALING, difference, enliven
 
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.generate import generate
@@ -25,6 +24,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 VOCABULARY = 67
 AGREED = 1e-4
 N_NEW = 64  # tokens
@@ -40,6 +40,7 @@ COMMON = {
     **ENDLESS,
 }
 LLAMA = {**COMMON, "num_key_value_heads": 2}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {**LLAMA, "head_dim": 8, "query_pre_attn_scalar": 11, "sliding_window": 5}
 NEOX = {**COMMON, "intermediate_size": 56}
@@ -71,17 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, no window": ("mistral", {**LLAMA, "sliding_window": None, "tie_word_embeddings": True}),
     "mistral, no word of a window": ("mistral", {**LLAMA, "head_dim": 10}),
     "qwen2": ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
-    "qwen2, window": ("qwen2", {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen2, layer types": (
-        "qwen2",
-        {
-            **LLAMA,
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "layer_types": SLIDING,
-            **rope("linear", factor=2.0),
-        },
-    ),
+    "qwen2, window": ("qwen2", {**LLAMA, **WINDOW, "max_window_layers": 1}),
+    "qwen2, layer types": ("qwen2", {**LLAMA, **WINDOW, **LINEAR, "layer_types": SLIDING}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 16}),
     "qwen3, usual heads": ("qwen3", {**LLAMA, "rms_norm_eps": 1e-2, "attention_bias": True}),
     "qwen3, llama3": ("qwen3", {**LLAMA, "head_dim": 6, **rope(**(LLAMA3_SCALING | {"kind": "llama3"}))}),
@@ -99,15 +91,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**GEMMA, "sliding_window_pattern": 2}),
     "gemma3, scaled": (
         "gemma3_text",
-        {
-            **GEMMA,
-            "layer_types": SLIDING,
-            "final_logit_softcapping": 3.0,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-        },
+        {**GEMMA, "layer_types": SLIDING, "final_logit_softcapping": 3.0, "rope_parameters": GEMMA3_ROPE},
     ),
     "neox, parallel": ("gpt_neox", {**NEOX, "hidden_size": 48, "num_attention_heads": 3}),
     "neox, in turn": (
@@ -133,14 +117,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi, grouped heads": ("phi", {**COMMON, "num_key_value_heads": 2, **rope(partial_rotary_factor=0.7)}),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def new_theirs(case: tuple[str, dict[str, Any]]) -> Any:
@@ -221,6 +197,7 @@ def respell(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
 
 
+GEMMA3_BASES = {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
 OLD = {"rope_parameters": None, "dtype": None, "torch_dtype": "float32"}
 SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, theta": ("llama, theta", {"rope_theta": 5000.0}),
@@ -228,18 +205,8 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3": ("llama, llama3", {"rope_theta": 5000.0, "rope_scaling": LLAMA3_SCALING}),
     "neox": ("neox, in turn", {"rotary_emb_base": 5000, "rotary_pct": 0.5}),
     "phi": ("phi, grouped heads", {"rope_theta": 5000.0, "partial_rotary_factor": 0.7}),
-    "gemma3": (
-        "gemma3, scaled",
-        {
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        },
-    ),
-    "gemma3, pattern": (
-        "gemma3",
-        {"layer_types": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "_sliding_window_pattern": None},
-    ),
+    "gemma3": ("gemma3, scaled", {**GEMMA3_BASES, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "gemma3, pattern": ("gemma3", {**GEMMA3_BASES, "layer_types": None, "_sliding_window_pattern": None}),
     "qwen2, no layer types": ("qwen2, window", {"layer_types": None, "rope_theta": 10_000.0}),
 }
 

@@ -108,15 +108,6 @@ def test_several_train_as_one(size, optimiser):
         np.testing.assert_array_equal(*(each.model.generator.random(3) for each in (other, deepcopy(state))))
 
 
-def test_dropout_masks_are_those_of_the_batches_not_of_the_ranks():
-    config = replace(CONFIG, batch_size=2, accumulation_steps=2, dropout=0.3, context_window=7, embedding_dim=24)
-    one, *_ = trained(Processes(), config)
-    two, *_ = play(2, lambda processes: trained(processes, config))[0]
-    np.testing.assert_allclose(two, one, atol=1e-10)
-    other, *_ = trained(Processes(), replace(config, dropout=0.0))
-    assert np.abs(other - one).max() > 1e-3
-
-
 def test_the_same_again_bit_for_bit():
     config = replace(CONFIG, batch_size=2, accumulation_steps=3)
     first, second = (play(3, lambda processes: trained(processes, config)) for _ in range(2))

@@ -32,19 +32,9 @@ except ModuleNotFoundError:
     torch = None
 
 EXAMPLES, SEED = (int(os.environ.get(f"TRICYCLE_{name}", n)) for name, n in [("EXAMPLES", 300), ("SEED", 0)])
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 EVERYTHING = PROPERTIES | LAYERS
 CASES: Counter[str] = Counter()  # how many were run, by op
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Two thread pools that wait for each other's cores take seconds for what is done in milliseconds."""
-    before = torch and torch.get_num_threads()
-    if torch:
-        torch.set_num_threads(1)
-    yield
-    if torch:
-        torch.set_num_threads(before)
 
 
 # -------------------------------------------------------------------- memory

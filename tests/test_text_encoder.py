@@ -226,35 +226,17 @@ test_bad_input_is_refused = bad_input(
         "too long": (lambda: TextEncoder(SMALL)(np.zeros((1, 21), int)), f"{IN_SHORT}, got (1, 21)"),
         "no token": (lambda: TextEncoder(SMALL)(np.zeros((1, 0), int)), f"{IN_SHORT}, got (1, 0)"),
         "one text by itself": (lambda: TextEncoder(SMALL)(np.zeros(5, int)), f"{IN_SHORT}, got (5,)"),
-        "a mask of numbers": (
-            lambda: TextEncoder(SMALL)(TOKENS, np.ones((2, 5))),
-            "TextEncoder: expected a mask of booleans of shape (2, 5), got float64 of (2, 5)",
-        ),
-        "a short mask": (
-            lambda: TextEncoder(SMALL)(TOKENS, np.ones((2, 4), bool)),
-            "TextEncoder: expected a mask of booleans of shape (2, 5), got bool of (2, 4)",
-        ),
-        "short types": (
-            lambda: TextEncoder(SMALL)(TOKENS, types=np.zeros((1, 5), int)),
-            "TextEncoder: expected types of shape (2, 5), got (1, 5)",
-        ),
+        "a mask of numbers": (lambda: TextEncoder(SMALL)(TOKENS, np.ones((2, 5))), "TextEncoder: expected a mask of"),
+        "a short mask": (lambda: TextEncoder(SMALL)(TOKENS, np.ones((2, 4), bool)), "TextEncoder: expected a mask of"),
+        "short types": (lambda: TextEncoder(SMALL)(TOKENS, types=np.zeros((1, 5), int)), "TextEncoder: expected types"),
         "types where there are none": (
             lambda: TextEncoder(replace(SMALL, token_types=0))(TOKENS, types=TOKENS),
             "TextEncoder(token_types=0): expected no types, got some",
         ),
         "a window": (lambda: replace(SMALL, window=3), "EncoderConfig: expected window to be 0 in an encoder, got 3"),
-        "a head": (
-            lambda: replace(SMALL, tied=False),
-            "EncoderConfig: expected tied to be True in an encoder, got False",
-        ),
-        "types below 0": (
-            lambda: replace(SMALL, token_types=-1),
-            "EncoderConfig: expected token_types to be 0 or more, got -1",
-        ),
-        "pooling": (
-            lambda: SentencePooling("last"),
-            "SentencePooling: expected kind to be one of mean, first, got 'last'",
-        ),
+        "a head": (lambda: replace(SMALL, tied=False), "EncoderConfig: expected tied to be True in an encoder, got"),
+        "types below 0": (lambda: replace(SMALL, token_types=-1), "EncoderConfig: expected token_types to be 0 or"),
+        "pooling": (lambda: SentencePooling("last"), "SentencePooling: expected kind to be one of mean, first, got"),
     }
 )
 

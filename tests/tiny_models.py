@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chat_templates import CHATML
+from transformers_families import LIKE_LLAMA
 
 from tricycle.configs import ModelConfig
 from tricycle.models import GPT
@@ -21,19 +22,8 @@ from tricycle.tokeniser import BPETokeniser
 
 NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 TEXT = "the quick brown fox jumps over the lazy dogs while seven small birds sing of rain. " * 20
-LLAMA = ModelConfig(
-    vocab_size=420,
-    context_window=4096,
-    embedding_dim=32,
-    n_heads=4,
-    n_key_heads=2,
-    n_layers=2,
-    norm="rms_norm",
-    activation="swish",
-    gated=True,
-    positions="rotary",
-    bias=False,
-)
+SIZES = {"vocab_size": 420, "context_window": 4096, "embedding_dim": 32, "n_layers": 2}
+LLAMA = ModelConfig(**SIZES, **LIKE_LLAMA, n_heads=4, n_key_heads=2)
 
 
 def tiny_tokeniser(chat_template: str | None = CHATML) -> PretrainedTokeniser:

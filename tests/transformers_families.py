@@ -31,43 +31,28 @@ class Family:
     ours: ModelConfig
 
 
+THEIR_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": N_LAYERS,
+    "max_position_embeddings": LONGEST,
+}
+LIKE_LLAMA = {"norm": "rms_norm", "positions": "rotary", "activation": "swish", "gated": True, "bias": False}
+OUR_SIZES = {"vocab_size": VOCABULARY, "context_window": LONGEST, "embedding_dim": 24, "n_layers": N_LAYERS}
+
+
 def theirs_like_llama(**fields: Any) -> dict[str, Any]:
     """Fields of a config in transformers, of Llama and its kin."""
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": N_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": LONGEST,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "pad_token_id": None,  # a padding token's embedding would get no gradient
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return common | fields
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
+    # a padding token's embedding would get no gradient
+    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
+    return {**THEIR_SIZES, **heads, **tokens, **fields}
 
 
 def ours_like_llama(**fields: Any) -> ModelConfig:
     """The same in ours."""
-    common = {
-        "vocab_size": VOCABULARY,
-        "context_window": LONGEST,
-        "embedding_dim": 24,
-        "hidden_size": 40,
-        "n_layers": N_LAYERS,
-        "n_heads": 4,
-        "n_key_heads": 2,
-        "norm": "rms_norm",
-        "norm_eps": 1e-5,
-        "positions": "rotary",
-        "activation": "swish",
-        "gated": True,
-        "bias": False,
-    }
-    return ModelConfig(**{**common, **fields})
+    heads = {"n_heads": 4, "n_key_heads": 2, "hidden_size": 40, "norm_eps": 1e-5}
+    return ModelConfig(**{**OUR_SIZES, **LIKE_LLAMA, **heads, **fields})
 
 
 def llama(rope: dict[str, Any], **rotary: Any) -> Family:
@@ -109,146 +94,81 @@ def qwen3() -> Family:
 def olmo2() -> Family:
     """Norms on the outputs of a block's parts, and of queries and keys over all heads together."""
     theirs = theirs_like_llama(rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
-    ours = ours_like_llama(
-        rotary_base=500_000.0,
-        norm_placement="output",
-        qk_norm=True,
-        qk_norm_gain=True,
-        qk_norm_eps=1e-5,
-        qk_norm_per_head=False,
-    )
+    norms = {"norm_placement": "output", "qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": 1e-5}
+    ours = ours_like_llama(rotary_base=500_000.0, qk_norm_per_head=False, **norms)
     return Family("olmo2", theirs, ours)
+
+
+def theirs_like_gemma(**fields: Any) -> dict[str, Any]:
+    return theirs_like_llama(head_dim=8, rms_norm_eps=1e-3, query_pre_attn_scalar=11, sliding_window=5, **fields)
 
 
 def ours_like_gemma(**fields: Any) -> ModelConfig:
     """What Gemma 2 and 3 have in common."""
-    common = {
-        "head_size": 8,
-        "norm_eps": 1e-3,
-        "norm_unit_offset": True,
-        "norm_placement": "both",
-        "activation": "gelu",
-        "window": 5,
-        "score_scale": 11**-0.5,
-        "embedding_scale": 24**0.5,
-    }
-    return ours_like_llama(**{**common, **fields})
+    norms = {"norm_eps": 1e-3, "norm_unit_offset": True, "norm_placement": "both"}
+    common = {"head_size": 8, "activation": "gelu", "window": 5, "score_scale": 11**-0.5, "embedding_scale": 24**0.5}
+    return ours_like_llama(**norms, **common, **fields)
 
 
 def gemma2() -> Family:
     """Norms on both sides, caps of scores and logits, and a window in every other layer."""
-    theirs = theirs_like_llama(
-        head_dim=8,
-        rms_norm_eps=1e-3,
-        query_pre_attn_scalar=11,
-        sliding_window=5,
-        attn_logit_softcapping=1.5,
-        final_logit_softcapping=2.5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    theirs = theirs_like_gemma(attn_logit_softcapping=1.5, final_logit_softcapping=2.5, rope_parameters=rope)
     ours = ours_like_gemma(full_layers=(1,), score_cap=1.5, logit_cap=2.5)
     return Family("gemma2", theirs, ours)
 
 
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
 def gemma3() -> Family:
     """Norms of queries and keys; each third layer sees all, and turns slower, and slower still by a factor."""
-    theirs = theirs_like_llama(
-        num_hidden_layers=3,
-        head_dim=8,
-        rms_norm_eps=1e-3,
-        query_pre_attn_scalar=11,
-        sliding_window=5,
-        sliding_window_pattern=3,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-    )
-    ours = ours_like_gemma(
-        n_layers=3,
-        full_layers=(2,),
-        rotary_base=1_000_000.0,
-        rotary_local_base=10_000.0,
-        rotary_scaling="linear",
-        rotary_factor=8.0,
-        qk_norm=True,
-        qk_norm_gain=True,
-        qk_norm_eps=1e-3,
-    )
+    theirs = theirs_like_gemma(num_hidden_layers=3, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE)
+    rotary = {"rotary_base": 1_000_000.0, "rotary_local_base": 10_000.0, "rotary_scaling": "linear"}
+    norms = {"qk_norm": True, "qk_norm_gain": True, "qk_norm_eps": 1e-3}
+    ours = ours_like_gemma(n_layers=3, full_layers=(2,), rotary_factor=8.0, **rotary, **norms)
     return Family("gemma3_text", theirs, ours)
 
 
 def neox(parallel: bool) -> Family:
     """GPT-NeoX, whose best known models are Pythia's."""
-    theirs = {
-        "vocab_size": VOCABULARY,
+    theirs = THEIR_SIZES | {
         "hidden_size": 48,
         "intermediate_size": 56,
-        "num_hidden_layers": N_LAYERS,
         "num_attention_heads": 3,
-        "max_position_embeddings": LONGEST,
         "layer_norm_eps": 1e-3,
         "use_parallel_residual": parallel,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     }
-    ours = ModelConfig(
-        vocab_size=VOCABULARY,
-        context_window=LONGEST,
-        embedding_dim=48,
-        hidden_size=56,
-        n_layers=N_LAYERS,
-        n_heads=3,
-        norm_eps=1e-3,
-        parallel=parallel,
-        activation="gelu_exact",
-        positions="rotary",
-        rotary_base=1000.0,
-        rotary_fraction=0.25,
-        tied=False,
-    )
+    sizes = {**OUR_SIZES, "embedding_dim": 48, "hidden_size": 56, "n_heads": 3}
+    rotary = {"positions": "rotary", "rotary_base": 1000.0, "rotary_fraction": 0.25}
+    ours = ModelConfig(**sizes, **rotary, norm_eps=1e-3, parallel=parallel, activation="gelu_exact", tied=False)
     return Family("gpt_neox", theirs, ours)
 
 
 def opt(before: bool, embedding_size: int = 0) -> Family:
     """OPT; of 350 million parameters it has its norms after each part, and narrow embeddings."""
-    theirs = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
+    theirs = THEIR_SIZES | {
         "ffn_dim": 40,
-        "num_hidden_layers": N_LAYERS,
         "num_attention_heads": 3,
-        "max_position_embeddings": LONGEST,
         "do_layer_norm_before": before,
         "word_embed_proj_dim": embedding_size or 24,
         "pad_token_id": None,
     }
-    ours = ModelConfig(
-        vocab_size=VOCABULARY,
-        context_window=LONGEST,
-        embedding_dim=24,
-        hidden_size=40,
-        n_layers=N_LAYERS,
-        n_heads=3,
-        norm_placement="before" if before else "after",
-        activation="relu",
-        position_offset=2,
-        embedding_size=embedding_size,
-    )
+    sizes = {**OUR_SIZES, "hidden_size": 40, "n_heads": 3, "embedding_size": embedding_size}
+    norms = {"norm_placement": "before" if before else "after"}
+    ours = ModelConfig(**sizes, **norms, activation="relu", position_offset=2)
     return Family("opt", theirs, ours)
 
 
 def gpt2() -> Family:
     """Our defaults."""
-    theirs = {
-        "vocab_size": VOCABULARY,
-        "n_positions": LONGEST,
-        "n_embd": 24,
-        "n_layer": N_LAYERS,
-        "n_head": 3,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    ours = ModelConfig(vocab_size=VOCABULARY, context_window=LONGEST, embedding_dim=24, n_layers=N_LAYERS, n_heads=3)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LONGEST, "n_embd": 24, "n_layer": N_LAYERS, "n_head": 3}
+    theirs = {**sizes, "bos_token_id": 1, "eos_token_id": 2}
+    ours = ModelConfig(**OUR_SIZES, n_heads=3)
     return Family("gpt2", theirs, ours)
 
 
@@ -262,21 +182,10 @@ def phi() -> Family:
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     )
     del theirs["rms_norm_eps"]
-    ours = ModelConfig(
-        vocab_size=VOCABULARY,
-        context_window=LONGEST,
-        embedding_dim=24,
-        hidden_size=40,
-        n_layers=N_LAYERS,
-        n_heads=3,
-        norm_eps=1e-3,
-        parallel=True,
-        shared_norm=True,
-        positions="rotary",
-        rotary_fraction=0.5,
-        tied=False,
-        head_bias=True,
-    )
+    sizes = {**OUR_SIZES, "hidden_size": 40, "n_heads": 3}
+    norms = {"norm_eps": 1e-3, "parallel": True, "shared_norm": True}
+    rotary = {"positions": "rotary", "rotary_fraction": 0.5}
+    ours = ModelConfig(**sizes, **norms, **rotary, tied=False, head_bias=True)
     return Family("phi", theirs, ours)
 
 
@@ -315,20 +224,17 @@ FAMILIES: dict[str, Family] = {
 # 134,515,008 parameters.
 SMOLLM2 = Family(
     "llama",
-    {
-        "vocab_size": 49_152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
-        "tie_word_embeddings": True,
-        "pad_token_id": None,
-    },
-    ModelConfig(
+    theirs_like_llama(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+    ),
+    ours_like_llama(
         vocab_size=49_152,
         context_window=2048,
         embedding_dim=576,
@@ -337,13 +243,7 @@ SMOLLM2 = Family(
         n_heads=9,
         n_key_heads=3,
         head_size=64,
-        norm="rms_norm",
-        norm_eps=1e-5,
-        positions="rotary",
         rotary_base=100_000.0,
-        activation="swish",
-        gated=True,
-        bias=False,
     ),
 )
 

@@ -1,8 +1,8 @@
 """The folder of a run: its metrics, its checkpoints, and what the run prints.
 
-A run folder holds config.json, data.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png (loss.svg without
-matplotlib), and the checkpoints last.safetensors and best.safetensors; with --track also tracking.json, and what trackers
-keep there.
+A run folder holds config.json, data.json, tokeniser.json, metrics.jsonl, samples.txt, loss.png (without matplotlib
+loss.svg), and the checkpoints last.safetensors and best.safetensors; with --track also tracking.json, and files of
+trackers.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,8 @@ class Disk:
         place = self._path(path)
         return self.call("truncate", place, lambda: usual(path, size), "truncate", self._inodes[place], size)
 
-    def _rename_with(self, usual: Callable[..., None], src: Any, dst: Any) -> None:
+    def _rename_with(self, name: str, src: Any, dst: Any) -> None:
+        usual = self._usual[name]
         if not self._watches(dst):
             return usual(src, dst)
         a, b = self._path(src), self._path(dst)
@@ -268,13 +270,10 @@ class Disk:
         self._inodes[b] = self._inodes.pop(a)
         return None
 
-    def _os_replace(self, src: Any, dst: Any) -> None:
-        return self._rename_with(self._usual["replace"], src, dst)
+    _os_replace = partialmethod(_rename_with, "replace")
+    _os_rename = partialmethod(_rename_with, "rename")
 
-    def _os_rename(self, src: Any, dst: Any) -> None:
-        return self._rename_with(self._usual["rename"], src, dst)
-
-    def _remove_with(self, name: str, kind: str, path: Any, dir_fd: int | None) -> None:
+    def _remove_with(self, name: str, kind: str, path: Any, *, dir_fd: int | None = None) -> None:
         usual = self._usual[name]
         if not self._watches(path, dir_fd):
             return usual(path, dir_fd=dir_fd)
@@ -285,14 +284,9 @@ class Disk:
         self._inodes.pop(place, None)
         return None
 
-    def _os_unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        return self._remove_with("unlink", "unlink", path, dir_fd)
-
-    def _os_remove(self, path: Any, *, dir_fd: int | None = None) -> None:
-        return self._remove_with("remove", "unlink", path, dir_fd)
-
-    def _os_rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        return self._remove_with("rmdir", "rmdir", path, dir_fd)
+    _os_unlink = partialmethod(_remove_with, "unlink", "unlink")
+    _os_remove = partialmethod(_remove_with, "remove", "unlink")
+    _os_rmdir = partialmethod(_remove_with, "rmdir", "rmdir")
 
     def _os_mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         usual = self._usual["mkdir"]

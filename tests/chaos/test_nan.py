@@ -17,7 +17,6 @@ from tricycle_cli.run import Run, read_metrics
 
 CONFIG = replace(test_training.CONFIG, accumulation_steps=1, sample_interval=10)
 BAD_STEP = 8
-POLICIES = ["stop", "skip", "rollback"]
 WEIGHT = "blocks.0.mlp.up.weights"
 
 

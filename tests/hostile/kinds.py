@@ -82,113 +82,44 @@ def _serve(listener: socket.socket, response: bytes) -> None:
 
 BODY = b"To be, or not to be. " * 500
 ENDLESS = b"HTTP/1.1 200 Fine\r\n"
-GENERATE = ("--length", "3", "--device", "cpu", "--temperature", "0")
+
+
+def generate(model: str, *flags: str) -> Callable[[], object]:
+    words = "--length 3 --device cpu --temperature 0".split()
+    return program("generate", model, "the fox", *words, *flags)
+
+
+RESUME = program("train", "--resume", ".", "--device", "cpu")
+OWN_TOKENISER = ("--tokeniser", "tokeniser.json")
+TRAIN = """
+--data text --files texts --preset debug --steps 1 --eval-batches 1 --sample-interval 0 --run-folder new --device cpu
+--vocab-size 260
+""".split()
+DOWNLOADS = (*["response.http"] * 3, "cache/d/input.txt", "cache/d/input.txt.part")
+TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+SENTENCES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config.json", "vocab.txt")
+CACHE = ("tokeniser.json", "train.npy", "validation.npy", "validation.bin", "hashes.json")
+INDEX = "model.safetensors.index.json"
+EVALUATE = ("best.safetensors", "texts/a.txt", "--device", "cpu")
 KINDS = [
-    Kind("checkpoint", "run", ("best.safetensors",), program("generate", "best.safetensors", "the", *GENERATE)),
-    Kind("checkpoint, resumed", "run", ("last.safetensors",), program("train", "--resume", ".", "--device", "cpu")),
-    Kind("config of a run", "run", ("config.json", "data.json"), program("train", "--resume", ".", "--device", "cpu")),
-    Kind(
-        "metrics",
-        "run",
-        ("metrics.jsonl", "metrics.jsonl", "metrics.jsonl", "samples.txt", ".lock"),
-        program("train", "--resume", ".", "--device", "cpu"),
-    ),
-    Kind(
-        "tokeniser",
-        "run",
-        ("tokeniser.json", "tokenizers.json"),
-        program("generate", "best.safetensors", "the fox", *GENERATE, "--tokeniser", "tokeniser.json"),
-    ),
-    Kind(
-        "pickle",
-        "run",
-        ("model.pkl",),
-        program("generate", "model.pkl", "the", *GENERATE, "--tokeniser", "tokeniser.json"),
-    ),
-    Kind(
-        "config of others",
-        "others",
-        ("config.json", "generation_config.json"),
-        program("generate", ".", "the fox", *GENERATE),
-    ),
-    Kind(
-        "tokeniser of others",
-        "others",
-        ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
-        program("chat", "."),
-    ),
-    Kind(
-        "tokeniser in two files",
-        "two files",
-        ("vocab.json", "merges.txt"),
-        program("generate", ".", "the fox", *GENERATE),
-    ),
-    Kind("safetensors", "others", ("model.safetensors",), program("generate", ".", "the fox", *GENERATE)),
-    Kind(
-        "safetensors with an index",
-        "shards",
-        ("model.safetensors.index.json", *SHARDS),
-        program("generate", ".", "the fox", *GENERATE),
-    ),
-    Kind("GGUF", "gguf", ("model.gguf",), program("generate", "model.gguf", "the fox", *GENERATE)),
-    Kind(
-        "GGUF, Q8_0",
-        "gguf",
-        ("small.gguf",),
-        program("generate", "small.gguf", "the fox", *GENERATE, "--weights", "stored"),
-    ),
-    Kind(
-        "sentence embeddings",
-        "sentences",
-        ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config.json", "vocab.txt"),
-        read_sentences,
-    ),
-    Kind(
-        "texts to train on",
-        "texts",
-        ("texts/a.txt", "texts/b.txt"),
-        program(
-            "train",
-            "--data",
-            "text",
-            "--files",
-            "texts",
-            "--preset",
-            "debug",
-            "--steps",
-            "1",
-            "--eval-batches",
-            "1",
-            "--sample-interval",
-            "0",
-            "--run-folder",
-            "new",
-            "--device",
-            "cpu",
-            "--vocab-size",
-            "260",
-        ),
-    ),
-    Kind(
-        "texts to evaluate",
-        "texts",
-        ("texts/a.txt",),
-        program("evaluate", "best.safetensors", "texts/a.txt", "--device", "cpu"),
-    ),
-    Kind(
-        "cache of texts",
-        "cached",
-        ("tokeniser.json", "train.npy", "validation.npy", "validation.bin", "hashes.json"),
-        program("train", "--resume", ".", "--device", "cpu"),
-    ),
-    Kind(
-        "downloads",
-        "downloads",
-        ("response.http", "response.http", "response.http", "cache/d/input.txt", "cache/d/input.txt.part"),
-        download,
-        network=True,
-        things=False,
-    ),
+    Kind("checkpoint", "run", ("best.safetensors",), generate("best.safetensors")),
+    Kind("checkpoint, resumed", "run", ("last.safetensors",), RESUME),
+    Kind("config of a run", "run", ("config.json", "data.json"), RESUME),
+    Kind("metrics", "run", ("metrics.jsonl", "metrics.jsonl", "metrics.jsonl", "samples.txt", ".lock"), RESUME),
+    Kind("tokeniser", "run", ("tokeniser.json", "tokenizers.json"), generate("best.safetensors", *OWN_TOKENISER)),
+    Kind("pickle", "run", ("model.pkl",), generate("model.pkl", *OWN_TOKENISER)),
+    Kind("config of others", "others", ("config.json", "generation_config.json"), generate(".")),
+    Kind("tokeniser of others", "others", TOKENISER, program("chat", ".")),
+    Kind("tokeniser in two files", "two files", ("vocab.json", "merges.txt"), generate(".")),
+    Kind("safetensors", "others", ("model.safetensors",), generate(".")),
+    Kind("safetensors with an index", "shards", (INDEX, *SHARDS), generate(".")),
+    Kind("GGUF", "gguf", ("model.gguf",), generate("model.gguf")),
+    Kind("GGUF, Q8_0", "gguf", ("small.gguf",), generate("small.gguf", "--weights", "stored")),
+    Kind("sentence embeddings", "sentences", SENTENCES, read_sentences),
+    Kind("texts to train on", "texts", ("texts/a.txt", "texts/b.txt"), program("train", *TRAIN)),
+    Kind("texts to evaluate", "texts", ("texts/a.txt",), program("evaluate", *EVALUATE)),
+    Kind("cache of texts", "cached", CACHE, RESUME),
+    Kind("downloads", "downloads", DOWNLOADS, download, network=True, things=False),
 ]
 
 

@@ -16,65 +16,14 @@ from typing import Any
 
 Damage = Callable[[bytes, random.Random], bytes]
 
-ABSURD_NUMBERS = [
-    0,
-    1,
-    2,
-    3,
-    7,
-    127,
-    128,
-    255,
-    256,
-    65_535,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**40,
-    2**62,
-    2**63 - 1,
-    2**64 - 1,
-]
-ODD_VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    "",
-    "x",
-    "x" * 100_000,
-    "../../../../etc/passwd",
-    "/dev/zero",
-    "..",
-    "a\0b",
-    "\ud800",
-    "{{ 7 * 7 }}",
-    "%s%n",
-    "1",
-    "NaN",
-    -1,
-    0,
-    1,
-    3,
-    2**31,
-    2**63,
-    2**64,
-    -(2**63),
-    10**400,
-    0.5,
-    -0.0,
-    1e-320,
-    1e308,
-    float("nan"),
-    float("inf"),
-    -float("inf"),
-    [],
-    {},
-    [1, 2, 3],
-    [[]],
-    {"a": 1},
-    [None] * 10_000,
-    [0] * 1000,
-]
+_SIZES_OF_TYPES = [2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1]
+ABSURD_NUMBERS = [0, 1, 2, 3, 7, 127, 128, 255, 256, 65_535, *_SIZES_OF_TYPES]
+_PATHS = ["../../../../etc/passwd", "/dev/zero", "..", "a\0b"]
+_TEXTS = ["", "x", "x" * 100_000, *_PATHS, "\ud800", "{{ 7 * 7 }}", "%s%n", "1", "NaN"]
+_INTEGERS = [-1, 0, 1, 3, 2**31, 2**63, 2**64, -(2**63), 10**400]
+_FLOATS = [0.5, -0.0, 1e-320, 1e308, float("nan"), float("inf"), -float("inf")]
+_CONTAINERS: list[Any] = [[], {}, [1, 2, 3], [[]], {"a": 1}, [None] * 10_000, [0] * 1000]
+ODD_VALUES: list[Any] = [None, True, False, *_TEXTS, *_INTEGERS, *_FLOATS, *_CONTAINERS]
 
 
 # -------------------------------------------------------------------- any bytes

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import re
 import resource
 import signal
 import sys
@@ -20,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from programs import lines_said
+
 from tricycle.pretrained import template_process
 
 MOST_SECONDS = 5.0  # of a processor; others may be at work beside us
@@ -27,7 +28,6 @@ MOST_WAIT = 40.0  # seconds by the clock, after which it counts as hanging
 MOST_MEMORY = 200e6  # bytes, beside twice the size of the files
 MOST_ADDRESSES = 6 * 2**30  # beyond that, memory is refused: what asks for it gives no clear line
 MOST_WRITTEN = 2**27  # bytes of one file
-PROGRESS_BAR = re.compile(r"\d+%\||[\d.]+\w*B? \[|(it|step|merges|B)/s")
 # What a program must not do because of a file.
 FORBIDDEN = set(
     """
@@ -131,12 +131,6 @@ def _judged(
     if len(lines[0]) > 1500 or "Unable to allocate" in lines[0] or "MemoryError" in lines[0]:
         return outcome("lines", lines[0][:400])
     return outcome("refused", lines[0])
-
-
-def lines_said(text: str) -> list[str]:
-    """What a program said besides its progress bars."""
-    parts = [part.strip() for part in re.split(r"[\r\n]|\x1b\[A", text)]
-    return [part for part in parts if part and not PROGRESS_BAR.search(part)]
 
 
 def _content(handle: int) -> str:
