@@ -11,7 +11,7 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.sequences.translators import saved_translators
 from tricycle_cli import compare
 from tricycle_cli.flags import parse
-from tricycle_cli.models import Device, Weights, load_file, load_model
+from tricycle_cli.models import ModelFlags, load_file, load_model
 from tricycle_lab.look.changes import Changes
 from tricycle_lab.look.page import page, whole, write_page
 from tricycle_lab.look.server import Desk, LookServer, Picture
@@ -52,16 +52,9 @@ class Arguments:
     """where to serve the page on this machine; 0 for any port that is free"""
     browser: bool = True
     """open the page"""
-    softmax: str | None = None
-    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
     tokeniser: Path | None = None
     """a tokeniser file, for a model that carries none"""
-    adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
-    weights: Weights = "float32"
-    """how many bits a weight has: fewer take less room"""
-    device: Device = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    model: ModelFlags = field(default_factory=ModelFlags)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -105,11 +98,10 @@ def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subje
     translators = saved_translators(source)
     if translators:
         return translator_of(translators, source, arguments)
-    loaded: Any = load_file(source, arguments.weights)
+    loaded: Any = load_file(source, arguments.model.weights)
     if isinstance(loaded.model, GPT):
-        tokeniser, adapter = (None, None) if beside else (arguments.tokeniser, arguments.adapter)
-        settings = tokeniser, arguments.softmax, arguments.device, arguments.weights, adapter
-        loaded = load_model(source, *settings, loaded=loaded)
+        flags = replace(arguments.model, adapter=None) if beside else arguments.model
+        load_model(source, None if beside else arguments.tokeniser, loaded=loaded, **vars(flags))
     elif not isinstance(loaded.model, TextEncoder):
         raise ValueError(f"{source}: expected a model of text, got a {type(loaded.model).__name__}")
     if loaded.tokeniser is None:
@@ -125,9 +117,9 @@ def translator_of(paths: Sequence[Path], source: str, arguments: Arguments) -> S
     """
     if len(paths) > 1:
         raise ValueError(f"{source}: expected one encoder-decoder, name one of {', '.join(map(str, paths))}")
-    plain = Arguments()
+    plain, given = (vars(x.model) | vars(x) for x in (Arguments(), arguments))
     for name in ("softmax", "tokeniser", "adapter", "weights"):
-        if getattr(arguments, name) != getattr(plain, name):
+        if given[name] != plain[name]:
             raise ValueError(f"--{name}: expected a decoder, {paths[0]} holds an encoder-decoder")
     return saved_translator(paths[0])
 

@@ -34,29 +34,63 @@ FILES = (*MODELS, *PICKLES, ".pt", ".pth", ".json", ".txt", ".npz")
 SAMPLING = PenalizedSampling(temperature=0.9, min_p=0.1, repetition_penalty=1.15, no_repeat_ngram_size=6)
 
 
+@dataclass(frozen=True)
+class ModelFlags:
+    """How a model is loaded, and where it computes."""
+
+    softmax: str | None = None
+    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
+    adapter: Path | None = None
+    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
+    weights: Weights = "float32"
+    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
+    blocks of 8 (Q8_0) as the files have them"""
+    device: Device = "auto"
+    """where to compute; "auto" takes a GPU if there is one"""
+
+
+@dataclass(frozen=True)
+class DecodingFlags:
+    """How a text is decoded."""
+
+    draft_tokens: int = 0
+    """the most draft tokens of prompt-lookup decoding at a time: the same text, sooner where it repeats itself, as in
+    edited code at temperature 0"""
+    overflow: Overflow = "reread"
+    """when the context window is full: "reread" reads the later half of the text anew, or a conversation without its
+    oldest messages, and goes on from there; "refuse" ends with an error, and leaves a conversation to you"""
+    cache: Cache = "auto"
+    """what keys and values of the text so far are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves
+    them as they are computed (float32 on a CPU)"""
+
+
 def cache_dtype(cache: str) -> str | None:
-    """Return the dtype of keys and values, as `new_decoding` and `SpeculativeState` take it."""
+    """Return the dtype of keys and values, as `SpeculativeState` takes it."""
     return None if cache == "auto" else cache
 
 
-def new_decoding(
-    model: GPT, dtype: str | None, n_draft_tokens: int
-) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
+def new_decoding(model: GPT, flags: DecodingFlags) -> tuple[DecodingState, Callable[..., Iterator[int]]]:
     """Return an empty state for a text, and `generate`, or `generate_prompt_lookup` where there are draft tokens."""
-    if n_draft_tokens <= 0:
+    dtype = cache_dtype(flags.cache)
+    if flags.draft_tokens <= 0:
         return DecodingState(model, dtype_of(dtype) if dtype == "bfloat16" else dtype), generate
     from tricycle.decoding.prompt_lookup import generate_prompt_lookup
     from tricycle.decoding.speculative import SpeculativeState
 
-    return SpeculativeState(model, dtype), partial(generate_prompt_lookup, n_draft_tokens=n_draft_tokens)
+    return SpeculativeState(model, dtype), partial(generate_prompt_lookup, n_draft_tokens=flags.draft_tokens)
 
 
-def use_gpu(device: str) -> bool:
-    """Whether to compute on a GPU.
+def use_gpu(device: str, weights: str = "float32") -> bool:
+    """Return whether to compute on a GPU.
 
     Raises:
         RuntimeError: one is asked for, and none can be used.
+        ValueError: one is asked for, with weights that it does not take.
     """
+    if weights != "float32":
+        if device == "gpu":
+            raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
+        return False
     problem = devices.gpu_problem() if device != "cpu" else None
     if device == "gpu" and problem:
         raise RuntimeError(f"--device gpu: no GPU can be used: {problem}")
@@ -85,7 +119,7 @@ def load_model(
     Raises:
         FileNotFoundError, ValueError: one line about what is wrong.
     """
-    check_device(weights, device)
+    on_gpu = use_gpu(device, weights)
     if loaded is None:
         loaded = load_file(source, weights)
     if not isinstance(loaded.model, GPT):
@@ -103,7 +137,6 @@ def load_model(
     known, n_vocab = loaded.model.config.vocab_size, loaded.tokeniser.n_vocab
     if n_vocab > known:
         raise ValueError(f"expected a tokeniser of at most {known} tokens, as the model knows, got {n_vocab}")
-    on_gpu = use_gpu(device if weights == "float32" else "cpu")
     if adapter is not None:
         load_adapter(loaded, adapter)
     if softmax is not None:
@@ -113,15 +146,6 @@ def load_model(
     else:  # to make 16 bits of all weights for each token would cost more than it saves
         loaded.model.use_precision("bfloat16" if weights == "bfloat16" else "float32")
     return loaded
-
-
-def check_device(weights: str, device: str) -> None:
-    """
-    Raises:
-        ValueError: weights that a GPU does not take.
-    """
-    if weights != "float32" and device == "gpu":
-        raise ValueError(f"--weights {weights}: expected --device cpu, for on a GPU weights have 32 bits; got gpu")
 
 
 def load_file(source: str, weights: str = "float32") -> Pretrained:

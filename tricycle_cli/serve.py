@@ -25,17 +25,7 @@ from tricycle.pretrained.sentences import sentences_of
 from tricycle.sequences.text_encoder import TextEncoder
 from tricycle.system.memory import free_memory
 from tricycle_cli.flags import parse
-from tricycle_cli.models import (
-    Cache,
-    Device,
-    SamplingFlags,
-    Weights,
-    cache_dtype,
-    check_device,
-    load_file,
-    load_model,
-    use_gpu,
-)
+from tricycle_cli.models import Cache, ModelFlags, SamplingFlags, cache_dtype, load_file, load_model, use_gpu
 from tricycle_serve.app import new_app
 from tricycle_serve.engine import Limits
 from tricycle_serve.served import Encoder, Served, Ways, Writer
@@ -80,15 +70,7 @@ class Arguments:
     cache: Cache = "auto"
     """what keys and values are kept in: "float16" and "bfloat16" take half the memory, "auto" leaves them as they are
     computed (float32 on a CPU)"""
-    softmax: str | None = None
-    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
-    adapter: Path | None = None
-    """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
-    weights: Weights = "float32"
-    """how many bits a weight has: fewer take less room, and a token less time; "stored" leaves those of 16 bits and of
-    blocks of 8 (Q8_0) as the files have them"""
-    device: Device = "auto"
-    """where to compute; "auto" takes a GPU if there is one"""
+    model: ModelFlags = field(default_factory=ModelFlags)
 
     def __post_init__(self) -> None:
         for name in ("length", "texts", "queue", "body"):
@@ -167,17 +149,14 @@ def load(arguments: Arguments) -> Served:
     name = arguments.name or name_of(arguments.source)
     created = int(time.time())
     limits = Limits(arguments.texts, arguments.queue, arguments.conversations)
-    check_device(arguments.weights, arguments.device)
-    on_gpu = use_gpu(arguments.device if arguments.weights == "float32" else "cpu")
-    loaded = load_file(arguments.source, arguments.weights)
+    on_gpu = use_gpu(arguments.model.device, arguments.model.weights)
+    loaded = load_file(arguments.source, arguments.model.weights)
     if isinstance(loaded.model, TextEncoder):
         if on_gpu:
             loaded.model.to_gpu()
         encoder = sentences_of(loaded, arguments.source)
         return Encoder(name, encoder, limits, created, arguments.seconds)
-    load_model(
-        arguments.source, None, arguments.softmax, arguments.device, arguments.weights, arguments.adapter, loaded
-    )
+    load_model(arguments.source, loaded=loaded, **vars(arguments.model))
     cache = cache_dtype(arguments.cache)
     limits.n_tokens = math.inf if on_gpu else n_remembered(loaded.model, cache)
     ways = Ways(
