@@ -14,7 +14,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workers import SIDES, batches
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
-from tricycle_cli.limit import operations_a_token
+from tricycle_cli.speed import operations_a_token
 
 NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 PEERS = [("none", ["tricycle"]), pytest.param("torch", ["tricycle", "torch"], marks=[NEEDS_TORCH, pytest.mark.slow])]
