@@ -32,20 +32,8 @@ from tricycle.tokeniser import Tokeniser
 FORMAT = 1
 A_CHECKPOINT = "a whole checkpoint of Tricycle"
 # The types of numbers, as NumPy and as the format call them.
-KINDS = {
-    "<f8": "F64",
-    "<f4": "F32",
-    "<f2": "F16",
-    "<i8": "I64",
-    "<i4": "I32",
-    "<i2": "I16",
-    "|i1": "I8",
-    "<u8": "U64",
-    "<u4": "U32",
-    "<u2": "U16",
-    "|u1": "U8",
-    "|b1": "BOOL",
-}
+DTYPES = "<f8 <f4 <f2 <i8 <i4 <i2 |i1 <u8 <u4 <u2 |u1 |b1".split()
+KINDS = dict(zip(DTYPES, "F64 F32 F16 I64 I32 I16 I8 U64 U32 U16 U8 BOOL".split()))
 PathLike = str | os.PathLike[str]
 
 

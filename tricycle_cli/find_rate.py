@@ -9,7 +9,7 @@ from typing import Any
 from tricycle.configs import GPTConfig
 from tricycle.models import GPT
 from tricycle.system.files import atomic_write
-from tricycle_lab.range_test import RangeTest, plot_range_test, range_test
+from tricycle_lab.range_test import STEPS, RangeTest, plot_range_test, range_test
 
 PICTURE, TABLE = "learning_rate.png", "learning_rate.csv"
 
@@ -24,8 +24,6 @@ def find_rate(
         shown: with a progress bar.
     """
     from tqdm import tqdm
-
-    from tricycle_lab.range_test import STEPS
 
     folder.mkdir(parents=True, exist_ok=True)
     with tqdm(total=STEPS, unit="step", disable=not shown) as bar:

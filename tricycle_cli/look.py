@@ -10,7 +10,7 @@ import shlex
 import sys
 import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,7 +60,9 @@ class Arguments:
 def main(args: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if args is None else args
     if compare.are_runs(words):
-        compare_runs(parse(compare.Arguments, args=words, description=__doc__ or ""))
+        asked = parse(compare.Arguments, args=words, description=__doc__ or "")
+        runs = compare.Runs(asked.folders)
+        present(runs, runs.page, asked.out, asked.port, asked.browser)
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
     if arguments.graph:
@@ -83,10 +85,7 @@ def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: 
     """
     for subject in subjects:  # so that a text that cannot be read is an error of the command
         subject.ids_of(text)
-    if out is not None:
-        write_file(subjects, text, out)
-    else:
-        serve(Desk(subjects, text), port, browser)
+    present(Desk(subjects, text), lambda: whole_page(subjects, text), out, port, browser)
 
 
 def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subject:
@@ -124,42 +123,30 @@ def translator_of(paths: Sequence[Path], source: str, arguments: Arguments) -> S
     return saved_translator(paths[0])
 
 
-def write_file(subjects: Sequence[Subject], text: str, path: Path) -> None:
-    """One file with all that there is to see."""
+def whole_page(subjects: Sequence[Subject], text: str) -> str:
+    """Return a page that needs no server, with all that there is to see."""
     sides = [whole(subject, subject.read(subject.ids_of(text), Changes())) for subject in subjects]
     data = {"served": False, "text": text, "sides": sides, "command": f"tricycle look {shlex.quote(subjects[0].title)}"}
-    keep(page("look", " and ".join(subject.title for subject in subjects), data), path)
-
-
-def keep(content: str, path: Path) -> None:
-    """Write a page, and say so."""
-    write_page(path, content)
-    print(f"{path}: {len(content.encode('utf-8')) / 1e6:.2f} MB, for any browser")
-
-
-def compare_runs(arguments: compare.Arguments) -> None:
-    """The page about several runs."""
-    runs = compare.Runs(arguments.folders)
-    if arguments.out is not None:
-        keep(runs.page(), arguments.out)
-    else:
-        serve(runs, arguments.port, arguments.browser)
+    return page("look", " and ".join(subject.title for subject in subjects), data)
 
 
 def show_graph(arguments: Arguments) -> None:
-    """The page about the gradients of a function."""
+    """Show the page about the gradients of a function."""
     from tricycle_lab.look.functions import graph_named
 
     graph = graph_named(arguments.source or "neuron", arguments.text or "")
     content = page("graph", f"Gradients of {graph['title']}", graph)
-    if arguments.out is not None:
-        keep(content, arguments.out)
-    else:
-        serve(Picture(content), arguments.port, arguments.browser)
+    present(Picture(content), lambda: content, arguments.out, arguments.port, arguments.browser)
 
 
-def serve(desk: Desk | Picture | compare.Runs, port: int, browser: bool) -> None:
-    """Answer a browser of this machine until Ctrl-C."""
+def present(
+    desk: Desk | Picture | compare.Runs, content: Callable[[], str], out: Path | None, port: int, browser: bool
+) -> None:
+    """Write a page where `out` names a file; else answer a browser of this machine until Ctrl-C."""
+    if out is not None:
+        write_page(out, content())
+        print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, for any browser")
+        return
     server = LookServer(desk, port)
     print(f"{server.address}\nfor browsers of this machine alone; Ctrl-C ends it", flush=True)
     threading.Thread(target=desk.prepare, daemon=True).start()

@@ -91,7 +91,8 @@ class Corpus:
             with FolderLock(folder, wait=True):
                 if not _intact(folder):  # another process may have done it meanwhile
                     self._build(folder, untrained)
-        self.digest = _digest(folder)
+        hashes = _hashes(folder)
+        self.digest = hashlib.sha256("".join(hashes[name] for name in _FILES).encode("ascii")).hexdigest()[:20]
         self.tokeniser = load_tokeniser(folder / "tokeniser.json")
         self.train = np.load(folder / "train.npy", mmap_mode="r", allow_pickle=False)
         self.validation = np.load(folder / "validation.npy", mmap_mode="r", allow_pickle=False)
@@ -204,7 +205,7 @@ class HubCorpus(Corpus):
     first documents teach the tokeniser. Needs `pip install "tricycle-gpt[datasets]"`.
 
     Args:
-        vocab_size, tokeniser, split, progress: see `Corpus`.
+        vocab_size, tokeniser, options (`split` and `progress`): see `Corpus`.
         max_bytes: stop before the document that would exceed this many bytes of text.
         n_documents: stop after so many documents (default: no such limit).
         revision: of the dataset. A branch may change on the hub without the cache's noticing; name a
@@ -225,12 +226,11 @@ class HubCorpus(Corpus):
         vocab_size: int | None = None,
         tokeniser: Tokeniser | None = None,
         *,
-        split: str = "tricycle",
         max_bytes: int = 10**9,
         n_documents: int | None = None,
         revision: str = "main",
         held_out_bytes: int = HELD_OUT_BYTES,
-        progress: bool = True,
+        **options: Any,
     ) -> None:
         name = type(self).__name__
         limits = {"max_bytes": max_bytes, "n_documents": n_documents, "held_out_bytes": held_out_bytes}
@@ -256,9 +256,7 @@ class HubCorpus(Corpus):
                 yield text, held_out
 
         fingerprint = json.dumps([self.hub_path, self.hub_config, self.text_field, revision, limits])
-        super().__init__(
-            name.lower(), documents, vocab_size, tokeniser, split=split, fingerprint=fingerprint, progress=progress
-        )
+        super().__init__(name.lower(), documents, vocab_size, tokeniser, fingerprint=fingerprint, **options)
 
 
 def is_held_out(path: str) -> bool:
@@ -301,13 +299,10 @@ class _TokenWriter:
 def _intact(folder: Path) -> bool:
     """Whether a cache folder is whole: every file has the hash that was noted when it was made."""
     try:
-        hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
-        return hashes == {name: file_sha256(folder / name) for name in _FILES}
+        return _hashes(folder) == {name: file_sha256(folder / name) for name in _FILES}
     except (OSError, ValueError, RecursionError):
         return False
 
 
-def _digest(folder: Path) -> str:
-    """A hash of the tokens and texts in an intact cache folder."""
-    hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
-    return hashlib.sha256("".join(hashes[name] for name in _FILES).encode("ascii")).hexdigest()[:20]
+def _hashes(folder: Path) -> Any:
+    return json.loads((folder / "hashes.json").read_text(encoding="utf-8"))

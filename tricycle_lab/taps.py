@@ -10,7 +10,7 @@ import numpy as np
 
 from tricycle.attention import Attention
 from tricycle.blocks import TransformerBlock
-from tricycle.devices import Array, is_array
+from tricycle.devices import Array
 from tricycle.extra_ops import where
 from tricycle.functions import RowSoftmax
 from tricycle.layers import Layer
@@ -106,19 +106,10 @@ def replacing(title: str, value: Value, heads: Sequence[int] | None, positions: 
     return change
 
 
-def skipping(title: str, positions: Sequence[int] | None) -> Change:
-    """The change that lets a block add nothing: what came in goes on."""
-
-    def change(out: Tensor, x: Tensor, *args: Any) -> Tensor:
-        return where(_chosen(title, out, None, positions), x, out)
-
-    return change
-
-
 def nothing_of(layer: Layer, title: str, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Change:
-    """The change that switches a layer off, or some heads of its attention."""
+    """The change that switches a layer off, or some heads of its attention; what came into a block goes on."""
     if isinstance(layer, TransformerBlock) and heads is None:
-        return skipping(title, positions)
+        return lambda out, x, *args: where(_chosen(title, out, None, positions), x, out)
     return replacing(title, 0.0, heads, positions)
 
 
@@ -163,16 +154,15 @@ def as_places(title: str, what: str, places: Any) -> list[int] | None:
 # -------------------------------------------------------------------- other ways to weigh keys
 def weighing(layer: Any, softmax: str | RowSoftmax | None, temperature: float | None) -> Exchange:
     """What puts another attention in the place of a layer's own: another softmax, or scores over a temperature."""
-    if softmax is None:
-        changed = None
-    else:
-        changed = copy(layer)  # which shares all weights, and gets an op and scales of its own
+    changed = copy(layer)  # which shares all weights, and gets an op and scales of its own
+    if softmax is not None:
         changed.use_softmax(softmax)
 
     def exchange(op: Attention, args: tuple[Any, ...]) -> tuple[Attention, tuple[Any, ...]]:
         query, key, value, mask, scales, *rest = (*args, None, None)[: max(5, len(args))]
-        chosen = op.softmax if changed is None else changed.attention.softmax
-        scales = scales if changed is None else changed.softmax_scales
+        chosen = op.softmax
+        if softmax is not None:
+            chosen, scales = changed.attention.softmax, changed.softmax_scales
         new = Attention(chosen, op.causal, op.window, op.scale, op.cap)
         if temperature is not None:
             # cap tanh(s / cap) / t is what a cap and scores over t give, too
@@ -181,8 +171,3 @@ def weighing(layer: Any, softmax: str | RowSoftmax | None, temperature: float | 
         return new, (query, key, value, mask, scales, *rest)
 
     return exchange
-
-
-def is_value(value: Any) -> bool:
-    """Whether something can stand in for what a layer gives."""
-    return isinstance(value, (Tensor, int, float)) or is_array(value) or callable(value)
