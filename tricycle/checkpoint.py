@@ -144,10 +144,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _check_finite(wanted: str, name: str, array: np.ndarray) -> None:
-    """
-    Raises:
-        NotFiniteError: begins with what was wanted.
-    """
+    """Raise NotFiniteError, which begins with what was wanted, where an array has NaN or infinity."""
     if not np.isfinite(array).all():
         raise NotFiniteError(f"{wanted}, {name} has NaN or infinity")
 

@@ -157,15 +157,8 @@ class BPETokeniser(ByteLevelBPE):
         """A text begins where another one ends."""
         return self.end_of_text
 
-    @property
-    def new_text(self) -> int:
-        """As `start_of_text`."""
-        return self.end_of_text
-
-    @property
-    def chat_template(self) -> None:
-        """There is none."""
-        return None
+    new_text = start_of_text
+    chat_template: None = None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one id; a special token gives its name."""

@@ -46,22 +46,17 @@ def main(args: Sequence[str] | None = None) -> None:
     ids = prompt_ids(tokeniser, arguments.prompt)
     state, generate = new_decoding(loaded.model, arguments.decoding)
     tokens = generate(loaded.model, ids, arguments.length, sampling, state=state, overflow=arguments.decoding.overflow)
-    stops = stop_tokens(loaded)
-    write(arguments.prompt or "", text_of(tokens, tokeniser, stops, ids))
+    write(arguments.prompt or "", text_of(tokens, tokeniser, stop_tokens(loaded), ids))
 
 
 def prompt_ids(tokeniser: Tokeniser, prompt: str | None) -> list[int]:
-    """What the model reads first.
-
-    Raises:
-        ValueError: a prompt of no character.
-    """
-    if prompt is not None:
-        ids = [int(token) for token in tokeniser.encode(prompt)]
-        if prompt == "" or not ids:
-            raise ValueError("expected a prompt of at least one character; leave it out to start a new text")
-        return ids
-    return [tokeniser.new_text]
+    """Return what the model reads first; raise ValueError for a prompt of no character."""
+    if prompt is None:
+        return [tokeniser.new_text]
+    ids = [int(token) for token in tokeniser.encode(prompt)]
+    if prompt == "" or not ids:
+        raise ValueError("expected a prompt of at least one character; leave it out to start a new text")
+    return ids
 
 
 def text_of(tokens: Iterator[int], tokeniser: Tokeniser, unseen: Sequence[int], seen: Sequence[int]) -> Iterator[str]:

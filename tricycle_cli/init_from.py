@@ -39,10 +39,7 @@ def default_config(model: GPT) -> GPTConfig:
 
 
 def check_shape(model: GPT, config: GPTConfig) -> None:
-    """
-    Raises:
-        ValueError: a field contradicts the model's shape; names the flag.
-    """
+    """Raise ValueError, which names the flag, where a field contradicts the model's shape."""
     own = model.config
     for name in ModelConfig.__dataclass_fields__:
         wanted, stated = getattr(own, name), getattr(config, name)

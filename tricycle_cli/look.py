@@ -89,11 +89,7 @@ def show(subjects: Sequence[Subject], text: str, out: Path | None = None, port: 
 
 
 def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subject:
-    """A model by what names it, as pages want it.
-
-    Raises:
-        FileNotFoundError, ValueError: one line about what is wrong.
-    """
+    """Load a model by path or name for the pages."""
     translators = saved_translators(source)
     if translators:
         return translator_of(translators, source, arguments)
@@ -109,11 +105,7 @@ def subject_of(arguments: Arguments, source: str, beside: bool = False) -> Subje
 
 
 def translator_of(paths: Sequence[Path], source: str, arguments: Arguments) -> Subject:
-    """The encoder-decoder in a folder, or in a file.
-
-    Raises:
-        ValueError: there are several, or what is asked for is for other models.
-    """
+    """Return the encoder-decoder in a file; raise ValueError where there are several, or flags for other models."""
     if len(paths) > 1:
         raise ValueError(f"{source}: expected one encoder-decoder, name one of {', '.join(map(str, paths))}")
     plain, given = (vars(x.model) | vars(x) for x in (Arguments(), arguments))

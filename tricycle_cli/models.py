@@ -235,7 +235,4 @@ def says_nothing(loaded: Pretrained) -> bool:
 
 def stop_tokens(loaded: Pretrained) -> list[int]:
     """The tokens that end a text."""
-    stops = {*loaded.generation.stop_tokens}
-    if not stops:
-        stops = {loaded.tokeniser.end_of_text}
-    return sorted(stops)
+    return sorted({*loaded.generation.stop_tokens} or {loaded.tokeniser.end_of_text})

@@ -106,10 +106,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def api_key(arguments: Arguments) -> str | None:
-    """
-    Raises:
-        ValueError: there is none, and not this machine alone can ask; or none that a header can hold.
-    """
+    """Return the key of requests; raise ValueError for none where other machines can ask, or for an unfit one."""
     key = os.environ.get(KEY) if arguments.api_key is None else arguments.api_key
     if key is None:
         if not is_loopback(arguments.host):
@@ -124,10 +121,8 @@ def api_key(arguments: Arguments) -> str | None:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach that address."""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -141,11 +136,7 @@ def address(listener: socket.socket) -> str:
 
 
 def load(arguments: Arguments) -> Served:
-    """The model, ready to be offered.
-
-    Raises:
-        FileNotFoundError, ValueError: one line about what is wrong.
-    """
+    """Load the model or encoder that is to be offered."""
     name = arguments.name or name_of(arguments.source)
     created = int(time.time())
     limits = Limits(arguments.texts, arguments.queue, arguments.conversations)
@@ -159,12 +150,8 @@ def load(arguments: Arguments) -> Served:
     load_model(arguments.source, loaded=loaded, **vars(arguments.model))
     cache = cache_dtype(arguments.cache)
     limits.n_tokens = math.inf if on_gpu else n_remembered(loaded.model, cache)
-    ways = Ways(
-        chat=sampling_of(arguments.sampling, loaded),
-        text=sampling_of(arguments.sampling, loaded),
-        length=arguments.length,
-        seconds=arguments.seconds,
-    )
+    sampling = sampling_of(arguments.sampling, loaded)
+    ways = Ways(sampling, sampling, arguments.length, arguments.seconds)
     return Writer(name, loaded, ways, limits, created, cache)
 
 

@@ -134,10 +134,7 @@ class Signals:
             self._finishing = finishing
 
     def check(self) -> None:
-        """
-        Raises:
-            Interrupted: a signal has come.
-        """
+        """Raise Interrupted if a signal has come."""
         if self.number:
             raise Interrupted(self.number)
 

@@ -66,10 +66,7 @@ def together() -> Iterator[Processes]:
 
 
 def expect_one_process(command: str) -> None:
-    """
-    Raises:
-        ValueError: several were started together, with a command that knows nothing of others. Rank 0 says it.
-    """
+    """Raise ValueError, on rank 0, where several processes were started with a command that takes one."""
     there = launched()
     if there.size > 1:
         _leave_it_to_the_first()
@@ -189,10 +186,7 @@ def code_digest() -> str:
 
 
 def check_batches(processes: Processes, n_batches: int, batch_size: int) -> None:
-    """
-    Raises:
-        ValueError: an update has fewer batches than there are ranks.
-    """
+    """Raise ValueError where an update has fewer batches than there are ranks."""
     size = processes.size
     each = f"an update of this run has {n_batches} batches of {batch_size} sequences"
     if n_batches < size:
