@@ -86,11 +86,7 @@ def save_checkpoint(
 
 
 def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
-    """Write the file, one tensor after another: there need be no second copy of them in memory.
-
-    Raises:
-        ValueError: a tensor of a kind that no checkpoint holds.
-    """
+    """Write one tensor after another, without a second copy in memory; ValueError for odd kinds of tensors."""
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
     layout = {}
     for name in names:
@@ -106,11 +102,7 @@ def _write(path: PathLike, tensors: dict[str, np.ndarray], about: str) -> None:
 
 
 def _read(path: Path, places: dict[str, Place], start: int) -> dict[str, np.ndarray]:
-    """The tensors of a file, which holds nothing else.
-
-    Raises:
-        ValueError: it does; or they are of kinds that no checkpoint holds, or cut off.
-    """
+    """Read the tensors of a file; raise ValueError for other content, for odd kinds and for values that are cut off."""
     size = path.stat().st_size - start
     n_bytes = sum(place.n_bytes for place in places.values())
     if n_bytes != size:

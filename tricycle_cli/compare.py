@@ -17,7 +17,7 @@ from tricycle.system.safetensors_file import read_places
 from tricycle_cli.run import read_metrics
 from tricycle_lab.look.page import page
 from tricycle_lab.look.runs import RunRead, comparison, digest
-from tricycle_lab.look.server import NoSuchQuestion
+from tricycle_lab.look.server import Picture
 
 T = TypeVar("T")
 MOST_RUNS = 30
@@ -68,7 +68,7 @@ def is_run(folder: Path) -> bool:
     return if_readable(lambda: (folder / "config.json").is_file() and (folder / "data.json").is_file(), False)
 
 
-class Runs:
+class Runs(Picture):
     """Serves the page; it is made anew, from the folders as they are, whenever somebody loads it."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -78,21 +78,10 @@ class Runs:
         self.page()  # so that what cannot be read is an error of the command
 
     def page(self) -> str:
-        """What a browser gets.
-
-        Raises:
-            ValueError: a folder whose config cannot be read.
-        """
+        """Return what a browser gets; raise ValueError for a folder whose config cannot be read."""
         names = names_of(self.folders)
         read = [read_run(folder, name) for folder, name in zip(self.folders, names)]
         return page("runs", f"{len(read)} runs", comparison(read))
-
-    def prepare(self) -> None:
-        """It is made when it is asked for."""
-
-    def answer(self, question: str, fields: Any) -> Any:
-        """There is none."""
-        raise NoSuchQuestion(question)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -106,13 +95,9 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> RunRead:
-    """What a folder tells, whatever state it is in.
-
-    Raises:
-        ValueError: its config cannot be read.
-    """
+    """Return what a folder tells, whatever state it is in; raise ValueError if its config cannot be read."""
     config = GPTConfig.from_dict(read_json_object(folder / "config.json"))
-    data = if_readable(lambda: read_json_object(folder / "data.json"), {})
+    data: dict[str, Any] = if_readable(lambda: read_json_object(folder / "data.json"), {})
     is_tuning = "arguments" in data  # whose rows are of any length
     metrics = read_metrics(folder / "metrics.jsonl")
     return RunRead(

@@ -131,9 +131,7 @@ def show_graph(arguments: Arguments) -> None:
     present(Picture(content), lambda: content, arguments.out, arguments.port, arguments.browser)
 
 
-def present(
-    desk: Desk | Picture | compare.Runs, content: Callable[[], str], out: Path | None, port: int, browser: bool
-) -> None:
+def present(desk: Desk | Picture, content: Callable[[], str], out: Path | None, port: int, browser: bool) -> None:
     """Write a page where `out` names a file; else answer a browser of this machine until Ctrl-C."""
     if out is not None:
         write_page(out, content())

@@ -149,11 +149,7 @@ def load_model(
 
 
 def load_file(source: str, weights: str = "float32") -> Pretrained:
-    """Anything that can be loaded, with a tokeniser or without.
-
-    Raises:
-        FileNotFoundError, ValueError: one line about what is wrong.
-    """
+    """Load any kind of model, with a tokeniser or without; errors are one line about what is wrong."""
     path = Path(source)
     if path.suffix in PICKLES:
         model = load_pickled_model(path)

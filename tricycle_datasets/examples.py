@@ -350,11 +350,7 @@ def _split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
 
 
 def _cut_texts(records: Sequence[Record], reader: Reader) -> tuple[list[Example], list[Example]]:
-    """Of each text the last part is held out.
-
-    Raises:
-        ValueError: they are all too short for that.
-    """
+    """Hold out the last part of each text; raise ValueError where all are too short for that."""
     train: list[Example] = []
     held: list[Example] = []
     for record in records:

@@ -57,17 +57,9 @@ class Exercise:
 
 
 # -------------------------------------------------------------------- ops of more than one class
-def layer_norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-    """Tricycle's layer norm with a gain and a bias that are given."""
-    layer: Any = LayerNorm(x.shape[-1], eps=EPS)
-    layer.gain, layer.bias = gain, bias
-    return layer(x)
-
-
-def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
-    """Tricycle's RMS norm with a gain that is given."""
-    layer: Any = RMSNorm(x.shape[-1], eps=EPS)
-    layer.gain = gain
+def normalized(layer: Any, x: Tensor, **parameters: Tensor) -> Tensor:
+    """Return what a norm of Tricycle's gives with parameters that are given."""
+    vars(layer).update(parameters)
     return layer(x)
 
 
@@ -83,20 +75,11 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def _one_hot(labels: np.ndarray, n: int) -> np.ndarray:
-    return np.eye(n)[labels]
-
-
-def _normalised(x: np.ndarray, centred: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The values that a gain multiplies, and the deviation that they were divided by."""
-    deviation = x - x.mean(-1, keepdims=True) if centred else x
-    scale = np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
-    return deviation / scale, scale
-
-
 def _norm(grad: Any, x: Any, gain: Any, centred: bool, by_mean: bool, by_scale: bool, with_gain: bool = True) -> Any:
     """The gradients of a norm of which the mean, the deviation or the gain is forgotten."""
-    hat, scale = _normalised(x, centred)
+    deviation = x - x.mean(-1, keepdims=True) if centred else x
+    scale = np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
+    hat = deviation / scale
     dhat = grad * gain if with_gain else grad
     dx = dhat.copy()
     if centred and by_mean:
@@ -116,7 +99,6 @@ def _attention(grad: Any, q: Any, k: Any, v: Any, scaled: bool, whole: bool) -> 
     return ds @ k, ds.T @ q, w.T @ grad
 
 
-COPIED = "a number of y multiplied a whole column of x: its gradient is the sum over the column, in the shape of y"
 DIAGONAL = (
     "each y of a row hangs on every x of the row, for they share a denominator; what is missing is - y * the row's sum "
     "of grad * y"
@@ -219,7 +201,7 @@ EXERCISES = (
         ],
         (
             (
-                lambda grad, t, x, y: grad * (_softmax(x) - _one_hot(t, x.shape[1])),
+                lambda grad, t, x, y: grad * (_softmax(x) - np.eye(x.shape[1])[t]),
                 "the loss is a mean: divide by the number of rows",
             ),
             (
@@ -227,7 +209,7 @@ EXERCISES = (
                 "the label's own logit is missing: take 1 away from its probability",
             ),
             (
-                lambda grad, t, x, y: grad * (_one_hot(t, x.shape[1]) - _softmax(x)) / len(t),
+                lambda grad, t, x, y: grad * (np.eye(x.shape[1])[t] - _softmax(x)) / len(t),
                 "the sign is turned: a larger logit of the label makes the loss smaller",
             ),
         ),
@@ -237,7 +219,7 @@ EXERCISES = (
         "x, gain, y",
         f"y = x / sqrt(mean of x^2 over the last axis + {EPS}) * gain. x: (N, C); gain: (C,)."
         "\n\nReturn the gradients of x and of gain.",
-        rms_norm,
+        lambda x, gain: normalized(RMSNorm(x.shape[-1], eps=EPS), x, gain=gain),
         "tricycle/layers.py:RMSNorm",
         lambda r: [[r.normal(size=(3, 4)), 1 + r.random(4)], [r.normal(size=(2, 6)), 1 + r.random(6)]],
         (
@@ -250,7 +232,7 @@ EXERCISES = (
         "x, gain, bias, y",
         f"y = (x - mean) / sqrt(variance + {EPS}) * gain + bias, both over the last axis. x: (N, C); gain, bias: (C,)."
         "\n\nReturn the gradients of x, of gain and of bias.",
-        layer_norm,
+        lambda x, gain, bias: normalized(LayerNorm(x.shape[-1], eps=EPS), x, gain=gain, bias=bias),
         "tricycle/layers.py:LayerNorm",
         lambda r: [
             [r.normal(size=(3, 4)), 1 + r.random(4), r.normal(size=4)],

@@ -66,12 +66,11 @@ class Probe:
 
     def __init__(self, model: Layer, *patterns: str) -> None:
         self._model = model
-        named = dict(model.named_layers())
         for pattern in patterns:
-            _fitting("Probe", named, pattern)
+            self._named("Probe", pattern)
         self._layers = {
             name: layer
-            for name, layer in named.items()
+            for name, layer in model.named_layers()
             if any(fnmatchcase(name, pattern) for pattern in patterns)
             or (not patterns and (attention_of(layer) is not None or name.rpartition(".")[2].isdigit()))
         }
@@ -177,7 +176,12 @@ class Probe:
         return self._put(title, "exchanges", exchanges)
 
     def _named(self, title: str, pattern: str) -> list[Layer]:
-        return _fitting(title, dict(self._model.named_layers()), pattern)
+        """Return the layers whose names fit; raise ValueError where there are none."""
+        named = dict(self._model.named_layers())
+        layers = [layer for name, layer in named.items() if fnmatchcase(name, pattern)]
+        if not layers:
+            raise ValueError(f"{title}: no layer fits {pattern!r}; there are {', '.join(filter(None, named))}")
+        return layers
 
     def _change(self, title: str, changes: dict[Layer, Change], in_heads: bool) -> ExitStack:
         for layer in changes:
@@ -200,18 +204,6 @@ class Probe:
             undo.callback(tap(part, kind, function))
         self._on.callback(undo.close)
         return undo
-
-
-def _fitting(title: str, named: dict[str, Layer], pattern: str) -> list[Layer]:
-    """The layers whose names fit.
-
-    Raises:
-        ValueError: there are none.
-    """
-    layers = [layer for name, layer in named.items() if fnmatchcase(name, pattern)]
-    if not layers:
-        raise ValueError(f"{title}: no layer fits {pattern!r}; there are {', '.join(filter(None, named))}")
-    return layers
 
 
 # -------------------------------------------------------------------- numbers, in float64
@@ -291,11 +283,7 @@ def spikiness(weights: Array, n_visible: Array | int | None = None) -> Array:
 
 
 def _rows(title: str, weights: Array) -> Array:
-    """The weights in float64.
-
-    Raises:
-        ValueError: no axis, or no key.
-    """
+    """Return the weights in float64; raise ValueError for no axis or no key."""
     if weights.ndim == 0 or weights.shape[-1] == 0:
         raise ValueError(f"{title}: expected weights (..., keys) with at least one key, got shape {weights.shape}")
     return weights.astype(np.float64)

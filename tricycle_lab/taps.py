@@ -49,10 +49,6 @@ class Tap:
             listener(part, out, *args, **kwargs)
         return out
 
-    @property
-    def idle(self) -> bool:
-        return not (self.exchanges or self.changes or self.listeners)
-
 
 def tap(part: Any, kind: str, function: Callable[..., Any]) -> Undo:
     """Let a function listen to a layer or op, or change it; returns what ends that.
@@ -70,7 +66,7 @@ def tap(part: Any, kind: str, function: Callable[..., Any]) -> Undo:
     def leave() -> None:
         place = next(i for i, other in enumerate(functions) if other is function)
         del functions[place]
-        if own.idle:
+        if not (own.exchanges or own.changes or own.listeners):
             del part.forward
             vars(part).update(own.before)
 
@@ -138,11 +134,7 @@ def _marked(title: str, what: str, places: Sequence[int], count: int) -> np.ndar
 
 
 def as_places(title: str, what: str, places: Any) -> list[int] | None:
-    """Whole numbers from one or several.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Return whole numbers from one or several; raise ValueError for anything else."""
     if places is None:
         return None
     array = np.atleast_1d(np.asarray(places))
