@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tricycle.system.files import atomic_write
 from tricycle_cli.flags import parse
 from tricycle_cli.generate import text_of
 from tricycle_cli.models import DecodingFlags, ModelFlags, SamplingFlags, load_model, new_decoding, stop_tokens
+from tricycle_cli.signals import Signals
 
 HELP = """/reset        forget the conversation
 /save FILE    write it down: as JSON where the name ends in .json, else as text
@@ -211,7 +211,9 @@ def save(conversation: Conversation, name: str) -> None:
 
 
 def answer(conversation: Conversation, said: str) -> None:
-    """Print the answer as it comes. Ctrl-C ends it after the token at work, a second one at once."""
+    """Print the answer as it comes. Ctrl-C ends it after the token at work, when all blocks have read the same; a
+    second one at once.
+    """
     try:
         parts, n_forgotten = conversation.ask(said)
     except ValueError as error:
@@ -222,7 +224,7 @@ def answer(conversation: Conversation, said: str) -> None:
         print(
             f"(the oldest {n_forgotten} messages no longer fit into the context of {window:,} tokens and are forgotten)"
         )
-    with interrupts() as interrupted:
+    with Signals(("SIGINT",), says_so=False) as interrupted, interrupted.finishing():
         try:
             for part in parts:
                 print(part, end="", flush=True)
@@ -231,20 +233,3 @@ def answer(conversation: Conversation, said: str) -> None:
         except KeyboardInterrupt:
             conversation.state.reset()
         print(" (interrupted)" if interrupted() else "", flush=True)
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C came. The first does nothing else, so that all blocks have read the same."""
-    came: list[int] = []
-
-    def remember(number: int, frame: Any) -> None:
-        came.append(number)
-        if len(came) > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, remember)
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGINT, before)

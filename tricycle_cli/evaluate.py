@@ -67,7 +67,10 @@ def main(args: Sequence[str] | None = None) -> None:
         raise ValueError("expected at least one file, got none")
     texts = {str(path): read_file(path) for path in arguments.files}
     loaded = load_model(arguments.source, arguments.tokeniser, **vars(arguments.model))
-    window = _window(arguments.window, loaded.model.config.context_window)
+    longest = loaded.model.config.context_window
+    if not 0 <= arguments.window <= longest:
+        raise ValueError(f"expected --window from 1 to {longest}, the model's context window, got {arguments.window}")
+    window = arguments.window or min(longest, LONGEST_WINDOW)
     batch_size = arguments.batch_size or max(1, MOST_LOGITS // (window * loaded.model.config.vocab_size))
     stride = arguments.stride or max(1, window // 2)
     scores = []
@@ -84,12 +87,6 @@ def main(args: Sequence[str] | None = None) -> None:
         print()
     else:
         print(f"{total.file}: {_said(total)} (windows of {window:,} tokens, {stride:,} apart)")
-
-
-def _window(stated: int, longest: int) -> int:
-    if not 0 <= stated <= longest:
-        raise ValueError(f"expected --window from 1 to {longest}, the model's context window, got {stated}")
-    return stated or min(longest, LONGEST_WINDOW)
 
 
 def prepared(tokeniser: Tokeniser, text: bytes, name: str = "evaluate") -> HeldOut:

@@ -66,7 +66,11 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     arguments = parse(Arguments, args=words, description=__doc__ or "")
     if arguments.graph:
-        show_graph(arguments)
+        from tricycle_lab.look.functions import graph_named
+
+        graph = graph_named(arguments.source or "neuron", arguments.text or "")
+        content = page("graph", f"Gradients of {graph['title']}", graph)
+        present(Picture(content), lambda: content, arguments.out, arguments.port, arguments.browser)
         return
     if not arguments.source:
         raise ValueError("expected a model to look into, or --graph")
@@ -120,15 +124,6 @@ def whole_page(subjects: Sequence[Subject], text: str) -> str:
     sides = [whole(subject, subject.read(subject.ids_of(text), Changes())) for subject in subjects]
     data = {"served": False, "text": text, "sides": sides, "command": f"tricycle look {shlex.quote(subjects[0].title)}"}
     return page("look", " and ".join(subject.title for subject in subjects), data)
-
-
-def show_graph(arguments: Arguments) -> None:
-    """Show the page about the gradients of a function."""
-    from tricycle_lab.look.functions import graph_named
-
-    graph = graph_named(arguments.source or "neuron", arguments.text or "")
-    content = page("graph", f"Gradients of {graph['title']}", graph)
-    present(Picture(content), lambda: content, arguments.out, arguments.port, arguments.browser)
 
 
 def present(desk: Desk | Picture, content: Callable[[], str], out: Path | None, port: int, browser: bool) -> None:

@@ -33,31 +33,12 @@ MIN_TURN = 0.5  # seconds that a turn of training steps lasts at least; a turn o
 PRODUCTS, REST = "products", "rest"
 # What each group of a step consists of. Kernels that are in none are in REST, with all that is outside of kernels.
 GROUPS = {
-    PRODUCTS: ["matmul", "batched_matmul"],
-    "attention": [
-        "attention",
-        "attention_backward",
-        "attention_scores",
-        "row_attention",
-        "row_attention_backward",
-        "softmax",
-        "softmax_backward",
-        "for_items",
-        "rotate",
-    ],
-    "norms + activations": [
-        "layer_norm",
-        "layer_norm_backward",
-        "gelu",
-        "gelu_with_slope",
-        "gelu_backward",
-        "swiglu",
-        "swiglu_backward",
-        "relu_squared",
-        "sigmoid",
-        "multiply",
-    ],
-    "optimizer": ["adamw", "each", "sum_squares"],
+    PRODUCTS: "matmul batched_matmul".split(),
+    "attention": """attention attention_backward attention_scores row_attention row_attention_backward softmax
+        softmax_backward for_items rotate""".split(),
+    "norms + activations": """layer_norm layer_norm_backward gelu gelu_with_slope gelu_backward swiglu swiglu_backward
+        relu_squared sigmoid multiply""".split(),
+    "optimizer": "adamw each sum_squares".split(),
 }
 SLOW = 100e9  # operations a second of the product below which a smaller batch keeps the measurement short
 FASTER = 1.05  # how many times as fast bfloat16 has to be to be advised: less is within the noise of a short run

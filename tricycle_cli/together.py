@@ -54,7 +54,10 @@ def together() -> Iterator[Processes]:
     except (ImportError, RuntimeError, ValueError):
         _leave_it_to_the_first()
         raise
-    with _silent_but_for_the_first(processes):
+    with contextlib.ExitStack() as silent:
+        if not processes.is_first:
+            nowhere = silent.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            silent.enter_context(contextlib.redirect_stdout(nowhere))
         try:
             share_threads(processes)
             share_gpus(processes)
@@ -79,15 +82,6 @@ def _leave_it_to_the_first() -> None:
     if launched().rank:
         time.sleep(FIRST_SECONDS)  # a launcher ends all when one has left
         raise SystemExit(1) from None
-
-
-@contextlib.contextmanager
-def _silent_but_for_the_first(processes: Processes) -> Iterator[None]:
-    if processes.is_first:
-        yield
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
 
 
 def _end_all(processes: Any, error: BaseException) -> None:
@@ -210,7 +204,7 @@ def share_threads(processes: Processes) -> None:
     """Share the processors of a machine out among its ranks, unless somebody has said how many threads there are."""
     if processes.size == 1 or os.environ.get("TRICYCLE_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"):
         return
-    own = _processors()
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     everybody = processes.gather((socket.gethostname(), sorted(own)))
     here = [set(processors) for host, processors in everybody if host == socket.gethostname()]
     n_sharing = sum(bool(own & processors) for processors in here)
@@ -239,9 +233,3 @@ def share_gpus(processes: Processes) -> None:
     place = everybody[: processes.rank].count(everybody[processes.rank])
     if seen:
         os.environ[VISIBLE] = seen[place % len(seen)]
-
-
-def _processors() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))

@@ -201,12 +201,6 @@ def _differences(exercise: Exercise, function: Callable[..., Any], inputs: list[
 
 
 # -------------------------------------------------------------------- the command
-def write_sheet(path: Path) -> None:
-    """Write the file that the student fills in, if it is not there yet: work may be in it."""
-    with open(path, "x", encoding="utf-8") as file:
-        file.write("\n\n".join([HEAD.replace("{file}", path.name), *(exercise.code() for exercise in EXERCISES)]))
-
-
 def main(words: list[str] | None = None) -> int:
     """The program; 0 where everything that was graded is right."""
     parser = argparse.ArgumentParser(prog="python -m tricycle_lab.exercises", description=__doc__)
@@ -219,7 +213,9 @@ def main(words: list[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     try:
         if arguments.write:
-            write_sheet(arguments.file)
+            head = HEAD.replace("{file}", arguments.file.name)
+            with open(arguments.file, "x", encoding="utf-8") as file:  # none that is there already, with answers in it
+                file.write("\n\n".join([head, *(exercise.code() for exercise in EXERCISES)]))
             print(f"{arguments.file}: {len(EXERCISES)} exercises")
             return 0
         chosen = [exercise_named(name) for name in arguments.only] if arguments.only else EXERCISES
