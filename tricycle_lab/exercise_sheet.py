@@ -105,7 +105,16 @@ DIAGONAL = (
 )
 CONSTANT_SCALE = "the deviation that you divide by is computed from x too: a gradient goes back through it"
 CONSTANT_MEAN = "the mean that you subtract is computed from x too: a gradient goes back through it"
+CONSTANT_BOTH = f"{CONSTANT_MEAN}; and {CONSTANT_SCALE}"
 NO_GAIN = "what comes back to the normalised x has gone through the gain: grad * gain"
+NO_SHARE = "each x is one of C in the mean: its share of the gradient is 1 / C"
+NOT_TRANSPOSED = "right but for transposing: only grad @ b.T has the letters (N, M) (M, K)"
+ALL_ROWS = "rows are separate: the sum runs over the last axis alone, keepdims=True"
+NO_MEAN = "the loss is a mean: divide by the number of rows"
+NO_LABEL = "the label's own logit is missing: take 1 away from its probability"
+WRONG_SIGN = "the sign is turned: a larger logit of the label makes the loss smaller"
+NOT_SCALED = "scores were divided by sqrt(D): so is their gradient, on its way to q and k"
+NO_SOFTMAX = "grad @ v.T is the gradient of the weights: it goes back through the softmax to reach the scores"
 
 # -------------------------------------------------------------------- the sheet
 EXERCISES = (
@@ -128,12 +137,7 @@ EXERCISES = (
         lambda x: mean(x, -1),
         "tricycle/extra_ops.py:mean",
         lambda r: [[r.normal(size=(3, 4))], [r.normal(size=(2, 7))]],
-        (
-            (
-                lambda grad, x, y: grad[:, None] + 0 * x,
-                "each x is one of C in the mean: its share of the gradient is 1 / C",
-            ),
-        ),
+        ((lambda grad, x, y: grad[:, None] + 0 * x, NO_SHARE),),
     ),
     Exercise(
         "matmul",
@@ -142,12 +146,7 @@ EXERCISES = (
         matmul,
         "tricycle/einsum.py:matmul",
         lambda r: [[r.normal(size=(3, 4)), r.normal(size=(4, 2))], [r.normal(size=(3, 3)), r.normal(size=(3, 3))]],
-        (
-            (
-                lambda grad, a, b, y: (grad @ b, a @ grad) if a.shape == b.shape else None,
-                "right but for transposing: only grad @ b.T has the letters (N, M) (M, K)",
-            ),
-        ),
+        ((lambda grad, a, b, y: (grad @ b, a @ grad) if a.shape == b.shape else None, NOT_TRANSPOSED),),
     ),
     Exercise(
         "relu",
@@ -181,10 +180,7 @@ EXERCISES = (
         (
             (lambda grad, x, y: grad * y * (1 - y), DIAGONAL),
             (lambda grad, x, y: grad * y, DIAGONAL),
-            (
-                lambda grad, x, y: y * (grad - (grad * y).sum()),
-                "rows are separate: the sum runs over the last axis alone, keepdims=True",
-            ),
+            (lambda grad, x, y: y * (grad - (grad * y).sum()), ALL_ROWS),
             (lambda grad, x, y: grad - (grad * y).sum(-1, keepdims=True), "right but for a factor y in front"),
         ),
     ),
@@ -200,18 +196,9 @@ EXERCISES = (
             [r.integers(0, 6, 5), 2 * r.normal(size=(5, 6))],
         ],
         (
-            (
-                lambda grad, t, x, y: grad * (_softmax(x) - np.eye(x.shape[1])[t]),
-                "the loss is a mean: divide by the number of rows",
-            ),
-            (
-                lambda grad, t, x, y: grad * _softmax(x) / len(t),
-                "the label's own logit is missing: take 1 away from its probability",
-            ),
-            (
-                lambda grad, t, x, y: grad * (np.eye(x.shape[1])[t] - _softmax(x)) / len(t),
-                "the sign is turned: a larger logit of the label makes the loss smaller",
-            ),
+            (lambda grad, t, x, y: grad * (_softmax(x) - np.eye(x.shape[1])[t]), NO_MEAN),
+            (lambda grad, t, x, y: grad * _softmax(x) / len(t), NO_LABEL),
+            (lambda grad, t, x, y: grad * (np.eye(x.shape[1])[t] - _softmax(x)) / len(t), WRONG_SIGN),
         ),
     ),
     Exercise(
@@ -239,10 +226,7 @@ EXERCISES = (
             [2 + r.normal(size=(2, 6)), 1 + r.random(6), r.normal(size=6)],
         ],
         (
-            (
-                lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, False, False),
-                f"{CONSTANT_MEAN}; and {CONSTANT_SCALE}",
-            ),
+            (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, False, False), CONSTANT_BOTH),
             (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, True, False), CONSTANT_SCALE),
             (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, False, True), CONSTANT_MEAN),
             (lambda grad, x, gain, bias, y: _norm(grad, x, gain, True, True, True, False), NO_GAIN),
@@ -260,14 +244,8 @@ EXERCISES = (
             [r.normal(size=(2, 3)), r.normal(size=(2, 3)), r.normal(size=(2, 3))],
         ],
         (
-            (
-                lambda grad, q, k, v, y: _attention(grad, q, k, v, False, True),
-                "scores were divided by sqrt(D): so is their gradient, on its way to q and k",
-            ),
-            (
-                lambda grad, q, k, v, y: _attention(grad, q, k, v, True, False),
-                "grad @ v.T is the gradient of the weights: it goes back through the softmax to reach the scores",
-            ),
+            (lambda grad, q, k, v, y: _attention(grad, q, k, v, False, True), NOT_SCALED),
+            (lambda grad, q, k, v, y: _attention(grad, q, k, v, True, False), NO_SOFTMAX),
         ),
     ),
 )

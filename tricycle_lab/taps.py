@@ -111,16 +111,14 @@ def nothing_of(layer: Layer, title: str, heads: Sequence[int] | None, positions:
 
 def _chosen(title: str, out: Tensor, heads: Sequence[int] | None, positions: Sequence[int] | None) -> Any:
     """Booleans that broadcast to the result: True for what is replaced."""
+    chosen = np.ones((), bool)
     if heads is not None:
         chosen = _marked(title, "heads", heads, out.shape[-2])[:, None]
-        if positions is not None:
-            chosen = _marked(title, "positions", positions, out.shape[-3])[:, None, None] & chosen
-    elif positions is not None:
+    if positions is not None:
         if out.ndim < 2:
             raise ValueError(f"{title}: expected a layer that gives (..., tokens, channels), got shape {out.shape}")
-        chosen = _marked(title, "positions", positions, out.shape[-2])[:, None]
-    else:
-        chosen = np.ones((), bool)
+        axis = 1 if heads is None else 2  # behind tokens are channels, or heads and their channels
+        chosen = _marked(title, "positions", positions, out.shape[-1 - axis])[(..., *[None] * axis)] & chosen
     return out.xp.asarray(chosen)
 
 
