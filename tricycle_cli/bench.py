@@ -53,15 +53,10 @@ class Arguments:
 
 
 class Run(NamedTuple):
-    """One training.
+    """One training."""
 
-    Attributes:
-        losses: held-out losses along the way, in nats a token.
-        seconds: a step, the median.
-    """
-
-    losses: list[float]
-    seconds: float
+    losses: list[float]  # held-out losses along the way, in nats a token
+    seconds: float  # a step, the median
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -139,20 +139,6 @@ class Conversation:
             answer["content"] += part
             yield part
 
-    def save(self, path: Path) -> None:
-        """Write the conversation down.
-
-        Raises:
-            OSError: that cannot be.
-        """
-        if path.exists() and not path.is_file():  # to replace a device, or a link to one, would break it for everybody
-            raise OSError(f"expected a file, or the name of a new one, got {path}")
-        with atomic_write(path, text=True) as file:
-            if path.suffix == ".json":
-                json.dump(self.messages, file, indent=2, ensure_ascii=False)
-            else:
-                file.write("".join(f"{message['role']}: {message['content']}\n\n" for message in self.messages))
-
 
 def main(args: Sequence[str] | None = None) -> None:
     arguments = parse(Arguments, args=args, description=__doc__ or "")
@@ -192,19 +178,27 @@ def turn(conversation: Conversation, said: str) -> None:
         conversation.reset()
         print("(forgotten)")
     elif word == "/save":
-        save(conversation, rest.strip())
+        save(conversation.messages, rest.strip())
     elif word.startswith("/") and not word.startswith("//"):
         print(f"(there is no {word}: /help lists what there is; a message that begins with a slash has two)")
     elif said.strip():
         answer(conversation, said[1:] if said.startswith("//") else said)
 
 
-def save(conversation: Conversation, name: str) -> None:
+def save(messages: list[Message], name: str) -> None:
+    """Write a conversation to a file, and print whether that could be done."""
     if not name:
         print("(expected the name of a file: /save FILE)")
         return
     try:
-        conversation.save(Path(name).expanduser())
+        path = Path(name).expanduser()
+        if path.exists() and not path.is_file():  # to replace a device, or a link to one, would break it for everybody
+            raise OSError(f"expected a file, or the name of a new one, got {path}")
+        with atomic_write(path, text=True) as file:
+            if path.suffix == ".json":
+                json.dump(messages, file, indent=2, ensure_ascii=False)
+            else:
+                file.write("".join(f"{message['role']}: {message['content']}\n\n" for message in messages))
         print(f"(saved: {name})")
     except OSError as error:
         print(f"(not saved: {error})")
