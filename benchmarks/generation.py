@@ -29,7 +29,8 @@ from typing import Any
 from benchmarks.shapes import SHAPES
 from benchmarks.turns import PAUSE
 from benchmarks.workers import Worker
-from tricycle.configs.model import ModelConfig, model_fields
+from tricycle.configs.model import ModelConfig
+from tricycle.configs.presets import model_fields
 from tricycle.models import GPT
 from tricycle.tokeniser import BPETokeniser
 

@@ -14,6 +14,7 @@ from tricycle.finetuning.distillation import distillation_loss
 from tricycle.layers import Dense, Embedding, Layer, LayerNorm, RMSNorm
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
+from tricycle.optimiser_rules import Adafactor
 from tricycle.optimisers import AdamW, Optimiser, StochasticGradientDescent, clip_gradients, decays
 from tricycle.scheduler import WarmupCosine
 from tricycle.tensor import to_tensor
@@ -347,6 +348,18 @@ def test_sgd_with_momentum_and_decay_agrees_where_torch_decays_beside_the_gradie
         return Decoupled([{"params": matrices}, {"params": vectors}], lr=1e-3, momentum=0.9)
 
     both_ways(StochasticGradientDescent(1e-3, momentum=0.9, weight_decay=0.5), make, rng)
+
+
+@pytest.mark.parametrize("beta2_decay, threshold, decay", [(-0.8, 1.0, 0.0), (-0.5, 1.5, 0.3), (-1.0, 10.0, 0.1)])
+def test_adafactor_agrees(beta2_decay: float, threshold: float, decay: float, rng: np.random.Generator) -> None:
+    """Torch always takes steps relative to the weights, and keeps the square of its eps in the second moment."""
+
+    def make(matrices: list, vectors: list) -> torch.optim.Optimizer:
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        options = {"lr": 0.05, "beta2_decay": beta2_decay, "eps": (1e-15, 1e-3), "d": threshold, "weight_decay": decay}
+        return torch.optim.Adafactor(groups, **options)
+
+    both_ways(Adafactor(0.05, beta2_decay, (1e-30, 1e-3), threshold, decay, relative_step=True), make, rng, 10)
 
 
 def test_the_first_loss_is_that_of_a_guess() -> None:

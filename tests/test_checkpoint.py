@@ -26,6 +26,7 @@ from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
 from tricycle.ops import OPS
+from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.system.safetensors_file import read_places
 from tricycle.tokeniser import BPETokeniser
@@ -101,8 +102,12 @@ def refused(path, run=use) -> str:
 )
 @pytest.mark.parametrize(
     "optimiser",
-    [lambda: AdamW(1e-2), lambda: StochasticGradientDescent(0.1, 0.9), lambda: StochasticGradientDescent(0.1)],
-    ids=["AdamW", "momentum", "SGD"],
+    [
+        *(lambda kind=row.kind: kind(1e-2) for row in OPTIMISERS.values()),
+        lambda: StochasticGradientDescent(0.1, 0.9),
+        lambda: StochasticGradientDescent(0.1),
+    ],
+    ids=[*OPTIMISERS, "momentum", "SGD"],
 )
 def test_training_goes_on_bit_for_bit(tmp_path, changes, optimiser, tokeniser):
     model, first_optimiser, dataset = new_parts(replace(CONFIG, **changes), optimiser())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tricycle.activation import ACTIVATIONS
 from tricycle.configs import (
     PRESETS,
     DebugConfig,
@@ -20,6 +21,9 @@ from tricycle.configs import (
     ShakespeareConfig,
     SmolGPTConfig,
 )
+from tricycle.optimiser_rules import OPTIMISERS
+from tricycle.optimiser_rules.schedules import SCHEDULES
+from tricycle.softmaxes import SOFTMAXES
 
 FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 
@@ -72,14 +76,14 @@ NUMBERS = {
     "rotary_fraction": "above 0 and at most 1",
 }
 CHOICES = {
-    "activation": "one of gelu, gelu_exact, relu, relu_squared, swish, sigmoid, tanh, swiglu",
+    "activation": f"one of {', '.join(ACTIVATIONS)}",
     "norm": "one of layer_norm, rms_norm",
     "norm_placement": "one of before, after, both, output",
     "positions": "one of learned, rotary, none",
     "rotary_scaling": "one of none, linear, llama3",
-    "softmax": "one of softmax, softmax1, adaptive, blocks, sink",
-    "optimiser": "one of adamw, muon",
-    "schedule": "one of cosine, linear",
+    "softmax": f"one of {', '.join(SOFTMAXES)}",
+    "optimiser": f"one of {', '.join(OPTIMISERS)}",
+    "schedule": f"one of {', '.join(SCHEDULES)}",
     "precision": "one of float32, tf32, bfloat16, float16",
 }
 SWITCHES = (

@@ -27,7 +27,7 @@ from tricycle.generate import generate
 from tricycle.layers import Dense
 from tricycle.loss import CrossEntropy
 from tricycle.models import GPT
-from tricycle.optimiser_rules import Lion, Muon
+from tricycle.optimiser_rules import OPTIMISERS, Adafactor, Lion, Muon
 from tricycle.optimisers import (
     AdamW,
     Optimiser,
@@ -300,7 +300,7 @@ def test_a_run_on_the_device_stops_at_once(device, tmp_path):
     assert resume_state(run.last, test_training.TOKENS, True).step == 7
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_an_update_that_is_not_finite_changes_nothing_and_is_told_when_read(device, optimiser, monkeypatch):
     state = new_state(replace(STEADY, optimiser=optimiser), TOKENS, True)
     results = [train_step(state)]
@@ -455,8 +455,8 @@ def test_labels_on_the_device_are_counted_there(device):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: StochasticGradientDescent(0.1, 0.9, 0.01), AdamW, Muon, Lion, lambda: Optimiser(0.1, Trace())],
-    ids=["sgd", "adamw", "muon", "lion", "own"],
+    [lambda: StochasticGradientDescent(0.1, 0.9, 0.01), AdamW, Muon, Lion, Adafactor, lambda: Optimiser(0.1, Trace())],
+    ids=["sgd", "adamw", "muon", "lion", "adafactor", "own"],
 )
 @pytest.mark.parametrize(
     "where", [float, lambda factor: fake_module.asarray(factor, np.float32)], ids=["host", "device"]

@@ -7,6 +7,7 @@ import pytest
 from tables import bad_input
 
 from tricycle import to_tensor
+from tricycle.configs import ModelConfig
 from tricycle.debug import use_reference
 from tricycle.functions import LogSoftmax, RowSoftmax, Sigmoid, Softmax, Softmax1, Tanh, linear
 from tricycle.kernels import Scoring
@@ -247,9 +248,8 @@ def test_attention_of_every_softmax_is_its_rows_of_scores(softmax, scoring, rng)
 
 
 def test_softmaxes_by_name():
-    kinds = [Softmax, Softmax1, AdaptiveSoftmax, BlockSoftmax, SinkSoftmax]
-    assert [type(new_softmax(name)) for name in SOFTMAXES] == kinds
-    assert new_softmax("blocks", 7).n_blocks == 7
+    assert all(type(new_softmax(name)) is kind for name, kind in SOFTMAXES.items())
+    assert new_softmax("blocks", ModelConfig(softmax_blocks=7)).n_blocks == 7
     mine = Softmax1()
     assert new_softmax(mine) is mine
 
@@ -258,7 +258,7 @@ SCORES = to_tensor(np.ones((2, 6)))
 REFUSED = {
     "an unknown name": (
         lambda: new_softmax("softmax2"),
-        "softmax: expected one of softmax, softmax1, adaptive, blocks, sink, got 'softmax2'",
+        f"softmax: expected one of {', '.join(SOFTMAXES)}, got 'softmax2'",
     ),
     "no block": (lambda: BlockSoftmax(0), "BlockSoftmax: expected n_blocks to be a whole number above 0, got 0"),
     "an unknown correction": (

@@ -26,6 +26,7 @@ from tricycle.models import GPT
 from tricycle.sequences.attentions import AdditiveAttention
 from tricycle.sequences.seq2seq import Seq2Seq, Seq2SeqAttention, Transformer
 from tricycle.sequences.text_encoder import TextEncoder
+from tricycle.softmaxes import SOFTMAXES
 from tricycle.tensor import no_grad
 from tricycle.tokeniser import BPETokeniser
 from tricycle.weights import quantize
@@ -401,7 +402,7 @@ test_bad_input = bad_input(
         "true": (lambda: changes_of(heads=[["blocks.0.attention", True]]), PAIRS),
         "a list": (
             lambda: changes_of(softmax=["softmax"]),
-            "changes: expected softmax to be one of softmax, softmax1, adaptive, blocks, sink",
+            f"changes: expected softmax to be one of {', '.join(SOFTMAXES)}",
         ),
         "too cold": (lambda: changes_of(temperature=0), "changes: expected a temperature from 0.001 to 1000"),
         "not a number": (

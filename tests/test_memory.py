@@ -17,6 +17,7 @@ from tricycle.configs import DebugConfig, GPTConfig, ModelConfig
 from tricycle.dataset import CausalLMDataset
 from tricycle.debug import use_reference
 from tricycle.models import GPT
+from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.pretrained import load
 from tricycle.pretrained.export import export_folder
 from tricycle.pretrained.families import memory_for
@@ -178,7 +179,9 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, monkeypatch):
 
 
 # -------------------------------------------------------------------- training
-@pytest.mark.parametrize("changes", [{}, {"optimiser": "muon"}, {"batch_size": 32}, {"accumulation_steps": 3}])
+@pytest.mark.parametrize(
+    "changes", [*({"optimiser": name} for name in OPTIMISERS), {"batch_size": 32}, {"accumulation_steps": 3}]
+)
 def test_training_takes_no_less_than_is_said(changes):
     config = replace(GPTConfig.from_dict(DebugConfig().to_dict()), **changes)
     tokens = np.arange(20_000) % config.vocab_size

@@ -18,7 +18,8 @@ from tricycle.configs import DebugConfig
 from tricycle.kernels import muon
 from tricycle.layers import Dense, Layer, LayerNorm, Sequential
 from tricycle.models import GPT
-from tricycle.optimiser_rules import Lion, Muon, anything, is_hidden_matrix
+from tricycle.optimiser_rules import OPTIMISERS as OPTIMISERS_BY_NAME
+from tricycle.optimiser_rules import Adafactor, Lion, Muon, anything, is_hidden_matrix
 from tricycle.optimisers import (
     AdamW,
     AdamWRule,
@@ -37,6 +38,7 @@ from tricycle.scheduler import WarmupCosine
 from tricycle.sequences.classifiers import AttentionPooling
 from tricycle.sequences.seq2seq import LearnedPositions
 from tricycle.tensor import Tensor, to_tensor
+from tricycle.training_state import new_optimiser
 from tricycle_accelerators import threads
 from tricycle_accelerators.cpu import optimisers as cpu_optimisers
 
@@ -46,6 +48,7 @@ OPTIMISERS: dict[str, Callable[..., Optimiser]] = {
     "adamw": AdamW,
     "muon": Muon,
     "lion": Lion,
+    "adafactor": Adafactor,
 }
 each_optimiser = pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS)
 
@@ -103,6 +106,55 @@ def test_lion_follows_algorithm_2() -> None:
         expected -= rate * (math.copysign(1, beta1 * m + (1 - beta1) * grad) + decay * expected)
         m = beta2 * m + (1 - beta2) * grad
         np.testing.assert_allclose(model.matrix.array, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("relative_step", [False, True])
+def test_adafactor_follows_algorithms_4_and_5(relative_step: bool, rng: np.random.Generator) -> None:
+    """As written in the paper, in float64, with the second moment of a matrix made whole."""
+    model, optimiser = (
+        Weights(),
+        Adafactor(0.1, -0.8, clip_threshold=0.9, weight_decay=0.2, relative_step=relative_step),
+    )
+    expected = [p.array.astype(np.float64) for p in model.parameters()]
+    rows, columns, second = np.zeros(2), np.zeros(2), np.zeros(2)
+    for t in range(1, 11):
+        grads = [rng.standard_normal(p.shape) * 10.0 ** rng.integers(-3, 3) for p in model.parameters()]
+        for p, grad in zip(model.parameters(), grads):
+            p.grad = to_tensor(grad)
+        model.update(optimiser)
+        kept, (matrix, vector) = 1 - t**-0.8, [grad**2 + 1e-30 for grad in grads]
+        rows = kept * rows + (1 - kept) * matrix.sum(axis=1)
+        columns = kept * columns + (1 - kept) * matrix.sum(axis=0)
+        second = kept * second + (1 - kept) * vector
+        for i, moment in enumerate([np.outer(rows, columns) / rows.sum(), second]):
+            change = grads[i] / np.sqrt(moment)
+            rate = 0.1 * (max(1e-3, np.sqrt(np.mean(expected[i] ** 2))) if relative_step else 1)
+            expected[i] *= 1 - 0.1 * 0.2 if i == 0 else 1
+            expected[i] -= rate * change / max(1, np.sqrt(np.mean(change**2)) / 0.9)
+        for p, array in zip(model.parameters(), expected):
+            np.testing.assert_allclose(p.array, array, rtol=1e-4, atol=1e-6)
+
+
+def test_adafactor_keeps_a_number_for_each_row_and_column() -> None:
+    parameter, optimiser = Parameter(np.ones((3, 4, 5))), Adafactor()
+    assert {name: array.shape for name, array in optimiser.state_of(parameter)[1].items()} == {
+        "rows": (3, 4),
+        "columns": (3, 5),
+    }
+    with pytest.raises(ValueError, match=r"^Adafactor: expected rows moments of shape \(3, 4\), got \(3, 4, 5\)$"):
+        optimiser.set_state(parameter, 1, {"rows": parameter.array, "columns": parameter.array})
+
+
+@pytest.mark.parametrize("name", OPTIMISERS_BY_NAME)
+def test_the_table_tells_how_much_a_matrix_needs_and_what_of_a_config(name: str) -> None:
+    row, config = OPTIMISERS_BY_NAME[name], DebugConfig(optimiser=name, beta1=0.5, beta2=0.75, weight_decay=0.25)
+    optimiser = new_optimiser(config)
+    assert type(optimiser) is row.kind and optimiser.weight_decay == 0.25
+    matrix = Parameter(np.ones((64, 64)), "matrix")
+    n_numbers = sum(array.size for array in optimiser.state_of(matrix)[1].values())
+    assert row.n_moments * matrix.size <= n_numbers < (row.n_moments + 0.1) * matrix.size
+    rule = optimiser.rule_of(Parameter(np.ones(3), "gain"))
+    assert getattr(rule, "betas", (0.5, 0.75)) == (0.5, 0.75)
 
 
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
@@ -535,6 +587,12 @@ def test_a_real_step_lowers_the_loss(rng: np.random.Generator) -> None:
 # -------------------------------------------------------------------- bad input
 SGD = StochasticGradientDescent
 BAD = {
+    "growing beta2": (lambda: Adafactor(beta2_decay=0.8), "Adafactor: expected a beta2_decay of 0 or less, got 0.8"),
+    "adafactor eps 0": (
+        lambda: Adafactor(eps=(0, 1e-3)),
+        "Adafactor: expected two numbers above 0 as eps, got (0, 0.001)",
+    ),
+    "threshold 0": (lambda: Adafactor(clip_threshold=0), "Adafactor: expected a clip_threshold above 0, got 0"),
     "negative rate": (lambda: SGD(-0.1), "StochasticGradientDescent: expected a learning_rate of 0 or more, got -0.1"),
     "infinite rate": (lambda: AdamW(math.inf), "AdamW: expected a learning_rate of 0 or more, got inf"),
     "rate nan": (lambda: AdamW(math.nan), "AdamW: expected a learning_rate of 0 or more, got nan"),

@@ -10,6 +10,7 @@ from test_processes import CONFIG, TOKENS, play
 from tricycle.distributed.processes import Processes
 from tricycle.distributed.shards import Load, Shards, gather_state, load_of, n_state_bytes
 from tricycle.models import GPT
+from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimisers import role_of
 from tricycle.tensor import Tensor
 from tricycle.training_state import new_optimiser, new_state, train_step
@@ -23,7 +24,7 @@ def act(processes, config, shard_optimiser):
     return results, weights.tobytes(), n_state_bytes(state.optimiser), states and list(states.values())
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_shared_out_or_not_the_same_bits(size, optimiser):
     config = replace(CONFIG, batch_size=2, accumulation_steps=size, optimiser=optimiser)

@@ -14,13 +14,13 @@ from tricycle.debug import use_reference, watch_arrays
 from tricycle.einsum import Einsum
 from tricycle.extra_ops import exp
 from tricycle.layers import Dense
-from tricycle.optimiser_rules import Lion, Muon
+from tricycle.optimiser_rules import Adafactor, Lion, Muon
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 
 
 # -------------------------------------------------------------------- changed between forward and backward
 @pytest.mark.parametrize(
-    "optimiser", [AdamW(), Lion(), Muon(), StochasticGradientDescent(0.1)], ids=lambda o: repr(o)[:30]
+    "optimiser", [AdamW(), Adafactor(), Lion(), Muon(), StochasticGradientDescent(0.1)], ids=lambda o: repr(o)[:30]
 )
 def test_an_update_between_forward_and_backward_is_refused(optimiser, rng):
     layer, x = Dense(3, 2), to_tensor(rng.standard_normal((4, 3)))

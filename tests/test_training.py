@@ -21,6 +21,7 @@ from tricycle.evaluation import HeldOut
 from tricycle.layers import Dense, Embedding, Sequential
 from tricycle.loss import CrossEntropy, MeanSquaredError
 from tricycle.models import GPT
+from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimisers import AdamW, StochasticGradientDescent
 from tricycle.tokeniser import BPETokeniser
 from tricycle.training import NonFiniteError, apply, gradients, labelled, train_on_batch
@@ -769,7 +770,7 @@ def test_what_is_not_waited_for(tmp_path, monkeypatch, policy, number):
 
 
 @pytest.mark.slow_except(2)
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_the_size_of_a_run_folder_is_bounded(tmp_path, monkeypatch, optimiser):
     """At its largest moment, while a checkpoint is being written beside the last and the best."""
     config = replace(CONFIG, embedding_dim=64, steps=60, eval_interval=2, sample_interval=3, optimiser=optimiser)

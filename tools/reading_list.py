@@ -20,8 +20,8 @@ MOST_LINES_IN_ALL = 4500
 READING_LIST = """
 devices kernels/dispatch kernels/reference/attention kernels/__init__
 autograd tensor parameter ops functions activation loss initialisers layers
-configs/checked configs/model
 attention/attend attention/cache attention/rotary
+configs/checked configs/model
 blocks models bpe batches optimisers scheduler training sampling generate
 """.split()
 

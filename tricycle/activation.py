@@ -10,6 +10,8 @@ from tricycle.functions import Sigmoid
 from tricycle.ops import Op, as_tensor, floating
 from tricycle.tensor import Operand, Tensor, record
 
+Activation = Callable[[Tensor], Tensor]
+
 
 class ReLU(Op):
     """max(x, 0); the slope at 0 is 0."""
@@ -28,11 +30,7 @@ class GeLU(Op):
 
     def __init__(self, approximate: bool = True) -> None:
         self.approximate = approximate
-
-    @property
-    def computes_wide(self) -> bool:
-        """Whether 16-bit inputs are computed with in float32, and only the result is rounded."""
-        return self.approximate
+        self.computes_wide = approximate  # whether 16-bit inputs are computed with in float32
 
     def forward(self, x: Operand) -> Tensor:
         x = as_tensor(x)
@@ -61,9 +59,9 @@ class Gated(Op):
     """a f(b) for x = [a, b] along the last axis, with any elementwise activation f (Shazeer 2020)."""
 
     name = "gated"
-    activation: Callable[[Tensor], Tensor]
+    activation: Activation
 
-    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, activation: Activation) -> None:
         self.activation = activation
 
     def forward(self, x: Operand) -> Tensor:
@@ -100,15 +98,10 @@ class SwiGLU(GLU):
 
 
 # The activations that a config may name. `tricycle.activations` adds others.
-ACTIVATIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-    "gelu": GeLU,
-    "relu": ReLU,
-    "swish": Swish,
-    "swiglu": SwiGLU,
-}
+ACTIVATIONS: dict[str, Callable[[], Activation]] = {"gelu": GeLU, "relu": ReLU, "swish": Swish, "swiglu": SwiGLU}
 
 
-def new_activation(name: str, gated: bool = False) -> Callable[[Tensor], Tensor]:
+def new_activation(name: str, gated: bool = False) -> Activation:
     """Return an activation by its name in ACTIVATIONS; `gated`: as the gate of `Gated` ("swiglu" is one already)."""
     if name not in ACTIVATIONS:
         raise ValueError(f"new_activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")

@@ -12,9 +12,9 @@ from tricycle import kernels
 from tricycle.activation import new_activation
 from tricycle.attention.attend import SHIFTS, Attention, Mask
 from tricycle.attention.cache import KeyValueCache, Segments, join, takes_ragged
-from tricycle.attention.rotary import Rotary, RotaryScaling
+from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import is_evaluating
-from tricycle.configs.model import ModelConfig, model_fields
+from tricycle.configs.model import ModelConfig
 from tricycle.functions import RowSoftmax, new_softmax, residual
 from tricycle.initialisers import Initialiser, xavier
 from tricycle.kernels import FEW_ROWS
@@ -117,18 +117,11 @@ class MultiHeadSelfAttention(MultiHead):
             self.query_norm, self.key_norm = (
                 RMSNorm(size, config.qk_norm_eps, config.qk_norm_gain, config.norm_unit_offset) for size in sizes
             )
-        self.rotary = None
-        if config.positions == "rotary":
-            is_local = bool(config.rotary_local_base and config.window_of(layer))
-            base = config.rotary_local_base if is_local else config.rotary_base
-            bounds = config.rotary_low_frequency, config.rotary_high_frequency, config.rotary_original_window
-            scaling = RotaryScaling(config.rotary_scaling, config.rotary_factor, *bounds)
-            is_scaled = not is_local and config.rotary_scaling != "none"
-            self.rotary = Rotary(base, config.rotary_fraction, scaling if is_scaled else None)
+        self.rotary = POSITIONS[config.positions].new_rotation(config, layer)
         bias = config.bias if config.output_bias is None else config.output_bias
         self.projection = Dense(n_heads * self.head_size, embedding_dim, bias, initialiser, generator)
         self.dropout = Dropout(config.dropout, generator)
-        self.use_softmax(new_softmax(softmax, config.softmax_blocks))
+        self.use_softmax(new_softmax(softmax, config))
 
     @takes_ragged
     def forward(self, x: Operand, cache: KeyValueCache | None = None, mask: Mask = None, dtype: Any = None) -> Tensor:
@@ -274,10 +267,10 @@ class TransformerBlock(Layer):
         initialiser: Initialiser = xavier,
         generator: Generator = None,
     ) -> None:
-        fields = {**model_fields(vars(config)), "initialiser": initialiser, "generator": new_generator(generator)}
+        fields: dict[str, Any] = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
+        fields |= {"initialiser": initialiser, "generator": new_generator(generator)}
         both = config.norm_placement == "both"
-        self.norm_placement = config.norm_placement
-        self.parallel = config.parallel
+        self.norm_placement, self.parallel = config.norm_placement, config.parallel
         self.attention_norm = new_norm(config)
         self.attention: Any = attention or MultiHeadSelfAttention(**fields, layer=layer, causal=causal)
         self.attention_post_norm = new_norm(config) if both else None

@@ -185,7 +185,7 @@ class Checkpoint:
             optimiser.n_steps = int(about["n_steps"])
             for name, parameter in model.named_parameters():
                 moments = {}
-                for moment in optimiser.rule_of(parameter, name).state_names:
+                for moment in optimiser.rule_of(parameter, name).state_shapes(parameter.shape):
                     key = f"optimiser.{moment}.{name}"
                     array = self.tensors[key]
                     _check_finite("expected finite moments", key, array)

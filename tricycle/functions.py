@@ -86,19 +86,20 @@ class Softmax1(Softmax):
     name, off_by_one = "softmax1", True
 
 
-# The variants that a config may name. `tricycle.softmaxes` adds others.
+# The variants that a config may name. `tricycle.softmaxes` adds others. `config_fields`: what a variant takes of it.
 SOFTMAXES: dict[str, Callable[..., RowSoftmax]] = {"softmax": Softmax, "softmax1": Softmax1}
 
 
-def new_softmax(softmax: str | RowSoftmax, n_blocks: int = 2) -> RowSoftmax:
-    """Return a variant by its name in SOFTMAXES ("blocks" with `n_blocks`), or as it is."""
+def new_softmax(softmax: str | RowSoftmax, config: Any = None) -> RowSoftmax:
+    """Return a variant by its name in SOFTMAXES, with those fields of a config that it takes, or as it is."""
     if isinstance(softmax, RowSoftmax):
         return softmax
     if not isinstance(softmax, str):
         raise TypeError(f"softmax: expected a name or a RowSoftmax, got {softmax!r}")
     if softmax not in SOFTMAXES:
         raise ValueError(f"softmax: expected one of {', '.join(SOFTMAXES)}, got {softmax!r}")
-    return SOFTMAXES[softmax](n_blocks) if softmax == "blocks" else SOFTMAXES[softmax]()
+    fields = () if config is None else getattr(SOFTMAXES[softmax], "config_fields", ())
+    return SOFTMAXES[softmax](*(getattr(config, name) for name in fields))
 
 
 class LogSoftmax(Op):

@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike
 
 from tricycle.attention.attend import Attention, Mask
 from tricycle.attention.cache import KeyValueCache, takes_ragged
+from tricycle.attention.rotary import POSITIONS
 from tricycle.autograd import current_modes, grad_enabled_for
 from tricycle.blocks import TransformerBlock, call, dtype_between, new_norm, takes
 from tricycle.configs.model import ModelConfig
@@ -57,7 +58,7 @@ class BlockStack(Layer):
         """Use another variant of `functions.SOFTMAXES` from now on, in every block; `n_blocks` is for "blocks"."""
         self.config = _changed(self.config, softmax=name, softmax_blocks=n_blocks)
         for block in self.blocks:
-            block.attention.use_softmax(new_softmax(name, n_blocks))
+            block.attention.use_softmax(new_softmax(name, self.config))
 
 
 def _changed(config: ModelConfig, **values: Any) -> ModelConfig:
@@ -87,10 +88,7 @@ class GPT(BlockStack):
         narrow = config.embedding_size or width
         self.token_embedding = Embedding(config.vocab_size, narrow, zeros)
         self.embedding_projection = Dense(narrow, width, False, zeros) if narrow != width else None
-        self.position_embedding = None
-        if config.positions == "learned":
-            rows = config.context_window + config.position_offset
-            self.position_embedding = Embedding(rows, width, zeros, role="position")
+        self.position_embedding = POSITIONS[config.positions].new_embedding(config)
         self.dropout = Dropout(config.dropout, self.generator)
         options: Any = {"initialiser": zeros, "generator": self.generator}
         self.blocks = [TransformerBlock(config, layer, **options) for layer in range(config.n_layers)]

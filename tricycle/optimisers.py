@@ -45,9 +45,13 @@ class Step(NamedTuple):
 class Rule:
     """How one parameter changes: a subclass defines `update`."""
 
-    state_names: tuple[str, ...] = ()  # of the arrays in its state, which have the parameter's shape and begin as zeros
+    state_names: tuple[str, ...] = ()  # of the arrays in its state, which begin as zeros
     at_once = False  # whether threads may run several updates at a time: they change only weights and state
     on_one_thread = False  # whether an update uses one thread, however large the parameter is
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the arrays in the state of a parameter of this shape: the same, unless overridden."""
+        return dict.fromkeys(self.state_names, shape)
 
     def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
         """Change weights and state in place; leave the gradient as it is."""
@@ -167,9 +171,9 @@ class Optimiser:
     def state_of(self, parameter: Tensor, rule: Rule | None = None) -> tuple[int, State]:
         """Return the number of updates and the state of a parameter, on its device; zeros where there is none yet."""
         n_updates, state = self.states.get(parameter, (0, {}))
-        for name in (rule or self.rule_of(parameter)).state_names:
+        for name, shape in (rule or self.rule_of(parameter)).state_shapes(parameter.shape).items():
             if name not in state:
-                state[name] = parameter.xp.zeros_like(parameter.array)
+                state[name] = parameter.xp.zeros_like(parameter.array, shape=shape)
             elif state[name].device != parameter.array.device:
                 host = devices.to_cpu(state[name])
                 state[name] = devices.to_gpu(host, parameter.array.device.id) if parameter.on_gpu else host
@@ -177,12 +181,11 @@ class Optimiser:
 
     def set_state(self, parameter: Tensor, n_updates: int, state: State) -> None:
         """Set the state of a parameter to those arrays that its rule names; raise a ValueError if one does not fit."""
-        names = self.rule_of(parameter).state_names
-        for name in names:
-            got, shape = state[name].shape if name in state else "none", parameter.shape
-            if got != shape:
+        shapes = self.rule_of(parameter).state_shapes(parameter.shape)
+        for name, shape in shapes.items():
+            if (got := state[name].shape if name in state else "none") != shape:
                 raise ValueError(f"{type(self).__name__}: expected {name} moments of shape {shape}, got {got}")
-        self.states[parameter] = n_updates, {name: state[name] for name in names}
+        self.states[parameter] = n_updates, {name: state[name] for name in shapes}
 
 
 class StochasticGradientDescent(Optimiser):

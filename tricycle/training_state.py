@@ -25,9 +25,9 @@ from tricycle.devices import Array, array_module
 from tricycle.distributed.processes import ALONE, Draws, Processes
 from tricycle.distributed.shards import ShardedOptimiser, Shards, load_of
 from tricycle.models import GPT, LOGITS_AT_ONCE
-from tricycle.optimiser_rules.muon import Muon
+from tricycle.optimiser_rules import OPTIMISERS
 from tricycle.optimiser_rules.schedules import SCHEDULES
-from tricycle.optimisers import AdamW, Optimiser, State
+from tricycle.optimisers import Optimiser, State
 from tricycle.recompute import recompute
 from tricycle.tensor import Tensor, no_grad
 from tricycle.tokeniser import Tokeniser
@@ -218,7 +218,7 @@ def least_memory(config: GPTConfig) -> int:
     Weights, gradients and moments; what a pass takes; and the tokens of an update.
     """
     n_numbers = least_numbers(config)
-    n_moments = 1 if config.optimiser == "muon" else 2
+    n_moments = OPTIMISERS[config.optimiser].n_moments
     n_tokens = config.batch_size * config.context_window
     tokens = 2 * 8 * n_tokens * config.accumulation_steps
     return (2 + n_moments) * 4 * n_numbers + memory_of_pass(config, n_tokens) + tokens
@@ -242,17 +242,9 @@ def memory_of_pass(config: GPTConfig, n_tokens: int) -> int:
 
 
 def new_optimiser(config: GPTConfig) -> Optimiser:
-    """The optimiser that a config asks for."""
-    betas = config.beta1, config.beta2
-    if config.optimiser == "muon":
-        return Muon(
-            config.max_learning_rate,
-            betas,
-            weight_decay=config.weight_decay,
-            matrix_rate=config.matrix_rate,
-            precision=config.precision,
-        )
-    return AdamW(config.max_learning_rate, betas, weight_decay=config.weight_decay)
+    """Return the optimizer of a config: that of its row in `OPTIMISERS`, with the fields that the row names."""
+    row = OPTIMISERS[config.optimiser]
+    return row.kind(config.max_learning_rate, **{name: getattr(config, name) for name in row.fields})
 
 
 def new_state(

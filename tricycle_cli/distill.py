@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from tricycle.configs import PRESETS, GPTConfig
+from tricycle.configs.checked import OneOf
 from tricycle.distributed.processes import Processes
 from tricycle.finetuning.distillation import distillation_loss
 from tricycle.pretrained import Pretrained
@@ -32,7 +33,7 @@ from tricycle_cli.session import open_session
 from tricycle_cli.together import by_the_first, check_same, common_facts, parsed
 from tricycle_cli.trackers import expect_trackers
 from tricycle_cli.train import Arguments as TrainArguments
-from tricycle_cli.train import Preset, ResumeArguments, Tokenisers, TrainTask, read_run
+from tricycle_cli.train import ResumeArguments, Tokenisers, TrainTask, read_run
 
 DESCRIPTION = __doc__ or ""
 
@@ -43,7 +44,7 @@ class Arguments(TrainArguments):
 
     teacher: tyro.conf.Positional[str] = ""
     """a model, as `tricycle generate` takes it"""
-    preset: Annotated[Preset, tyro.conf.arg(name="student-preset")] = "laptop"
+    preset: Annotated[OneOf[str, PRESETS], tyro.conf.arg(name="student-preset")] = "laptop"
     """the student: where the settings below start from"""
     temperature: float = 2.0
     """both models' logits are divided by it: higher brings out the teacher's small probabilities"""

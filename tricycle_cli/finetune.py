@@ -25,7 +25,7 @@ import tyro
 
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import GPTConfig
-from tricycle.configs.model import model_fields
+from tricycle.configs.presets import model_fields
 from tricycle.devices import to_cpu
 from tricycle.distributed.processes import Processes
 from tricycle.finetuning.lora import ALL_LINEAR, Adapter, LoRAConfig

@@ -12,7 +12,8 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 MOST_SAID = 1000  # characters of an error
-DEPRECATED = {"--lookahead": "--draft-tokens", "--past-window": "--overflow"}  # former names of flags
+# Other names of flags: two that are deprecated, and the American spelling.
+ALIASES = {"--lookahead": "--draft-tokens", "--past-window": "--overflow", "--optimizer": "--optimiser"}
 
 
 def parse(kind: type[T], default: T | None = None, args: Sequence[str] | None = None, description: str = "") -> T:
@@ -35,7 +36,7 @@ def _parse(kind: Any, args: Sequence[str], **options: Any) -> Any:
     import tyro
 
     options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    args = [_current_name(word) for word in args]
+    args = [_resolve_alias(word) for word in args]
     if {"-h", "--help", "--help-all"} & set(args) and "config" in getattr(kind, "__dataclass_fields__", ()):
         _print_help(lambda: tyro.cli(kind, args=["--help"], **options), "--help-all" in args)
     complaint = io.StringIO()
@@ -63,10 +64,10 @@ def _print_help(print_tyros: Callable[[], Any], show_all: bool) -> NoReturn:
     raise SystemExit(0)
 
 
-def _current_name(word: str) -> str:
-    """Return a word of a command line with the current name of a flag whose name is deprecated."""
+def _resolve_alias(word: str) -> str:
+    """Return a word of a command line with the name of the flag where it is an alias."""
     name, equals, value = word.partition("=")
-    return DEPRECATED.get(name.replace("_", "-"), name) + equals + value
+    return ALIASES.get(name.replace("_", "-"), name) + equals + value
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

@@ -52,7 +52,7 @@ def rewritten(text: str, show_all: bool) -> str:
 
 def _entries(box: str) -> Iterator[tuple[str, str]]:
     """Yield the flags of a box with their metavariables, and what the help says of each."""
-    name, words = "", []
+    name, words = "", list[str]()
     for line in box.splitlines():
         if re.match(r"  [-\[]\S", line) and set(line.strip()) != {"-"}:
             if name:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from tricycle.configs import GPTConfig, LaptopConfig
-from tricycle.configs.model import ModelConfig, model_fields
+from tricycle.configs.model import ModelConfig
+from tricycle.configs.presets import model_fields
 from tricycle.models import GPT
 from tricycle.pretrained import Pretrained
 from tricycle_cli.models import load_model

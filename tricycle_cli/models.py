@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tricycle import devices
+from tricycle.configs.checked import OneOf
 from tricycle.decoding.penalties import PenalizedSampling
 from tricycle.generate import DecodingState, generate
 from tricycle.kernels.quantized import dtype_of
@@ -18,9 +19,11 @@ from tricycle.pretrained import OWN_CHECKPOINTS, Pretrained, load
 from tricycle.pretrained.adapters import load_adapter
 from tricycle.pretrained.settings import GenerationSettings
 from tricycle.pretrained.tokenisers import load_tokeniser
+from tricycle.softmaxes import SOFTMAXES
 from tricycle.weights import quantize
 from tricycle_cli.pickles import load_pickled_model
 
+Softmax = OneOf[str, SOFTMAXES]
 Weights = Literal["float32", "int8", "bfloat16", "float16", "stored"]
 Device = Literal["auto", "cpu", "gpu"]
 Cache = Literal["auto", "float32", "float16", "bfloat16"]
@@ -38,8 +41,8 @@ SAMPLING = PenalizedSampling(temperature=0.9, min_p=0.1, repetition_penalty=1.15
 class ModelFlags:
     """How a model is loaded, and where it computes."""
 
-    softmax: str | None = None
-    """let attention weigh keys in another way than in training: softmax, softmax1, adaptive, blocks, sink"""
+    softmax: Softmax | None = None
+    """let attention normalize scores in another way than in training"""
     adapter: Path | None = None
     """a folder of small matrices for this model, as `tricycle finetune` and PEFT write them"""
     weights: Weights = "float32"

@@ -44,6 +44,7 @@ _FORMER_NAMES = set(
 _MOVED = {
     "tricycle.tensor.Parameter": "tricycle.parameter.Parameter",
     "tricycle.activation.ReLUSquared": "tricycle.activations.ReLUSquared",
+    "tricycle.attention.rotary.RotaryScaling": "tricycle.attention.scaling.RotaryScaling",
     "tricycle.configs.model.EncoderConfig": "tricycle.configs.encoder.EncoderConfig",
 }
 _MOVED_MODULES = {"tricycle.lora": "tricycle.finetuning.lora"}

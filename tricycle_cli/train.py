@@ -21,6 +21,7 @@ import numpy as np
 from tricycle import devices
 from tricycle.checkpoint import load_checkpoint
 from tricycle.configs import PRESETS, GPTConfig
+from tricycle.configs.checked import OneOf
 from tricycle.distributed.processes import Processes
 from tricycle.evaluation import HeldOut
 from tricycle.pretrained import Pretrained
@@ -45,18 +46,16 @@ from tricycle_datasets.corpora import CORPORA, load_corpus
 from tricycle_datasets.gpt2 import gpt2_tokeniser
 
 DESCRIPTION = __doc__ or ""
-Preset = Literal["debug", "laptop", "portable", "shakespeare", "smol", "gpt2"]
 Tokenisers = Literal["own", "portable", "gpt2"]
-Data = Literal["python", "shakespeare", "text", "codeparrot", "fineweb"]
 
 
 @dataclass(frozen=True)
 class Arguments:
     """What to train, on what, and where to leave it."""
 
-    preset: Preset = "laptop"
+    preset: OneOf[str, PRESETS] = "laptop"
     """where the settings below start from; without it "smol" on a GPU, else "laptop" """
-    data: Data = "python"
+    data: OneOf[str, CORPORA] = "python"
     """the text: Python's standard library, tiny Shakespeare, your own --files, or a streamed corpus"""
     files: tuple[Path, ...] = ()
     """your own text files or folders of them, for --data text"""
@@ -197,7 +196,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Pretrained | None]:
     if preset not in PRESETS:  # not there; or wrong, which parse below says
         preset = "smol" if known.device != "cpu" and devices.gpu_problem() is None else "laptop"
     config = GPTConfig.from_dict(PRESETS[preset]().to_dict())  # its fields carry the help
-    data: Data = "shakespeare" if preset == "shakespeare" else "python"
+    data = "shakespeare" if preset == "shakespeare" else "python"
     tokeniser: Tokenisers = "portable" if preset == "portable" else "own"
     default = Arguments(preset=preset, data=data, tokeniser=tokeniser, config=config)
     return parse(Arguments, default, args, description=DESCRIPTION), None
@@ -364,7 +363,7 @@ def read_run(folder: Path, command: str = "train") -> tuple[Arguments, str]:
     files: Any = data.get("files")
     track = data.get("track", [])
     are_paths = isinstance(files, list) and all(isinstance(name, str) for name in files)
-    is_known = data.get("data") in get_args(Data) and data.get("on_nan", "skip") in get_args(OnNaN)
+    is_known = data.get("data") in CORPORA and data.get("on_nan", "skip") in get_args(OnNaN)
     are_trackers = isinstance(track, list) and all(name in NAMES for name in track)
     if not is_known or not are_paths or not are_trackers:
         got = reprlib.repr(data)

@@ -12,6 +12,7 @@ pointed to a page of the site where there is one (a Python module's is its sourc
 
 from __future__ import annotations
 
+import importlib
 import os
 import posixpath
 import re
@@ -19,6 +20,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from docstrings import plain
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.osutil import relative_uri
@@ -66,8 +68,21 @@ def named(match: re.Match[str]) -> str:
     return "\n".join(parts)
 
 
+def rows(place: str) -> str:
+    """Return a definition list of the names in a table of the library, each with the first line of its docstring.
+
+    A line `.. rows:: MODULE.TABLE` stands for it.
+    """
+    module, _, name = place.rpartition(".")
+    table = getattr(importlib.import_module(module), name)
+    about = {key: (getattr(row, "kind", row).__doc__ or "").split("\n") for key, row in table.items()}
+    plain(None, "", "", None, None, first := [lines[0] for lines in about.values()])
+    return "\n".join(f"``{key}``\n    {line}" for key, line in zip(about, first))
+
+
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
     """Put the file in the stub's place, and turn its links."""
+    source[0] = re.sub(r"^\.\. rows:: (\S+)$", lambda match: rows(match[1]), source[0], flags=re.MULTILINE)
     source[0] = re.sub(r"^\.\. others:: (\S+)$", named, source[0], flags=re.MULTILINE)
     page = f"docs/{docname}.md"
     place = page

@@ -3,7 +3,8 @@
 from tricycle.attention.attend import Attention, Mask, additive_mask
 from tricycle.attention.cache import KeyValueCache, takes_ragged
 from tricycle.attention.masks import causal_mask, length_mask
-from tricycle.attention.rotary import Rotary, RotaryScaling
+from tricycle.attention.rotary import Rotary
+from tricycle.attention.scaling import RotaryScaling
 from tricycle.attention.shift import KeyShift, TokenShift
 from tricycle.attention.weights import scores_and_weights
 

@@ -1,41 +1,20 @@
-"""Rotary position embeddings (RoPE): channels of queries and keys rotated by angles that grow with position."""
+"""Positional encodings: rotary embeddings (RoPE), and the table of the encodings that a config can name."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tricycle import kernels
 from tricycle.attention.cache import Segments
 from tricycle.devices import Array
+from tricycle.initialisers import zeros
+from tricycle.layers import Embedding
 from tricycle.ops import Op, as_tensor, floating
 from tricycle.tensor import Operand, Tensor, record
-
-
-@dataclass(frozen=True)
-class RotaryScaling:
-    """Smaller angles, so that a model reads texts that are `factor` times longer than those of its training.
-
-    The kind "linear" divides all speeds by the factor (Chen et al. 2023); "llama3" those of pairs with fewer turns in
-    the original window than `low_frequency`, and not those with more than `high_frequency` (Llama 3.1).
-    """
-
-    kind: str
-    factor: float
-    low_frequency: float = 1.0
-    high_frequency: float = 4.0
-    original_window: int = 8192
-
-    def slowed(self, speeds: np.ndarray) -> np.ndarray:
-        """Return the speeds after scaling, radians a token."""
-        if self.kind == "linear":
-            return speeds / self.factor
-        turns = self.original_window * speeds / (2 * math.pi)
-        kept = ((turns - self.low_frequency) / (self.high_frequency - self.low_frequency)).clip(0, 1)
-        return speeds * ((1 - kept) / self.factor + kept)
 
 
 class Rotary(Op):
@@ -46,10 +25,10 @@ class Rotary(Op):
     Args:
         base: the slowest pair rotates by about 1 / base a token.
         fraction: of the channels of a head that are rotated: the first of them, paired among themselves.
-        scaling: for longer texts than those of training.
+        scaling: has a method `slowed` from speeds to speeds, for longer texts than those of training.
     """
 
-    def __init__(self, base: float = 10_000.0, fraction: float = 1.0, scaling: RotaryScaling | None = None) -> None:
+    def __init__(self, base: float = 10_000.0, fraction: float = 1.0, scaling: Any = None) -> None:
         self.base = base
         self.fraction = fraction
         self.scaling = scaling
@@ -99,3 +78,29 @@ def _angles(
     positions = np.concatenate([np.arange(first, first + n_tokens) for first, n_tokens in segments])
     angles = positions[:, None] * speeds
     return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)  # writable, as compiled kernels want arrays
+
+
+# What scales the speeds for longer texts, made from a config. `tricycle.attention.scaling` adds others.
+SCALINGS: dict[str, Callable[[Any], Any]] = {"none": lambda config: None}
+
+
+class Positions(NamedTuple):
+    """From a config: a layer of positions, whose result is added to embeddings; an op on queries and keys."""
+
+    new_embedding: Callable[[Any], Any] = lambda config: None
+    new_rotation: Callable[[Any, int], Any] = lambda config, layer: None
+
+
+def new_table(config: Any) -> Embedding:
+    """Return the layer of learned positions of a model."""
+    return Embedding(config.context_window + config.position_offset, config.embedding_dim, zeros, role="position")
+
+
+def new_rotary(config: Any, layer: int) -> Rotary:
+    """Return the rotation of queries and keys in a layer of a model."""
+    is_local = bool(config.rotary_local_base and config.window_of(layer))
+    base = config.rotary_local_base if is_local else config.rotary_base
+    return Rotary(base, config.rotary_fraction, None if is_local else SCALINGS[config.rotary_scaling](config))
+
+
+POSITIONS = {"learned": Positions(new_table), "rotary": Positions(new_rotation=new_rotary), "none": Positions()}

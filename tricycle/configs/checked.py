@@ -6,7 +6,20 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+__all__ = ["Checked", "OneOf", "Rule"]
+
+if TYPE_CHECKING:
+    from typing import Annotated as OneOf
+else:
+
+    class OneOf:
+        """`OneOf[str, TABLE]` is the Literal of the names in a table, read whenever a field's type is evaluated."""
+
+        def __class_getitem__(cls, parameters: tuple[type, Any]) -> Any:
+            return Literal[*parameters[1]]
+
 
 Rule = tuple[str, Callable[[Any], bool], str]  # names of fields, the values that they may have, and these in words
 
@@ -53,8 +66,8 @@ def _expected(value: Any, kind: Any) -> str:
         if args[0] is str:
             return "" if all(isinstance(item, str) for item in items) else "names"
         return "whole numbers" if any(_expected(item, int) for item in items) else ""
-    if kind in (bool, str):  # names are checked by RULES
-        return "" if kind is str or isinstance(value, bool) else "True or False"
+    if kind is bool:
+        return "" if isinstance(value, bool) else "True or False"
     numbers, name = (int, "whole") if kind is int else ((int, float), "finite")
     holds = isinstance(value, numbers) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return "" if holds else f"a {name} number"

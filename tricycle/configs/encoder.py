@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tricycle.configs.model import Activation, ModelConfig, NormPlacement
+from tricycle.activation import ACTIVATIONS
+from tricycle.configs.checked import OneOf
+from tricycle.configs.model import ModelConfig, NormPlacement
 
 # Fields of a head, or of attention that is causal.
 OF_DECODERS = "window full_layers token_shift key_shift tied head_bias embedding_size logit_cap".split()
@@ -18,7 +20,7 @@ class EncoderConfig(ModelConfig):
 
     vocab_size: int = 30_522
     context_window: int = 512
-    activation: Activation = "gelu_exact"
+    activation: OneOf[str, ACTIVATIONS] = "gelu_exact"
     norm_eps: float = 1e-12
     norm_placement: NormPlacement = "after"
     # ---- an encoder's own

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from tricycle.configs.checked import Checked, Rule
-from tricycle.functions import SOFTMAXES
+from tricycle.activation import ACTIVATIONS
+from tricycle.attention.rotary import POSITIONS, SCALINGS
+from tricycle.configs.checked import Checked, OneOf, Rule
+from tricycle.functions import PRECISIONS, SOFTMAXES
 
-Activation = Literal["gelu", "gelu_exact", "relu", "relu_squared", "swish", "sigmoid", "tanh", "swiglu"]
 Norm = Literal["layer_norm", "rms_norm"]
 NormPlacement = Literal["before", "after", "both", "output"]
-Positions = Literal["learned", "rotary", "none"]
-RotaryScaling = Literal["none", "linear", "llama3"]
-Precision = Literal["float32", "tf32", "bfloat16", "float16"]
 
 RULES: list[Rule] = [
     ("vocab_size context_window embedding_dim n_heads n_layers softmax_blocks", lambda v: v >= 1, "at least 1"),
@@ -24,7 +22,6 @@ RULES: list[Rule] = [
     ("rotary_low_frequency rotary_high_frequency expansion_ratio embedding_scale", lambda v: v > 0, "above 0"),
     ("rotary_fraction", lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("dropout", lambda v: 0 <= v < 1, "from 0 to below 1"),
-    ("softmax", lambda v: isinstance(v, str) and v in SOFTMAXES, f"one of {', '.join(SOFTMAXES)}"),
 ]
 
 
@@ -42,7 +39,7 @@ class ModelConfig(Checked):
     head_size: int = 0  # channels of a head; 0 for embedding_dim / n_heads
     expansion_ratio: float = 4.0  # width of an MLP's hidden layer over the model's
     hidden_size: int = 0  # width of an MLP's hidden layer; 0 leaves it to expansion_ratio
-    activation: Activation = "gelu"  # activation of the MLPs
+    activation: OneOf[str, ACTIVATIONS] = "gelu"  # activation of the MLPs
     gated: bool = False  # whether half of an MLP's hidden layer, through the activation, multiplies the other half
     norm: Norm = "layer_norm"  # normalisation in each block and at the end
     norm_eps: float = 1e-5  # added to the variance, or the mean square
@@ -50,12 +47,14 @@ class ModelConfig(Checked):
     norm_placement: NormPlacement = "before"  # before each part of a block, after its sum, around it, or on its output
     parallel: bool = False  # whether attention and MLP of a block are computed side by side, not one after the other
     shared_norm: bool = False  # whether attention and MLP side by side share one norm
-    positions: Positions = "learned"  # position embeddings
+    positions: OneOf[str, POSITIONS] = "learned"  # position embeddings
     position_offset: int = 0  # rows of the table of learned positions before the first position
     rotary_base: float = 10_000.0  # the slowest pair of channels turns by about 1 / base a token
     rotary_local_base: float = 0.0  # the same in layers with a sliding window; 0 for rotary_base
     rotary_fraction: float = 1.0  # the part of a head's channels that rotary embeddings turn
-    rotary_scaling: RotaryScaling = "none"  # how angles shrink for longer texts (not in layers with a sliding window)
+    rotary_scaling: OneOf[str, SCALINGS] = (
+        "none"  # how angles shrink for longer texts (not in layers with a sliding window)
+    )
     rotary_factor: float = 1.0  # of the scaling: how many times longer
     rotary_low_frequency: float = 1.0  # of llama3: pairs that turn fewer times than this in the window are scaled fully
     rotary_high_frequency: float = 4.0  # of llama3: pairs that turn more often than this are not scaled
@@ -70,7 +69,7 @@ class ModelConfig(Checked):
     score_cap: float = 0.0  # soft-capping of attention scores: cap tanh(score / cap); 0 for none
     token_shift: bool = False  # whether attention takes each token mixed with the one before it
     key_shift: bool = False  # whether keys are mixed with those of the token before, and begin like the queries
-    softmax: str = "softmax"  # how attention normalizes scores: softmax, softmax1, adaptive, blocks or sink
+    softmax: OneOf[str, SOFTMAXES] = "softmax"  # how attention normalizes scores
     softmax_blocks: int = 2  # into how many blocks "blocks" cuts the keys
     bias: bool = True  # whether linear layers and norms have biases
     qkv_bias: bool | None = None  # of queries, keys and values; as bias unless given
@@ -81,7 +80,7 @@ class ModelConfig(Checked):
     embedding_size: int = 0  # width of the token embedding, brought to the model's by a matrix; 0 for the model's
     embedding_scale: float = 1.0  # factor of the token embeddings
     logit_cap: float = 0.0  # soft-capping of logits: cap tanh(logit / cap); 0 for none
-    precision: Precision = "float32"  # of matrix products; weights stay float32
+    precision: OneOf[str, PRECISIONS] = "float32"  # of matrix products; weights stay float32
     zero_projections: bool = False  # whether the last matrix of attention and of each MLP starts at zero
     dropout: float = 0.0  # probability of dropping an element of the embedding and of each block's result
     seed: int = 0  # decides the first weights, the order of the data, dropout and the samples
@@ -132,8 +131,3 @@ class ModelConfig(Checked):
     def window_of(self, layer: int) -> int | None:
         """Return the sliding-window size of a layer; None where it sees all tokens."""
         return None if not self.window or layer in self.full_layers else self.window
-
-
-def model_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of a config's values that are fields of `ModelConfig`."""
-    return {name: value for name, value in values.items() if name in ModelConfig.__dataclass_fields__}

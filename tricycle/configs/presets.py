@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from tricycle.configs.model import Activation, ModelConfig, Norm, Positions
-from tricycle.configs.training import OptimiserName, Schedule, TrainingConfig
+from tricycle.activation import ACTIVATIONS
+from tricycle.attention.rotary import POSITIONS
+from tricycle.configs.checked import OneOf
+from tricycle.configs.model import ModelConfig, Norm
+from tricycle.configs.training import TrainingConfig
+from tricycle.optimiser_rules import OPTIMISERS
+from tricycle.optimiser_rules.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,9 @@ class LaptopConfig(GPTConfig):
     embedding_dim: int = 192
     n_heads: int = 3
     n_layers: int = 3
-    activation: Activation = "relu_squared"
+    activation: OneOf[str, ACTIVATIONS] = "relu_squared"
     norm: Norm = "rms_norm"
-    positions: Positions = "rotary"
+    positions: OneOf[str, POSITIONS] = "rotary"
     rotary_fraction: float = 0.5
     qk_norm: bool = True
     score_scale: float = 0.25
@@ -56,9 +62,9 @@ class LaptopConfig(GPTConfig):
     bias: bool = False
     zero_projections: bool = True
     batch_size: int = 6
-    optimiser: OptimiserName = "muon"
+    optimiser: OneOf[str, OPTIMISERS] = "muon"
     matrix_rate: float = 2.5
-    schedule: Schedule = "linear"
+    schedule: OneOf[str, SCHEDULES] = "linear"
     steps: int = 0
     minutes: float = 10.0
     max_learning_rate: float = 8e-3
@@ -78,7 +84,7 @@ class PortableConfig(LaptopConfig):
     vocab_size: int = 1024
     context_window: int = 256
     n_layers: int = 4
-    activation: Activation = "swish"
+    activation: OneOf[str, ACTIVATIONS] = "swish"
     gated: bool = True
     rotary_fraction: float = 1.0
     qk_norm: bool = False
@@ -139,3 +145,8 @@ PRESETS: dict[str, type[GPTConfig]] = {
     "smol": SmolGPTConfig,
     "gpt2": GPT2Config,
 }
+
+
+def model_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a config's values that are fields of `ModelConfig`."""
+    return {name: value for name, value in values.items() if name in ModelConfig.__dataclass_fields__}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from tricycle.configs.checked import Checked, Rule
-
-OptimiserName = Literal["adamw", "muon"]
-Schedule = Literal["cosine", "linear"]
+from tricycle.configs.checked import Checked, OneOf, Rule
+from tricycle.optimiser_rules import OPTIMISERS
+from tricycle.optimiser_rules.schedules import SCHEDULES
 
 RULES: list[Rule] = [
     ("batch_size accumulation_steps eval_interval eval_batches", lambda v: v >= 1, "at least 1"),
@@ -27,20 +25,24 @@ class TrainingConfig(Checked):
     accumulation_steps: int = 1  # passes whose gradients are averaged for one update
     steps: int = 600_000  # the most updates to make; 0 leaves it to `minutes`
     minutes: float = 0.0  # the most minutes to take, as the first updates are timed; 0 leaves it to `steps`
-    optimiser: OptimiserName = "adamw"  # "muon" is for matrices between hidden layers, AdamW for the rest
+    optimiser: OneOf[str, OPTIMISERS] = "adamw"  # "muon" is for matrices between hidden layers, AdamW for the rest
     matrix_rate: float = 5.0  # learning rate of Muon's matrices over that of the rest
-    schedule: Schedule = "cosine"  # how the learning rate falls after the warm-up
+    schedule: OneOf[str, SCHEDULES] = "cosine"  # how the learning rate falls after the warm-up
     max_learning_rate: float = 6e-4  # learning rate after the warm-up
     min_learning_rate: float = 6e-5  # learning rate at the end
     warmup_steps: int = 2000  # updates over which the learning rate rises from 0; at most a tenth of all
     weight_decay: float = 0.1  # decoupled decay of the matrices (AdamW)
-    beta1: float = 0.9  # how much of the mean gradient AdamW keeps a step
-    beta2: float = 0.95  # how much of the mean squared gradient AdamW keeps a step
+    beta1: float = 0.9  # how much of the mean gradient AdamW and Lion keep a step (Lion: in the sign)
+    beta2: float = 0.95  # how much of the mean squared gradient AdamW keeps a step; of the mean gradient Lion
     max_gradient_norm: float = 1.0  # gradients are scaled down to this common norm; 0 leaves them
     recompute: bool = False  # compute each block again in the backward pass: less memory, more time, the same gradients
     eval_interval: int = 500  # updates between estimates of the held-out loss, with a checkpoint before each
     eval_batches: int = 20  # batches of held-out text in such an estimate; the one at the end reads all of it
     sample_interval: int = 2000  # updates between samples of generated text; 0 for none
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.beta1, self.beta2
 
     def __post_init__(self) -> None:
         self._check(RULES)

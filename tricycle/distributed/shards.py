@@ -7,6 +7,7 @@ need a whole matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ def load_of(optimiser: Optimiser, parameter: Tensor) -> Load:
     """Return the load of a parameter; a rule whose updates are costly has a method `work(shape)`."""
     rule = optimiser.rule_of(parameter)
     work: Callable[[tuple[int, ...]], int] | None = getattr(rule, "work", None)
-    return Load(work(parameter.shape) if work is not None else 0, len(rule.state_names) * parameter.size)
+    n_numbers = sum(map(math.prod, rule.state_shapes(parameter.shape).values()))
+    return Load(work(parameter.shape) if work is not None else 0, n_numbers)
 
 
 class Shards:
@@ -128,8 +130,8 @@ def gather_state(optimiser: Optimiser, model: Layer) -> dict[Tensor, tuple[int, 
     for parameter in model.parameters():
         n_updates, state = optimiser.state_of(parameter)
         if not state:
-            names = optimiser.rule_of(parameter).state_names
-            state = {name: parameter.xp.zeros_like(parameter.array) for name in names}
+            shapes = optimiser.rule_of(parameter).state_shapes(parameter.shape)
+            state = {name: parameter.xp.zeros(shape, parameter.dtype) for name, shape in shapes.items()}
         shards.broadcast(list(state.values()), [shards.owner_of[parameter]] * len(state))
         if shards.processes.is_first:
             gathered[parameter] = n_updates, state

@@ -1,6 +1,35 @@
-"""Optimisers besides SGD and AdamW, and the table of schedules."""
+"""Optimisers besides SGD and AdamW, and the table of those that a config can name."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tricycle.optimiser_rules.adafactor import Adafactor
 from tricycle.optimiser_rules.lion import Lion, LionRule
 from tricycle.optimiser_rules.muon import Muon, MuonRule, anything, is_hidden_matrix
+from tricycle.optimisers import AdamW, Optimiser
 
-__all__ = ["Lion", "LionRule", "Muon", "MuonRule", "anything", "is_hidden_matrix"]
+__all__ = ["OPTIMISERS", "Adafactor", "Lion", "LionRule", "Muon", "MuonRule", "anything", "is_hidden_matrix"]
+
+
+class OptimiserRow(NamedTuple):
+    """An optimizer that a config can name.
+
+    Attributes:
+        kind: its class, called with the learning rate and the fields by name.
+        n_moments: numbers of its state for each weight of a matrix, at least (for the estimate of memory).
+        fields: the fields of `TrainingConfig` and `ModelConfig` that it reads.
+    """
+
+    kind: Callable[..., Optimiser]
+    n_moments: int
+    fields: tuple[str, ...]
+
+
+OPTIMISERS = {
+    "adamw": OptimiserRow(AdamW, 2, ("betas", "weight_decay")),
+    "muon": OptimiserRow(Muon, 1, ("betas", "weight_decay", "matrix_rate", "precision")),
+    "lion": OptimiserRow(Lion, 1, ("betas", "weight_decay")),
+    "adafactor": OptimiserRow(Adafactor, 0, ("weight_decay",)),
+}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tricycle.configs.encoder import EncoderConfig
-from tricycle.configs.model import ModelConfig, model_fields
+from tricycle.configs.model import ModelConfig
+from tricycle.configs.presets import model_fields
 
 # What says how a model starts, learns or rounds, and not what it computes.
 FREE = ("dropout", "seed", "precision", "zero_projections", "expansion_ratio")

@@ -133,7 +133,7 @@ class DecoderBlock(TransformerBlock):
             config.embedding_dim,
             config.n_heads,
             bias=config.bias,
-            softmax=new_softmax(config.softmax, config.softmax_blocks),
+            softmax=new_softmax(config.softmax, config),
             context_window=config.context_window,
             dropout=config.dropout,
             initialiser=initialiser,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tricycle.attention.rotary import POSITIONS
 from tricycle.blocks import TransformerBlock, new_norm
 from tricycle.configs.encoder import EncoderConfig
 from tricycle.devices import Array
@@ -38,10 +39,7 @@ class TextEncoder(BlockStack):
         self.generator = np.random.default_rng(config.seed)
         width = config.embedding_dim
         self.token_embedding = Embedding(config.vocab_size, width, zeros)
-        self.position_embedding = None
-        if config.positions == "learned":
-            rows = config.context_window + config.position_offset
-            self.position_embedding = Embedding(rows, width, zeros, role="position")
+        self.position_embedding = POSITIONS[config.positions].new_embedding(config)
         self.type_embedding = Embedding(config.token_types, width, zeros) if config.token_types else None
         self.embedding_norm = new_norm(config) if config.embedding_norm else None
         self.dropout = Dropout(config.dropout, self.generator)

@@ -1,6 +1,6 @@
 """Softmax variants beside those in `functions.py`, added to its table of names.
 
-A new one is a function with its gradient, and two lines here.
+A new one is a file with the function and its gradient, its row here, and its sample in tests/samples.py.
 """
 
 from tricycle.functions import SOFTMAXES, new_softmax

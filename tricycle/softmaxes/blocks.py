@@ -69,7 +69,7 @@ class BlockSoftmax(RowSoftmax):
             that there is one for each pair of a block of keys and a block of queries.
     """
 
-    name = "block_softmax"
+    name, config_fields = "block_softmax", ("softmax_blocks",)
 
     def __init__(
         self,

@@ -1,0 +1,95 @@
+"""Adafactor: steps scaled by a second moment of gradients that is kept as one number a row and one a column."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tricycle.devices import Array, array_module
+from tricycle.optimisers import Filter, Optimiser, Rate, Rule, State, Step, decays
+
+
+class AdafactorRule(Rule):
+    """Updates scaled by a factored second moment (Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5).
+
+    The second moment of a matrix (R, C) is the product of its means over rows (R,) and columns (C,), divided by its
+    mean; that of a vector is kept whole. There is no first moment.
+
+    Args:
+        beta2_decay: update t keeps 1 - t ** beta2_decay of the second moment.
+        eps: added to squared gradients; and the least scale of a parameter, for relative steps.
+        clip_threshold: an update with a larger root mean square is scaled down to it.
+        relative_step: whether the learning rate is relative to the root mean square of the weights.
+    """
+
+    at_once = True
+
+    def __init__(
+        self,
+        beta2_decay: float = -0.8,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        relative_step: bool = False,
+    ) -> None:
+        if not -math.inf < beta2_decay <= 0:
+            raise ValueError(f"Adafactor: expected a beta2_decay of 0 or less, got {beta2_decay!r}")
+        if not isinstance(eps, (tuple, list)) or len(eps) != 2 or not all(0 < number < math.inf for number in eps):
+            raise ValueError(f"Adafactor: expected two numbers above 0 as eps, got {eps!r}")
+        if not clip_threshold > 0:
+            raise ValueError(f"Adafactor: expected a clip_threshold above 0, got {clip_threshold!r}")
+        self.beta2_decay, self.eps = beta2_decay, (eps[0], eps[1])
+        self.clip_threshold, self.relative_step = clip_threshold, relative_step
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        if len(shape) < 2:
+            return {"second": shape}
+        return {"rows": shape[:-1], "columns": (*shape[:-2], shape[-1])}
+
+    def update(self, weights: Array, grad: Array, state: State, step: Step) -> None:
+        xp = array_module(grad)
+        new = step.number**self.beta2_decay  # the weight of this gradient in the mean
+        squares = xp.square(grad)
+        squares += self.eps[0]
+        if "second" in state:
+            _mix(state["second"], squares, new)
+            scale = xp.sqrt(state["second"])
+        else:
+            rows, columns = state["rows"], state["columns"]
+            _mix(rows, squares.mean(axis=-1), new)
+            _mix(columns, squares.mean(axis=-2), new)
+            shares = rows / rows.mean(axis=-1, keepdims=True)  # before the product, which could leave float32's range
+            scale = xp.sqrt(shares)[..., None] * xp.sqrt(columns)[..., None, :]
+        change = xp.divide(grad, scale, out=squares)
+        rate = step.learning_rate / xp.maximum(1, _root_mean_square(change) / self.clip_threshold)
+        if self.relative_step:
+            rate = rate * xp.maximum(self.eps[1], _root_mean_square(weights))
+        weights *= step.kept
+        change *= rate
+        weights -= change
+
+
+def _mix(mean: Array, values: Array, new: Any) -> None:
+    mean *= 1 - new
+    mean += new * values
+
+
+def _root_mean_square(array: Array) -> Any:
+    xp = array_module(array)
+    return xp.sqrt(xp.square(array).mean())
+
+
+class Adafactor(Optimiser):
+    """`AdafactorRule` for every parameter: the state of a matrix is one number a row and one a column."""
+
+    def __init__(
+        self,
+        learning_rate: Rate = 1e-3,
+        beta2_decay: float = -0.8,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+        decays: Filter = decays,
+        relative_step: bool = False,
+    ) -> None:
+        rule = AdafactorRule(beta2_decay, eps, clip_threshold, relative_step)
+        super().__init__(learning_rate, rule, weight_decay, decays)
