@@ -180,18 +180,18 @@ class SamplingFlags:
     """How tokens are drawn. What is not given is as the model's makers have it."""
 
     temperature: float | None = None
-    """divides the logits: lower is safer, 0 takes the likeliest of the tokens that are allowed (own models: 0.8)"""
+    """divides the logits: lower is safer, 0 takes the likeliest of the tokens that are allowed (own models: 0.9)"""
     top_k: int | None = None
     """draw among the k likeliest tokens only; 0 for all"""
     top_p: float | None = None
     """draw among the fewest tokens whose probabilities reach this sum"""
     min_p: float | None = None
-    """draw among the tokens at least this many times as probable as the likeliest (own models: 0.2)"""
+    """draw among the tokens at least this many times as probable as the likeliest (own models: 0.1)"""
     repetition_penalty: float | None = None
     """divide the logits of tokens that the text has already by this; 1 leaves them"""
     no_repeat_ngram_size: int | None = None
     """never write so many tokens a second time in the same order, for small models run in circles; 0 lets them be
-    (own models: 8)"""
+    (own models: 6)"""
     seed: int | None = None
     """makes the text repeatable"""
 
