@@ -91,8 +91,7 @@ class Corpus:
             with FolderLock(folder, wait=True):
                 if not _intact(folder):  # another process may have done it meanwhile
                     self._build(folder, untrained)
-        hashes = _hashes(folder)
-        self.digest = hashlib.sha256("".join(hashes[name] for name in _FILES).encode("ascii")).hexdigest()[:20]
+        self.digest = _digest(folder)
         self.tokeniser = load_tokeniser(folder / "tokeniser.json")
         self.train = np.load(folder / "train.npy", mmap_mode="r", allow_pickle=False)
         self.validation = np.load(folder / "validation.npy", mmap_mode="r", allow_pickle=False)
@@ -299,10 +298,13 @@ class _TokenWriter:
 def _intact(folder: Path) -> bool:
     """Whether a cache folder is whole: every file has the hash that was noted when it was made."""
     try:
-        return _hashes(folder) == {name: file_sha256(folder / name) for name in _FILES}
+        hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
+        return hashes == {name: file_sha256(folder / name) for name in _FILES}
     except (OSError, ValueError, RecursionError):
         return False
 
 
-def _hashes(folder: Path) -> Any:
-    return json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
+def _digest(folder: Path) -> str:
+    """A hash of the tokens and texts in an intact cache folder."""
+    hashes = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
+    return hashlib.sha256("".join(hashes[name] for name in _FILES).encode("ascii")).hexdigest()[:20]
